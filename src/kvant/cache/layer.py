@@ -1,0 +1,34 @@
+"""The interface between a model's layer and its cache."""
+
+from typing import Protocol
+
+import mlx.core as mx
+
+
+class KVCache(Protocol):
+    """One layer's keys and values. B batch, S new tokens, H query heads, K kv heads, D head_dim."""
+
+    @property
+    def offset(self) -> int:
+        """Tokens in the cache; the position of the next one."""
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """Tokens the cache can hold; None: it grows."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the cache holds now."""
+
+    def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
+        """Append (B, K, S, D) keys and values, and attend (B, H, S, D) queries to every row so far, causally.
+
+        ``mask`` is added to the scores (boolean: True keeps) and broadcasts to (B, H, S, offset + S).
+        Returns (B, H, S, D).
+        """
+
+    def trim(self, num_tokens: int) -> int:
+        """Forget the last ``num_tokens`` tokens, or all there are; return how many were forgotten."""
+
+    def reset(self) -> None:
+        """Forget every token."""

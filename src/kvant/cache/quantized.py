@@ -1,0 +1,123 @@
+"""A preallocated key/value cache of one layer, quantized in groups: PMX cache_layout 1 with one layer."""
+
+import mlx.core as mx
+
+from kvant.errors import ContextError
+from kvant.operators.multi_head_cache_attention import append_and_attend
+from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization, levels_dtype
+
+
+class QuantizedKVCache:
+    """All memory is allocated, and touched, when the cache is made; it never grows.
+
+    Rows are appended in place. That needs the arrays to themselves: whoever holds ``cache`` or ``scale``, or a slice
+    of them, makes MLX copy the whole buffer at the next append.
+    """
+
+    def __init__(
+        self,
+        max_seq_len: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        batch: int = 1,
+        quant_bit: int = 8,
+        quant_group: int = 32,
+        dtype: mx.Dtype = mx.float16,
+        scale_dtype: mx.Dtype = mx.float16,
+    ) -> None:
+        """Allocate the cache.
+
+        Args:
+            max_seq_len: tokens it can hold.
+            num_kv_heads: K.
+            head_dim: D.
+            batch: B, sequences side by side; all have the same length.
+            quant_bit: 8, 4, or 0 for no quantization.
+            quant_group: elements of D that share one scale.
+            dtype: dtype of the rows at 0 bits; without meaning otherwise.
+            scale_dtype: float16 or float32.
+
+        Raises:
+            ValueError: a size below 1, a group that does not divide D, an unsupported bit or dtype.
+        """
+        for name, number in (
+            ("max_seq_len", max_seq_len),
+            ("num_kv_heads", num_kv_heads),
+            ("head_dim", head_dim),
+            ("batch", batch),
+        ):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name} is {number!r}; expected a positive int")
+        check_quantization(quant_bit, quant_group, head_dim)
+        if dtype not in FLOAT_DTYPES or scale_dtype not in SCALE_DTYPES:
+            raise ValueError(f"dtype is {dtype}, scale_dtype {scale_dtype}; expected floats, the scale's not bfloat16")
+        self.quant_bit = quant_bit
+        self.quant_group = quant_group
+        self._max_seq_len = max_seq_len
+        self._offset = 0
+        shape = (1, batch, 2, num_kv_heads, max_seq_len)
+        stored = head_dim // 2 if quant_bit == 4 else head_dim
+        self.cache = mx.zeros((*shape, stored), levels_dtype(quant_bit) if quant_bit else dtype)
+        self.scale = mx.zeros((*shape, head_dim // quant_group), scale_dtype) if quant_bit else None
+        mx.eval(self.cache, self.scale)  # reserved now, not at the first token
+
+    @property
+    def offset(self) -> int:
+        """Tokens in the cache; the position of the next one."""
+        return self._offset
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens the cache can hold."""
+        return self._max_seq_len
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache and its scales; the same before the first token and after the last."""
+        return self.cache.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+    def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
+        """Append keys and values and attend to every row so far; see :class:`kvant.cache.KVCache`.
+
+        Raises:
+            ContextError: more tokens than there is room for; nothing was written.
+            ValueError: shapes that do not fit the cache.
+        """
+        B, K, S, _ = key.shape
+        _, batch, _, num_kv_heads, _, _ = self.cache.shape
+        if key.shape != value.shape or (batch, num_kv_heads) != (B, K):
+            raise ValueError(
+                f"key has shape {tuple(key.shape)} and value {tuple(value.shape)}; the cache is for a batch of {batch} "
+                f"and {num_kv_heads} kv heads"
+            )
+        if self._offset + S > self._max_seq_len:
+            raise ContextError(
+                f"{S} more tokens do not fit: {self._offset} of the {self._max_seq_len} reserved tokens are used"
+            )
+        output = append_and_attend(
+            query,
+            key,
+            value,
+            self._offset,
+            self.cache,
+            self.scale,
+            mask=mask,
+            quant_bit=self.quant_bit,
+            quant_group=self.quant_group,
+            product_dtype=mx.float32,
+        )
+        self._offset += S
+        return output
+
+    def trim(self, num_tokens: int) -> int:
+        """Forget the last ``num_tokens`` tokens, or all there are; return how many were forgotten."""
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens is {num_tokens}; expected 0 or more")
+        forgotten = min(num_tokens, self._offset)
+        self._offset -= forgotten
+        return forgotten
+
+    def reset(self) -> None:
+        """Forget every token; the memory stays reserved."""
+        self._offset = 0

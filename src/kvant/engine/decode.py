@@ -1,0 +1,80 @@
+"""Token by token: feed the last token, sample the next."""
+
+from collections.abc import Generator, Sequence
+
+import mlx.core as mx
+
+from kvant.cache import KVCache
+from kvant.engine.sampling import LogitsProcessor, Sampler, sample
+from kvant.models import Decoder
+
+
+def decode(
+    model: Decoder,
+    logits: mx.array,
+    prompt: Sequence[int],
+    cache: Sequence[KVCache],
+    *,
+    max_tokens: int,
+    sampler: Sampler,
+    logits_processors: Sequence[LogitsProcessor] = (),
+    look_ahead: int = 0,
+) -> Generator[tuple[int, mx.array], None, None]:
+    """Yield up to ``max_tokens`` tokens with their log-probabilities, as long as the cache has room.
+
+    The step after a token is built while that token is computed and queued before it is yielded. However the
+    iteration ends, the cache then holds the prompt and every yielded token but the last.
+
+    Args:
+        model: the decoder.
+        logits: (1, vocab) of the prompt's last token, not yet evaluated.
+        prompt: token ids already in the cache, for the processors.
+        cache: appended to, one token a step.
+        max_tokens: at least 1.
+        sampler: (1, vocab) log-probabilities -> (1,).
+        logits_processors: mlx-lm's, called with all tokens so far and the logits.
+        look_ahead: 0 queues the next step when a token is ready; 1 queues it before. With 1 a read of the cache may
+            be unfinished when the next append is queued, and MLX then copies that layer's whole buffer (measured on a
+            CPU for models of up to two layers: 19 ms a step instead of 0.2 with 131,072 rows reserved).
+
+    Yields:
+        token id, log-probabilities (vocab,).
+    """
+    tokens = mx.array(list(prompt)) if logits_processors else None
+    token, logprobs = sample(logits, tokens, sampler, logits_processors)
+    mx.async_eval(token, logprobs)
+    held = None  # tokens of the cache that may stay, once the first token is known
+    try:
+        for count in range(1, max_tokens + 1):
+            step = None
+            held = cache[0].offset
+            if count < max_tokens and _has_room(cache):
+                if tokens is not None:
+                    tokens = mx.concatenate([tokens, token])
+                next_logits = model.logits(model.hidden_states(token[None], cache=cache)[:, -1])
+                step = sample(next_logits, tokens, sampler, logits_processors)
+                if look_ahead:
+                    mx.async_eval(*step)
+            token_id = int(token.item())  # type: ignore[arg-type]
+            if step is not None and not look_ahead:
+                # The log-probabilities go with the token: kept lazily they would hold the cache's buffers.
+                mx.async_eval(*step)
+            yield token_id, logprobs
+            if step is None:
+                return
+            token, logprobs = step
+    finally:
+        # A step queued for a token after which nobody asked for more: forget what it appended.
+        if held is not None:
+            trim_to(cache, held)
+
+
+def trim_to(cache: Sequence[KVCache], num_tokens: int) -> None:
+    """Forget what any layer holds past the first ``num_tokens`` tokens."""
+    for layer in cache:
+        layer.trim(max(0, layer.offset - num_tokens))
+
+
+def _has_room(cache: Sequence[KVCache]) -> bool:
+    limit = cache[0].max_seq_len
+    return limit is None or cache[0].offset < limit

@@ -1,0 +1,51 @@
+"""Tokens to text as they come: whole characters only, and never a part of a stop string."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+
+class TextStream:
+    """Text of a growing sequence of tokens, cut before the first stop string.
+
+    mlx-lm's streaming detokenizer holds back bytes that are not yet a whole character; this holds back text that may
+    still become a stop string.
+    """
+
+    def __init__(self, tokenizer: "TokenizerWrapper", stop: Sequence[str] = ()) -> None:
+        self._detokenizer = tokenizer.detokenizer
+        self._stop = tuple(stop)
+        self._held = ""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """Take a token; return the text that is now certain, which may be empty."""
+        self._detokenizer.add_token(token)
+        return self._release(self._detokenizer.last_segment)
+
+    def finish(self) -> str:
+        """Return the text that was held back, at the end of the sequence."""
+        self._detokenizer.finalize()
+        text = self._release(self._detokenizer.last_segment)
+        if not self.stopped:
+            text, self._held = text + self._held, ""
+        return text
+
+    def _release(self, segment: str) -> str:
+        if self.stopped:
+            return ""
+        text = self._held + segment
+        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop``."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

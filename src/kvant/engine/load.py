@@ -1,0 +1,84 @@
+"""A model's name or folder to a decoder and a tokenizer."""
+
+import contextlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvant.errors import ModelError
+from kvant.models import Decoder, load_decoder
+from kvant.models.checkpoint import Progress
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+POCKET = "pocket"  # the embedded model's name
+
+
+def load(
+    path_or_name: str | Path, *, revision: str | None = None, adapter_path: str | None = None
+) -> tuple[Decoder, "TokenizerWrapper"]:
+    """Load a model and its tokenizer.
+
+    Args:
+        path_or_name: a model folder, or ``pocket``, the embedded model.
+        revision: refused: a folder has no revisions.
+        adapter_path: refused: LoRA adapters are not supported.
+
+    Returns:
+        The decoder, and mlx-lm's tokenizer wrapper, whose ``eos_token_ids`` are those of the tokenizer together with
+        those of generation_config.json or, without one, config.json.
+
+    Raises:
+        ModelError: no such folder, or one that does not hold a supported model.
+        ValueError: an argument that cannot be applied.
+    """
+    if revision is not None:
+        raise ValueError(f"revision is {revision!r}; only folders and the embedded model can be loaded: they have none")
+    if adapter_path is not None:
+        raise ValueError(f"adapter_path is {adapter_path!r}; adapters are not supported")
+    return load_folder(find_model(path_or_name))
+
+
+def load_folder(folder: Path, progress: Progress | None = None) -> tuple[Decoder, "TokenizerWrapper"]:
+    """Load from a folder, the tokenizer's slow imports beside the weights; ``progress`` as in ``load_decoder``."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        pending = pool.submit(_load_tokenizer, folder)
+        model = load_decoder(folder, progress)
+        tokenizer = pending.result()
+    tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *model.config.eos_token_ids}
+    return model, tokenizer
+
+
+def find_model(path_or_name: str | Path) -> Path:
+    """The folder of a model: the embedded one by its name, any other by its path.
+
+    Raises:
+        ModelError: no such folder.
+    """
+    if str(path_or_name) == POCKET:
+        return Path(str(resources.files("kvant") / POCKET))
+    folder = Path(path_or_name).expanduser()
+    if not folder.is_dir():
+        raise ModelError(
+            f"model {str(path_or_name)!r} is not a folder; expected one, or '{POCKET}', the embedded model"
+        )
+    return folder
+
+
+def _load_tokenizer(folder: Path) -> "TokenizerWrapper":
+    """mlx-lm's wrapper around transformers' tokenizer; nothing in the folder is executed."""
+    if not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer.model").is_file():
+        raise ModelError(f"{folder}: no tokenizer.json")
+    # Read by transformers when it is first imported: it would announce on standard error that torch is missing.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from mlx_lm.tokenizer_utils import load as load_wrapper
+
+    try:
+        with contextlib.suppress(ImportError):
+            return load_wrapper(folder, {"trust_remote_code": False, "local_files_only": True})
+    except Exception as error:  # transformers raises whatever a malformed file happens to break
+        raise ModelError(f"{folder}: the tokenizer cannot be loaded: {str(error).splitlines()[0]}") from error
+    raise ModelError(f"{folder}: the tokenizer needs a package that is not installed")

@@ -1,0 +1,53 @@
+"""Text or messages to token ids."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from kvant.errors import PromptError
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+Message = Mapping[str, str]
+
+
+def encode_prompt(tokenizer: "TokenizerWrapper", prompt: str | Sequence[int] | mx.array, vocab_size: int) -> list[int]:
+    """Token ids of a prompt: text is encoded as it is, ids are checked.
+
+    A beginning-of-text token is added only where the tokenizer adds it and the text does not begin with it.
+
+    Raises:
+        PromptError: nothing to read, or an id the model has no row for.
+    """
+    if isinstance(prompt, str):
+        bos = tokenizer.bos_token
+        ids: list[int] = tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
+    elif isinstance(prompt, mx.array):
+        if prompt.ndim != 1 or not mx.issubdtype(prompt.dtype, mx.integer):
+            raise PromptError(f"prompt is {prompt.dtype} of shape {tuple(prompt.shape)}; expected one row of token ids")
+        ids = prompt.tolist()  # type: ignore[assignment]
+    else:
+        ids = list(prompt)
+    if not ids:
+        raise PromptError("the prompt is empty; expected at least one token")
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise PromptError(f"the prompt has token id {token!r}; the model knows 0 to {vocab_size - 1}")
+    return ids
+
+
+def render_chat(tokenizer: "TokenizerWrapper", messages: Sequence[Message]) -> str:
+    """Messages through the model's chat template, up to where the assistant's answer begins.
+
+    Raises:
+        PromptError: no template, or one that fails on these messages.
+    """
+    if not tokenizer.has_chat_template:
+        raise PromptError("the tokenizer has no chat template; use --ignore-chat-template for a plain prompt")
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program: it can fail in any way
+        raise PromptError(f"the chat template failed: {str(error).splitlines()[0]}") from error
+    return str(text)

@@ -1,0 +1,217 @@
+"""Files to arrays, safely: safetensors only, every shape and dtype checked before an array is made."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+from safetensors import SafetensorError, safe_open
+
+from kvant.errors import CheckpointError, ModelError
+from kvant.models.config import ModelConfig
+from kvant.models.decoder import MLP, Attention, Block, Decoder
+from kvant.models.linear import Linear, Matrix, QuantizedMatrix, dense_matrix, quantized_matrix
+
+FLOATS = ("F32", "F16", "BF16")
+MAX_INDEX_BYTES = 64 * 1024 * 1024
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # what some exporters leave behind; recomputed here
+
+Progress = Callable[[int, int], None]
+
+
+def load_decoder(folder: Path, progress: Progress | None = None) -> Decoder:
+    """Load a model folder: config.json and model.safetensors, or shards named by model.safetensors.index.json.
+
+    On a GPU activations have the checkpoint's dtype; on a CPU float32, which it multiplies many times faster than
+    half precision. Quantized weights keep their bits, with scales and biases in the compute dtype.
+
+    Args:
+        folder: the model folder.
+        progress: called with (layers loaded, layers in all).
+
+    Raises:
+        ModelError: a folder that does not hold a supported model.
+        CheckpointError: tensors that are truncated, missing, unexpected, or of the wrong shape or dtype.
+    """
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such model folder")
+    config = ModelConfig.from_folder(folder)
+    tensors = TensorFiles(folder)
+    builder = _Builder(config, tensors, _compute_dtype(tensors))
+    builder.check_names()
+    return builder.decoder(progress or (lambda done, total: None))
+
+
+class TensorFiles:
+    """The tensors of a model folder by name. Headers are validated by the safetensors library; data is read lazily."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file_of: dict[str, Path] = {}
+        self._shape_of: dict[str, tuple[int, ...]] = {}
+        self._dtype_of: dict[str, str] = {}
+        self._loaded: dict[Path, dict[str, mx.array]] = {}
+        for path in _shards(folder):
+            try:
+                with safe_open(path, framework="np") as file:
+                    for name in file.keys():  # noqa: SIM118, the file is no mapping
+                        if name in self._file_of:
+                            raise CheckpointError(f"{path.name}: tensor {name} is also in {self._file_of[name].name}")
+                        header = file.get_slice(name)
+                        self._file_of[name] = path
+                        self._shape_of[name] = tuple(header.get_shape())
+                        self._dtype_of[name] = header.get_dtype()
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path}: not a whole safetensors file: {str(error).splitlines()[0]}") from error
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    @property
+    def names(self) -> set[str]:
+        """Every tensor's name."""
+        return set(self._file_of)
+
+    def dtype(self, name: str) -> str:
+        """The dtype as safetensors writes it, such as BF16."""
+        self._require(name)
+        return self._dtype_of[name]
+
+    def take(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = FLOATS) -> mx.array:
+        """The tensor, checked against what is expected of it."""
+        self._require(name)
+        if self._shape_of[name] != shape:
+            raise CheckpointError(f"tensor {name} has shape {self._shape_of[name]}; expected {shape}")
+        if self._dtype_of[name] not in dtypes:
+            raise CheckpointError(f"tensor {name} has dtype {self._dtype_of[name]}; expected {' or '.join(dtypes)}")
+        path = self._file_of[name]
+        if path not in self._loaded:
+            self._loaded[path] = mx.load(str(path))  # type: ignore[assignment]
+        return self._loaded[path].pop(name)
+
+    def _require(self, name: str) -> None:
+        if name not in self._file_of:
+            raise CheckpointError(f"tensor {name} is missing")
+
+
+class _Builder:
+    """Arrays to layers. A tensor is named by its module's path in the checkpoint."""
+
+    def __init__(self, config: ModelConfig, tensors: TensorFiles, dtype: mx.Dtype) -> None:
+        self.config = config
+        self.tensors = tensors
+        self.dtype = dtype
+
+    def decoder(self, progress: Progress) -> Decoder:
+        config = self.config
+        vocab_size, hidden = config.vocab_size, config.hidden_size
+        embed_tokens = self._matrix("model.embed_tokens", vocab_size, hidden)
+        lm_head = None if config.tie_word_embeddings else self._matrix("lm_head", vocab_size, hidden)
+        norm = self._vector("model.norm.weight", hidden)
+        mx.eval(norm, embed_tokens.arrays, lm_head.arrays if lm_head else [])
+        layers = []
+        for index in range(config.num_hidden_layers):
+            layer = self._block(f"model.layers.{index}")
+            mx.eval(layer.arrays)  # layer by layer, so that only one is held in two dtypes
+            layers.append(layer)
+            progress(index + 1, config.num_hidden_layers)
+        return Decoder(config, self.dtype, embed_tokens=embed_tokens, layers=layers, norm=norm, lm_head=lm_head)
+
+    def check_names(self) -> None:
+        """Refuse tensors nothing would read: they say that the model is not what its config.json claims."""
+        known = {"model.embed_tokens", "model.norm", "lm_head"}
+        for index in range(self.config.num_hidden_layers):
+            path = f"model.layers.{index}"
+            known |= {f"{path}.self_attn.{name}_proj" for name in "qkvo"}
+            known |= {f"{path}.mlp.{name}_proj" for name in ("gate", "up", "down")}
+            known |= {f"{path}.input_layernorm", f"{path}.post_attention_layernorm"}
+        extra = sorted(
+            name
+            for name in self.tensors.names
+            if name.rpartition(".")[0] not in known and not name.endswith(IGNORED_SUFFIXES)
+        )
+        if extra:
+            more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+            raise CheckpointError(f"unexpected tensor {extra[0]}{more}; config.json describes a model without it")
+
+    def _block(self, path: str) -> Block:
+        config = self.config
+        hidden, inner = config.hidden_size, config.intermediate_size
+        heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
+        sizes = {f"{path}.self_attn.{name}_proj": count * config.head_dim for name, count in heads.items()}
+        bias = mx.concatenate([self._vector(f"{name}.bias", size) for name, size in sizes.items()])
+        qkv = Linear(self._fused(sizes, hidden), bias)
+        o_proj = Linear(
+            (self._matrix(f"{path}.self_attn.o_proj", hidden, config.num_attention_heads * config.head_dim),)
+        )
+        gate_up = Linear(self._fused({f"{path}.mlp.{name}_proj": inner for name in ("gate", "up")}, hidden))
+        down = Linear((self._matrix(f"{path}.mlp.down_proj", hidden, inner),))
+        return Block(
+            self_attn=Attention(config, qkv, o_proj),
+            mlp=MLP(gate_up, down),
+            input_layernorm=self._vector(f"{path}.input_layernorm.weight", hidden),
+            post_attention_layernorm=self._vector(f"{path}.post_attention_layernorm.weight", hidden),
+            rms_norm_eps=config.rms_norm_eps,
+        )
+
+    def _vector(self, name: str, size: int) -> mx.array:
+        return self.tensors.take(name, (size,)).astype(self.dtype)
+
+    def _matrix(self, path: str, out: int, width: int) -> Matrix:
+        (matrix,) = self._fused({path: out}, width)
+        return matrix
+
+    def _fused(self, sizes: dict[str, int], width: int) -> tuple[Matrix, ...]:
+        """The matrices (size, width) at these paths as one where their storage agrees, else one each."""
+        if not any(f"{path}.scales" in self.tensors for path in sizes):
+            weights = [self.tensors.take(f"{path}.weight", (out, width)) for path, out in sizes.items()]
+            return (dense_matrix(weights, self.dtype),)
+        parts: list[Matrix] = [self._one(path, out, width) for path, out in sizes.items()]
+        quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
+        if len(quantized) == len(parts) and len({part.quantization for part in quantized}) == 1:
+            return (quantized_matrix(quantized),)
+        return tuple(parts)
+
+    def _one(self, path: str, out: int, width: int) -> Matrix:
+        if f"{path}.scales" not in self.tensors:
+            return dense_matrix([self.tensors.take(f"{path}.weight", (out, width))], self.dtype)
+        quantization = self.config.quantization_of(path)
+        if quantization is None:
+            raise CheckpointError(f"tensor {path}.scales: config.json has no quantization for {path}")
+        bits, group = quantization.bits, quantization.group_size
+        if width % group:
+            raise CheckpointError(f"{path}: quantization group_size {group} does not divide its width {width}")
+        groups = (out, width // group)
+        return QuantizedMatrix(
+            self.tensors.take(f"{path}.weight", (out, width * bits // 32), ["U32"]),
+            self.tensors.take(f"{path}.scales", groups).astype(self.dtype),
+            self.tensors.take(f"{path}.biases", groups).astype(self.dtype),
+            quantization,
+        )
+
+
+def _compute_dtype(tensors: TensorFiles) -> mx.Dtype:
+    if mx.default_device().type == mx.cpu:
+        return mx.float32
+    dtypes = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+    return dtypes.get(tensors.dtype("model.norm.weight"), mx.float32)
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The safetensors files of a folder; a shard's name is a bare file name inside it, anything else is refused."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise CheckpointError(f"{folder}: neither {single.name} nor {index.name} is there")
+    if index.stat().st_size > MAX_INDEX_BYTES:
+        raise CheckpointError(f"{index}: {index.stat().st_size} bytes; expected at most {MAX_INDEX_BYTES}")
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: no weight_map of tensor names to file names") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index}: shard {name!r}; expected the bare name of a .safetensors file")
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name}: no such file; {index.name} names it")
+    return [folder / name for name in names]

@@ -1,0 +1,181 @@
+"""The block stack: token ids in, logits out. B batch, S new tokens, H query heads, K kv heads, D head_dim."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from kvant.cache import KVCache, QuantizedKVCache
+from kvant.models.config import ModelConfig
+from kvant.models.linear import Linear, Matrix
+from kvant.operators.attention import attend_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Grouped-query attention with rotary positions, through a cache."""
+
+    config: ModelConfig
+    qkv_proj: Linear
+    o_proj: Linear
+
+    def __call__(self, x: mx.array, offset: int, cache: KVCache | None) -> mx.array:
+        """(B, S, hidden) -> (B, S, hidden)."""
+        config = self.config
+        B, S, _ = x.shape
+        H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        # (B, S, (H + 2K) D) -> (B, S, H + 2K, D) -> (B, H + 2K, S, D)
+        qkv = self.qkv_proj(x).reshape(B, S, H + 2 * K, D).transpose(0, 2, 1, 3)
+        # Queries and keys turn by the same angles: one call for both.
+        query_key = mx.fast.rope(
+            qkv[:, : H + K], D, traditional=False, base=config.rope_theta, scale=1.0, offset=offset
+        )
+        query, key, value = query_key[:, :H], query_key[:, H:], qkv[:, H + K :]
+        output = attend_rows(query, key, value) if cache is None else cache.attend(query, key, value)
+        return self.o_proj(output.transpose(0, 2, 1, 3).reshape(B, S, H * D))  # (B, H, S, D) -> (B, S, H D)
+
+
+@dataclass(frozen=True, slots=True)
+class MLP:
+    """SwiGLU: down(silu(gate(x)) * up(x)), gate and up in one matrix."""
+
+    gate_up_proj: Linear
+    down_proj: Linear
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """(B, S, hidden) -> (B, S, hidden)."""
+        gate, up = mx.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.down_proj(gate * mx.sigmoid(gate) * up)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One layer: attention and MLP, each behind an RMSNorm, each added to the stream."""
+
+    self_attn: Attention
+    mlp: MLP
+    input_layernorm: mx.array  # (hidden,)
+    post_attention_layernorm: mx.array  # (hidden,)
+    rms_norm_eps: float
+
+    def __call__(self, x: mx.array, offset: int, cache: KVCache | None) -> mx.array:
+        """(B, S, hidden) -> (B, S, hidden)."""
+        x = x + self.self_attn(mx.fast.rms_norm(x, self.input_layernorm, self.rms_norm_eps), offset, cache)
+        return x + self.mlp(mx.fast.rms_norm(x, self.post_attention_layernorm, self.rms_norm_eps))
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What the layer holds."""
+        projections = (self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj)
+        return [
+            *(a for projection in projections for a in projection.arrays),
+            self.input_layernorm,
+            self.post_attention_layernorm,
+        ]
+
+
+class Decoder:
+    """A Qwen2-style language model.
+
+    Attributes:
+        config: what config.json said.
+        dtype: the dtype activations are computed in.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: mx.Dtype,
+        *,
+        embed_tokens: Matrix,
+        layers: Sequence[Block],
+        norm: mx.array,
+        lm_head: Matrix | None,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.layers = tuple(layers)
+        self._embed_tokens = embed_tokens
+        self._norm = norm
+        self._lm_head = lm_head
+
+    def __call__(self, inputs: mx.array, offset: int | None = None, cache: Sequence[KVCache] | None = None) -> mx.array:
+        """Logits of every position.
+
+        Args:
+            inputs: (B, S) token ids.
+            offset: tokens already in the cache; None takes the cache's own count. It can only confirm it.
+            cache: one cache a layer, from :meth:`make_cache`, appended to; None: plain causal attention, nothing kept.
+
+        Returns:
+            (B, S, vocab) in the compute dtype.
+
+        Raises:
+            ValueError: an offset that disagrees with the cache, a cache of other depth, ids that are not (B, S).
+            ContextError: more tokens than the cache has room for.
+        """
+        return self.logits(self.hidden_states(inputs, offset, cache))
+
+    def hidden_states(
+        self, inputs: mx.array, offset: int | None = None, cache: Sequence[KVCache] | None = None
+    ) -> mx.array:
+        """The normalized stream after the last layer, (B, S, hidden): what :meth:`logits` reads."""
+        if inputs.ndim != 2 or 0 in inputs.shape:
+            raise ValueError(f"inputs has shape {tuple(inputs.shape)}; expected (B, S) token ids")
+        start = self._start(offset, cache)
+        x = self._embed_tokens.rows(inputs)
+        caches: Sequence[KVCache | None] = [None] * len(self.layers) if cache is None else cache
+        for layer, layer_cache in zip(self.layers, caches, strict=True):
+            x = layer(x, start, layer_cache)
+        return mx.fast.rms_norm(x, self._norm, self.config.rms_norm_eps)
+
+    def logits(self, hidden_states: mx.array) -> mx.array:
+        """(..., hidden) -> (..., vocab)."""
+        return (self._lm_head or self._embed_tokens).project(hidden_states)
+
+    def make_cache(
+        self, max_seq_len: int, *, batch: int = 1, quant_bit: int = 8, quant_group: int = 32
+    ) -> list[QuantizedKVCache]:
+        """Allocate one cache a layer, for ``max_seq_len`` tokens each; at 0 bits rows keep the compute dtype.
+
+        Raises:
+            ValueError: a size below 1, an unsupported bit, a group that does not divide the head dimension.
+        """
+        config = self.config
+        return [
+            QuantizedKVCache(
+                max_seq_len,
+                config.num_key_value_heads,
+                config.head_dim,
+                batch=batch,
+                quant_bit=quant_bit,
+                quant_group=quant_group,
+                dtype=self.dtype,
+            )
+            for _ in self.layers
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights as they are held."""
+        return sum(a.nbytes for a in self.arrays)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Every weight array."""
+        head = [] if self._lm_head is None else self._lm_head.arrays
+        return [*self._embed_tokens.arrays, *(a for layer in self.layers for a in layer.arrays), self._norm, *head]
+
+    def _start(self, offset: int | None, cache: Sequence[KVCache] | None) -> int:
+        if cache is None:
+            cached = 0
+        else:
+            if len(cache) != len(self.layers):
+                raise ValueError(f"cache has {len(cache)} layers; the model has {len(self.layers)}")
+            offsets = {layer.offset for layer in cache}
+            if len(offsets) > 1:
+                raise ValueError(f"the cache's layers hold different numbers of tokens: {sorted(offsets)}")
+            cached = offsets.pop()
+        if offset is not None and offset != cached:
+            raise ValueError(f"offset is {offset}; the cache holds {cached} tokens")
+        return cached

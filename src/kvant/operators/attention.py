@@ -1,0 +1,104 @@
+"""Scaled dot-product attention over rows that are already floating point: the composed path of every cache."""
+
+import math
+from collections.abc import Callable
+
+import mlx.core as mx
+
+# The largest score matrix one block of queries may make on a device whose attention makes one (the CPU).
+MAX_SCORE_BYTES = 32 * 1024 * 1024
+# head_dim for which MLX's GPU attention accumulates in float32 without making scores.
+GPU_FUSED_HEAD_DIMS = (64, 80, 96, 128, 256)
+
+Bias = Callable[
+    [int, int, int], mx.array
+]  # (first query, past the last, keys) -> additive float32, (.., queries, keys)
+
+
+def attend_rows(
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    *,
+    is_causal: bool = True,
+    is_alibi: bool = False,
+    mask: mx.array | None = None,
+) -> mx.array:
+    """Attention of S queries over T rows, the last query aligned with the last row; unchecked.
+
+    Queries are taken in blocks so that a block's scores stay under ``MAX_SCORE_BYTES`` on the CPU; MLX's fused GPU
+    attention makes none. A query whose every key is masked gives zeros.
+
+    Args:
+        query: (B, H, S, D).
+        key, value: (B, K, T, D), H a multiple of K, T >= S.
+        is_causal: query i sees row j only where j <= T - S + i.
+        is_alibi: add slope_h * (j - (T - S + i)); implies causal.
+        mask: broadcastable to (B, H, S, T); boolean (True keeps) or additive.
+
+    Returns:
+        (B, H, S, D) in the query's dtype.
+
+    Source: PMX MultiHeadCacheAttention; ALiBi from Press et al., arXiv 2108.12409.
+    """
+    B, H, S, D = query.shape
+    T = key.shape[2]
+    dtype = query.dtype
+    on_cpu = mx.default_device().type == mx.cpu
+    if on_cpu or is_alibi or mask is not None or D not in GPU_FUSED_HEAD_DIMS:
+        # In half precision the unfused path rounds scores and biases to half, where large ones overflow.
+        query, key, value = (x.astype(mx.float32) for x in (query, key, value))
+    causal = (is_causal or is_alibi) and S > 1
+    bias = _bias_maker(H, S, T, causal, is_alibi, mask)
+    block = S
+    if on_cpu:
+        block = max(1, min(S, MAX_SCORE_BYTES // (B * H * T * 4)))
+    outputs: list[mx.array] = []
+    for first in range(0, S, block):
+        last = min(first + block, S)
+        keys = T - S + last if causal else T  # later rows are after every query of this block
+        rows_mask: mx.array | str | None = "causal" if causal else None
+        alive = None
+        if bias is not None:
+            rows_mask = bias(first, last, keys)
+            if mask is not None:
+                alive = (rows_mask > -math.inf).any(axis=-1, keepdims=True)
+                rows_mask = mx.where(alive, rows_mask, 0.0)
+        block_query = query[:, :, first:last]
+        if outputs:  # one block's scores at a time: the next block waits for the last one
+            block_query = mx.depends([block_query], [outputs[-1]])[0]
+        output = mx.fast.scaled_dot_product_attention(
+            block_query, key[:, :, :keys], value[:, :, :keys], scale=1 / math.sqrt(D), mask=rows_mask
+        )
+        outputs.append(output if alive is None else mx.where(alive, output, 0.0))
+    joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+    return joined.astype(dtype)
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """The slope of each head: 2^(-8n/c) for the first c = 2^floor(log2 H), then every other one of 2c."""
+    c = 2 ** int(math.log2(num_heads))
+    slopes = [2 ** (-8 * n / c) for n in range(1, c + 1)]
+    return slopes + [2 ** (-4 * n / c) for n in range(1, 2 * (num_heads - c), 2)]
+
+
+def _bias_maker(H: int, S: int, T: int, causal: bool, is_alibi: bool, mask: mx.array | None) -> Bias | None:
+    """Everything that is added to the scores, built for one block of queries at a time; None: nothing but causal."""
+    if mask is None and not is_alibi:
+        return None
+    slopes = mx.array(alibi_slopes(H))[:, None, None] if is_alibi else None
+
+    def bias(first: int, last: int, keys: int) -> mx.array:
+        query_position = mx.arange(T - S + first, T - S + last)[:, None]
+        distance = mx.arange(keys)[None] - query_position  # (queries, keys)
+        total = mx.zeros((), mx.float32)
+        if causal:
+            total = mx.where(distance > 0, -math.inf, 0.0)
+        if slopes is not None:
+            total = total + slopes * distance.astype(mx.float32)  # (H, queries, keys)
+        if mask is not None:
+            rows = mask[..., first:last, :keys]
+            total = total + (mx.where(rows, 0.0, -math.inf) if rows.dtype == mx.bool_ else rows.astype(mx.float32))
+        return total
+
+    return bias

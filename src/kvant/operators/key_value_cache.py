@@ -1,0 +1,152 @@
+"""PMX KeyValueCache: append the current keys and values to a cache, and return every row so far."""
+
+import mlx.core as mx
+
+from kvant.operators.quantization import multiply_levels, quantize
+from kvant.operators.validation import check_cache_call
+
+
+def key_value_cache(
+    current_key: mx.array,
+    current_value: mx.array,
+    start_pos: int | mx.array,
+    cache: mx.array,
+    scale: mx.array | None = None,
+    *,
+    num_layer: int = 1,
+    layer_idx: int = 0,
+    quant_bit: int = 0,
+    quant_group: int = 8,
+    num_repeat: int = 1,
+    cache_layout: int = 0,
+) -> tuple[mx.array, mx.array]:
+    """Write S new rows at ``start_pos`` and return rows 0 to ``start_pos + S``, dequantized.
+
+    ``cache`` and ``scale`` are in-out: the caller's arrays change, in rows [:B], ``layer_idx``,
+    ``start_pos`` to ``start_pos + S`` and nowhere else. Everything is checked before anything is written.
+
+    Args:
+        current_key, current_value: (B, S, K, D) float32, float16, bfloat16; int8 with ``quant_bit`` 0 only.
+        start_pos: rows already in the cache, an int or an integer array with one element.
+        cache: layout 0 (MaxB, L, 2, MaxS, K, D), layout 1 (L, MaxB, 2, K, MaxS, D); key at index 0 of the axis of 2.
+            int8 at 8 bits, uint8 with a last dimension of D/2 at 4 bits, a float dtype at 0.
+        scale: as ``cache`` with a last dimension of D/quant_group, float32 or float16; None at 0 bits.
+        num_layer, layer_idx: the cache's L, and the layer written.
+        quant_bit: 0, 8 or 4.
+        quant_group: elements of D that share one scale.
+        num_repeat: repeat each head this many times, interleaved.
+        cache_layout: 0 or 1.
+
+    Returns:
+        key, value: (B, start_pos + S, K * num_repeat, D) in the inputs' dtype; the current rows too have gone
+        through the cache.
+
+    Raises:
+        ValueError: any input that does not fit; cache and scale are then as they were.
+
+    Source: OpenPPL PMX, KeyValueCache.
+    """
+    call = check_cache_call(
+        current_key,
+        current_value,
+        start_pos,
+        cache,
+        scale,
+        num_layer=num_layer,
+        layer_idx=layer_idx,
+        quant_bit=quant_bit,
+        quant_group=quant_group,
+        cache_layout=cache_layout,
+    )
+    if isinstance(num_repeat, bool) or not isinstance(num_repeat, int) or num_repeat < 1:
+        raise ValueError(f"num_repeat is {num_repeat!r}; expected a positive int")
+    # (B, S, K, D) -> (B, K, S, D)
+    key, value = (x.transpose(0, 2, 1, 3) for x in (current_key, current_value))
+    write_rows(
+        key,
+        value,
+        call.start,
+        cache,
+        scale,
+        layer_idx=layer_idx,
+        quant_bit=quant_bit,
+        quant_group=quant_group,
+        cache_layout=cache_layout,
+    )
+    rows = read_rows(
+        call.batch,
+        call.end,
+        cache,
+        scale,
+        layer_idx=layer_idx,
+        quant_bit=quant_bit,
+        cache_layout=cache_layout,
+        dtype=current_key.dtype,
+    )
+    key, value = (
+        mx.repeat(x.transpose(0, 2, 1, 3), num_repeat, axis=2) for x in rows
+    )  # (B, K, T, D) -> (B, T, K*r, D)
+    return key, value
+
+
+def write_rows(
+    key: mx.array,
+    value: mx.array,
+    start: int,
+    cache: mx.array,
+    scale: mx.array | None,
+    *,
+    layer_idx: int = 0,
+    quant_bit: int,
+    quant_group: int,
+    cache_layout: int = 1,
+) -> None:
+    """Quantize (B, K, S, D) keys and values in one go and write them at ``start``, in place; unchecked."""
+    B, S = key.shape[0], key.shape[2]
+    rows = mx.stack([key, value], axis=1)  # (B, 2, K, S, D)
+    if quant_bit and scale is not None:
+        rows, row_scales = quantize(rows, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=scale.dtype)
+        _assign(scale, row_scales, layer_idx, start, B, S, cache_layout)
+    _assign(cache, rows, layer_idx, start, B, S, cache_layout)
+
+
+def read_rows(
+    batch: int,
+    end: int,
+    cache: mx.array,
+    scale: mx.array | None,
+    *,
+    layer_idx: int = 0,
+    quant_bit: int,
+    cache_layout: int = 1,
+    dtype: mx.Dtype,
+    product_dtype: mx.Dtype | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Rows 0 to ``end`` of one layer as keys and values (B, K, T, D) in ``dtype``; unchecked.
+
+    ``product_dtype`` is the dtype of level * scale; PMX's is the scale's, the default.
+    """
+    rows = _slice(cache, layer_idx, batch, end, cache_layout)  # (B, 2, K, T, D')
+    if quant_bit and scale is not None:
+        scales = _slice(scale, layer_idx, batch, end, cache_layout)
+        rows = multiply_levels(rows, scales, quant_bit, product_dtype or scale.dtype)
+    rows = rows.astype(dtype)
+    return rows[:, 0], rows[:, 1]
+
+
+def _assign(
+    array: mx.array, rows: mx.array, layer: int, start: int, batch: int, tokens: int, cache_layout: int
+) -> None:
+    rows = rows.astype(array.dtype)
+    if cache_layout == 0:
+        array[:batch, layer, :, start : start + tokens] = rows.transpose(
+            0, 1, 3, 2, 4
+        )  # (B, 2, K, S, D) -> (B, 2, S, K, D)
+    else:
+        array[layer, :batch, :, :, start : start + tokens] = rows
+
+
+def _slice(array: mx.array, layer: int, batch: int, end: int, cache_layout: int) -> mx.array:
+    if cache_layout == 0:
+        return array[:batch, layer, :, :end].transpose(0, 1, 3, 2, 4)  # (B, 2, T, K, D) -> (B, 2, K, T, D)
+    return array[layer, :batch, :, :, :end]

@@ -1,0 +1,137 @@
+"""PMX MultiHeadCacheAttention: append the current keys and values to a cache, and attend to every row so far."""
+
+import mlx.core as mx
+
+from kvant.operators.attention import attend_rows
+from kvant.operators.key_value_cache import read_rows, write_rows
+from kvant.operators.validation import check_attention_call, check_cache_call
+
+
+def multi_head_cache_attention(
+    query: mx.array,
+    current_key: mx.array,
+    current_value: mx.array,
+    start_pos: int | mx.array,
+    cache: mx.array,
+    scale: mx.array | None = None,
+    attn_mask: mx.array | None = None,
+    *,
+    num_heads: int,
+    head_dim: int,
+    is_causal: bool,
+    is_alibi: bool = False,
+    num_kv_heads: int = 0,
+    num_layer: int = 1,
+    layer_idx: int = 0,
+    quant_bit: int = 0,
+    quant_group: int = 8,
+    cache_layout: int = 0,
+) -> mx.array:
+    """Multi-head (or grouped-query) attention through a key/value cache.
+
+    ``cache`` and ``scale`` are in-out, as in :func:`kvant.operators.key_value_cache`; the past is read from the
+    cache, and so are the current rows, quantized and dequantized.
+
+    Args:
+        query: (B, S, H, D) float32, float16 or bfloat16.
+        current_key, current_value: (B, S, K, D), the query's dtype; query head h reads kv head h // (H / K).
+        start_pos: rows already in the cache, an int or an integer array with one element.
+        cache, scale, num_layer, layer_idx, quant_bit, quant_group, cache_layout: as in ``key_value_cache``.
+        attn_mask: added to the scores: (S, >=T), (H, S, >=T) or (B or 1, H, S, >=T) with T = start_pos + S; columns
+            past T are never read. A boolean mask keeps where True. An empty array means none. A query with every key
+            masked gives zeros.
+        num_heads: H.
+        head_dim: D; scores are divided by its square root, softmax is in float32.
+        is_causal: query i sees key j only where j <= start_pos + i.
+        is_alibi: add ALiBi biases; causal whatever ``is_causal`` says.
+        num_kv_heads: K; 0 means H.
+
+    Returns:
+        (B, S, H, D) in the query's dtype.
+
+    Raises:
+        ValueError: any input that does not fit; cache and scale are then as they were.
+
+    Source: OpenPPL PMX, MultiHeadCacheAttention.
+    """
+    call = check_cache_call(
+        current_key,
+        current_value,
+        start_pos,
+        cache,
+        scale,
+        num_layer=num_layer,
+        layer_idx=layer_idx,
+        quant_bit=quant_bit,
+        quant_group=quant_group,
+        cache_layout=cache_layout,
+    )
+    mask = check_attention_call(
+        query, current_key, call, attn_mask, num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads
+    )
+    # (B, S, H, D) -> (B, H, S, D)
+    query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, current_key, current_value))
+    output = append_and_attend(
+        query,
+        key,
+        value,
+        call.start,
+        cache,
+        scale,
+        mask=mask,
+        is_causal=is_causal,
+        is_alibi=is_alibi,
+        layer_idx=layer_idx,
+        quant_bit=quant_bit,
+        quant_group=quant_group,
+        cache_layout=cache_layout,
+    )
+    return output.transpose(0, 2, 1, 3)  # (B, H, S, D) -> (B, S, H, D)
+
+
+def append_and_attend(
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    start: int,
+    cache: mx.array,
+    scale: mx.array | None,
+    *,
+    mask: mx.array | None = None,
+    is_causal: bool = True,
+    is_alibi: bool = False,
+    layer_idx: int = 0,
+    quant_bit: int,
+    quant_group: int,
+    cache_layout: int = 1,
+    product_dtype: mx.Dtype | None = None,
+) -> mx.array:
+    """The operator on (B, heads, S, D) arrays, unchecked: what the engine's caches call. Changes cache and scale.
+
+    Returns:
+        (B, H, S, D) in the query's dtype.
+    """
+    write_rows(
+        key,
+        value,
+        start,
+        cache,
+        scale,
+        layer_idx=layer_idx,
+        quant_bit=quant_bit,
+        quant_group=quant_group,
+        cache_layout=cache_layout,
+    )
+    B, _, S, _ = key.shape
+    all_keys, all_values = read_rows(
+        B,
+        start + S,
+        cache,
+        scale,
+        layer_idx=layer_idx,
+        quant_bit=quant_bit,
+        cache_layout=cache_layout,
+        dtype=query.dtype,
+        product_dtype=product_dtype,
+    )
+    return attend_rows(query, all_keys, all_values, is_causal=is_causal, is_alibi=is_alibi, mask=mask)

@@ -1,0 +1,119 @@
+"""Symmetric, linear, group-wise quantization, as the PMX appendix on KV-cache quantization defines it."""
+
+import mlx.core as mx
+
+QUANT_BITS = (0, 8, 4)
+FLOAT_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+SCALE_DTYPES = (mx.float32, mx.float16)
+MIN_SCALE = 1e-5
+
+
+def quantize(
+    x: mx.array, *, quant_bit: int = 8, quant_group: int = 8, scale_dtype: mx.Dtype | None = None
+) -> tuple[mx.array, mx.array]:
+    """Quantize groups of consecutive elements of the last dimension.
+
+    All arithmetic is done in ``x``'s dtype: ``scale = max(max|x| / (2^(bit-1) - 1), 1e-5)`` and
+    ``level = round_half_to_even(x / scale)``, clamped to the symmetric range.
+
+    Args:
+        x: (..., D) float32, float16 or bfloat16.
+        quant_bit: 8 (int8 levels -127..127) or 4 (levels -7..7, two a byte).
+        quant_group: elements that share one scale; divides D.
+        scale_dtype: dtype the scales are stored in, float32 or float16; default ``x``'s dtype.
+
+    Returns:
+        levels: (..., D) int8, or (..., D/2) uint8 with element 2i in the low nibble and 2i+1 in the high one.
+        scale: (..., D/quant_group) in ``scale_dtype``.
+
+    Raises:
+        ValueError: an unsupported bit, group, dtype or an odd D at 4 bits.
+
+    Source: PMX appendix, KV-cache quantization.
+    """
+    check_quantization(quant_bit, quant_group, x.shape[-1] if x.ndim else 0, allowed=(8, 4))
+    if x.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"x has dtype {x.dtype}; quantize takes float32, float16 or bfloat16")
+    grouped = mx.unflatten(x, -1, (-1, quant_group))  # (..., D) -> (..., D/G, G)
+    top = 2 ** (quant_bit - 1) - 1
+    # Tensor constants of x's dtype: a Python float would do, but not say that nothing is promoted.
+    scale = mx.maximum(
+        mx.abs(grouped).max(axis=-1, keepdims=True) / mx.array(top, x.dtype), mx.array(MIN_SCALE, x.dtype)
+    )
+    levels = mx.clip(mx.round(grouped / scale), -top, top).astype(mx.int8).flatten(-2)
+    if quant_bit == 4:
+        levels = _pack_nibbles(levels)
+    return levels, scale.squeeze(-1).astype(scale_dtype or x.dtype)
+
+
+def dequantize(
+    levels: mx.array, scale: mx.array, *, quant_bit: int = 8, quant_group: int = 8, dtype: mx.Dtype = mx.float32
+) -> mx.array:
+    """Turn levels back into numbers: ``level * scale``, the product in the scale's dtype, then cast to ``dtype``.
+
+    Args:
+        levels: (..., D) int8, or (..., D/2) uint8 packed nibbles at 4 bits.
+        scale: (..., D/quant_group) float32 or float16.
+        quant_bit: 8 or 4.
+        quant_group: elements that share one scale.
+        dtype: dtype of the result.
+
+    Returns:
+        (..., D) in ``dtype``.
+
+    Raises:
+        ValueError: a scale whose shape does not fit the levels, or an unsupported bit or group.
+
+    Source: PMX appendix, KV-cache quantization.
+    """
+    head_dim = (levels.shape[-1] if levels.ndim else 0) * (2 if quant_bit == 4 else 1)
+    check_quantization(quant_bit, quant_group, head_dim, allowed=(8, 4))
+    expected = (*levels.shape[:-1], head_dim // quant_group)
+    if tuple(scale.shape) != expected:
+        raise ValueError(f"scale has shape {tuple(scale.shape)}; levels {tuple(levels.shape)} need {expected}")
+    return multiply_levels(levels, scale, quant_bit, product_dtype=scale.dtype).astype(dtype)
+
+
+def multiply_levels(levels: mx.array, scale: mx.array, quant_bit: int, product_dtype: mx.Dtype) -> mx.array:
+    """``level * scale`` with the product rounded once, to ``product_dtype``; unchecked.
+
+    The operators pass the scale's dtype, as PMX says. The engine's caches pass float32: for float16 scales it skips
+    one rounding, and on a CPU float16 arithmetic costs ten times as much.
+    """
+    if quant_bit == 4:
+        levels = _unpack_nibbles(levels)
+    # float32 holds level * float16 scale exactly (8 + 11 bits), so rounding it is the product in the scale's dtype.
+    grouped = mx.unflatten(levels, -1, (scale.shape[-1], -1)).astype(mx.float32)  # (..., D) -> (..., D/G, G)
+    product = grouped * scale.astype(mx.float32)[..., None]
+    return product.flatten(-2).astype(product_dtype)
+
+
+def check_quantization(quant_bit: int, quant_group: int, head_dim: int, allowed: tuple[int, ...] = QUANT_BITS) -> None:
+    """Raise a ValueError unless the bit is allowed and, where it quantizes, the group divides the head dimension."""
+    if isinstance(quant_bit, bool) or quant_bit not in allowed:
+        raise ValueError(f"quant_bit is {quant_bit!r}; expected one of {', '.join(map(str, allowed))}")
+    if quant_bit == 0:
+        return
+    if isinstance(quant_group, bool) or not isinstance(quant_group, int) or quant_group < 1:
+        raise ValueError(f"quant_group is {quant_group!r}; expected a positive int")
+    if head_dim < 1 or head_dim % quant_group:
+        raise ValueError(f"quant_group {quant_group} does not divide the head dimension {head_dim}")
+    if quant_bit == 4 and head_dim % 2:
+        raise ValueError(f"head dimension {head_dim} is odd; 4 bits pack two values a byte")
+
+
+def levels_dtype(quant_bit: int) -> mx.Dtype:
+    """The dtype levels are stored in: int8, or uint8 for packed nibbles."""
+    return mx.uint8 if quant_bit == 4 else mx.int8
+
+
+def _pack_nibbles(levels: mx.array) -> mx.array:
+    pairs = mx.unflatten(levels.astype(mx.uint8), -1, (-1, 2))  # (..., D) -> (..., D/2, 2), two's complement kept
+    return (pairs[..., 0] & 0x0F) | (pairs[..., 1] << 4)
+
+
+def _unpack_nibbles(packed: mx.array) -> mx.array:
+    signed = packed.astype(mx.int8)
+    low = (signed << 4) >> 4  # arithmetic shifts extend the sign
+    high = signed >> 4
+    return mx.stack([low, high], axis=-1).flatten(-2)  # (..., D/2) -> (..., D/2, 2) -> (..., D)

@@ -1,0 +1,190 @@
+"""What the public operators check before anything is written, so that a caller's cache is never left half changed."""
+
+import operator
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization, levels_dtype
+
+KEY_INPUTS = ("current_key", "current_value")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCall:
+    """One checked call: what is written where."""
+
+    batch: int
+    new_tokens: int
+    start: int
+    head_dim: int
+
+    @property
+    def end(self) -> int:
+        """Rows in the cache after the call, those that are read."""
+        return self.start + self.new_tokens
+
+
+def check_cache_call(
+    current_key: mx.array,
+    current_value: mx.array,
+    start_pos: int | mx.array,
+    cache: mx.array,
+    scale: mx.array | None,
+    *,
+    num_layer: int,
+    layer_idx: int,
+    quant_bit: int,
+    quant_group: int,
+    cache_layout: int,
+) -> CacheCall:
+    """Check the inputs both operators share; raise a ValueError that names the first defect."""
+    for name, x in zip(KEY_INPUTS, (current_key, current_value), strict=True):
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected 4 dimensions (B, S, H, Dh)")
+    if current_key.shape != current_value.shape:
+        raise ValueError(
+            f"current_value has shape {tuple(current_value.shape)}, current_key {tuple(current_key.shape)}"
+        )
+    if current_key.dtype != current_value.dtype:
+        raise ValueError(f"current_value is {current_value.dtype}, current_key {current_key.dtype}; expected one dtype")
+    B, S, K, D = current_key.shape
+    if 0 in (B, S, K, D):
+        raise ValueError(f"current_key has shape {tuple(current_key.shape)}; every dimension must be at least 1")
+    check_quantization(quant_bit, quant_group, D)
+    _check_dtypes(current_key.dtype, cache, scale, quant_bit)
+    max_batch, max_tokens = _check_layout(cache, scale, K, D, num_layer, quant_bit, quant_group, cache_layout)
+    if not 0 <= _index(layer_idx, "layer_idx") < num_layer:
+        raise ValueError(f"layer_idx is {layer_idx}; the cache has layers 0 to {num_layer - 1}")
+    if max_batch < B:
+        raise ValueError(f"current_key has a batch of {B}; the cache holds {max_batch}")
+    start = _start(start_pos)
+    if start < 0 or start + S > max_tokens:
+        raise ValueError(f"start_pos {start} and {S} new tokens do not fit a cache of {max_tokens} positions")
+    return CacheCall(batch=B, new_tokens=S, start=start, head_dim=D)
+
+
+def check_attention_call(
+    query: mx.array,
+    current_key: mx.array,
+    call: CacheCall,
+    attn_mask: mx.array | None,
+    *,
+    num_heads: int,
+    head_dim: int,
+    num_kv_heads: int,
+) -> mx.array | None:
+    """Check what MultiHeadCacheAttention adds; return the mask cut to the rows that are read, or None."""
+    K = num_kv_heads or num_heads
+    for name, count in (("num_heads", num_heads), ("num_kv_heads", K), ("head_dim", head_dim)):
+        if _index(count, name) < 1:
+            raise ValueError(f"{name} is {count}; expected a positive int")
+    if num_heads % K:
+        raise ValueError(f"num_heads {num_heads} is not a multiple of num_kv_heads {K}")
+    expected = (call.batch, call.new_tokens, num_heads, head_dim)
+    if tuple(query.shape) != expected:
+        raise ValueError(f"query has shape {tuple(query.shape)}; expected {expected}")
+    expected = (call.batch, call.new_tokens, K, head_dim)
+    if tuple(current_key.shape) != expected:
+        raise ValueError(f"current_key has shape {tuple(current_key.shape)}; expected {expected}")
+    if query.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"query has dtype {query.dtype}; expected float32, float16 or bfloat16")
+    if query.dtype != current_key.dtype:
+        raise ValueError(f"query is {query.dtype}, current_key {current_key.dtype}; expected one dtype")
+    if attn_mask is None or attn_mask.size == 0:
+        return None
+    return _check_mask(attn_mask, call, num_heads)
+
+
+def _check_mask(mask: mx.array, call: CacheCall, num_heads: int) -> mx.array:
+    S, T = call.new_tokens, call.end
+    shapes = f"({S}, >={T}), ({num_heads}, {S}, >={T}) or ({call.batch} or 1, {num_heads}, {S}, >={T})"
+    wrong = f"attn_mask has shape {tuple(mask.shape)}; expected {shapes}"
+    if mask.ndim not in (2, 3, 4) or mask.shape[-2] != S or mask.shape[-1] < T:
+        raise ValueError(wrong)
+    if mask.ndim >= 3 and mask.shape[-3] != num_heads:
+        raise ValueError(wrong)
+    if mask.ndim == 4 and mask.shape[0] not in (1, call.batch):
+        raise ValueError(wrong)
+    if mask.dtype != mx.bool_ and mask.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"attn_mask has dtype {mask.dtype}; expected bool, float32, float16 or bfloat16")
+    return mask[..., :T]  # columns past the rows that are read are padding
+
+
+def _check_dtypes(dtype: mx.Dtype, cache: mx.array, scale: mx.array | None, quant_bit: int) -> None:
+    if quant_bit:
+        if dtype not in FLOAT_DTYPES:
+            raise ValueError(f"current_key has dtype {dtype}; quant_bit {quant_bit} takes float32, float16 or bfloat16")
+        if cache.dtype != levels_dtype(quant_bit):
+            raise ValueError(f"cache has dtype {cache.dtype}; quant_bit {quant_bit} needs {levels_dtype(quant_bit)}")
+        if scale is None:
+            raise ValueError(f"scale is missing; quant_bit {quant_bit} needs one")
+        if scale.dtype not in SCALE_DTYPES:
+            raise ValueError(f"scale has dtype {scale.dtype}; expected float32 or float16")
+        return
+    if scale is not None:
+        raise ValueError("scale is given with quant_bit 0; expected none")
+    fits = cache.dtype == mx.int8 if dtype == mx.int8 else dtype in FLOAT_DTYPES and cache.dtype in FLOAT_DTYPES
+    if not fits:
+        raise ValueError(
+            f"cache has dtype {cache.dtype} and current_key {dtype}; quant_bit 0 takes floats, or int8 in both"
+        )
+
+
+def _check_layout(
+    cache: mx.array,
+    scale: mx.array | None,
+    K: int,
+    D: int,
+    num_layer: int,
+    quant_bit: int,
+    quant_group: int,
+    cache_layout: int,
+) -> tuple[int, int]:
+    """Check the shapes of cache and scale; return the batch and the tokens they were allocated for."""
+    if isinstance(cache_layout, bool) or cache_layout not in (0, 1):
+        raise ValueError(f"cache_layout is {cache_layout!r}; expected 0 or 1")
+    names = "(MaxB, L, 2, MaxS, H, Dh)" if cache_layout == 0 else "(L, MaxB, 2, H, MaxS, Dh)"
+    if cache.ndim != 6:
+        raise ValueError(
+            f"cache has shape {tuple(cache.shape)}; cache_layout {cache_layout} needs 6 dimensions {names}"
+        )
+    if cache_layout == 0:
+        max_batch, layers, _, max_tokens = cache.shape[:4]
+    else:
+        layers, max_batch, _, _, max_tokens = cache.shape[:5]
+    stored = D // 2 if quant_bit == 4 else D
+
+    def shape(last: int) -> tuple[int, ...]:
+        if cache_layout == 0:
+            return (max_batch, num_layer, 2, max_tokens, K, last)
+        return (num_layer, max_batch, 2, K, max_tokens, last)
+
+    if _index(num_layer, "num_layer") != layers:
+        raise ValueError(f"num_layer is {num_layer}; the cache has {layers} layers")
+    if tuple(cache.shape) != shape(stored):
+        raise ValueError(f"cache has shape {tuple(cache.shape)}; expected {shape(stored)}, {names}")
+    if scale is not None and tuple(scale.shape) != shape(D // quant_group):
+        raise ValueError(f"scale has shape {tuple(scale.shape)}; expected {shape(D // quant_group)}")
+    return max_batch, max_tokens
+
+
+def _start(start_pos: int | mx.array) -> int:
+    if isinstance(start_pos, mx.array):
+        if start_pos.size != 1 or not mx.issubdtype(start_pos.dtype, mx.integer):
+            raise ValueError(
+                f"start_pos is an array of shape {tuple(start_pos.shape)} and dtype {start_pos.dtype}; "
+                "expected one integer element"
+            )
+        return operator.index(start_pos.item())  # type: ignore[arg-type]
+    return _index(start_pos, "start_pos")
+
+
+def _index(value: object, name: str) -> int:
+    """An int, or a ValueError that names what was given; a bool is not a number here."""
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise ValueError(f"{name} is {value!r}; expected an int")
