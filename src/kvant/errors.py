@@ -9,7 +9,7 @@ KvantError
 Wrong arguments of a function are plain ValueError and TypeError.
 """
 
-__all__ = ["CheckpointError", "ContextError", "KvantError", "ModelError", "PromptError"]
+__all__ = ["CheckpointError", "ContextError", "KvantError", "ModelError", "PromptError", "one_line"]
 
 
 class KvantError(Exception):
@@ -30,3 +30,9 @@ class ContextError(KvantError, ValueError):
 
 class PromptError(KvantError, ValueError):
     """A prompt that cannot be used."""
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of another library's error, or its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvant.errors import ModelError
+from kvant.errors import ModelError, one_line
 from kvant.models import Decoder, load_decoder
 from kvant.models.checkpoint import Progress
 
@@ -80,5 +80,5 @@ def _load_tokenizer(folder: Path) -> "TokenizerWrapper":
         with contextlib.suppress(ImportError):
             return load_wrapper(folder, {"trust_remote_code": False, "local_files_only": True})
     except Exception as error:  # transformers raises whatever a malformed file happens to break
-        raise ModelError(f"{folder}: the tokenizer cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
     raise ModelError(f"{folder}: the tokenizer needs a package that is not installed")

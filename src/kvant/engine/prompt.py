@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from kvant.errors import PromptError
+from kvant.errors import PromptError, one_line
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -49,5 +49,11 @@ def render_chat(tokenizer: "TokenizerWrapper", messages: Sequence[Message]) -> s
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program: it can fail in any way
-        raise PromptError(f"the chat template failed: {str(error).splitlines()[0]}") from error
+        raise PromptError(f"the chat template failed: {one_line(error)}") from error
     return str(text)
+
+
+def encode_rendered(tokenizer: "TokenizerWrapper", text: str) -> list[int]:
+    """Token ids of text a chat template wrote: its special tokens are there already."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids

@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
-from kvant.errors import CheckpointError, ModelError
+from kvant.errors import CheckpointError, ModelError, one_line
 from kvant.models.config import ModelConfig
 from kvant.models.decoder import MLP, Attention, Block, Decoder
 from kvant.models.linear import Linear, Matrix, QuantizedMatrix, dense_matrix, quantized_matrix
@@ -61,7 +61,7 @@ class TensorFiles:
                         self._shape_of[name] = tuple(header.get_shape())
                         self._dtype_of[name] = header.get_dtype()
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path}: not a whole safetensors file: {str(error).splitlines()[0]}") from error
+                raise CheckpointError(f"{path}: not a whole safetensors file: {one_line(error)}") from error
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of

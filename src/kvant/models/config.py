@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvant.errors import ModelError
+from kvant.errors import ModelError, one_line
 
 ARCHITECTURES = {"Qwen2ForCausalLM": "qwen2"}
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
@@ -115,7 +115,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not JSON: {str(error).splitlines()[0]}") from error
+        raise ModelError(f"{path}: not JSON: {one_line(error)}") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: a JSON {type(raw).__name__}; expected an object")
     return raw

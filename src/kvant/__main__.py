@@ -1,0 +1,5 @@
+"""``python -m kvant``."""
+
+from kvant.cli import main
+
+main()

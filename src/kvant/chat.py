@@ -1,0 +1,127 @@
+"""A conversation whose history stays in the cache: every turn feeds only what is new."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from kvant.cache import KVCache
+from kvant.engine.decode import trim_to
+from kvant.engine.generate import GenerationResponse, stream_generate
+from kvant.engine.prefill import PromptProgress
+from kvant.engine.prompt import Message, encode_rendered, render_chat
+from kvant.engine.sampling import LogitsProcessor, Sampler
+from kvant.errors import ContextError
+from kvant.models import Decoder
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+
+class Conversation:
+    """Messages, and the tokens of them that the cache holds.
+
+    Attributes:
+        messages: the turns so far, as the chat template takes them.
+        reused_tokens: tokens of the last turn's prompt that were in the cache already.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: "TokenizerWrapper",
+        cache: Sequence[KVCache],
+        *,
+        system_prompt: str | None = None,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._cache = cache
+        self._system: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every turn but the system prompt."""
+        self.messages: list[Message] = list(self._system)
+        self.reused_tokens = 0
+        self._ids: list[int] = []  # what the cache holds
+        self._text = ""  # what those tokens stand for
+        for layer in self._cache:
+            layer.reset()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the cache."""
+        return self._cache[0].offset
+
+    def send(
+        self,
+        text: str,
+        *,
+        max_tokens: int = 256,
+        sampler: Sampler | None = None,
+        logits_processors: Sequence[LogitsProcessor] | None = None,
+        stop: Sequence[str] = (),
+        prefill_step_size: int = 512,
+        prompt_progress_callback: PromptProgress | None = None,
+    ) -> Iterator[GenerationResponse]:
+        """Say something and iterate over the answer; arguments as in :func:`kvant.stream_generate`.
+
+        Iteration may stop anywhere, or be interrupted: what was answered until then is the turn. A turn without any
+        answer is forgotten.
+
+        Raises:
+            ContextError: the conversation no longer fits the reserved context; it is as it was before.
+        """
+        question: Message = {"role": "user", "content": text}
+        rendered = render_chat(self._tokenizer, [*self.messages, question])
+        ids = self._encode(rendered)
+        limit = self._cache[0].max_seq_len
+        if limit is not None and len(ids) > limit:
+            raise ContextError(f"the conversation would have {len(ids)} tokens; {limit} are reserved")
+        # At least one token has to be fed for there to be logits.
+        self.reused_tokens = min(_common_prefix(ids, self._ids), len(ids) - 1)
+        trim_to(self._cache, self.reused_tokens)
+        responses = stream_generate(
+            self._model,
+            self._tokenizer,
+            ids[self.reused_tokens :],
+            max_tokens=max_tokens,
+            sampler=sampler,
+            logits_processors=logits_processors,
+            prompt_cache=self._cache,
+            prefill_step_size=prefill_step_size,
+            stop=stop,
+            prompt_progress_callback=prompt_progress_callback,
+        )
+        return self._record(question, rendered, ids, responses)
+
+    def _record(
+        self, question: Message, rendered: str, ids: list[int], responses: Iterator[GenerationResponse]
+    ) -> Iterator[GenerationResponse]:
+        tokens: list[int] = []
+        pieces: list[str] = []
+        try:
+            for response in responses:
+                tokens.append(response.token)
+                pieces.append(response.text)
+                yield response
+        finally:
+            responses.close()  # type: ignore[attr-defined]  # a generator: it trims what it queued ahead
+            held = self._cache[0].offset
+            self._ids = (ids + tokens)[:held]
+            self._text = rendered + self._decode(self._ids[len(ids) :]) if held >= len(ids) else ""
+            if tokens:
+                self.messages += [question, {"role": "assistant", "content": "".join(pieces)}]
+
+    def _encode(self, rendered: str) -> list[int]:
+        """Token ids of the conversation; what the cache holds is not encoded again where the text continues it."""
+        if self._text and rendered.startswith(self._text):
+            return self._ids + encode_rendered(self._tokenizer, rendered[len(self._text) :])
+        return encode_rendered(self._tokenizer, rendered)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    length = min(len(a), len(b))
+    return next((i for i in range(length) if a[i] != b[i]), length)

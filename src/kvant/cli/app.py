@@ -1,0 +1,70 @@
+"""The commands, and what every one of them does with an error: one line on standard error and an exit code."""
+
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+from typer.exceptions import TyperException
+
+from kvant.cli.chat import chat
+from kvant.cli.generate import generate
+from kvant.errors import KvantError
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="kvant",
+    help="Run Qwen2-style language models on Apple MLX with a preallocated, quantized key/value cache.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(generate)
+app.command()(chat)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        from kvant import __version__
+
+        print(f"kvant {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+def main() -> NoReturn:
+    """Run the command and exit: 0; 2 for a bad flag or value; 1 for a model, file or context error; 130 interrupted."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    try:
+        code = app(standalone_mode=False)
+    except TyperException as error:  # a bad flag or value
+        code = _report(error.format_message(), getattr(error, "exit_code", 2))
+    except KvantError as error:
+        code = _report(str(error), EXIT_FAILED)
+    except MemoryError:
+        code = _report("out of memory", EXIT_FAILED)
+    except BrokenPipeError:  # the reader of standard output has gone; nothing is left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_FAILED
+    except OSError as error:
+        code = _report(str(error), EXIT_FAILED)
+    except (KeyboardInterrupt, typer.Abort):
+        code = EXIT_INTERRUPTED
+    sys.exit(code)
+
+
+def _report(message: str, code: int) -> int:
+    print(f"kvant: error: {' '.join(message.split())}", file=sys.stderr)
+    return code

@@ -1,0 +1,144 @@
+"""``kvant chat``: a conversation, line by line."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import typer
+
+from kvant.chat import Conversation
+from kvant.cli import options
+from kvant.cli.progress import LateProgress
+from kvant.cli.session import Session, open_session
+from kvant.cli.statistics import RunStatistics
+from kvant.engine.load import POCKET
+from kvant.errors import ContextError
+
+HELP = "/reset forgets the conversation, /stats shows its numbers, /quit ends; Ctrl-C stops an answer"
+
+
+def chat(
+    *,
+    model: options.Model = POCKET,
+    max_tokens: options.MaxTokens = 256,
+    temp: options.Temp = 0.0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    top_k: options.TopK = 0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    repetition_context_size: options.RepetitionContextSize = 20,
+    logit_bias: options.LogitBias = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    system_prompt: options.SystemPrompt = None,
+    kv_bits: options.KvBits = 8,
+    kv_group_size: options.KvGroupSize = 32,
+    max_kv_size: options.MaxKvSize = None,
+    prefill_step_size: options.PrefillStepSize = 512,
+    quiet: options.Quiet = False,
+) -> None:
+    """Talk with a model; the history stays in the cache, and a turn feeds only its own tokens."""
+    sampling = options.sampling_options(
+        temp=temp,
+        top_p=top_p,
+        min_p=min_p,
+        top_k=top_k,
+        repetition_penalty=repetition_penalty,
+        repetition_context_size=repetition_context_size,
+        logit_bias=logit_bias,
+        seed=seed,
+    )
+    options.check_counts(max_tokens=max_tokens, max_kv_size=max_kv_size, prefill_step_size=prefill_step_size)
+    options.check_kv_format(kv_bits, kv_group_size)
+    stops = options.check_stop(stop)
+    session = open_session(model, kv_bits=kv_bits, kv_group_size=kv_group_size, max_kv_size=max_kv_size, quiet=quiet)
+    try:
+        sampler, processors = sampling.build(session.model.config.vocab_size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    conversation = Conversation(session.model, session.tokenizer, session.cache, system_prompt=system_prompt)
+    answer = partial(
+        conversation.send,
+        max_tokens=max_tokens,
+        sampler=sampler,
+        logits_processors=processors,
+        stop=stops,
+        prefill_step_size=prefill_step_size,
+    )
+    _notice(HELP, quiet)
+    _loop(session, conversation, answer, quiet)
+
+
+def _loop(session: Session, conversation: Conversation, answer: Callable[..., Any], quiet: bool) -> None:
+    read_line = _line_reader()
+    run = RunStatistics()
+    while True:
+        try:
+            line = read_line().strip()
+        except KeyboardInterrupt:  # clears the line; it is the answer that Ctrl-C stops, not the program
+            continue
+        except EOFError:
+            return
+        if line == "/quit":
+            return
+        if line == "/reset":
+            conversation.reset()
+            _notice("the conversation is forgotten", quiet)
+        elif line == "/stats":
+            _print_statistics(session, conversation, run)
+        elif line == "/help":
+            _notice(HELP)
+        elif line.startswith("/"):
+            _notice(f"{line.split()[0]} is not a command; {HELP}")
+        elif line:
+            run = _answer(partial(answer, line), quiet)
+
+
+def _answer(send: Callable[..., Any], quiet: bool) -> RunStatistics:
+    """Print one answer as it comes."""
+    run = RunStatistics()
+    with LateProgress("reading", quiet=quiet) as progress:
+        try:
+            for response in send(prompt_progress_callback=progress.update):
+                progress.stop()
+                run.add(response)
+                sys.stdout.write(response.text)
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            progress.stop()
+            _notice("\nstopped")
+        except ContextError as error:
+            _notice(f"{error}; /reset forgets the conversation, --max-kv-size reserves more")
+            return run
+    if run.last is not None:
+        print(flush=True)
+        if run.last.finish_reason == "context":
+            _notice("the reserved context is full; /reset forgets the conversation, --max-kv-size reserves more")
+        elif run.last.finish_reason == "length":
+            _notice("cut at --max-tokens", quiet)
+    return run
+
+
+def _print_statistics(session: Session, conversation: Conversation, run: RunStatistics) -> None:
+    lines = [f"conversation: {len(conversation.messages)} messages, {conversation.num_tokens} tokens in the cache"]
+    if run.last is not None:
+        reused = conversation.reused_tokens
+        lines.append(f"last turn: {reused} tokens were in the cache, {run.last.prompt_tokens} were fed")
+    print("\n".join(lines + run.lines(session)), file=sys.stderr)
+
+
+def _line_reader() -> Callable[[], str]:
+    """Lines from prompt_toolkit on a terminal, which shows its prompt on standard error; else from standard input."""
+    if not sys.stdin.isatty():
+        return input
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.output import create_output
+
+    prompt: PromptSession[str] = PromptSession(output=create_output(stdout=sys.stderr))
+    return lambda: prompt.prompt("> ")
+
+
+def _notice(text: str, quiet: bool = False) -> None:
+    if not quiet:
+        print(text, file=sys.stderr, flush=True)

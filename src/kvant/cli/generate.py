@@ -1,0 +1,127 @@
+"""``kvant generate``: one prompt, one text."""
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from kvant.cli import options
+from kvant.cli.progress import LateProgress
+from kvant.cli.session import Session, open_session
+from kvant.cli.statistics import RunStatistics
+from kvant.engine.generate import GenerationResponse, stream_generate
+from kvant.engine.load import POCKET
+from kvant.engine.prompt import encode_rendered, render_chat
+from kvant.errors import PromptError
+
+
+def generate(
+    text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; - reads standard input.")] = None,
+    *,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt, instead of the argument.")] = None,
+    model: options.Model = POCKET,
+    max_tokens: options.MaxTokens = 256,
+    temp: options.Temp = 0.0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    top_k: options.TopK = 0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    repetition_context_size: options.RepetitionContextSize = 20,
+    logit_bias: options.LogitBias = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    system_prompt: options.SystemPrompt = None,
+    ignore_chat_template: Annotated[
+        bool, typer.Option("--ignore-chat-template", help="Continue the prompt as it is, without the chat template.")
+    ] = False,
+    kv_bits: options.KvBits = 8,
+    kv_group_size: options.KvGroupSize = 32,
+    max_kv_size: options.MaxKvSize = None,
+    prefill_step_size: options.PrefillStepSize = 512,
+    json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object a token instead of text.")] = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Answer one prompt: text to standard output, statistics to standard error."""
+    sampling = options.sampling_options(
+        temp=temp,
+        top_p=top_p,
+        min_p=min_p,
+        top_k=top_k,
+        repetition_penalty=repetition_penalty,
+        repetition_context_size=repetition_context_size,
+        logit_bias=logit_bias,
+        seed=seed,
+    )
+    options.check_counts(max_tokens=max_tokens, max_kv_size=max_kv_size, prefill_step_size=prefill_step_size)
+    options.check_kv_format(kv_bits, kv_group_size)
+    stops = options.check_stop(stop)
+    if ignore_chat_template and system_prompt is not None:
+        raise typer.BadParameter("--system-prompt needs the chat template that --ignore-chat-template leaves out")
+    question = _read_prompt(text, prompt)
+
+    session = open_session(model, kv_bits=kv_bits, kv_group_size=kv_group_size, max_kv_size=max_kv_size, quiet=quiet)
+    try:
+        sampler, processors = sampling.build(session.model.config.vocab_size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    run = RunStatistics()
+    with LateProgress("reading the prompt", quiet=quiet) as progress:
+        responses = stream_generate(
+            session.model,
+            session.tokenizer,
+            question if ignore_chat_template else _chat_ids(session, question, system_prompt),
+            max_tokens=max_tokens,
+            sampler=sampler,
+            logits_processors=processors,
+            prompt_cache=session.cache,
+            prefill_step_size=prefill_step_size,
+            stop=stops,
+            prompt_progress_callback=progress.update,
+        )
+        try:
+            for response in responses:
+                progress.stop()
+                run.add(response)
+                sys.stdout.write(_json_line(response) if json_lines else response.text)
+                sys.stdout.flush()
+        finally:
+            progress.stop()
+            if run.last is not None and not json_lines:
+                print(flush=True)
+            if not quiet:
+                print("\n".join(run.lines(session)), file=sys.stderr)
+
+
+def _read_prompt(argument: str | None, option: str | None) -> str:
+    if argument is not None and option is not None:
+        raise typer.BadParameter("the prompt is given twice, as an argument and with --prompt")
+    prompt = option if argument is None else argument
+    if prompt is None:
+        raise typer.BadParameter("no prompt; give it as an argument, with --prompt, or - for standard input")
+    if prompt == "-":
+        try:
+            prompt = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise PromptError(f"standard input is not UTF-8: {error}") from error
+    if not prompt.strip():
+        raise PromptError("the prompt is empty")
+    return prompt
+
+
+def _chat_ids(session: Session, question: str, system_prompt: str | None) -> list[int]:
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    rendered = render_chat(session.tokenizer, [*system, {"role": "user", "content": question}])
+    return encode_rendered(session.tokenizer, rendered)
+
+
+def _json_line(response: GenerationResponse) -> str:
+    record = {
+        "index": response.generation_tokens - 1,
+        "token": response.token,
+        "text": response.text,
+        "logprob": round(float(response.logprobs[response.token].item()), 6),  # type: ignore[arg-type]
+        "latency_ms": round(response.latency_ms, 3),
+        "finish_reason": response.finish_reason,
+    }
+    return json.dumps(record, ensure_ascii=False) + "\n"

@@ -1,0 +1,92 @@
+"""Flags that several commands share, and what is made of them. Names and defaults follow mlx-lm."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from kvant.engine.load import POCKET
+from kvant.engine.sampling import SamplingOptions
+from kvant.operators.quantization import QUANT_BITS
+
+Model = Annotated[str, typer.Option(help=f"A model folder, or '{POCKET}', the embedded model.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", help="Generate at most this many tokens.")]
+Temp = Annotated[float, typer.Option(help="Sampling temperature; 0 always picks the likeliest token.")]
+TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that together have this probability.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens less likely than this share of the likeliest one.")]
+TopK = Annotated[int, typer.Option(help="Sample from this many of the likeliest tokens; 0: all.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Divide the logits of recent tokens by this; 1: off.")]
+RepetitionContextSize = Annotated[int, typer.Option(help="How many recent tokens the penalty looks at.")]
+LogitBias = Annotated[
+    list[str] | None, typer.Option(metavar="TOKEN:BIAS", help="Add BIAS to the logit of token id TOKEN; repeatable.")
+]
+Seed = Annotated[int | None, typer.Option(help="Seed of the random numbers; without one every run differs.")]
+SystemPrompt = Annotated[str | None, typer.Option(help="A system message before the conversation.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")]
+KvBits = Annotated[int, typer.Option(help="Bits of a cached key or value: 8, 4, or 0 for no quantization.")]
+KvGroupSize = Annotated[int, typer.Option(help="Cached values that share one scale; divides the head dimension.")]
+MaxKvSize = Annotated[
+    int | None,
+    typer.Option(help="Tokens reserved in the cache; default: the smaller of 4096 and the model's context."),
+]
+PrefillStepSize = Annotated[int, typer.Option(help="Prompt tokens fed at a time; smaller takes less memory.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no statistics and no progress.")]
+
+
+def sampling_options(
+    *,
+    temp: float,
+    top_p: float,
+    min_p: float,
+    top_k: int,
+    repetition_penalty: float,
+    repetition_context_size: int,
+    logit_bias: Sequence[str] | None,
+    seed: int | None,
+) -> SamplingOptions:
+    """Checked sampling options; a bad value is a usage error that names its flag."""
+    if seed is not None and not 0 <= seed < 2**64:
+        raise typer.BadParameter(f"--seed is {seed}; expected from 0 to {2**64 - 1}")
+    try:
+        return SamplingOptions(
+            temp=temp,
+            top_p=top_p,
+            min_p=min_p,
+            top_k=top_k,
+            repetition_penalty=repetition_penalty,
+            repetition_context_size=repetition_context_size,
+            logit_bias=dict(_bias(text) for text in logit_bias or ()),
+            seed=seed,
+        )
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        raise typer.BadParameter(f"--{name.replace('_', '-')} {rest}") from error
+
+
+def check_counts(**counts: int | None) -> None:
+    """Refuse a count below 1, naming its flag."""
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise typer.BadParameter(f"--{name.replace('_', '-')} is {count}; expected at least 1")
+
+
+def check_kv_format(kv_bits: int, kv_group_size: int) -> None:
+    """Refuse bits and group sizes no model's cache can have; whether a group divides a head is the model's affair."""
+    if kv_bits not in QUANT_BITS:
+        raise typer.BadParameter(f"--kv-bits is {kv_bits}; expected 0, 4 or 8")
+    check_counts(kv_group_size=kv_group_size)
+
+
+def check_stop(stop: Sequence[str] | None) -> list[str]:
+    """Refuse an empty stop string: it would end every text before it begins."""
+    if any(not text for text in stop or ()):
+        raise typer.BadParameter("--stop is empty; expected a string")
+    return list(stop or ())
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition(":")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise typer.BadParameter(f"--logit-bias is {text!r}; expected TOKEN:BIAS, such as 42:-5.0") from None

@@ -1,0 +1,44 @@
+"""Progress on standard error: for what takes longer than a second, and only on a terminal."""
+
+import sys
+import threading
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+DELAY_S = 1.0
+
+
+class LateProgress:
+    """A bar that appears when the work inside the ``with`` has lasted a second."""
+
+    def __init__(self, description: str, *, quiet: bool = False) -> None:
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=console, transient=True)
+        self._task = self._bar.add_task(description, total=None)
+        self._timer = None if quiet or not sys.stderr.isatty() else threading.Timer(DELAY_S, self._bar.start)
+
+    def __enter__(self) -> "LateProgress":
+        if self._timer:
+            self._timer.daemon = True
+            self._timer.start()
+        return self
+
+    def update(self, done: int, total: int) -> None:
+        """Say how much is done; done by the engine's callbacks."""
+        self._bar.update(self._task, completed=done, total=total)
+
+    def stop(self) -> None:
+        """Take the bar away, or see to it that none appears."""
+        if self._timer:
+            self._timer.cancel()
+            self._timer.join()
+            self._bar.stop()
+            self._timer = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

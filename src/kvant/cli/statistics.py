@@ -1,0 +1,38 @@
+"""What is printed about a run: counts, times and memory."""
+
+import statistics
+from dataclasses import dataclass, field
+
+from kvant.cli.session import Session, format_bytes
+from kvant.engine.generate import GenerationResponse
+
+
+@dataclass(slots=True)
+class RunStatistics:
+    """Collected token by token."""
+
+    latencies_ms: list[float] = field(default_factory=list)
+    last: GenerationResponse | None = None
+
+    def add(self, response: GenerationResponse) -> None:
+        """Take note of one token."""
+        self.latencies_ms.append(response.latency_ms)
+        self.last = response
+
+    def lines(self, session: Session) -> list[str]:
+        """The statistics, a line each."""
+        if self.last is None:
+            return ["nothing was generated"]
+        last, first_ms, later = self.last, self.latencies_ms[0], sorted(self.latencies_ms[1:])
+        lines = [
+            f"prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tokens/s",
+            f"generated: {last.generation_tokens} tokens, {last.generation_tps:.1f} tokens/s, "
+            f"ended by {last.finish_reason or 'interruption'}",
+            f"first token: {first_ms / 1e3:.3f} s, after {session.load_s:.2f} s of loading",
+        ]
+        if later:
+            p95 = later[min(len(later) - 1, round(0.95 * (len(later) - 1)))]
+            lines.append(f"latency: median {statistics.median(later):.2f} ms, p95 {p95:.2f} ms a token")
+        lines.append(f"cache: {session.describe_cache()}")
+        lines.append(f"peak memory: {format_bytes(round(last.peak_memory * 1e9))}")
+        return lines

@@ -1,0 +1,94 @@
+"""Random Qwen2 checkpoints on disk, and mlx-lm's own model on the same files: what kvant is compared with."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models import qwen2
+from mlx_lm.models.cache import make_prompt_cache
+
+ROPE_THETA = 1e6
+
+
+def qwen2_config(**changes: Any) -> dict[str, Any]:
+    """A small config.json as transformers 4 wrote it."""
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "intermediate_size": 256,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 300,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": ROPE_THETA,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "eos_token_id": 0,
+        "use_sliding_window": False,
+        "sliding_window": 16,
+    }
+    return config | changes
+
+
+def reference_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
+    """mlx-lm's qwen2 with random float32 weights of unit-scale activations, and biases that matter."""
+    model = qwen2.Model(qwen2.ModelArgs.from_dict(config))
+    mx.random.seed(seed)
+    weights = []
+    for name, array in tree_flatten(model.parameters()):
+        noise = mx.random.normal(array.shape)
+        if name.endswith("norm.weight"):
+            weights.append((name, 1 + 0.2 * noise))
+        elif name.endswith(".bias"):
+            weights.append((name, noise))
+        elif "embed_tokens" in name:
+            weights.append((name, 0.5 * noise))
+        else:
+            weights.append((name, noise / array.shape[-1] ** 0.5))
+    model.load_weights(weights)
+    mx.eval(model.parameters())
+    return model
+
+
+def save_checkpoint(folder: Path, config: dict[str, Any], model: nn.Module, shards: int = 1) -> Path:
+    """Write config.json and safetensors, in shards with an index where more than one is asked for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = dict(tree_flatten(model.parameters()))
+    if shards == 1:
+        mx.save_safetensors(str(folder / "model.safetensors"), weights)
+        return folder
+    files = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(sorted(weights))}
+    for file in set(files.values()):
+        mx.save_safetensors(str(folder / file), {name: weights[name] for name in weights if files[name] == file})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return folder
+
+
+def quantize_reference(config: dict[str, Any], model: nn.Module, bits: int, group_size: int) -> dict[str, Any]:
+    """Quantize mlx-lm's model in place as mlx-lm does; return the config that says so."""
+    nn.quantize(model, group_size=group_size, bits=bits)
+    mx.eval(model.parameters())
+    return config | {"quantization": {"group_size": group_size, "bits": bits}}
+
+
+def pocket_reference(folder: Path) -> nn.Module:
+    """mlx-lm's qwen2 on a float checkpoint in float32; rope_theta given by hand: 0.32.2 ignores rope_parameters."""
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_theta"] = (config.get("rope_parameters") or config)["rope_theta"]
+    model = qwen2.Model(qwen2.ModelArgs.from_dict(config))
+    weights = {name: x.astype(mx.float32) for name, x in mx.load(str(folder / "model.safetensors")).items()}
+    model.load_weights(list(model.sanitize(weights).items()))
+    mx.eval(model.parameters())
+    return model
+
+
+def reference_logits(model: nn.Module, ids: list[int]) -> mx.array:
+    """(S, vocab) logits of mlx-lm's model with its own cache."""
+    return model(mx.array([ids]), cache=make_prompt_cache(model))[0]
