@@ -5,10 +5,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import typer
-
 from kvant.chat import Conversation
 from kvant.cli import options
+from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
 from kvant.cli.session import Session, open_session
 from kvant.cli.statistics import RunStatistics
@@ -56,7 +55,7 @@ def chat(
     try:
         sampler, processors = sampling.build(session.model.config.vocab_size)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise BadValueError(str(error)) from error
     conversation = Conversation(session.model, session.tokenizer, session.cache, system_prompt=system_prompt)
     answer = partial(
         conversation.send,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvant.cli import options
+from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
 from kvant.cli.session import Session, open_session
 from kvant.cli.statistics import RunStatistics
@@ -57,14 +58,14 @@ def generate(
     options.check_kv_format(kv_bits, kv_group_size)
     stops = options.check_stop(stop)
     if ignore_chat_template and system_prompt is not None:
-        raise typer.BadParameter("--system-prompt needs the chat template that --ignore-chat-template leaves out")
+        raise BadValueError("--system-prompt needs the chat template that --ignore-chat-template leaves out")
     question = _read_prompt(text, prompt)
 
     session = open_session(model, kv_bits=kv_bits, kv_group_size=kv_group_size, max_kv_size=max_kv_size, quiet=quiet)
     try:
         sampler, processors = sampling.build(session.model.config.vocab_size)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise BadValueError(str(error)) from error
     run = RunStatistics()
     with LateProgress("reading the prompt", quiet=quiet) as progress:
         responses = stream_generate(
@@ -95,10 +96,10 @@ def generate(
 
 def _read_prompt(argument: str | None, option: str | None) -> str:
     if argument is not None and option is not None:
-        raise typer.BadParameter("the prompt is given twice, as an argument and with --prompt")
+        raise BadValueError("the prompt is given twice, as an argument and with --prompt")
     prompt = option if argument is None else argument
     if prompt is None:
-        raise typer.BadParameter("no prompt; give it as an argument, with --prompt, or - for standard input")
+        raise BadValueError("no prompt; give it as an argument, with --prompt, or - for standard input")
     if prompt == "-":
         try:
             prompt = sys.stdin.buffer.read().decode("utf-8")

@@ -4,10 +4,18 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
+from typer.exceptions import TyperException
 
 from kvant.engine.load import POCKET
 from kvant.engine.sampling import SamplingOptions
 from kvant.operators.quantization import QUANT_BITS
+
+
+class BadValueError(TyperException):
+    """A flag whose value cannot be applied; the command ends with exit code 2."""
+
+    exit_code = 2
+
 
 Model = Annotated[str, typer.Option(help=f"A model folder, or '{POCKET}', the embedded model.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", help="Generate at most this many tokens.")]
@@ -46,7 +54,7 @@ def sampling_options(
 ) -> SamplingOptions:
     """Checked sampling options; a bad value is a usage error that names its flag."""
     if seed is not None and not 0 <= seed < 2**64:
-        raise typer.BadParameter(f"--seed is {seed}; expected from 0 to {2**64 - 1}")
+        raise BadValueError(f"--seed is {seed}; expected from 0 to {2**64 - 1}")
     try:
         return SamplingOptions(
             temp=temp,
@@ -60,27 +68,27 @@ def sampling_options(
         )
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
-        raise typer.BadParameter(f"--{name.replace('_', '-')} {rest}") from error
+        raise BadValueError(f"--{name.replace('_', '-')} {rest}") from error
 
 
 def check_counts(**counts: int | None) -> None:
     """Refuse a count below 1, naming its flag."""
     for name, count in counts.items():
         if count is not None and count < 1:
-            raise typer.BadParameter(f"--{name.replace('_', '-')} is {count}; expected at least 1")
+            raise BadValueError(f"--{name.replace('_', '-')} is {count}; expected at least 1")
 
 
 def check_kv_format(kv_bits: int, kv_group_size: int) -> None:
     """Refuse bits and group sizes no model's cache can have; whether a group divides a head is the model's affair."""
     if kv_bits not in QUANT_BITS:
-        raise typer.BadParameter(f"--kv-bits is {kv_bits}; expected 0, 4 or 8")
+        raise BadValueError(f"--kv-bits is {kv_bits}; expected 0, 4 or 8")
     check_counts(kv_group_size=kv_group_size)
 
 
 def check_stop(stop: Sequence[str] | None) -> list[str]:
     """Refuse an empty stop string: it would end every text before it begins."""
     if any(not text for text in stop or ()):
-        raise typer.BadParameter("--stop is empty; expected a string")
+        raise BadValueError("--stop is empty; expected a string")
     return list(stop or ())
 
 
@@ -89,4 +97,4 @@ def _bias(text: str) -> tuple[int, float]:
     try:
         return int(token), float(bias)
     except ValueError:
-        raise typer.BadParameter(f"--logit-bias is {text!r}; expected TOKEN:BIAS, such as 42:-5.0") from None
+        raise BadValueError(f"--logit-bias is {text!r}; expected TOKEN:BIAS, such as 42:-5.0") from None

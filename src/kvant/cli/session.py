@@ -5,9 +5,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import typer
-
 from kvant.cache import QuantizedKVCache
+from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
 from kvant.engine.load import find_model, load_folder
 from kvant.errors import ContextError
@@ -48,7 +47,7 @@ def open_session(model_name: str, *, kv_bits: int, kv_group_size: int, max_kv_si
     Raises:
         ModelError: a model that cannot be loaded.
         ContextError: more tokens asked for than the model's context.
-        typer.BadParameter: a group size that does not divide the model's head dimension.
+        BadValueError: a group size that does not divide the model's head dimension.
     """
     started = time.perf_counter()
     with LateProgress("loading", quiet=quiet) as progress:
@@ -60,7 +59,7 @@ def open_session(model_name: str, *, kv_bits: int, kv_group_size: int, max_kv_si
         tokens = max_kv_size or min(DEFAULT_MAX_KV_SIZE, context)
         cache = model.make_cache(tokens, quant_bit=kv_bits, quant_group=kv_group_size)
     except ValueError as error:
-        raise typer.BadParameter(f"--kv-bits {kv_bits} --kv-group-size {kv_group_size}: {error}") from error
+        raise BadValueError(f"--kv-bits {kv_bits} --kv-group-size {kv_group_size}: {error}") from error
     session = Session(model, tokenizer, cache, time.perf_counter() - started)
     if not quiet:
         print(f"cache: {session.describe_cache()}", file=sys.stderr)

@@ -1,6 +1,5 @@
 """A model's name or folder to a decoder and a tokenizer."""
 
-import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
@@ -43,11 +42,12 @@ def load(
 
 
 def load_folder(folder: Path, progress: Progress | None = None) -> tuple[Decoder, "TokenizerWrapper"]:
-    """Load from a folder, the tokenizer's slow imports beside the weights; ``progress`` as in ``load_decoder``."""
+    """Load from a folder, transformers' slow import beside the weights; ``progress`` as in ``load_decoder``."""
     with ThreadPoolExecutor(max_workers=1) as pool:
-        pending = pool.submit(_load_tokenizer, folder)
+        imported = pool.submit(_import_transformers)
         model = load_decoder(folder, progress)
-        tokenizer = pending.result()
+        imported.result()
+    tokenizer = _load_tokenizer(folder)
     tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *model.config.eos_token_ids}
     return model, tokenizer
 
@@ -68,17 +68,24 @@ def find_model(path_or_name: str | Path) -> Path:
     return folder
 
 
+def _import_transformers() -> None:
+    """Import what mlx-lm's tokenizers need of transformers, which takes longer than everything else together.
+
+    Not mlx-lm itself: imported outside the main thread it makes the process abort when it ends (0.32.2).
+    """
+    # Read when transformers is first imported: it would announce on standard error that torch is missing.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+
+
 def _load_tokenizer(folder: Path) -> "TokenizerWrapper":
     """mlx-lm's wrapper around transformers' tokenizer; nothing in the folder is executed."""
-    if not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer.model").is_file():
+    if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{folder}: no tokenizer.json")
-    # Read by transformers when it is first imported: it would announce on standard error that torch is missing.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    _import_transformers()
     from mlx_lm.tokenizer_utils import load as load_wrapper
 
     try:
-        with contextlib.suppress(ImportError):
-            return load_wrapper(folder, {"trust_remote_code": False, "local_files_only": True})
+        return load_wrapper(folder, {"trust_remote_code": False, "local_files_only": True})
     except Exception as error:  # transformers raises whatever a malformed file happens to break
         raise ModelError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
-    raise ModelError(f"{folder}: the tokenizer needs a package that is not installed")
