@@ -1,0 +1,76 @@
+"""What many tests share: the embedded model, loaded once, and held-out texts it was not trained on."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from checkpoints import pocket_reference, qwen2_config, reference_model, save_checkpoint
+
+import kvant
+from kvant.engine.load import POCKET, find_model
+from kvant.models import Decoder
+
+HELDOUT = Path(__file__).parent / "data" / "heldout.jsonl"
+
+
+@pytest.fixture(scope="session")
+def pocket_folder() -> Path:
+    """The embedded model's folder."""
+    return find_model(POCKET)
+
+
+@pytest.fixture(scope="session")
+def pocket(pocket_folder: Path) -> tuple[Decoder, Any]:
+    """The embedded model and its tokenizer."""
+    return kvant.load(POCKET)
+
+
+@pytest.fixture(scope="session")
+def pocket_mlx_lm(pocket_folder: Path) -> nn.Module:
+    """mlx-lm's model on the embedded weights, in float32."""
+    return pocket_reference(pocket_folder)
+
+
+@pytest.fixture(scope="session")
+def heldout() -> list[dict[str, Any]]:
+    """Held-out documents, by kind."""
+    return [json.loads(line) for line in HELDOUT.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="session")
+def heldout_ids(pocket: tuple[Decoder, Any], heldout: list[dict[str, Any]]) -> list[int]:
+    """1,024 tokens of held-out text, conversations through the chat template."""
+    _, tokenizer = pocket
+    ids: list[int] = []
+    for document in heldout:
+        if "messages" in document:
+            text = tokenizer.apply_chat_template(document["messages"], tokenize=False)
+        else:
+            text = document["text"]
+        ids += tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) >= 1024:
+            return ids[:1024]
+    raise AssertionError(f"only {len(ids)} tokens of held-out text")
+
+
+@pytest.fixture
+def make_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, nn.Module]]:
+    """A function (config changes) -> (folder of a random checkpoint, mlx-lm's model with its weights)."""
+
+    def make(shards: int = 1, **changes: Any) -> tuple[Path, nn.Module]:
+        config = qwen2_config(**changes)
+        model = reference_model(config)
+        return save_checkpoint(tmp_path / "model", config, model, shards), model
+
+    return make
+
+
+def relative_error(given: mx.array, expected: mx.array) -> float:
+    """The largest difference, relative to the largest expected magnitude."""
+    assert given.shape == expected.shape
+    assert mx.isfinite(given).all().item()
+    return (mx.abs(given - expected).max() / mx.abs(expected).max()).item()

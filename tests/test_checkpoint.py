@@ -1,0 +1,166 @@
+"""Model folders that cannot be loaded: one clear line each, that names what was given and what was expected."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from kvant.errors import CheckpointError, ModelError
+from kvant.models import ModelConfig, load_decoder
+
+Make = Callable[..., tuple[Path, nn.Module]]
+
+
+def _config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value != "absent"}))
+
+
+def _tensors(folder: Path, change: Callable[[dict[str, mx.array]], object]) -> None:
+    path = folder / "model.safetensors"
+    weights = {name: mx.array(x) for name, x in mx.load(str(path)).items()}
+    mx.eval(weights)
+    change(weights)
+    mx.save_safetensors(str(path), weights)
+
+
+BAD_CONFIGS = [
+    ({"architectures": ["LlamaForCausalLM"]}, "architecture LlamaForCausalLM is not supported"),
+    ({"model_type": "mistral", "architectures": "absent"}, "model_type 'mistral'"),
+    ({"hidden_size": "absent"}, "hidden_size is missing"),
+    ({"hidden_size": -128}, "hidden_size is -128"),
+    ({"hidden_size": "128"}, "hidden_size is '128'"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+    ({"num_attention_heads": 3}, "num_attention_heads 3 is not a multiple"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+    ({"rope_theta": float("inf")}, "rope_theta is inf"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
+    ({"rope_parameters": {"rope_type": "llama3"}}, "rope type 'llama3'"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+    ({"use_sliding_window": True}, "use_sliding_window is true"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "method 'gptq'"),
+    ({"quantization": {"group_size": 64, "bits": 7}}, "bits is 7"),
+    ({"quantization": {"group_size": 48, "bits": 4}}, "group_size is 48"),
+    ({"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}, "mode 'mxfp4'"),
+    ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_CONFIGS)
+def test_bad_config(make_checkpoint: Make, changes: dict[str, Any], message: str) -> None:
+    folder, _ = make_checkpoint()
+    _config(folder, **changes)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_decoder(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 100000])
+def test_config_that_is_no_object(make_checkpoint: Make, text: str) -> None:
+    folder, _ = make_checkpoint()
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load_decoder(folder)
+
+
+BAD_TENSORS = [
+    (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), r"model.layers.1.mlp.up_proj.weight is missing"),
+    (lambda w: w.pop("model.norm.weight"), r"model.norm.weight is missing"),
+    (lambda w: w.update({"model.norm.weight": mx.ones(7)}), r"model.norm.weight has shape \(7,\); expected \(128,\)"),
+    (
+        lambda w: w.update({"model.layers.0.self_attn.k_proj.weight": mx.ones((64, 128))}),
+        r"k_proj.weight has shape \(64, 128\); expected \(128, 128\)",
+    ),
+    (
+        lambda w: w.update({"model.layers.0.self_attn.k_proj.bias": mx.ones(128, dtype=mx.int32)}),
+        "k_proj.bias has dtype I32; expected F32 or F16 or BF16",
+    ),
+    (lambda w: w.update({"model.layers.2.mlp.up_proj.weight": mx.ones(3)}), "unexpected tensor model.layers.2"),
+    (lambda w: w.update({"model.embed_tokens.scales": mx.ones(3)}), "no quantization for model.embed_tokens"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_TENSORS)
+def test_bad_tensors(make_checkpoint: Make, change: Callable[[dict[str, mx.array]], object], message: str) -> None:
+    folder, _ = make_checkpoint()
+    _tensors(folder, change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_decoder(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, 5000, -1])
+def test_truncated_safetensors(make_checkpoint: Make, keep: int) -> None:
+    folder, _ = make_checkpoint()
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        load_decoder(folder)
+
+
+def test_header_that_claims_ten_gigabytes(make_checkpoint: Make) -> None:
+    folder, _ = make_checkpoint()
+    path = folder / "model.safetensors"
+    path.write_bytes((10 * 10**9).to_bytes(8, "little") + path.read_bytes()[8:])
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        load_decoder(folder)
+
+
+def test_missing_files(make_checkpoint: Make, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="nowhere: no such model folder"):
+        load_decoder(tmp_path / "nowhere")
+    folder, _ = make_checkpoint()
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    with pytest.raises(CheckpointError, match=r"neither model.safetensors nor model.safetensors.index.json"):
+        load_decoder(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"config.json: no such file"):
+        load_decoder(folder)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/x.safetensors", "x.bin", 7])
+def test_shards_stay_inside_the_folder(make_checkpoint: Make, name: object) -> None:
+    folder, _ = make_checkpoint(shards=2)
+    index = folder / "model.safetensors.index.json"
+    raw = json.loads(index.read_text())
+    raw["weight_map"]["model.norm.weight"] = name
+    index.write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError):
+        load_decoder(folder)
+
+
+def test_missing_shard(make_checkpoint: Make) -> None:
+    folder, _ = make_checkpoint(shards=2)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002.safetensors: no such file"):
+        load_decoder(folder)
+
+
+def test_a_tensor_in_two_shards(make_checkpoint: Make) -> None:
+    folder, _ = make_checkpoint(shards=2)
+    first, second = sorted(folder.glob("*.safetensors"))
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(CheckpointError, match="is also in"):
+        load_decoder(folder)
+
+
+def test_generation_config_names_the_end(make_checkpoint: Make) -> None:
+    folder, _ = make_checkpoint(eos_token_id=5)
+    assert ModelConfig.from_folder(folder).eos_token_ids == (5,)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert ModelConfig.from_folder(folder).eos_token_ids == (7, 8)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, -1]}')
+    with pytest.raises(ModelError, match=r"generation_config.json: eos_token_id is \[7, -1\]"):
+        ModelConfig.from_folder(folder)
+
+
+def test_disabled_sliding_window_is_ignored(make_checkpoint: Make) -> None:
+    folder, _ = make_checkpoint(use_sliding_window=False, sliding_window=4, max_window_layers=1)
+    assert ModelConfig.from_folder(folder).max_position_embeddings == 1024

@@ -1,0 +1,53 @@
+"""Imports point downward only, as the design draws the house."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import kvant
+
+ROOT = Path(kvant.__file__).parent
+# From the ground up. A module imports its own package and those before it.
+FLOORS = ["errors", "operators", "cache", "models", "engine", "chat", "__init__", "cli", "__main__"]
+DATA = ["pocket"]  # files, no code
+
+
+def _floor(path: Path) -> str:
+    first = path.relative_to(ROOT).parts[0]
+    return first.removesuffix(".py")
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"kvant.{a.name}" for a in node.names] if node.module == "kvant" else [node.module or ""]
+        for name in names:
+            if name.split(".")[0] == "kvant":
+                inner = name.split(".")[1] if "." in name else "__init__"
+                found.add(inner if inner in FLOORS else "__init__")
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_downward(path: Path) -> None:
+    floor = _floor(path)
+    if floor in DATA:
+        assert not _imports(path)
+        return
+    assert floor in FLOORS, f"{floor} has no place in the house yet"
+    for imported in _imports(path):
+        assert imported == floor or FLOORS.index(imported) < FLOORS.index(floor), f"{floor} imports {imported}"
+
+
+def test_operators_know_no_model_and_no_file() -> None:
+    for path in (ROOT / "operators").rglob("*.py"):
+        assert _imports(path) <= {"operators"}
+
+
+def test_public_names() -> None:
+    assert kvant.__all__ == ["GenerationResponse", "__version__", "generate", "load", "stream_generate"]
+    assert all(hasattr(kvant, name) for name in kvant.__all__)
