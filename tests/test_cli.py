@@ -1,0 +1,318 @@
+"""The command as its user meets it: a process, its two outputs, its exit code."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import kvant
+
+COMMAND = [sys.executable, "-m", "kvant"]
+# prompt_toolkit turns bracketed paste on where it reads a line, and off after it.
+PROMPT_SHOWN, PROMPT_HIDDEN = "\x1b[?2004h", "\x1b[?2004l"
+QUESTION = "Tell me a story about a fox named Pip."
+# The tokens that end a text, 0 and 2, made impossible.
+ENDLESS = ["--logit-bias", "0:-1e9", "--logit-bias", "2:-1e9", "--temp", "2", "-m", "1900"]
+
+
+def run(*arguments: str, stdin: str | bytes = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as on a machine without a network."""
+    data = stdin.encode() if isinstance(stdin, str) else stdin
+    done = subprocess.run(
+        [*COMMAND, *arguments],
+        input=data,
+        capture_output=True,
+        timeout=120,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment,
+    )
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def test_version() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"kvant {kvant.__version__}\n", "")
+
+
+def test_the_installed_command_is_this_one() -> None:
+    done = subprocess.run([Path(sys.executable).with_name("kvant"), "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"kvant {kvant.__version__}\n")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "-h"], ["chat", "--help"]])
+def test_help(arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 0
+    assert done.stdout.startswith("Usage: ")
+    assert done.stderr == ""
+
+
+def test_text_to_standard_output_and_statistics_to_standard_error() -> None:
+    done = run("generate", QUESTION)
+    assert done.returncode == 0
+    assert "Pip" in done.stdout
+    assert "<|" not in done.stdout
+    assert done.stdout.endswith("\n")
+    for pattern in (
+        r"^cache: 2048 tokens reserved, 8 bits in groups of 32, \d+\.\d\d MB$",
+        r"^prompt: \d+ tokens, [\d.]+ tokens/s$",
+        r"^generated: \d+ tokens, [\d.]+ tokens/s, ended by stop$",
+        r"^first token: \d+\.\d{3} s, after \d+\.\d\d s of loading$",
+        r"^latency: median \d+\.\d\d ms, p95 \d+\.\d\d ms a token$",
+        r"^peak memory: \d+\.\d\d MB$",
+    ):
+        assert re.search(pattern, done.stderr, re.MULTILINE), pattern
+    quiet = run("generate", QUESTION, "--quiet")
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, done.stdout, "")
+
+
+def test_the_prompt_can_come_three_ways() -> None:
+    ways = [
+        run("generate", QUESTION, "-q", "-m", "12"),
+        run("generate", "--prompt", QUESTION, "-q", "-m", "12"),
+        run("generate", "-", "-q", "-m", "12", stdin=QUESTION),
+    ]
+    assert [way.returncode for way in ways] == [0, 0, 0]
+    assert len({way.stdout for way in ways}) == 1
+
+
+@pytest.mark.parametrize("kv_bits", ["0", "4", "8"])
+def test_kv_bits_are_applied(kv_bits: str) -> None:
+    done = run("generate", QUESTION, "-m", "30", "--kv-bits", kv_bits, "--max-kv-size", "100", "--kv-group-size", "16")
+    assert done.returncode == 0
+    assert done.stdout.strip()
+    kind = f"{kv_bits} bits in groups of 16" if kv_bits != "0" else "float32"
+    assert f"cache: 100 tokens reserved, {kind}, " in done.stderr
+
+
+def test_json_lines() -> None:
+    text = run("generate", QUESTION, "-q", "-m", "25").stdout
+    done = run("generate", QUESTION, "--json", "-m", "25")
+    assert done.returncode == 0
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [record["index"] for record in records] == list(range(25))
+    assert "".join(record["text"] for record in records) == text.removesuffix("\n")
+    assert [record["finish_reason"] for record in records] == [None] * 24 + ["length"]
+    assert all(record["latency_ms"] > 0 and record["logprob"] <= 0 for record in records)
+    assert "generated: 25 tokens" in done.stderr
+
+
+def test_sampling_flags_are_applied() -> None:
+    flags = ["generate", QUESTION, "-q", "-m", "40", "--temp", "1.3"]
+    first, again, other = (run(*flags, "--seed", seed).stdout for seed in ("1", "1", "2"))
+    assert first == again != other
+    greedy = run("generate", QUESTION, "-q", "-m", "40").stdout
+    assert run(*flags, "--top-k", "1").stdout == greedy
+    assert run(*flags, "--top-p", "0.0001").stdout == greedy
+    assert run(*flags, "--min-p", "1").stdout == greedy
+    assert run("generate", QUESTION, "-q", "-m", "40", "--repetition-penalty", "9").stdout != greedy
+    token = json.loads(run("generate", QUESTION, "-q", "-m", "1", "--json").stdout)["token"]
+    biased = run("generate", QUESTION, "-q", "-m", "1", "--json", "--logit-bias", f"{token}:-1e9").stdout
+    assert json.loads(biased)["token"] != token
+    assert run("generate", QUESTION, "-q", "-m", "40", "--stop", greedy[20:30]).stdout == greedy[:20] + "\n"
+
+
+def test_templates_are_used_unless_ignored() -> None:
+    asked = run("generate", QUESTION, "-m", "5").stderr
+    plain = run("generate", QUESTION, "-m", "5", "--ignore-chat-template").stderr
+    system = run("generate", QUESTION, "-m", "5", "--system-prompt", "Be brief.").stderr
+    counts = [int(re.search(r"prompt: (\d+) tokens", text)[1]) for text in (plain, asked, system)]  # type: ignore[index]
+    assert counts[0] < counts[1] < counts[2]
+
+
+USAGE_ERRORS = [
+    (["generate"], "no prompt"),
+    (["generate", "a", "--prompt", "b"], "given twice"),
+    (["generate", "a", "b"], "unexpected extra argument"),
+    (["generate", "a", "--bogus"], "--bogus"),
+    (["generate", "a", "--kv-bits", "3"], "--kv-bits is 3; expected 0, 4 or 8"),
+    (["generate", "a", "--kv-group-size", "0"], "--kv-group-size is 0"),
+    (["generate", "a", "--kv-group-size", "48"], "quant_group 48 does not divide the head dimension 64"),
+    (["generate", "a", "--max-kv-size", "0"], "--max-kv-size is 0"),
+    (["generate", "a", "--max-tokens", "0"], "--max-tokens is 0"),
+    (["generate", "a", "--max-tokens", "x"], "--max-tokens"),
+    (["generate", "a", "--prefill-step-size", "-1"], "--prefill-step-size is -1"),
+    (["generate", "a", "--temp", "-1"], "--temp is -1.0"),
+    (["generate", "a", "--top-p", "0.5"], "--top-p is 0.5, but temp 0"),
+    (["generate", "a", "--temp", "1", "--top-k", "99999"], "top_k is 99999"),
+    (["generate", "a", "--logit-bias", "x"], "--logit-bias is 'x'; expected TOKEN:BIAS"),
+    (["generate", "a", "--seed", "-1"], "--seed is -1"),
+    (["generate", "a", "--stop", ""], "--stop is empty"),
+    (["generate", "a", "--system-prompt", "b", "--ignore-chat-template"], "--system-prompt needs the chat template"),
+    (["chat", "--kv-bits", "5"], "--kv-bits is 5"),
+    (["sing"], "No such command 'sing'"),
+    ([], "Missing command"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), USAGE_ERRORS)
+def test_usage_errors(arguments: list[str], message: str) -> None:
+    _check_refusal(run(*arguments), 2, message)
+
+
+FAILURES = [
+    (["generate", "a", "--model", "no/such"], "model 'no/such' is not a folder"),
+    (["generate", "  "], "the prompt is empty"),
+    (["generate", "a", "--max-kv-size", "4096"], "--max-kv-size is 4096; the model's context is 2048 tokens"),
+    (["generate", QUESTION, "--max-kv-size", "5"], "tokens; 5 are reserved"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), FAILURES)
+def test_failures(arguments: list[str], message: str) -> None:
+    _check_refusal(run(*arguments, "-q"), 1, message)
+
+
+def test_standard_input_that_is_no_text() -> None:
+    _check_refusal(run("generate", "-", stdin=b"\xff\xfe"), 1, "standard input is not UTF-8")
+
+
+def test_broken_model_folders(make_checkpoint: Callable[..., tuple[Path, object]], tmp_path: Path) -> None:
+    _check_refusal(run("generate", "a", "--model", str(tmp_path)), 1, "config.json: no such file")
+    folder, _ = make_checkpoint()
+    _check_refusal(run("generate", "a", "--model", str(folder)), 1, "no tokenizer.json")
+    (folder / "tokenizer.json").write_text("{}")
+    _check_refusal(run("generate", "a", "--model", str(folder)), 1, "the tokenizer cannot be loaded")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    _check_refusal(run("generate", "a", "--model", str(folder)), 1, "not a whole safetensors file")
+
+
+def _check_refusal(done: subprocess.CompletedProcess[str], code: int, message: str) -> None:
+    """One line that says it, no traceback, nothing on standard output."""
+    assert done.stdout == ""
+    assert done.returncode == code, done.stderr
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("cache: ")]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("kvant: error: ")
+    assert message in lines[0]
+
+
+def test_a_reader_that_leaves() -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "generate", QUESTION, "-q"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(60) in (0, 1)
+    assert process.stderr.read() == ""
+    process.stderr.close()
+
+
+def test_interrupted() -> None:
+    process = subprocess.Popen(
+        [
+            *COMMAND,
+            "generate",
+            QUESTION,
+            "--temp",
+            "2",
+            "-m",
+            "1900",
+            "--logit-bias",
+            "0:-1e9",
+            "--logit-bias",
+            "2:-1e9",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert "ended by interruption" in errors
+
+
+def test_chat_over_a_pipe() -> None:
+    lines = f"{QUESTION}\n/stats\n/nonsense\n\nThank you!\n/stats\n/reset\n/stats\n"
+    done = run("chat", stdin=lines)
+    assert done.returncode == 0
+    assert "Pip" in done.stdout
+    assert "cache:" not in done.stdout
+    assert "/nonsense is not a command" in done.stderr
+    reused = [int(n) for n in re.findall(r"last turn: (\d+) tokens were in the cache", done.stderr)]
+    assert reused[0] == 0
+    assert reused[1] > 50
+    held = [int(n) for n in re.findall(r"messages, (\d+) tokens in the cache", done.stderr)]
+    assert held[0] < held[1]
+    assert held[2] == 0
+
+
+def test_chat_that_does_not_fit_goes_on() -> None:
+    done = run("chat", "--max-kv-size", "30", "--max-tokens", "5", stdin=f"{QUESTION * 4}\nHello!\n/quit\n")
+    assert done.returncode == 0
+    assert "30 are reserved; /reset forgets the conversation" in done.stderr
+    assert done.stdout.strip()
+
+
+def _read_until(terminal: int, text: str, seconds: float = 60) -> str:
+    seen = ""
+    end = time.monotonic() + seconds
+    while text not in seen:
+        ready, _, _ = select.select([terminal], [], [], max(0, end - time.monotonic()))
+        assert ready, f"{text!r} did not appear in {seen!r}"
+        seen += os.read(terminal, 4096).decode(errors="replace")
+    return seen
+
+
+def _exit_code(pid: int, terminal: int, seconds: float = 30) -> int:
+    """Read the terminal to its end, so that nobody waits for anybody, and take the child's exit code."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        ready, _, _ = select.select([terminal], [], [], 0.1)
+        try:
+            if ready and not os.read(terminal, 4096):
+                break
+        except OSError:  # how Linux says that the other side has gone
+            break
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError("the command did not end")
+
+
+def test_chat_on_a_terminal_survives_interrupts() -> None:
+    """Ctrl-C while an answer comes stops the answer; at the prompt it clears the line; Ctrl-D ends."""
+    environment = os.environ | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvpe(sys.executable, [*COMMAND, "chat", *ENDLESS], environment)
+    try:
+        _read_until(terminal, PROMPT_SHOWN)
+        os.write(terminal, QUESTION.encode() + b"\r")
+        _read_until(terminal, PROMPT_HIDDEN)
+        time.sleep(1)
+        os.write(terminal, b"\x03")
+        _read_until(terminal, "stopped")
+        _read_until(terminal, PROMPT_SHOWN)
+        os.write(terminal, b"half a line\x03")
+        _read_until(terminal, PROMPT_SHOWN)
+        os.write(terminal, b"/stats\r")
+        _read_until(terminal, "conversation: 2 messages")
+        _read_until(terminal, PROMPT_SHOWN)
+        os.write(terminal, b"\x04")
+        assert _exit_code(pid, terminal) == 0
+    finally:
+        os.close(terminal)
+
+
+def test_progress_needs_a_terminal() -> None:
+    assert "\x1b" not in run("generate", QUESTION, "-m", "3").stderr

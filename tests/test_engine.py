@@ -1,0 +1,352 @@
+"""The loop: tokens against mlx-lm's, how it ends, what it feeds, and what it leaves in the cache."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+import kvant
+from kvant import generate, stream_generate
+from kvant.cache import FullKVCache
+from kvant.engine.detokenize import TextStream
+from kvant.engine.sampling import SamplingOptions
+from kvant.errors import ContextError, ModelError, PromptError
+from kvant.models import Decoder
+
+Pocket = tuple[Decoder, Any]
+QUESTION = "Tell me a story about a fox named Pip."
+
+
+@pytest.fixture(scope="module")
+def prompt(pocket: Pocket) -> list[int]:
+    _, tokenizer = pocket
+    return tokenizer.apply_chat_template([{"role": "user", "content": QUESTION}], add_generation_prompt=True)
+
+
+def _without_end(tokenizer: Any) -> Any:
+    """A logits processor that makes end-of-text tokens impossible, so that a run has the length asked for."""
+    return make_logits_processors(dict.fromkeys(tokenizer.eos_token_ids, -1000000000.0))
+
+
+def test_200_greedy_tokens_are_mlx_lms(pocket: Pocket, pocket_mlx_lm: nn.Module, prompt: list[int]) -> None:
+    model, tokenizer = pocket
+    steps = generate_step(mx.array(prompt), pocket_mlx_lm, max_tokens=200, logits_processors=_without_end(tokenizer))
+    expected = [(int(token), logprobs) for token, logprobs in steps]
+    given = stream_generate(
+        model,
+        tokenizer,
+        prompt,
+        max_tokens=200,
+        prompt_cache=model.make_cache(len(prompt) + 200, quant_bit=0),
+        logits_processors=_without_end(tokenizer),
+    )
+    tokens = [response.token for response in given]
+    assert len(tokens) == len(expected) == 200
+    for at, (token, (wanted, logprobs)) in enumerate(zip(tokens, expected, strict=True)):
+        if token != wanted:
+            second, first = mx.sort(logprobs)[-2:].tolist()
+            assert first - second <= 1e-4, f"token {at} is {token}; mlx-lm's is {wanted}"
+            break  # from here on the two texts are about different things
+
+
+def test_tokens_that_end_the_text_are_never_printed(pocket: Pocket, prompt: list[int]) -> None:
+    model, tokenizer = pocket
+    assert len(tokenizer.eos_token_ids) == 2
+    for end in tokenizer.eos_token_ids:
+        forced = make_logits_processors({end: 1e9})
+        responses = list(stream_generate(model, tokenizer, prompt, max_tokens=9, logits_processors=forced))
+        assert [(r.text, r.token, r.finish_reason) for r in responses] == [("", end, "stop")]
+
+
+def test_the_end_after_some_tokens(pocket: Pocket, prompt: list[int]) -> None:
+    model, tokenizer = pocket
+    end = min(tokenizer.eos_token_ids)
+
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        bias = 1e9 if tokens.size == len(prompt) + 5 else -1e9
+        return logits.at[:, sorted(tokenizer.eos_token_ids)].add(bias * mx.array([1.0, 0.5]))
+
+    responses = list(stream_generate(model, tokenizer, prompt, logits_processors=[processor]))
+    assert [r.finish_reason for r in responses] == [None] * 5 + ["stop"]
+    assert responses[-1].token == end
+    text = "".join(r.text for r in responses)
+    assert text == tokenizer.decode([r.token for r in responses[:-1]])
+
+
+def test_max_tokens_and_a_full_context(pocket: Pocket, prompt: list[int]) -> None:
+    model, tokenizer = pocket
+    endless = {"logits_processors": _without_end(tokenizer)}
+    responses = list(stream_generate(model, tokenizer, prompt, max_tokens=7, **endless))
+    assert [r.finish_reason for r in responses] == [None] * 6 + ["length"]
+    cache = model.make_cache(len(prompt) + 4)
+    responses = list(stream_generate(model, tokenizer, prompt, max_tokens=50, prompt_cache=cache, **endless))
+    # The four tokens there is room for are fed; the last of five is sampled from the fourth.
+    assert [r.finish_reason for r in responses] == [None] * 4 + ["context"]
+    assert cache[0].offset == len(prompt) + 4
+    cache = model.make_cache(len(prompt))
+    responses = list(stream_generate(model, tokenizer, prompt, max_tokens=-1, prompt_cache=cache, **endless))
+    assert [r.finish_reason for r in responses] == ["context"]
+
+
+def test_stop_strings(pocket: Pocket, prompt: list[int]) -> None:
+    model, tokenizer = pocket
+    whole = generate(model, tokenizer, prompt, max_tokens=60)
+    at = len(whole) // 2
+    stop = whole[at : at + 9]
+    expected = whole[: whole.index(stop)]
+    assert generate(model, tokenizer, prompt, max_tokens=60, stop=stop) == expected
+    assert generate(model, tokenizer, prompt, max_tokens=60, stop=["never in a story", stop]) == expected
+    responses = list(stream_generate(model, tokenizer, prompt, max_tokens=60, stop=[stop]))
+    assert responses[-1].finish_reason == "stop"
+    assert generate(model, tokenizer, prompt, max_tokens=60, stop="never in a story") == whole
+
+
+class _Bytes:
+    """A tokenizer whose tokens are bytes, with mlx-lm's detokenizer."""
+
+    def __init__(self) -> None:
+        from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        table = bytes_to_unicode()
+        detokenizer = BPEStreamingDetokenizer.__new__(BPEStreamingDetokenizer)
+        detokenizer.tokenmap = [table[i] for i in range(256)]
+        detokenizer.reset()
+        self.detokenizer = detokenizer
+
+
+@pytest.mark.parametrize("text", ["naïve café", "fox 🦊 and 犬", "a👩‍👩‍👧b", "no stop: STO", "ST", "héS"])
+def test_text_is_never_cut_inside_a_character(text: str) -> None:
+    stream = TextStream(_Bytes(), stop=["STOP", "TOPS"])  # type: ignore[arg-type]
+    pieces = [stream.add(byte) for byte in text.encode()]
+    assert "\ufffd" not in "".join(pieces)
+    assert "".join(pieces) + stream.finish() == text
+    assert not stream.stopped
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("one STOP two", "one "), ("aSTSTOPb", "aST"), ("xTOPSTOP", "x"), ("STOP", "")]
+)
+def test_text_before_the_first_stop_string(text: str, expected: str) -> None:
+    stream = TextStream(_Bytes(), stop=["STOP", "TOPS"])  # type: ignore[arg-type]
+    assert "".join(stream.add(byte) for byte in text.encode()) + stream.finish() == expected
+    assert stream.stopped
+
+
+def test_only_the_last_token_is_fed_in_decode(
+    pocket: Pocket, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = pocket
+    fed: list[tuple[int, int]] = []
+    plain = Decoder.hidden_states
+
+    def spy(self: Decoder, inputs: mx.array, offset: int | None = None, cache: Any = None) -> mx.array:
+        fed.append((cache[0].offset, inputs.shape[1]))
+        return plain(self, inputs, offset, cache)
+
+    monkeypatch.setattr(Decoder, "hidden_states", spy)
+    cache = model.make_cache(len(prompt) + 8)
+    endless = _without_end(tokenizer)
+    list(
+        stream_generate(
+            model, tokenizer, prompt, max_tokens=4, prompt_cache=cache, prefill_step_size=8, logits_processors=endless
+        )
+    )
+    n = len(prompt)
+    chunks = [(first, min(8, n - first)) for first in range(0, n, 8)]
+    assert fed == [*chunks, (n, 1), (n + 1, 1), (n + 2, 1)]
+    assert cache[0].offset == n + 3
+
+
+def test_a_prompt_cache_is_continued(pocket: Pocket, prompt: list[int]) -> None:
+    model, tokenizer = pocket
+    for cache in (model.make_cache(len(prompt) + 20, quant_bit=0), [FullKVCache() for _ in model.layers]):
+        whole = generate(model, tokenizer, prompt, max_tokens=20, prompt_cache=cache)
+        for layer in cache:
+            layer.reset()
+        first = list(stream_generate(model, tokenizer, prompt[:7], max_tokens=1, prompt_cache=cache))
+        assert len(first) == 1
+        assert cache[0].offset == 7
+        assert generate(model, tokenizer, prompt[7:], max_tokens=20, prompt_cache=cache) == whole
+
+
+def test_an_abandoned_run_leaves_what_was_yielded(pocket: Pocket, prompt: list[int]) -> None:
+    model, tokenizer = pocket
+    cache = model.make_cache(len(prompt) + 20)
+    run = stream_generate(model, tokenizer, prompt, prompt_cache=cache, logits_processors=_without_end(tokenizer))
+    for _ in range(3):
+        next(run)
+    run.close()
+    assert [layer.offset for layer in cache] == [len(prompt) + 2] * len(cache)
+
+
+def test_an_interrupted_prefill_leaves_the_cache_as_it_was(pocket: Pocket, prompt: list[int]) -> None:
+    model, tokenizer = pocket
+    cache = model.make_cache(len(prompt) + 20)
+
+    def interrupt(done: int, total: int) -> None:
+        if done >= 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, tokenizer, prompt, prompt_cache=cache, prefill_step_size=4, prompt_progress_callback=interrupt)
+    assert [layer.offset for layer in cache] == [0] * len(cache)
+
+
+def test_chunks_do_not_matter_and_progress_is_reported(pocket: Pocket, prompt: list[int]) -> None:
+    model, tokenizer = pocket
+    seen: list[tuple[int, int]] = []
+    texts = []
+    for step in (1, 5, 512):
+        cache = model.make_cache(len(prompt) + 30, quant_bit=0)
+        texts.append(
+            generate(
+                model,
+                tokenizer,
+                prompt,
+                max_tokens=30,
+                prompt_cache=cache,
+                prefill_step_size=step,
+                prompt_progress_callback=lambda done, total: seen.append((done, total)),
+            )
+        )
+    assert texts[0] == texts[1] == texts[2]
+    n = len(prompt)
+    assert seen[: n + 1] == [(done, n) for done in range(n + 1)]
+    assert seen[-2:] == [(0, n), (n, n)]
+
+
+def test_the_reservation_is_prompt_and_max_tokens(
+    pocket: Pocket, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = pocket
+    asked: list[int] = []
+    plain = Decoder.make_cache
+
+    def spy(self: Decoder, max_seq_len: int, **options: Any) -> Any:
+        asked.append(max_seq_len)
+        assert not options
+        return plain(self, max_seq_len, **options)
+
+    monkeypatch.setattr(Decoder, "make_cache", spy)
+    next(stream_generate(model, tokenizer, prompt, max_tokens=11))
+    next(stream_generate(model, tokenizer, prompt, max_tokens=10**6))
+    next(stream_generate(model, tokenizer, prompt, max_tokens=-1))
+    context = model.config.max_position_embeddings
+    assert asked == [len(prompt) + 11, context, context]
+
+
+def _bad_calls() -> Iterator[tuple[dict[str, Any], type[Exception], str]]:
+    yield {"temperature": 0.5}, TypeError, "temperature"
+    yield {"kv_bits": 8}, TypeError, "kv_bits"
+    yield {"max_tokens": 0}, ValueError, "max_tokens is 0"
+    yield {"max_tokens": -2}, ValueError, "max_tokens is -2"
+    yield {"max_tokens": 1.5}, ValueError, "max_tokens is 1.5"
+    yield {"prefill_step_size": 0}, ValueError, "prefill_step_size is 0"
+    yield {"stop": ["a", ""]}, ValueError, "none empty"
+    yield {"prompt_cache": []}, ValueError, "prompt_cache is empty"
+    yield {"prompt": []}, PromptError, "empty"
+    yield {"prompt": ""}, PromptError, "empty"
+    yield {"prompt": [1, 10**6]}, PromptError, "token id 1000000"
+    yield {"prompt": [1, -1]}, PromptError, "token id -1"
+    yield {"prompt": mx.array([[1, 2]])}, PromptError, "shape"
+    yield {"prompt": [1] * 2049}, ContextError, "the prompt has 2049 tokens; the model's context is 2048"
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), list(_bad_calls()))
+@pytest.mark.parametrize("function", [generate, stream_generate])
+def test_bad_arguments_are_refused_at_the_call(
+    pocket: Pocket, function: Any, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        function(*pocket, **({"prompt": [1, 2]} | arguments))
+
+
+def test_a_prompt_longer_than_the_room_left(pocket: Pocket) -> None:
+    model, tokenizer = pocket
+    cache = model.make_cache(10)
+    generate(model, tokenizer, [1, 2, 3], max_tokens=1, prompt_cache=cache)
+    with pytest.raises(ContextError, match="the prompt has 8 tokens; 10 are reserved, 3 of them used"):
+        generate(model, tokenizer, [1] * 8, prompt_cache=cache)
+    assert cache[0].offset == 3
+
+
+def test_load_refuses_what_it_cannot_apply() -> None:
+    with pytest.raises(ValueError, match="revision is 'main'"):
+        kvant.load("pocket", revision="main")
+    with pytest.raises(ValueError, match="adapter_path is 'x'"):
+        kvant.load("pocket", adapter_path="x")
+    with pytest.raises(ModelError, match="'no/such' is not a folder"):
+        kvant.load("no/such")
+
+
+def test_samples_vary_and_a_seed_reproduces_them(pocket: Pocket, prompt: list[int]) -> None:
+    model, tokenizer = pocket
+    vocab_size = model.config.vocab_size
+
+    def text(seed: int) -> str:
+        sampler, processors = SamplingOptions(temp=1.5, top_p=0.99, seed=seed).build(vocab_size)
+        return generate(model, tokenizer, prompt, max_tokens=40, sampler=sampler, logits_processors=processors)
+
+    assert text(1) == text(1)
+    assert len({text(seed) for seed in range(4)}) == 4
+
+
+def test_mlx_lms_samplers_and_processors_are_applied(pocket: Pocket, prompt: list[int]) -> None:
+    model, tokenizer = pocket
+    greedy = generate(model, tokenizer, prompt, max_tokens=40)
+    assert generate(model, tokenizer, prompt, max_tokens=40, sampler=make_sampler(temp=1.0, top_k=1)) == greedy
+    assert generate(model, tokenizer, prompt, max_tokens=40, sampler=make_sampler(temp=1.0, min_p=1.0)) == greedy
+    seen: list[list[int]] = []
+
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        seen.append(tokens.tolist())
+        return logits
+
+    run = stream_generate(model, tokenizer, prompt, max_tokens=4, logits_processors=[processor])
+    tokens = [response.token for response in run]
+    assert seen == [prompt + tokens[:n] for n in range(len(seen))]
+    _, penalized = SamplingOptions(repetition_penalty=5.0, repetition_context_size=64).build(model.config.vocab_size)
+    text = generate(model, tokenizer, prompt, max_tokens=40, logits_processors=penalized)
+    assert text != greedy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temp": -1}, "temp is -1"), ({"temp": float("nan")}, "temp is nan"), ({"temp": 1, "top_p": 0}, "top_p is 0"),
+        ({"temp": 1, "top_p": 1.1}, "top_p is 1.1"), ({"temp": 1, "min_p": -0.1}, "min_p is -0.1"),
+        ({"temp": 1, "top_k": -1}, "top_k is -1"), ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+        ({"repetition_context_size": 0}, "repetition_context_size is 0"), ({"top_p": 0.9}, "top_p is 0.9, but temp 0"),
+        ({"temp": 1, "top_k": 300}, "top_k is 300"), ({"logit_bias": {300: 1.0}}, "token 300"),
+    ],
+)  # fmt: skip
+def test_bad_sampling_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingOptions(**options).build(300)
+
+
+def test_statistics_of_a_run(pocket: Pocket, prompt: list[int]) -> None:
+    model, tokenizer = pocket
+    responses = list(stream_generate(model, tokenizer, prompt, max_tokens=5, logits_processors=_without_end(tokenizer)))
+    assert [r.generation_tokens for r in responses] == [1, 2, 3, 4, 5]
+    assert {r.prompt_tokens for r in responses} == {len(prompt)}
+    assert not any(r.from_draft for r in responses)
+    assert all(r.latency_ms > 0 for r in responses)
+    assert responses[0].generation_tps == 0
+    seconds = sum(r.latency_ms for r in responses[1:]) / 1e3
+    assert responses[-1].generation_tps == pytest.approx(4 / seconds)
+    assert responses[0].prompt_tps == pytest.approx(len(prompt) / (responses[0].latency_ms / 1e3))
+    assert responses[-1].peak_memory * 1e9 > model.nbytes
+    for response in responses:
+        assert response.logprobs.shape == (model.config.vocab_size,)
+        assert mx.exp(response.logprobs).sum().item() == pytest.approx(1, abs=1e-4)
+
+
+def test_verbose_prints_the_text(pocket: Pocket, prompt: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    text = generate(*pocket, prompt, max_tokens=5, verbose=True)
+    assert capsys.readouterr().out.startswith(text + "\nPrompt: ")
