@@ -1,0 +1,238 @@
+"""NumPy oracle of the two PMX cache operators, written from the specification alone and on purpose slow and plain.
+
+B batch, S new tokens, T cached tokens read, H query heads, K kv heads, D head_dim, G group size, L layers.
+
+T1 is the dtype of the inputs, T2 of the cache, T3 of the scale. All three are given as names ("float16"), because NumPy
+has no bfloat16: a bfloat16 array is held here as float32 whose values bfloat16 can represent. Quantizing and
+dequantizing happen in the dtypes the specification names, so that levels compare exactly; attention is float64
+from end to end.
+
+Nothing is changed in place: a cache and a scale go in, new ones come out.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+MIN_SCALE = 1e-5
+KEY, VALUE = 0, 1  # the two places of the cache's axis of size 2
+
+
+class Spec(NamedTuple):
+    """What both operators are told about the cache. The scale's dtype means nothing where quant_bit is 0."""
+
+    dtype: str = "float32"  # T1
+    cache_dtype: str = "float32"  # T2
+    scale_dtype: str = "float32"  # T3
+    num_layer: int = 1
+    layer_idx: int = 0
+    quant_bit: int = 0
+    quant_group: int = 8
+    cache_layout: int = 0
+
+
+# ---- dtypes ----------------------------------------------------------------------------------------------------------
+
+
+def cast(x: Array, dtype: str) -> Array:
+    """x rounded to the nearest value of a dtype, ties to even."""
+    if dtype != "bfloat16":
+        return x.astype(dtype)
+    # bfloat16 is the upper half of a float32. Adding just under half of the lower half, and one more where the upper
+    # half is odd, rounds to nearest even. A NaN would carry over into infinity, so it is put back.
+    narrow = x.astype(np.float32)
+    word = narrow.view(np.uint32)
+    rounded = (word + np.uint32(0x7FFF) + ((word >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return np.where(np.isnan(narrow), narrow, rounded.view(np.float32))
+
+
+# ---- quantization ----------------------------------------------------------------------------------------------------
+
+
+def max_level(quant_bit: int) -> int:
+    """127 for 8 bits, 7 for 4."""
+    return int(2 ** (quant_bit - 1) - 1)
+
+
+def levels_and_scale(x: Array, dtype: str, quant_bit: int, quant_group: int) -> tuple[Array, Array]:
+    """Signed levels (..., D) and their scale (..., D/G), every step rounded to T1."""
+    groups = x.reshape(*x.shape[:-1], x.shape[-1] // quant_group, quant_group)  # (..., D) -> (..., D/G, G)
+    limit = max_level(quant_bit)
+    peak = np.abs(groups).max(axis=-1)
+    floor = cast(np.array(MIN_SCALE), dtype)
+    # A quotient of two half-precision numbers taken in float32 and then rounded is the correctly rounded one.
+    scale = np.maximum(cast(peak / peak.dtype.type(limit), dtype), floor)
+    quotient = cast(groups / scale[..., None], dtype)
+    levels = np.clip(np.rint(quotient), -limit, limit).astype(np.int8)
+    return levels.reshape(x.shape), scale
+
+
+def pack_nibbles(levels: Array) -> Array:
+    """Levels (..., D) -> bytes (..., D/2): element 2i in the low nibble, 2i+1 in the high one, two's complement."""
+    nibbles = levels.astype(np.int8).view(np.uint8) & 0x0F
+    return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+
+
+def unpack_nibbles(packed: Array) -> Array:
+    """Bytes (..., D/2) -> levels (..., D)."""
+    nibbles = np.empty((*packed.shape[:-1], packed.shape[-1] * 2), np.int16)
+    nibbles[..., 0::2] = packed & 0x0F
+    nibbles[..., 1::2] = packed >> 4
+    return np.where(nibbles >= 8, nibbles - 16, nibbles).astype(np.int8)
+
+
+def quantize(x: Array, spec: Spec) -> tuple[Array, Array]:
+    """What the cache stores for x: levels as T2 holds them, and the scale in T3."""
+    levels, scale = levels_and_scale(x, spec.dtype, spec.quant_bit, spec.quant_group)
+    return (pack_nibbles(levels) if spec.quant_bit == 4 else levels), cast(scale, spec.scale_dtype)
+
+
+def dequantize(stored: Array, scale: Array, spec: Spec) -> Array:
+    """Levels times the stored scale, the product rounded to T3 and then to T1."""
+    levels = unpack_nibbles(stored) if spec.quant_bit == 4 else stored
+    groups = levels.reshape(*scale.shape, spec.quant_group)  # (..., D) -> (..., D/G, G)
+    product = cast(groups.astype(scale.dtype) * scale[..., None], spec.scale_dtype)
+    return cast(product.reshape(levels.shape), spec.dtype)
+
+
+# ---- the cache -------------------------------------------------------------------------------------------------------
+
+
+def rows(cache: Array, kind: int, batch: int, start: int, stop: int, spec: Spec) -> Array:
+    """The writable view (B, stop - start, K, last) of one layer's rows of keys or of values."""
+    if spec.cache_layout == 0:
+        return cache[:batch, spec.layer_idx, kind, start:stop]  # (MaxB, L, 2, MaxS, K, last)
+    return cache[spec.layer_idx, :batch, kind, :, start:stop].swapaxes(1, 2)  # (L, MaxB, 2, K, MaxS, last)
+
+
+def store(
+    key: Array, value: Array, start_pos: int, cache: Array, scale: Array | None, spec: Spec
+) -> tuple[Array, Array | None]:
+    """Copies of cache and scale with key and value (B, S, K, D) written to rows start_pos : start_pos + S."""
+    cache, scale = cache.copy(), None if scale is None else scale.copy()
+    batch, stop = key.shape[0], start_pos + key.shape[1]
+    for kind, x in ((KEY, key), (VALUE, value)):
+        if scale is None:
+            rows(cache, kind, batch, start_pos, stop, spec)[...] = cast(x, spec.cache_dtype)
+        else:
+            levels, group_scale = quantize(x, spec)
+            rows(cache, kind, batch, start_pos, stop, spec)[...] = levels
+            rows(scale, kind, batch, start_pos, stop, spec)[...] = group_scale
+    return cache, scale
+
+
+def fetch(batch: int, stop: int, cache: Array, scale: Array | None, spec: Spec) -> tuple[Array, Array]:
+    """Keys and values (B, stop, K, D) of rows 0 : stop in T1."""
+
+    def one(kind: int) -> Array:
+        stored = rows(cache, kind, batch, 0, stop, spec)
+        if scale is None:
+            return cast(stored, spec.dtype)
+        return dequantize(stored, rows(scale, kind, batch, 0, stop, spec), spec)
+
+    return one(KEY), one(VALUE)
+
+
+def key_value_cache(
+    key: Array,
+    value: Array,
+    start_pos: int,
+    cache: Array,
+    scale: Array | None,
+    spec: Spec,
+    *,
+    num_repeat: int = 1,
+) -> tuple[Array, Array, Array, Array | None]:
+    """KeyValueCache: (key, value) of rows 0 : start_pos + S, heads repeated one by one, and the new cache and scale."""
+    cache, scale = store(key, value, start_pos, cache, scale, spec)
+    key, value = fetch(key.shape[0], start_pos + key.shape[1], cache, scale, spec)
+    # (B, T, K, D) -> (B, T, K * num_repeat, D): head 0, 0, 1, 1 and not 0, 1, 0, 1
+    return np.repeat(key, num_repeat, axis=2), np.repeat(value, num_repeat, axis=2), cache, scale
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """One slope per query head, for any number of heads."""
+    power = 1
+    while power * 2 <= num_heads:
+        power *= 2
+    regular = [2.0 ** (-8 * n / power) for n in range(1, power + 1)]
+    between = [2.0 ** (-4 * n / power) for n in range(1, 2 * (num_heads - power), 2)]
+    return regular + between
+
+
+def added_mask(attn_mask: Array | None, b: int, h: int, num_keys: int) -> Array | float:
+    """What a mask of any allowed shape and kind adds to the (S, T) scores of one batch row and query head."""
+    if attn_mask is None or attn_mask.size == 0:
+        return 0.0
+    if attn_mask.ndim == 4:
+        attn_mask = attn_mask[b if attn_mask.shape[0] > 1 else 0]
+    if attn_mask.ndim == 3:
+        attn_mask = attn_mask[h]
+    attn_mask = attn_mask[:, :num_keys]  # what lies behind is padding
+    if attn_mask.dtype == np.bool_:
+        return np.where(attn_mask, 0.0, -np.inf)
+    return attn_mask.astype(np.float64)
+
+
+def softmax(scores: Array) -> Array:
+    """Over the last axis; a row of nothing but -inf becomes zeros."""
+    peak = scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores - np.where(np.isneginf(peak), 0.0, peak))
+    total = weights.sum(axis=-1, keepdims=True)
+    return np.divide(weights, total, out=np.zeros_like(weights), where=total != 0)
+
+
+def attend(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    is_causal: bool,
+    is_alibi: bool = False,
+    attn_mask: Array | None = None,
+) -> Array:
+    """Attention in float64. Query (B, S, H, D), key and value (B, T, K, D) -> (B, S, H, D); query i is at T - S + i."""
+    batch, num_queries, num_heads, head_dim = query.shape
+    num_keys, num_kv_heads = key.shape[1:3]
+    query_position = num_keys - num_queries + np.arange(num_queries)[:, None]
+    distance = np.arange(num_keys)[None, :] - query_position  # (S, T): 0 at the query's own key, negative before it
+    output = np.zeros(query.shape, np.float64)
+    for b in range(batch):
+        for h in range(num_heads):
+            kv_head = h // (num_heads // num_kv_heads)
+            q = query[b, :, h].astype(np.float64)
+            k = key[b, :, kv_head].astype(np.float64)
+            v = value[b, :, kv_head].astype(np.float64)
+            scores = q @ k.T / np.sqrt(head_dim)
+            scores = scores + added_mask(attn_mask, b, h, num_keys)
+            if is_alibi:
+                scores = scores + alibi_slopes(num_heads)[h] * distance
+            if is_alibi or (is_causal and num_queries > 1):
+                scores = np.where(distance > 0, -np.inf, scores)
+            output[b, :, h] = softmax(scores) @ v
+    return output
+
+
+def multi_head_cache_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    start_pos: int,
+    cache: Array,
+    scale: Array | None,
+    attn_mask: Array | None,
+    spec: Spec,
+    *,
+    is_causal: bool,
+    is_alibi: bool = False,
+) -> tuple[Array, Array, Array | None]:
+    """MultiHeadCacheAttention: the float64 output (B, S, H, D), and the new cache and scale."""
+    cache, scale = store(key, value, start_pos, cache, scale, spec)
+    keys, values = fetch(key.shape[0], start_pos + key.shape[1], cache, scale, spec)
+    output = attend(query, keys, values, is_causal=is_causal, is_alibi=is_alibi, attn_mask=attn_mask)
+    return output, cache, scale
