@@ -10,8 +10,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from kvant.operators import dequantize, key_value_cache, multi_head_cache_attention, quantize
 from operator_cases import same_bits, to_numpy
+
+from kvant.operators import dequantize, key_value_cache, multi_head_cache_attention, quantize
 
 B, S, START, H, K, D, G = 2, 3, 4, 6, 2, 8, 4
 MAX_B, MAX_S, L = 5, 11, 3

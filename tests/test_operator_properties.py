@@ -10,9 +10,10 @@ import mlx.core as mx
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvant.operators import dequantize, key_value_cache, multi_head_cache_attention, quantize
 from operator_cases import OUTPUT_TOLERANCE, same_bits, to_numpy
 from oracle import Array
+
+from kvant.operators import dequantize, key_value_cache, multi_head_cache_attention, quantize
 
 few = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 

@@ -11,9 +11,10 @@ import mlx.core as mx
 import numpy as np
 import oracle
 import pytest
-from kvant.operators import key_value_cache, multi_head_cache_attention, quantize
 from operator_cases import FLOATS, LevelTally, check_output, check_returned, same_bits, to_mx, to_numpy
 from oracle import Array, Spec
+
+from kvant.operators import key_value_cache, multi_head_cache_attention, quantize
 
 
 def operands(

@@ -13,7 +13,6 @@ import mlx.core as mx
 import numpy as np
 import oracle
 import pytest
-from kvant.operators import dequantize, key_value_cache, multi_head_cache_attention, quantize
 from operator_cases import (
     FLOATS,
     Case,
@@ -34,6 +33,8 @@ from operator_cases import (
     to_numpy,
 )
 from oracle import Array, Spec
+
+from kvant.operators import dequantize, key_value_cache, multi_head_cache_attention, quantize
 
 CHUNK = 100
 CACHE_CASES, ATTENTION_CASES, QUANTIZE_CASES, CONVERSATIONS = 2400, 2400, 600, 100

@@ -59,15 +59,17 @@ def dequantize(
         dtype: dtype of the result.
 
     Returns:
-        (..., D) in ``dtype``.
+        (..., D) in ``dtype``. A product past the scale dtype's range is infinite: with float16 scales from 65,520.
 
     Raises:
-        ValueError: a scale whose shape does not fit the levels, or an unsupported bit or group.
+        ValueError: a scale whose shape does not fit the levels, or an unsupported bit, group or dtype.
 
     Source: PMX appendix, KV-cache quantization.
     """
     head_dim = (levels.shape[-1] if levels.ndim else 0) * (2 if quant_bit == 4 else 1)
     check_quantization(quant_bit, quant_group, head_dim, allowed=(8, 4))
+    if levels.dtype != levels_dtype(quant_bit):
+        raise ValueError(f"levels have dtype {levels.dtype}; quant_bit {quant_bit} needs {levels_dtype(quant_bit)}")
     expected = (*levels.shape[:-1], head_dim // quant_group)
     if tuple(scale.shape) != expected:
         raise ValueError(f"scale has shape {tuple(scale.shape)}; levels {tuple(levels.shape)} need {expected}")
@@ -90,7 +92,7 @@ def multiply_levels(levels: mx.array, scale: mx.array, quant_bit: int, product_d
 
 def check_quantization(quant_bit: int, quant_group: int, head_dim: int, allowed: tuple[int, ...] = QUANT_BITS) -> None:
     """Raise a ValueError unless the bit is allowed and, where it quantizes, the group divides the head dimension."""
-    if isinstance(quant_bit, bool) or quant_bit not in allowed:
+    if type(quant_bit) is not int or quant_bit not in allowed:
         raise ValueError(f"quant_bit is {quant_bit!r}; expected one of {', '.join(map(str, allowed))}")
     if quant_bit == 0:
         return

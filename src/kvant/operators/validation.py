@@ -39,6 +39,9 @@ def check_cache_call(
     cache_layout: int,
 ) -> CacheCall:
     """Check the inputs both operators share; raise a ValueError that names the first defect."""
+    for name, x in (("cache", cache), ("scale", scale), *zip(KEY_INPUTS, (current_key, current_value), strict=True)):
+        if not isinstance(x, mx.array) and not (name == "scale" and x is None):
+            raise ValueError(f"{name} is a {type(x).__name__}; expected an mx.array")
     for name, x in zip(KEY_INPUTS, (current_key, current_value), strict=True):
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected 4 dimensions (B, S, H, Dh)")
