@@ -1,0 +1,59 @@
+"""Does a decode step cost more when more is reserved? Time and peak memory of the engine's own loop against MaxS.
+
+Run: python scripts/append_cost.py [steps]
+Context stays short and the same; only the reservation grows. Reservations alternate, medians over all rounds.
+"""
+
+import statistics
+import sys
+import time
+
+import mlx.core as mx
+
+import kvant
+from kvant.engine.decode import decode
+from kvant.engine.prefill import prefill
+from kvant.engine.sampling import greedy
+from kvant.models import Decoder
+
+RESERVATIONS = (256, 4096, 32768, 131072)
+ROUNDS = 5
+PROMPT = list(range(3, 35))
+
+
+def one_round(model: Decoder, max_seq_len: int, look_ahead: int, steps: int) -> tuple[float, int]:
+    """Median milliseconds a step, and bytes the peak is above the resting state."""
+    cache = model.make_cache(max_seq_len)
+    logits = prefill(model, PROMPT, cache, step_size=512)
+    tokens = decode(model, logits, PROMPT, cache, max_tokens=steps + 8, sampler=greedy, look_ahead=look_ahead)
+    for _ in range(8):
+        next(tokens)
+    mx.synchronize()
+    resting = mx.get_active_memory()
+    mx.reset_peak_memory()
+    times = []
+    started = time.perf_counter()
+    for _ in tokens:
+        times.append(time.perf_counter() - started)
+        started = time.perf_counter()
+    return statistics.median(times) * 1e3, mx.get_peak_memory() - resting
+
+
+def main() -> None:
+    """Print a row a reservation and look-ahead."""
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+    model, _ = kvant.load("pocket")
+    cases = [(tokens, look_ahead) for look_ahead in (0, 1) for tokens in RESERVATIONS]
+    results: dict[tuple[int, int], list[tuple[float, int]]] = {case: [] for case in cases}
+    for _ in range(ROUNDS):
+        for case in cases:
+            results[case].append(one_round(model, *case, steps))
+    print(f"{mx.device_info()['device_name']}, MLX {mx.__version__}, pocket model, {len(PROMPT)} + {steps} tokens")
+    print("look-ahead  tokens reserved  ms a step  peak above rest, kB")
+    for (tokens, look_ahead), rows in results.items():
+        milliseconds = statistics.median(row[0] for row in rows)
+        print(f"{look_ahead:10}  {tokens:15}  {milliseconds:9.2f}  {max(row[1] for row in rows) / 1e3:19.0f}")
+
+
+if __name__ == "__main__":
+    main()
