@@ -25,6 +25,11 @@ class FullKVCache:
         return
 
     @property
+    def bias_split(self) -> None:
+        """None: keys and values are kept as they are."""
+        return
+
+    @property
     def nbytes(self) -> int:
         """Bytes the keys and values take now."""
         return 0 if self._rows is None else sum(x.nbytes for x in self._rows)

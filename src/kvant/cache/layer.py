@@ -4,6 +4,8 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from kvant.operators.bias_split import BiasSplit
+
 
 class KVCache(Protocol):
     """One layer's keys and values. B batch, S new tokens, H query heads, K kv heads, D head_dim."""
@@ -19,6 +21,10 @@ class KVCache(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes the cache holds now."""
+
+    @property
+    def bias_split(self) -> BiasSplit | None:
+        """The biases that keys and values are to be given without; None: they are given whole."""
 
     def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
         """Append (B, K, S, D) keys and values, and attend (B, H, S, D) queries to every row so far, causally.

@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 from kvant.errors import ContextError
+from kvant.operators.bias_split import BiasSplit
 from kvant.operators.multi_head_cache_attention import append_and_attend
 from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization, levels_dtype
 
@@ -25,6 +26,7 @@ class QuantizedKVCache:
         quant_group: int = 32,
         dtype: mx.Dtype = mx.float16,
         scale_dtype: mx.Dtype = mx.float16,
+        bias_split: BiasSplit | None = None,
     ) -> None:
         """Allocate the cache.
 
@@ -37,6 +39,7 @@ class QuantizedKVCache:
             quant_group: elements of D that share one scale.
             dtype: dtype of the rows at 0 bits; without meaning otherwise.
             scale_dtype: float16 or float32.
+            bias_split: what keys and values will lack of their biases, its table as long as the cache.
 
         Raises:
             ValueError: a size below 1, a group that does not divide D, an unsupported bit or dtype.
@@ -54,13 +57,15 @@ class QuantizedKVCache:
             raise ValueError(f"dtype is {dtype}, scale_dtype {scale_dtype}; expected floats, the scale's not bfloat16")
         self.quant_bit = quant_bit
         self.quant_group = quant_group
+        self.bias_split = bias_split
         self._max_seq_len = max_seq_len
         self._offset = 0
         shape = (1, batch, 2, num_kv_heads, max_seq_len)
         stored = head_dim // 2 if quant_bit == 4 else head_dim
         self.cache = mx.zeros((*shape, stored), levels_dtype(quant_bit) if quant_bit else dtype)
         self.scale = mx.zeros((*shape, head_dim // quant_group), scale_dtype) if quant_bit else None
-        mx.eval(self.cache, self.scale)  # reserved now, not at the first token
+        tables = [] if bias_split is None else [bias_split.key_bias, bias_split.rotation, bias_split.value_bias]
+        mx.eval(self.cache, self.scale, tables)  # reserved now, not at the first token
 
     @property
     def offset(self) -> int:
@@ -74,8 +79,8 @@ class QuantizedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache and its scales; the same before the first token and after the last."""
-        return self.cache.nbytes + (0 if self.scale is None else self.scale.nbytes)
+        """Bytes of levels, scales and bias tables; the same before the first token and after the last."""
+        return sum(part.nbytes for part in (self.cache, self.scale, self.bias_split) if part is not None)
 
     def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
         """Append keys and values and attend to every row so far; see :class:`kvant.cache.KVCache`.
@@ -106,6 +111,7 @@ class QuantizedKVCache:
             quant_bit=self.quant_bit,
             quant_group=self.quant_group,
             product_dtype=mx.float32,
+            bias_split=self.bias_split,
         )
         self._offset += S
         return output

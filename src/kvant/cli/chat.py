@@ -33,6 +33,7 @@ def chat(
     system_prompt: options.SystemPrompt = None,
     kv_bits: options.KvBits = 8,
     kv_group_size: options.KvGroupSize = 32,
+    kv_bias_split: options.KvBiasSplit = True,
     max_kv_size: options.MaxKvSize = None,
     prefill_step_size: options.PrefillStepSize = 512,
     quiet: options.Quiet = False,
@@ -51,7 +52,14 @@ def chat(
     options.check_counts(max_tokens=max_tokens, max_kv_size=max_kv_size, prefill_step_size=prefill_step_size)
     options.check_kv_format(kv_bits, kv_group_size)
     stops = options.check_stop(stop)
-    session = open_session(model, kv_bits=kv_bits, kv_group_size=kv_group_size, max_kv_size=max_kv_size, quiet=quiet)
+    session = open_session(
+        model,
+        kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
+        kv_bias_split=kv_bias_split,
+        max_kv_size=max_kv_size,
+        quiet=quiet,
+    )
     try:
         sampler, processors = sampling.build(session.model.config.vocab_size)
     except ValueError as error:

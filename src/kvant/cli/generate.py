@@ -38,6 +38,7 @@ def generate(
     ] = False,
     kv_bits: options.KvBits = 8,
     kv_group_size: options.KvGroupSize = 32,
+    kv_bias_split: options.KvBiasSplit = True,
     max_kv_size: options.MaxKvSize = None,
     prefill_step_size: options.PrefillStepSize = 512,
     json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object a token instead of text.")] = False,
@@ -61,7 +62,14 @@ def generate(
         raise BadValueError("--system-prompt needs the chat template that --ignore-chat-template leaves out")
     question = _read_prompt(text, prompt)
 
-    session = open_session(model, kv_bits=kv_bits, kv_group_size=kv_group_size, max_kv_size=max_kv_size, quiet=quiet)
+    session = open_session(
+        model,
+        kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
+        kv_bias_split=kv_bias_split,
+        max_kv_size=max_kv_size,
+        quiet=quiet,
+    )
     try:
         sampler, processors = sampling.build(session.model.config.vocab_size)
     except ValueError as error:

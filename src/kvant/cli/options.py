@@ -33,6 +33,12 @@ SystemPrompt = Annotated[str | None, typer.Option(help="A system message before 
 Stop = Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")]
 KvBits = Annotated[int, typer.Option(help="Bits of a cached key or value: 8, 4, or 0 for no quantization.")]
 KvGroupSize = Annotated[int, typer.Option(help="Cached values that share one scale; divides the head dimension.")]
+KvBiasSplit = Annotated[
+    bool,
+    typer.Option(
+        "--kv-bias-split/--no-kv-bias-split", help="Keep the projections' biases out of the cache; attention adds them."
+    ),
+]
 MaxKvSize = Annotated[
     int | None,
     typer.Option(help="Tokens reserved in the cache; default: the smaller of 4096 and the model's context."),

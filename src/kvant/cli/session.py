@@ -41,7 +41,9 @@ class Session:
         )
 
 
-def open_session(model_name: str, *, kv_bits: int, kv_group_size: int, max_kv_size: int | None, quiet: bool) -> Session:
+def open_session(
+    model_name: str, *, kv_bits: int, kv_group_size: int, kv_bias_split: bool, max_kv_size: int | None, quiet: bool
+) -> Session:
     """Load a model and reserve its cache; the reservation is printed before the first token is computed.
 
     Raises:
@@ -57,7 +59,7 @@ def open_session(model_name: str, *, kv_bits: int, kv_group_size: int, max_kv_si
         raise ContextError(f"--max-kv-size is {max_kv_size}; the model's context is {context} tokens")
     try:
         tokens = max_kv_size or min(DEFAULT_MAX_KV_SIZE, context)
-        cache = model.make_cache(tokens, quant_bit=kv_bits, quant_group=kv_group_size)
+        cache = model.make_cache(tokens, quant_bit=kv_bits, quant_group=kv_group_size, bias_split=kv_bias_split)
     except ValueError as error:
         raise BadValueError(f"--kv-bits {kv_bits} --kv-group-size {kv_group_size}: {error}") from error
     session = Session(model, tokenizer, cache, time.perf_counter() - started)

@@ -8,6 +8,7 @@ import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
 from kvant.errors import CheckpointError, ModelError, one_line
+from kvant.models.bias import divide_bias
 from kvant.models.config import ModelConfig
 from kvant.models.decoder import MLP, Attention, Block, Decoder
 from kvant.models.linear import Linear, Matrix, QuantizedMatrix, dense_matrix, quantized_matrix
@@ -138,17 +139,20 @@ class _Builder:
         hidden, inner = config.hidden_size, config.intermediate_size
         heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
         sizes = {f"{path}.self_attn.{name}_proj": count * config.head_dim for name, count in heads.items()}
-        bias = mx.concatenate([self._vector(f"{name}.bias", size) for name, size in sizes.items()])
-        qkv = Linear(self._fused(sizes, hidden), bias)
+        norm = self._vector(f"{path}.input_layernorm.weight", hidden)
+        qkv = Linear(self._fused(sizes, hidden))
+        qkv_bias = divide_bias(
+            config, qkv, mx.concatenate([self._vector(f"{p}.bias", n) for p, n in sizes.items()]), norm
+        )
         o_proj = Linear(
             (self._matrix(f"{path}.self_attn.o_proj", hidden, config.num_attention_heads * config.head_dim),)
         )
         gate_up = Linear(self._fused({f"{path}.mlp.{name}_proj": inner for name in ("gate", "up")}, hidden))
         down = Linear((self._matrix(f"{path}.mlp.down_proj", hidden, inner),))
         return Block(
-            self_attn=Attention(config, qkv, o_proj),
+            self_attn=Attention(config, qkv, qkv_bias, o_proj),
             mlp=MLP(gate_up, down),
-            input_layernorm=self._vector(f"{path}.input_layernorm.weight", hidden),
+            input_layernorm=norm,
             post_attention_layernorm=self._vector(f"{path}.post_attention_layernorm.weight", hidden),
             rms_norm_eps=config.rms_norm_eps,
         )

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from kvant.cache import KVCache, QuantizedKVCache
+from kvant.models.bias import ProjectionBias
 from kvant.models.config import ModelConfig
 from kvant.models.linear import Linear, Matrix
 from kvant.operators.attention import attend_rows
+from kvant.operators.bias_split import BiasSplit, rotation_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,7 @@ class Attention:
 
     config: ModelConfig
     qkv_proj: Linear
+    qkv_bias: ProjectionBias
     o_proj: Linear
 
     def __call__(self, x: mx.array, offset: int, cache: KVCache | None) -> mx.array:
@@ -25,7 +28,9 @@ class Attention:
         B, S, _ = x.shape
         H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         # (B, S, (H + 2K) D) -> (B, S, H + 2K, D) -> (B, H + 2K, S, D)
-        qkv = self.qkv_proj(x).reshape(B, S, H + 2 * K, D).transpose(0, 2, 1, 3)
+        split = cache is not None and cache.bias_split is not None
+        qkv = self.qkv_proj(x) + (self.qkv_bias.stored if split else self.qkv_bias.whole)
+        qkv = qkv.reshape(B, S, H + 2 * K, D).transpose(0, 2, 1, 3)
         # Queries and keys turn by the same angles: one call for both.
         query_key = mx.fast.rope(
             qkv[:, : H + K], D, traditional=False, base=config.rope_theta, scale=1.0, offset=offset
@@ -33,6 +38,19 @@ class Attention:
         query, key, value = query_key[:, :H], query_key[:, H:], qkv[:, H + K :]
         output = attend_rows(query, key, value) if cache is None else cache.attend(query, key, value)
         return self.o_proj(output.transpose(0, 2, 1, 3).reshape(B, S, H * D))  # (B, H, S, D) -> (B, S, H D)
+
+    def bias_split(self, max_seq_len: int) -> BiasSplit:
+        """What a cache of this layer does without, with angles for ``max_seq_len`` rows."""
+        config, pairs = self.config, self.qkv_bias.pairs
+        H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        missing = (self.qkv_bias.whole - self.qkv_bias.stored).astype(mx.float32)
+        key_bias = missing[H * D : (H + K) * D].reshape(K, 2, D // 2)  # the pair's first elements, then its second
+        return BiasSplit(
+            key_bias=key_bias[..., mx.array(pairs, mx.int32)],
+            pairs=pairs,
+            rotation=rotation_table(D, config.rope_theta, pairs, max_seq_len),
+            value_bias=missing[(H + K) * D :].reshape(K, D),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +87,7 @@ class Block:
         projections = (self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj)
         return [
             *(a for projection in projections for a in projection.arrays),
+            *self.self_attn.qkv_bias.arrays,
             self.input_layernorm,
             self.post_attention_layernorm,
         ]
@@ -134,9 +153,11 @@ class Decoder:
         return (self._lm_head or self._embed_tokens).project(hidden_states)
 
     def make_cache(
-        self, max_seq_len: int, *, batch: int = 1, quant_bit: int = 8, quant_group: int = 32
+        self, max_seq_len: int, *, batch: int = 1, quant_bit: int = 8, quant_group: int = 32, bias_split: bool = True
     ) -> list[QuantizedKVCache]:
         """Allocate one cache a layer, for ``max_seq_len`` tokens each; at 0 bits rows keep the compute dtype.
+
+        With ``bias_split`` keys and values are stored without their biases, which attention adds exactly.
 
         Raises:
             ValueError: a size below 1, an unsupported bit, a group that does not divide the head dimension.
@@ -151,8 +172,9 @@ class Decoder:
                 quant_bit=quant_bit,
                 quant_group=quant_group,
                 dtype=self.dtype,
+                bias_split=layer.self_attn.bias_split(max_seq_len) if bias_split else None,
             )
-            for _ in self.layers
+            for layer in self.layers
         ]
 
     @property

@@ -23,6 +23,11 @@ class DenseMatrix:
         return mx.moveaxis(mx.take(self.weight, ids, axis=1), 0, -1)  # (in, ...) -> (..., in)
 
     @property
+    def num_rows(self) -> int:
+        """Outputs."""
+        return self.weight.shape[1]
+
+    @property
     def arrays(self) -> list[mx.array]:
         """What the matrix holds."""
         return [self.weight]
@@ -60,6 +65,11 @@ class QuantizedMatrix:
         )
 
     @property
+    def num_rows(self) -> int:
+        """Outputs."""
+        return self.weight.shape[0]
+
+    @property
     def arrays(self) -> list[mx.array]:
         """What the matrix holds."""
         return [self.weight, self.scales, self.biases]
@@ -70,24 +80,32 @@ Matrix = DenseMatrix | QuantizedMatrix
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """x -> x W^T + b for one or more of a checkpoint's projections that share their input.
+    """x -> x W^T for one or more of a checkpoint's projections that share their input.
 
     Projections whose storage agrees are one matrix (exact: rows side by side); the others stay separate.
     """
 
     matrices: tuple[Matrix, ...]
-    bias: mx.array | None = None  # (out of all matrices,)
 
     def __call__(self, x: mx.array) -> mx.array:
         """(..., in) -> (..., out)."""
         parts = [matrix.project(x) for matrix in self.matrices]
-        y = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
-        return y if self.bias is None else y + self.bias
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+    def rows(self, first: int, last: int) -> mx.array:
+        """Rows of the matrices side by side, (last - first, in), of one matrix or of whole ones."""
+        found = []
+        for matrix in self.matrices:
+            count = matrix.num_rows
+            if first < count and last > 0:
+                found.append(matrix.rows(mx.arange(max(first, 0), min(last, count))))
+            first, last = first - count, last - count
+        return mx.concatenate(found, axis=0)
 
     @property
     def arrays(self) -> list[mx.array]:
         """What the projection holds."""
-        return [*(a for matrix in self.matrices for a in matrix.arrays), *([] if self.bias is None else [self.bias])]
+        return [a for matrix in self.matrices for a in matrix.arrays]
 
 
 def dense_matrix(weights: Sequence[mx.array], dtype: mx.Dtype) -> DenseMatrix:

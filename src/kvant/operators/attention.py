@@ -5,15 +5,16 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from kvant.operators.bias_split import MAX_SCORE_QUERIES, BiasSplit, row_bias, score_bias
+
 # The scores one block of queries may make on a device whose attention makes them (the CPU). MLX queues ahead: up to
 # five blocks were seen alive at once, 10 MiB in all; the time of a chunk doesn't depend on the block (both measured).
 BLOCK_SCORE_BYTES = 2 * 1024 * 1024
 # head_dim for which MLX's GPU attention accumulates in float32 without making scores.
 GPU_FUSED_HEAD_DIMS = (64, 80, 96, 128, 256)
 
-Bias = Callable[
-    [int, int, int], mx.array
-]  # (first query, past the last, keys) -> additive float32, (.., queries, keys)
+# (first query, past the last, keys) -> what is added to their scores: float32, broadcast to (B, H, queries, keys)
+Bias = Callable[[int, int, int], mx.array]
 
 
 def attend_rows(
@@ -24,6 +25,7 @@ def attend_rows(
     is_causal: bool = True,
     is_alibi: bool = False,
     mask: mx.array | None = None,
+    bias_split: BiasSplit | None = None,
 ) -> mx.array:
     """Attention of S queries over T rows, the last query aligned with the last row; unchecked.
 
@@ -36,6 +38,7 @@ def attend_rows(
         is_causal: query i sees row j only where j <= T - S + i.
         is_alibi: add slope_h * (j - (T - S + i)); implies causal.
         mask: broadcastable to (B, H, S, T); boolean (True keeps) or additive.
+        bias_split: what the keys and values lack of their biases; row j is at position j.
 
     Returns:
         (B, H, S, D) in the query's dtype.
@@ -46,11 +49,17 @@ def attend_rows(
     T = key.shape[2]
     dtype = query.dtype
     on_cpu = mx.default_device().type == mx.cpu
-    if on_cpu or is_alibi or mask is not None or D not in GPU_FUSED_HEAD_DIMS:
+    if on_cpu or is_alibi or mask is not None or bias_split is not None or D not in GPU_FUSED_HEAD_DIMS:
         # In half precision the unfused path rounds scores and biases to half, where large ones overflow.
         query, key, value = (x.astype(mx.float32) for x in (query, key, value))
     causal = (is_causal or is_alibi) and S > 1
-    bias = _bias_maker(H, S, T, causal, is_alibi, mask)
+    key_bias_scores = None
+    if bias_split is not None and bias_split.pairs:
+        if S <= MAX_SCORE_QUERIES:
+            key_bias_scores = score_bias(query, bias_split, T)
+        else:
+            key = key + row_bias(bias_split, D, T)
+    bias = _bias_maker(H, S, T, causal, is_alibi, mask, key_bias_scores)
     block = S
     if on_cpu:
         block = max(1, min(S, BLOCK_SCORE_BYTES // (B * H * T * 4)))
@@ -71,6 +80,8 @@ def attend_rows(
         output = mx.fast.scaled_dot_product_attention(
             block_query, key[:, :, :keys], value[:, :, :keys], scale=1 / math.sqrt(D), mask=rows_mask
         )
+        if bias_split is not None:
+            output = output + mx.repeat(bias_split.value_bias, H // key.shape[1], axis=0)[:, None]  # (H, 1, D)
         outputs.append(output if alive is None else mx.where(alive, output, 0.0))
     joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
     return joined.astype(dtype)
@@ -83,18 +94,20 @@ def alibi_slopes(num_heads: int) -> list[float]:
     return slopes + [2 ** (-4 * n / c) for n in range(1, 2 * (num_heads - c), 2)]
 
 
-def _bias_maker(H: int, S: int, T: int, causal: bool, is_alibi: bool, mask: mx.array | None) -> Bias | None:
+def _bias_maker(
+    H: int, S: int, T: int, causal: bool, is_alibi: bool, mask: mx.array | None, scores: mx.array | None
+) -> Bias | None:
     """Everything that is added to the scores, built for one block of queries at a time; None: nothing but causal."""
-    if mask is None and not is_alibi:
+    if mask is None and scores is None and not is_alibi:
         return None
     slopes = mx.array(alibi_slopes(H))[:, None, None] if is_alibi else None
 
     def bias(first: int, last: int, keys: int) -> mx.array:
         query_position = mx.arange(T - S + first, T - S + last)[:, None]
         distance = mx.arange(keys)[None] - query_position  # (queries, keys)
-        total = mx.zeros((), mx.float32)
+        total = mx.zeros((), mx.float32) if scores is None else scores[:, :, first:last, :keys]
         if causal:
-            total = mx.where(distance > 0, -math.inf, 0.0)
+            total = mx.where(distance > 0, -math.inf, total)
         if slopes is not None:
             total = total + slopes * distance.astype(mx.float32)  # (H, queries, keys)
         if mask is not None:

@@ -3,8 +3,9 @@
 import mlx.core as mx
 
 from kvant.operators.attention import attend_rows
+from kvant.operators.bias_split import BiasSplit
 from kvant.operators.key_value_cache import read_rows, write_rows
-from kvant.operators.validation import check_attention_call, check_cache_call
+from kvant.operators.validation import check_attention_call, check_bias_split, check_cache_call
 
 
 def multi_head_cache_attention(
@@ -26,6 +27,7 @@ def multi_head_cache_attention(
     quant_bit: int = 0,
     quant_group: int = 8,
     cache_layout: int = 0,
+    bias_split: BiasSplit | None = None,
 ) -> mx.array:
     """Multi-head (or grouped-query) attention through a key/value cache.
 
@@ -45,6 +47,8 @@ def multi_head_cache_attention(
         is_causal: query i sees key j only where j <= start_pos + i.
         is_alibi: add ALiBi biases; causal whatever ``is_causal`` says.
         num_kv_heads: K; 0 means H.
+        bias_split: an extension of PMX: what ``current_key``, ``current_value`` and the cached rows lack of their
+            projections' biases, keys rotated as their positions, row j at position j. None: the plain operator.
 
     Returns:
         (B, S, H, D) in the query's dtype.
@@ -69,6 +73,7 @@ def multi_head_cache_attention(
     mask = check_attention_call(
         query, current_key, call, attn_mask, num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads
     )
+    check_bias_split(bias_split, call, num_kv_heads or num_heads)
     # (B, S, H, D) -> (B, H, S, D)
     query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, current_key, current_value))
     output = append_and_attend(
@@ -85,6 +90,7 @@ def multi_head_cache_attention(
         quant_bit=quant_bit,
         quant_group=quant_group,
         cache_layout=cache_layout,
+        bias_split=bias_split,
     )
     return output.transpose(0, 2, 1, 3)  # (B, H, S, D) -> (B, S, H, D)
 
@@ -105,6 +111,7 @@ def append_and_attend(
     quant_group: int,
     cache_layout: int = 1,
     product_dtype: mx.Dtype | None = None,
+    bias_split: BiasSplit | None = None,
 ) -> mx.array:
     """The operator on (B, heads, S, D) arrays, unchecked: what the engine's caches call. Changes cache and scale.
 
@@ -134,4 +141,6 @@ def append_and_attend(
         dtype=query.dtype,
         product_dtype=product_dtype,
     )
-    return attend_rows(query, all_keys, all_values, is_causal=is_causal, is_alibi=is_alibi, mask=mask)
+    return attend_rows(
+        query, all_keys, all_values, is_causal=is_causal, is_alibi=is_alibi, mask=mask, bias_split=bias_split
+    )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from kvant.operators.bias_split import BiasSplit
 from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization, levels_dtype
 
 KEY_INPUTS = ("current_key", "current_value")
@@ -97,6 +98,22 @@ def check_attention_call(
     if attn_mask is None or attn_mask.size == 0:
         return None
     return _check_mask(attn_mask, call, num_heads)
+
+
+def check_bias_split(split: BiasSplit | None, call: CacheCall, num_kv_heads: int) -> None:
+    """Check the shapes of a bias split against the call."""
+    if split is None:
+        return
+    K, D, P = num_kv_heads, call.head_dim, len(split.pairs)
+    if D % 2 or len(set(split.pairs)) != P or any(not 0 <= _index(p, "pair") < D // 2 for p in split.pairs):
+        raise ValueError(f"bias_split has pairs {split.pairs}; expected different ints from 0 to {D // 2 - 1}")
+    for name, x, expected in (
+        ("key_bias", split.key_bias, (K, 2, P)),
+        ("rotation", split.rotation[..., : call.end], (2, P, call.end)),
+        ("value_bias", split.value_bias, (K, D)),
+    ):
+        if tuple(x.shape) != expected or x.dtype != mx.float32:
+            raise ValueError(f"bias_split's {name} is {x.dtype} {tuple(x.shape)}; expected float32 {expected}")
 
 
 def _check_mask(mask: mx.array, call: CacheCall, num_heads: int) -> mx.array:

@@ -1,0 +1,64 @@
+"""The bias of the q, k and v projections, and what of it a cache can do without."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from kvant.models.config import ModelConfig
+from kvant.models.linear import Linear
+
+# A rotary pair's key bias stays out of the cache where it is larger than this many standard deviations of what the
+# projection adds to it; a smaller one costs few levels, and its own table and arithmetic would cost more.
+SPLIT_FROM = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionBias:
+    """The bias of a layer's q, k and v, and how it divides when a cache stores keys and values without theirs.
+
+    Attributes:
+        whole: (H D + 2 K D,), for caches that keep keys and values as they are.
+        stored: the same without the values' part and without the keys' part at ``pairs``.
+        pairs: the rotary pairs whose key bias stays out of the cache, those where it outweighs what is projected.
+    """
+
+    whole: mx.array
+    stored: mx.array
+    pairs: tuple[int, ...]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What it holds."""
+        return [self.whole, self.stored]
+
+
+def divide_bias(config: ModelConfig, qkv_proj: Linear, bias: mx.array, norm: mx.array) -> ProjectionBias:
+    """Divide a layer's bias: all of the values' is split off, and the keys' where it outweighs what is projected.
+
+    After RMSNorm the input of the projection has unit mean square, so the spread of an output is about the norm of its
+    weights, each times the norm's weight.
+
+    Args:
+        qkv_proj: (hidden) -> (H D + 2 K D).
+        bias: (H D + 2 K D,).
+        norm: (hidden,) weight of the RMSNorm before the projection.
+    """
+    H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    keys = slice(H * D, (H + K) * D)
+    weights = qkv_proj.rows(keys.start, keys.stop).astype(mx.float32) * norm.astype(mx.float32)  # (K D, hidden)
+    spread = mx.square(weights).sum(axis=-1).reshape(K, 2, D // 2).sum(axis=1)  # of a pair, squared
+    size = mx.square(bias[keys].astype(mx.float32)).reshape(K, 2, D // 2).sum(axis=1)
+    outweighs = (size > SPLIT_FROM**2 * spread).any(axis=0)  # (D/2,), one choice for all heads of the layer
+    return split_pairs(config, bias, tuple(p for p in range(D // 2) if outweighs[p].item()))
+
+
+def split_pairs(config: ModelConfig, bias: mx.array, pairs: tuple[int, ...]) -> ProjectionBias:
+    """The division for given rotary pairs; attention is the same for any."""
+    H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    kept = mx.array([p not in pairs for p in range(D // 2)])
+    parts = [
+        mx.ones(H * D, mx.bool_),
+        mx.broadcast_to(kept, (K, 2, D // 2)).reshape(K * D),
+        mx.zeros(K * D, mx.bool_),
+    ]
+    return ProjectionBias(whole=bias, stored=mx.where(mx.concatenate(parts), bias, mx.zeros_like(bias)), pairs=pairs)
