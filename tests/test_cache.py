@@ -100,6 +100,31 @@ def test_quantized_and_full_cache_agree(quant_bit: int, bound: float) -> None:
         assert quant_bit == 0 or error > bound / 100  # it did go through the levels
 
 
+@pytest.mark.parametrize("kind", ["quantized", "full"])
+def test_masks(kind: str) -> None:
+    """Every shape says the same; what does not fit is refused and nothing is appended."""
+    T, S = 9, 4
+    keep = mx.tri(S, T, T - S - 2).astype(mx.bool_)
+    outputs = []
+    for mask in (
+        keep,
+        keep[None],
+        keep[None, None],
+        mx.broadcast_to(keep, (1, HEADS, S, T)),
+        mx.where(keep, 0.0, -1e9),
+    ):
+        cache = QuantizedKVCache(T, KV_HEADS, HEAD_DIM) if kind == "quantized" else FullKVCache()
+        _feed(cache, T - S, 0)
+        for wrong in (keep[:, 1:], keep[0], mx.zeros((S, T), mx.int32), mx.zeros((3, S, T)), mx.zeros((1, 1, 1, T))):
+            with pytest.raises(ValueError, match="mask has"):
+                cache.attend(_rows(S, 1, HEADS), _rows(S, 2), _rows(S, 3), mask=wrong)
+        assert cache.offset == T - S
+        outputs.append(cache.attend(_rows(S, 1, HEADS), _rows(S, 2), _rows(S, 3), mask=mask))
+    for output in outputs:
+        assert relative_error(output, outputs[0]) < 1e-5
+    assert relative_error(outputs[0], outputs[0] * 1.01) > 1e-5
+
+
 def test_full_cache_contract() -> None:
     cache = FullKVCache()
     key, value, offset, mask = cache.update_and_fetch(_rows(3, 1), _rows(3, 2), mask_length=3, mask="causal")

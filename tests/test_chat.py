@@ -1,5 +1,6 @@
 """A conversation feeds only what is new, and survives whatever happens to it."""
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,6 +77,68 @@ def test_a_stopped_answer_is_the_turn(pocket: Pocket, conversation: Conversation
     expected = _fresh_answer(pocket, messages, QUESTIONS[1], max_tokens=20)
     assert _text(conversation.send(QUESTIONS[1], max_tokens=20)) == expected
     assert conversation.reused_tokens > 20
+
+
+def test_an_answer_that_is_kept_suspended_is_the_turn(pocket: Pocket, conversation: Conversation) -> None:
+    """The iterator may still be held, after a break or after its last response, when the next turn begins."""
+    run = conversation.send(QUESTIONS[0], max_tokens=50)
+    heard = "".join(next(run).text for _ in range(12))
+    again = conversation.send(QUESTIONS[1], max_tokens=6)
+    assert conversation.messages[-1]["content"] == heard
+    pieces = []
+    for response in again:
+        pieces.append(response.text)
+        if response.finish_reason:
+            break
+    assert conversation.messages[-1]["content"] == "".join(pieces)
+    messages = list(conversation.messages)
+    del run, again
+    gc.collect()
+    assert conversation.messages == messages
+    expected = _fresh_answer(pocket, messages, QUESTIONS[2], max_tokens=20)
+    assert _text(conversation.send(QUESTIONS[2], max_tokens=20)) == expected
+
+
+def test_a_refused_turn_leaves_the_record_true(pocket: Pocket, conversation: Conversation) -> None:
+    _text(conversation.send(QUESTIONS[0], max_tokens=20))
+    messages = list(conversation.messages)
+    conversation.messages = []
+    with pytest.raises(ValueError, match="none empty"):
+        conversation.send("Other", stop=[""])
+    conversation.send("never listened to")
+    conversation.messages = list(messages)
+    expected = _fresh_answer(pocket, messages, QUESTIONS[1], max_tokens=20)
+    assert _text(conversation.send(QUESTIONS[1], max_tokens=20)) == expected
+
+
+def test_processors_see_the_whole_conversation(pocket: Pocket, conversation: Conversation) -> None:
+    """Also what is in the cache and is not fed again."""
+    seen: list[int] = []
+
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        seen.append(tokens.size)
+        return logits
+
+    _text(conversation.send(QUESTIONS[0], max_tokens=20))
+    responses = list(conversation.send(QUESTIONS[1], max_tokens=3, logits_processors=[processor]))
+    assert seen[0] == conversation.reused_tokens + responses[0].prompt_tokens
+    assert conversation.reused_tokens > 20
+
+
+def test_answers_are_not_encoded_again(pocket: Pocket, conversation: Conversation) -> None:
+    """An answer made of other tokens than its text's encoding is still reused whole."""
+    _, tokenizer = pocket
+    letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "cat"]
+    assert tokenizer.encode("cat", add_special_tokens=False) != letters
+    script = iter([*letters, 2])
+
+    def sampler(_: mx.array) -> mx.array:
+        return mx.array([next(script, 2)])
+
+    assert _text(conversation.send(QUESTIONS[0], sampler=sampler)) == "cat"
+    held = conversation.num_tokens
+    _text(conversation.send(QUESTIONS[1], max_tokens=3))
+    assert conversation.reused_tokens == held
 
 
 def test_an_interrupted_prompt_is_forgotten(pocket: Pocket, conversation: Conversation) -> None:

@@ -41,7 +41,23 @@ BAD_CONFIGS = [
     ({"rope_theta": float("inf")}, "rope_theta is inf"),
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not supported"),
     ({"rope_parameters": {"rope_type": "llama3"}}, "rope type 'llama3'"),
-    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "has partial_rotary_factor 0.5"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ({"rope_scaling": {"factor": 4.0}}, "rope_scaling has factor 4.0"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 10.0}}}, "rope_parameters has full_attention"),
+    ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn"}}, "rope type 'yarn'"),
+    ({"rope_parameters": {"rope_type": "default", "type": "yarn"}}, "rope type 'yarn'"),
+    ({"rope_parameters": [1]}, r"rope_parameters is \[1\]"),
+    ({"rope_theta": 1e-300}, "rope_theta is 1e-300"),
+    ({"rope_theta": 10**400}, "rope_theta is 1000"),
+    ({"rms_norm_eps": "x"}, "rms_norm_eps is x"),
+    ({"architectures": "Qwen2ForCausalLM"}, "architectures is Qwen2ForCausalLM; expected a list"),
+    ({"architectures": [{}]}, "architectures is"),
+    ({"layer_types": 5}, "layer_types is 5"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'"),
+    ({"use_sliding_window": 1}, "use_sliding_window is 1"),
+    ({"quantization_config": ["quant_method"]}, "quantization is"),
+    ({"quantization": {"group_size": 64, "bits": 4, "lm_head": "8"}}, "lm_head '8'"),
     ({"use_sliding_window": True}, "use_sliding_window is true"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -83,6 +99,10 @@ BAD_TENSORS = [
         "k_proj.bias has dtype I32; expected F32 or F16 or BF16",
     ),
     (lambda w: w.update({"model.layers.2.mlp.up_proj.weight": mx.ones(3)}), "unexpected tensor model.layers.2"),
+    (lambda w: w.update({"model.layers.0.self_attn.o_proj.bias": mx.ones(128)}), "unexpected tensor .*o_proj.bias"),
+    (lambda w: w.update({"model.layers.0.mlp.gate_proj.biases": mx.ones(128)}), "unexpected tensor .*gate_proj.biases"),
+    (lambda w: w.update({"model.norm.bias": mx.ones(128)}), "unexpected tensor model.norm.bias"),
+    (lambda w: w.update({"model.layers.1.mlp.up_proj.lora_a": mx.ones(3)}), "unexpected tensor .*lora_a"),
     (lambda w: w.update({"model.embed_tokens.scales": mx.ones(3)}), "no quantization for model.embed_tokens"),
 ]
 
@@ -164,3 +184,11 @@ def test_generation_config_names_the_end(make_checkpoint: Make) -> None:
 def test_disabled_sliding_window_is_ignored(make_checkpoint: Make) -> None:
     folder, _ = make_checkpoint(use_sliding_window=False, sliding_window=4, max_window_layers=1)
     assert ModelConfig.from_folder(folder).max_position_embeddings == 1024
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_config_that_does_not_say_is_tied_where_there_is_no_head(make_checkpoint: Make, tied: bool) -> None:
+    folder, reference = make_checkpoint(tie_word_embeddings=tied)
+    _config(folder, tie_word_embeddings="absent", max_position_embeddings="absent")
+    ids = mx.array([[1, 2, 3]])
+    assert mx.allclose(load_decoder(folder)(ids), reference(ids), rtol=1e-4, atol=1e-4)

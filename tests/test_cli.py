@@ -1,10 +1,12 @@
 """The command as its user meets it: a process, its two outputs, its exit code."""
 
+import io
 import json
 import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import kvant
+from kvant.cli.progress import LateProgress
 
 COMMAND = [sys.executable, "-m", "kvant"]
 # prompt_toolkit turns bracketed paste on where it reads a line, and off after it.
@@ -86,7 +89,8 @@ def test_the_prompt_can_come_three_ways() -> None:
 
 @pytest.mark.parametrize("kv_bits", ["0", "4", "8"])
 def test_kv_bits_are_applied(kv_bits: str) -> None:
-    done = run("generate", QUESTION, "-m", "30", "--kv-bits", kv_bits, "--max-kv-size", "100", "--kv-group-size", "16")
+    group = ["--kv-group-size", "16"] if kv_bits != "0" else []
+    done = run("generate", QUESTION, "-m", "30", "--kv-bits", kv_bits, "--max-kv-size", "100", *group)
     assert done.returncode == 0
     assert done.stdout.strip()
     kind = f"{kv_bits} bits in groups of 16" if kv_bits != "0" else "float32"
@@ -145,6 +149,11 @@ USAGE_ERRORS = [
     (["generate", "a", "--temp", "1", "--top-k", "99999"], "top_k is 99999"),
     (["generate", "a", "--logit-bias", "x"], "--logit-bias is 'x'; expected TOKEN:BIAS"),
     (["generate", "a", "--seed", "-1"], "--seed is -1"),
+    (["generate", "a", "--seed", "1"], "--seed is 1, but temp 0"),
+    (["generate", "a", "--temp", "1e-40"], "--temp is 1e-40"),
+    (["generate", "a", "--logit-bias", "5:inf"], "--logit-bias"),
+    (["generate", "a", "--repetition-context-size", "5"], "--repetition-context-size is 5"),
+    (["generate", "a", "--kv-bits", "0", "--kv-group-size", "8"], "--kv-bits 0 does not quantize"),
     (["generate", "a", "--stop", ""], "--stop is empty"),
     (["generate", "a", "--system-prompt", "b", "--ignore-chat-template"], "--system-prompt needs the chat template"),
     (["chat", "--kv-bits", "5"], "--kv-bits is 5"),
@@ -161,6 +170,10 @@ def test_usage_errors(arguments: list[str], message: str) -> None:
 FAILURES = [
     (["generate", "a", "--model", "no/such"], "model 'no/such' is not a folder"),
     (["generate", "  "], "the prompt is empty"),
+    (["generate", "a", "--model", ""], "model '' is not a folder"),
+    (["generate", "a", "--model", "~nosuchuser/x"], "is not a folder"),
+    (["generate", "a", "--model", "x" * 5000], "is not a folder"),
+    (["generate", "word " * 4000], "tokens; 2048 are"),
     (["generate", "a", "--max-kv-size", "4096"], "--max-kv-size is 4096; the model's context is 2048 tokens"),
     (["generate", QUESTION, "--max-kv-size", "5"], "tokens; 5 are reserved"),
 ]
@@ -173,6 +186,36 @@ def test_failures(arguments: list[str], message: str) -> None:
 
 def test_standard_input_that_is_no_text() -> None:
     _check_refusal(run("generate", "-", stdin=b"\xff\xfe"), 1, "standard input is not UTF-8")
+
+
+def test_bytes_that_are_no_text() -> None:
+    done = subprocess.run([*COMMAND, "generate", b"\xff abc"], capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == b"kvant: error: the prompt is not valid UTF-8\n"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_closed_streams(closed: str) -> None:
+    command = " ".join([*COMMAND, "generate", "hi", "-q", "-m", "2", closed])
+    done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60)
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_template_that_fails_does_not_end_the_chat(pocket_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(pocket_folder, folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    check = "{% if messages[-1]['content'] == 'no' %}{{ raise_exception('not this one') }}{% endif %}"
+    path.write_text(json.dumps(settings | {"chat_template": check + settings["chat_template"]}))
+    done = run("chat", "--model", str(folder), "-m", "5", stdin="no\nHello!\n//x\n")
+    assert done.returncode == 0
+    assert "error: the chat template failed: not this one" in done.stderr
+    assert done.stdout.strip()
+    path.write_text(json.dumps({k: v for k, v in settings.items() if k != "chat_template"}))
+    for command in ("chat", "generate"):
+        arguments = ["--model", str(folder), "-q"] + ([QUESTION] if command == "generate" else [])
+        _check_refusal(run(command, *arguments), 1, "the model has no chat template")
 
 
 def test_broken_model_folders(make_checkpoint: Callable[..., tuple[Path, object]], tmp_path: Path) -> None:
@@ -314,5 +357,41 @@ def test_chat_on_a_terminal_survives_interrupts() -> None:
         os.close(terminal)
 
 
-def test_progress_needs_a_terminal() -> None:
-    assert "\x1b" not in run("generate", QUESTION, "-m", "3").stderr
+def test_chat_applies_its_flags() -> None:
+    plain = run("chat", "-m", "20", "-q", stdin=QUESTION).stdout
+    for flags in (
+        ["--stop", plain[10:14]],
+        ["--system-prompt", "Be brief.", "--repetition-penalty", "9"],
+        ["--temp", "2", "--seed", "3"],
+    ):
+        assert run("chat", "-m", "20", "-q", *flags, stdin=QUESTION).stdout != plain
+    fed = [
+        int(re.search(r"(\d+) were fed", run("chat", "-m", "2", *flags, stdin=f"{QUESTION}\n/stats\n").stderr)[1])  # type: ignore[index]
+        for flags in ([], ["--system-prompt", "Be brief."])
+    ]
+    assert fed[1] > fed[0]
+
+
+class _Terminal(io.StringIO):
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("quiet", [True, False])
+@pytest.mark.parametrize("delay", [0.01, 60])
+def test_progress_appears_late_and_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, quiet: bool, delay: float
+) -> None:
+    stream = _Terminal(is_terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr("kvant.cli.progress.DELAY_S", delay)
+    monkeypatch.setenv("TERM", "xterm")
+    with LateProgress("loading", quiet=quiet) as progress:
+        progress.update(1, 2)
+        time.sleep(0.3)
+    assert ("loading" in stream.getvalue()) == (is_terminal and not quiet and delay < 1)

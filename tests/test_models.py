@@ -12,6 +12,7 @@ import pytest
 from checkpoints import quantize_reference, qwen2_config, reference_logits, reference_model, save_checkpoint
 from conftest import relative_error
 
+from kvant.errors import ContextError
 from kvant.models import Decoder, load_decoder
 
 TOLERANCE = 1e-4  # of the largest logit
@@ -166,6 +167,15 @@ def test_an_offset_can_only_confirm_the_cache(make_checkpoint: Callable[..., tup
     with pytest.raises(ValueError, match="offset is 2; the cache holds 0 tokens"):
         model(mx.array([[5]]), offset=2)
     assert [layer.offset for layer in cache] == [4, 4]
+    for ids in ([[300]], [[-1]], [[10**8]]):
+        with pytest.raises(ValueError, match="the model knows 0 to 299"):
+            model(mx.array(ids), cache=cache)
+    with pytest.raises(ValueError, match="expected integer token ids"):
+        model(mx.array([[1.0]]), cache=cache)
+    with pytest.raises(ValueError, match="offset is False"):
+        model(mx.array([[1]]), offset=False)
+    with pytest.raises(ContextError, match="this machine has"):
+        model.make_cache(10**12)
     with pytest.raises(ValueError, match="cache has 1 layers; the model has 2"):
         model(mx.array([[5]]), cache=cache[:1])
     cache[1].trim(1)

@@ -1,11 +1,11 @@
 """A conversation whose history stays in the cache: every turn feeds only what is new."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvant.cache import KVCache
 from kvant.engine.decode import trim_to
-from kvant.engine.generate import GenerationResponse, stream_generate
+from kvant.engine.generate import GenerationResponse, stream_tokens
 from kvant.engine.prefill import PromptProgress
 from kvant.engine.prompt import Message, encode_rendered, render_chat
 from kvant.engine.sampling import LogitsProcessor, Sampler
@@ -35,11 +35,15 @@ class Conversation:
         self._model = model
         self._tokenizer = tokenizer
         self._cache = cache
-        self._system: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._system: list[Message] = []
+        if system_prompt is not None:
+            self._system.append({"role": "system", "content": system_prompt})
+        self._turn: Generator[GenerationResponse, None, None] | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forget every turn but the system prompt."""
+        self._end_turn()
         self.messages: list[Message] = list(self._system)
         self.reused_tokens = 0
         self._ids: list[int] = []  # what the cache holds
@@ -71,46 +75,62 @@ class Conversation:
         Raises:
             ContextError: the conversation no longer fits the reserved context; it is as it was before.
         """
+        self._end_turn()
         question: Message = {"role": "user", "content": text}
         rendered = render_chat(self._tokenizer, [*self.messages, question])
         ids = self._encode(rendered)
-        limit = self._cache[0].max_seq_len
-        if limit is not None and len(ids) > limit:
+        limit = min(self._cache[0].max_seq_len or len(ids), self._model.config.max_position_embeddings)
+        if len(ids) > limit:
             raise ContextError(f"the conversation would have {len(ids)} tokens; {limit} are reserved")
         # At least one token has to be fed for there to be logits.
         self.reused_tokens = min(_common_prefix(ids, self._ids), len(ids) - 1)
         trim_to(self._cache, self.reused_tokens)
-        responses = stream_generate(
+        self._ids, self._text = self._ids[: self.reused_tokens], ""
+        responses = stream_tokens(
             self._model,
             self._tokenizer,
             ids[self.reused_tokens :],
+            self._cache,
+            history=self._ids,
             max_tokens=max_tokens,
             sampler=sampler,
             logits_processors=logits_processors,
-            prompt_cache=self._cache,
             prefill_step_size=prefill_step_size,
             stop=stop,
-            prompt_progress_callback=prompt_progress_callback,
+            progress=prompt_progress_callback,
         )
-        return self._record(question, rendered, ids, responses)
+        self._turn = self._record(question, rendered, ids, responses)
+        return self._turn
 
     def _record(
-        self, question: Message, rendered: str, ids: list[int], responses: Iterator[GenerationResponse]
-    ) -> Iterator[GenerationResponse]:
+        self, question: Message, rendered: str, ids: list[int], responses: Generator[GenerationResponse, None, None]
+    ) -> Generator[GenerationResponse, None, None]:
         tokens: list[int] = []
         pieces: list[str] = []
+        last = None
         try:
             for response in responses:
                 tokens.append(response.token)
                 pieces.append(response.text)
+                if response.finish_reason:  # the turn is recorded before it is handed out: nobody may ask for more
+                    last = response
+                    break
                 yield response
         finally:
-            responses.close()  # type: ignore[attr-defined]  # a generator: it trims what it queued ahead
+            responses.close()
             held = self._cache[0].offset
             self._ids = (ids + tokens)[:held]
             self._text = rendered + self._decode(self._ids[len(ids) :]) if held >= len(ids) else ""
             if tokens:
                 self.messages += [question, {"role": "assistant", "content": "".join(pieces)}]
+        if last is not None:
+            yield last
+
+    def _end_turn(self) -> None:
+        """Record the turn that was left suspended, if any."""
+        if self._turn is not None:
+            self._turn.close()
+            self._turn = None
 
     def _encode(self, rendered: str) -> list[int]:
         """Token ids of the conversation; what the cache holds is not encoded again where the text continues it."""

@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 from kvant.operators.attention import attend_rows
+from kvant.operators.validation import check_rows
 
 
 class FullKVCache:
@@ -54,11 +55,9 @@ class FullKVCache:
             raise ValueError(f"key has shape {tuple(key.shape)}, value {tuple(value.shape)}; expected one (B, H, S, D)")
         if self._rows is not None:
             cached_key, cached_value = self._rows
-            B, K, _, D = cached_key.shape
-            if (key.shape[0], key.shape[1], key.shape[3]) != (B, K, D) or key.dtype != cached_key.dtype:
-                raise ValueError(
-                    f"key is {key.dtype} {tuple(key.shape)}; the cache holds {cached_key.dtype} ({B}, {K}, S, {D})"
-                )
+            self.check_shape(key.shape[0], key.shape[1], key.shape[3])
+            if key.dtype != cached_key.dtype:
+                raise ValueError(f"key is {key.dtype}; the cache holds {cached_key.dtype}")
             key = mx.concatenate([cached_key, key], axis=2)
             value = mx.concatenate([cached_value, value], axis=2)
         self._rows = (key, value)
@@ -66,13 +65,25 @@ class FullKVCache:
 
     def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
         """Append keys and values and attend to every row so far; see :class:`kvant.cache.KVCache`."""
+        check_rows(query, key, value, mask, self.offset)
         all_keys, all_values, _, _ = self.update_and_fetch(key, value)
         return attend_rows(query, all_keys, all_values, mask=mask)
 
+    def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
+        """Raise a ValueError unless the cache is empty or holds rows of this shape."""
+        if self._rows is None:
+            return
+        B, K, _, D = self._rows[0].shape
+        if (batch, num_kv_heads, head_dim) != (B, K, D):
+            raise ValueError(
+                f"the cache holds a batch of {B}, {K} kv heads and a head_dim of {D}; "
+                f"given {batch}, {num_kv_heads} and {head_dim}"
+            )
+
     def trim(self, num_tokens: int) -> int:
         """Forget the last ``num_tokens`` tokens, or all there are; return how many were forgotten."""
-        if num_tokens < 0:
-            raise ValueError(f"num_tokens is {num_tokens}; expected 0 or more")
+        if type(num_tokens) is not int or num_tokens < 0:
+            raise ValueError(f"num_tokens is {num_tokens}; expected an int, 0 or more")
         forgotten = min(num_tokens, self.offset)
         if self._rows is not None:
             kept = self.offset - forgotten

@@ -1,12 +1,13 @@
 """The interface between a model's layer and its cache."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
 from kvant.operators.bias_split import BiasSplit
 
 
+@runtime_checkable
 class KVCache(Protocol):
     """One layer's keys and values. B batch, S new tokens, H query heads, K kv heads, D head_dim."""
 
@@ -29,9 +30,12 @@ class KVCache(Protocol):
     def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
         """Append (B, K, S, D) keys and values, and attend (B, H, S, D) queries to every row so far, causally.
 
-        ``mask`` is added to the scores (boolean: True keeps) and broadcasts to (B, H, S, offset + S).
-        Returns (B, H, S, D).
+        ``mask`` is added to the scores (boolean: True keeps): (S, T), (H, S, T) or (B, H, S, T) with T = offset + S,
+        where H and B may be 1. Returns (B, H, S, D).
         """
+
+    def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
+        """Raise a ValueError unless the cache can hold keys and values (batch, num_kv_heads, S, head_dim)."""
 
     def trim(self, num_tokens: int) -> int:
         """Forget the last ``num_tokens`` tokens, or all there are; return how many were forgotten."""

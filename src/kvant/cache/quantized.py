@@ -6,6 +6,7 @@ from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.multi_head_cache_attention import append_and_attend
 from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization, levels_dtype
+from kvant.operators.validation import check_rows
 
 
 class QuantizedKVCache:
@@ -89,13 +90,9 @@ class QuantizedKVCache:
             ContextError: more tokens than there is room for; nothing was written.
             ValueError: shapes that do not fit the cache.
         """
-        B, K, S, _ = key.shape
-        _, batch, _, num_kv_heads, _, _ = self.cache.shape
-        if key.shape != value.shape or (batch, num_kv_heads) != (B, K):
-            raise ValueError(
-                f"key has shape {tuple(key.shape)} and value {tuple(value.shape)}; the cache is for a batch of {batch} "
-                f"and {num_kv_heads} kv heads"
-            )
+        check_rows(query, key, value, mask, self._offset)
+        B, K, S, D = key.shape
+        self.check_shape(B, K, D)
         if self._offset + S > self._max_seq_len:
             raise ContextError(
                 f"{S} more tokens do not fit: {self._offset} of the {self._max_seq_len} reserved tokens are used"
@@ -116,10 +113,20 @@ class QuantizedKVCache:
         self._offset += S
         return output
 
+    def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
+        """Raise a ValueError unless the cache was made for this batch, these kv heads and this head dimension."""
+        _, B, _, K, _, stored = self.cache.shape
+        own = (B, K, stored * 2 if self.quant_bit == 4 else stored)
+        if own != (batch, num_kv_heads, head_dim):
+            raise ValueError(
+                f"the cache is for a batch of {own[0]}, {own[1]} kv heads and a head_dim of {own[2]}; "
+                f"given {batch}, {num_kv_heads} and {head_dim}"
+            )
+
     def trim(self, num_tokens: int) -> int:
         """Forget the last ``num_tokens`` tokens, or all there are; return how many were forgotten."""
-        if num_tokens < 0:
-            raise ValueError(f"num_tokens is {num_tokens}; expected 0 or more")
+        if type(num_tokens) is not int or num_tokens < 0:
+            raise ValueError(f"num_tokens is {num_tokens}; expected an int, 0 or more")
         forgotten = min(num_tokens, self._offset)
         self._offset -= forgotten
         return forgotten

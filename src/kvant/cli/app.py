@@ -2,6 +2,7 @@
 
 import os
 import sys
+from io import TextIOWrapper
 from typing import Annotated, NoReturn
 
 import typer
@@ -9,7 +10,7 @@ from typer.exceptions import TyperException
 
 from kvant.cli.chat import chat
 from kvant.cli.generate import generate
-from kvant.errors import KvantError
+from kvant.errors import KvantError, one_line
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -46,22 +47,23 @@ def root(
 def main() -> NoReturn:
     """Run the command and exit: 0; 2 for a bad flag or value; 1 for a model, file or context error; 130 interrupted."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+        if isinstance(stream, TextIOWrapper):  # None where the shell closed it
+            stream.reconfigure(errors="replace")
     try:
         code = app(standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        code = EXIT_INTERRUPTED
     except TyperException as error:  # a bad flag or value
         code = _report(error.format_message(), getattr(error, "exit_code", 2))
     except KvantError as error:
         code = _report(str(error), EXIT_FAILED)
-    except MemoryError:
-        code = _report("out of memory", EXIT_FAILED)
+    except (MemoryError, RuntimeError) as error:  # MLX's own, such as an allocation that failed
+        code = _report(f"failed: {one_line(error)}", EXIT_FAILED)
     except BrokenPipeError:  # the reader of standard output has gone; nothing is left to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_FAILED
     except OSError as error:
         code = _report(str(error), EXIT_FAILED)
-    except (KeyboardInterrupt, typer.Abort):
-        code = EXIT_INTERRUPTED
     sys.exit(code)
 
 

@@ -12,9 +12,12 @@ from kvant.cli.progress import LateProgress
 from kvant.cli.session import Session, open_session
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.load import POCKET
-from kvant.errors import ContextError
+from kvant.errors import ContextError, KvantError, PromptError
 
-HELP = "/reset forgets the conversation, /stats shows its numbers, /quit ends; Ctrl-C stops an answer"
+HELP = (
+    "/reset forgets the conversation, /stats shows its numbers, /help this line, /quit ends; "
+    "// begins a message with a slash; Ctrl-C stops an answer"
+)
 
 
 def chat(
@@ -26,13 +29,13 @@ def chat(
     min_p: options.MinP = 0.0,
     top_k: options.TopK = 0,
     repetition_penalty: options.RepetitionPenalty = 1.0,
-    repetition_context_size: options.RepetitionContextSize = 20,
+    repetition_context_size: options.RepetitionContextSize = None,
     logit_bias: options.LogitBias = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
     system_prompt: options.SystemPrompt = None,
     kv_bits: options.KvBits = 8,
-    kv_group_size: options.KvGroupSize = 32,
+    kv_group_size: options.KvGroupSize = None,
     kv_bias_split: options.KvBiasSplit = True,
     max_kv_size: options.MaxKvSize = None,
     prefill_step_size: options.PrefillStepSize = 512,
@@ -50,12 +53,13 @@ def chat(
         seed=seed,
     )
     options.check_counts(max_tokens=max_tokens, max_kv_size=max_kv_size, prefill_step_size=prefill_step_size)
-    options.check_kv_format(kv_bits, kv_group_size)
+    group_size = options.check_kv_format(kv_bits, kv_group_size)
+    options.check_text(model=model, system_prompt=system_prompt)
     stops = options.check_stop(stop)
     session = open_session(
         model,
         kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
+        kv_group_size=group_size,
         kv_bias_split=kv_bias_split,
         max_kv_size=max_kv_size,
         quiet=quiet,
@@ -64,6 +68,8 @@ def chat(
         sampler, processors = sampling.build(session.model.config.vocab_size)
     except ValueError as error:
         raise BadValueError(str(error)) from error
+    if not session.tokenizer.has_chat_template:
+        raise PromptError("the model has no chat template; kvant generate --ignore-chat-template continues a prompt")
     conversation = Conversation(session.model, session.tokenizer, session.cache, system_prompt=system_prompt)
     answer = partial(
         conversation.send,
@@ -83,23 +89,26 @@ def _loop(session: Session, conversation: Conversation, answer: Callable[..., An
     while True:
         try:
             line = read_line().strip()
-        except KeyboardInterrupt:  # clears the line; it is the answer that Ctrl-C stops, not the program
-            continue
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            continue  # clears the line; on a terminal it is the answer that Ctrl-C stops, not the program
         except EOFError:
             return
         if line == "/quit":
             return
         if line == "/reset":
             conversation.reset()
+            run = RunStatistics()
             _notice("the conversation is forgotten", quiet)
         elif line == "/stats":
             _print_statistics(session, conversation, run)
         elif line == "/help":
             _notice(HELP)
-        elif line.startswith("/"):
+        elif line.startswith("/") and not line.startswith("//"):
             _notice(f"{line.split()[0]} is not a command; {HELP}")
         elif line:
-            run = _answer(partial(answer, line), quiet)
+            run = _answer(partial(answer, line.removeprefix("/")), quiet)
 
 
 def _answer(send: Callable[..., Any], quiet: bool) -> RunStatistics:
@@ -117,6 +126,9 @@ def _answer(send: Callable[..., Any], quiet: bool) -> RunStatistics:
             _notice("\nstopped")
         except ContextError as error:
             _notice(f"{error}; /reset forgets the conversation, --max-kv-size reserves more")
+            return run
+        except KvantError as error:
+            _notice(f"error: {error}")
             return run
     if run.last is not None:
         print(flush=True)
@@ -137,6 +149,8 @@ def _print_statistics(session: Session, conversation: Conversation, run: RunStat
 
 def _line_reader() -> Callable[[], str]:
     """Lines from prompt_toolkit on a terminal, which shows its prompt on standard error; else from standard input."""
+    if sys.stdin is None:
+        raise PromptError("standard input is closed")
     if not sys.stdin.isatty():
         return input
     from prompt_toolkit import PromptSession

@@ -1,6 +1,7 @@
 """``kvant generate``: one prompt, one text."""
 
 import json
+import math
 import sys
 from typing import Annotated
 
@@ -28,7 +29,7 @@ def generate(
     min_p: options.MinP = 0.0,
     top_k: options.TopK = 0,
     repetition_penalty: options.RepetitionPenalty = 1.0,
-    repetition_context_size: options.RepetitionContextSize = 20,
+    repetition_context_size: options.RepetitionContextSize = None,
     logit_bias: options.LogitBias = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
@@ -37,7 +38,7 @@ def generate(
         bool, typer.Option("--ignore-chat-template", help="Continue the prompt as it is, without the chat template.")
     ] = False,
     kv_bits: options.KvBits = 8,
-    kv_group_size: options.KvGroupSize = 32,
+    kv_group_size: options.KvGroupSize = None,
     kv_bias_split: options.KvBiasSplit = True,
     max_kv_size: options.MaxKvSize = None,
     prefill_step_size: options.PrefillStepSize = 512,
@@ -56,7 +57,8 @@ def generate(
         seed=seed,
     )
     options.check_counts(max_tokens=max_tokens, max_kv_size=max_kv_size, prefill_step_size=prefill_step_size)
-    options.check_kv_format(kv_bits, kv_group_size)
+    group_size = options.check_kv_format(kv_bits, kv_group_size)
+    options.check_text(model=model, system_prompt=system_prompt)
     stops = options.check_stop(stop)
     if ignore_chat_template and system_prompt is not None:
         raise BadValueError("--system-prompt needs the chat template that --ignore-chat-template leaves out")
@@ -65,7 +67,7 @@ def generate(
     session = open_session(
         model,
         kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
+        kv_group_size=group_size,
         kv_bias_split=kv_bias_split,
         max_kv_size=max_kv_size,
         quiet=quiet,
@@ -113,6 +115,9 @@ def _read_prompt(argument: str | None, option: str | None) -> str:
             prompt = sys.stdin.buffer.read().decode("utf-8")
         except UnicodeDecodeError as error:
             raise PromptError(f"standard input is not UTF-8: {error}") from error
+        except AttributeError:
+            raise PromptError("standard input is closed") from None
+    options.check_text(the_prompt=prompt)
     if not prompt.strip():
         raise PromptError("the prompt is empty")
     return prompt
@@ -120,17 +125,20 @@ def _read_prompt(argument: str | None, option: str | None) -> str:
 
 def _chat_ids(session: Session, question: str, system_prompt: str | None) -> list[int]:
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    if not session.tokenizer.has_chat_template:
+        raise PromptError("the model has no chat template; --ignore-chat-template continues the prompt as it is")
     rendered = render_chat(session.tokenizer, [*system, {"role": "user", "content": question}])
     return encode_rendered(session.tokenizer, rendered)
 
 
 def _json_line(response: GenerationResponse) -> str:
+    logprob = float(response.logprobs[response.token].item())  # type: ignore[arg-type]
     record = {
         "index": response.generation_tokens - 1,
         "token": response.token,
         "text": response.text,
-        "logprob": round(float(response.logprobs[response.token].item()), 6),  # type: ignore[arg-type]
+        "logprob": round(logprob, 6) if math.isfinite(logprob) else None,
         "latency_ms": round(response.latency_ms, 3),
         "finish_reason": response.finish_reason,
     }
-    return json.dumps(record, ensure_ascii=False) + "\n"
+    return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"

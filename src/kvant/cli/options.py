@@ -17,6 +17,8 @@ class BadValueError(TyperException):
     exit_code = 2
 
 
+DEFAULT_KV_GROUP_SIZE = 32
+
 Model = Annotated[str, typer.Option(help=f"A model folder, or '{POCKET}', the embedded model.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", help="Generate at most this many tokens.")]
 Temp = Annotated[float, typer.Option(help="Sampling temperature; 0 always picks the likeliest token.")]
@@ -24,7 +26,9 @@ TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that
 MinP = Annotated[float, typer.Option(help="Drop tokens less likely than this share of the likeliest one.")]
 TopK = Annotated[int, typer.Option(help="Sample from this many of the likeliest tokens; 0: all.")]
 RepetitionPenalty = Annotated[float, typer.Option(help="Divide the logits of recent tokens by this; 1: off.")]
-RepetitionContextSize = Annotated[int, typer.Option(help="How many recent tokens the penalty looks at.")]
+RepetitionContextSize = Annotated[
+    int | None, typer.Option(help="How many recent tokens the penalty looks at; default: 20.")
+]
 LogitBias = Annotated[
     list[str] | None, typer.Option(metavar="TOKEN:BIAS", help="Add BIAS to the logit of token id TOKEN; repeatable.")
 ]
@@ -32,7 +36,9 @@ Seed = Annotated[int | None, typer.Option(help="Seed of the random numbers; with
 SystemPrompt = Annotated[str | None, typer.Option(help="A system message before the conversation.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")]
 KvBits = Annotated[int, typer.Option(help="Bits of a cached key or value: 8, 4, or 0 for no quantization.")]
-KvGroupSize = Annotated[int, typer.Option(help="Cached values that share one scale; divides the head dimension.")]
+KvGroupSize = Annotated[
+    int | None, typer.Option(help="Cached values that share one scale; divides the head dimension; default: 32.")
+]
 KvBiasSplit = Annotated[
     bool,
     typer.Option(
@@ -54,7 +60,7 @@ def sampling_options(
     min_p: float,
     top_k: int,
     repetition_penalty: float,
-    repetition_context_size: int,
+    repetition_context_size: int | None,
     logit_bias: Sequence[str] | None,
     seed: int | None,
 ) -> SamplingOptions:
@@ -84,15 +90,29 @@ def check_counts(**counts: int | None) -> None:
             raise BadValueError(f"--{name.replace('_', '-')} is {count}; expected at least 1")
 
 
-def check_kv_format(kv_bits: int, kv_group_size: int) -> None:
-    """Refuse bits and group sizes no model's cache can have; whether a group divides a head is the model's affair."""
+def check_kv_format(kv_bits: int, kv_group_size: int | None) -> int:
+    """The group size; refuses what no model's cache can have. Whether it divides a head is the model's affair."""
     if kv_bits not in QUANT_BITS:
         raise BadValueError(f"--kv-bits is {kv_bits}; expected 0, 4 or 8")
+    if kv_bits == 0 and kv_group_size is not None:
+        raise BadValueError(f"--kv-group-size is {kv_group_size}, but --kv-bits 0 does not quantize")
     check_counts(kv_group_size=kv_group_size)
+    return DEFAULT_KV_GROUP_SIZE if kv_group_size is None else kv_group_size
+
+
+def check_text(**texts: str | None) -> None:
+    """Refuse text that is no Unicode, such as bytes of another encoding on the command line."""
+    for name, text in texts.items():
+        try:
+            (text or "").encode()
+        except UnicodeEncodeError:
+            raise BadValueError(f"{name.replace('_', ' ')} is not valid UTF-8") from None
 
 
 def check_stop(stop: Sequence[str] | None) -> list[str]:
     """Refuse an empty stop string: it would end every text before it begins."""
+    for text in stop or ():
+        check_text(stop=text)
     if any(not text for text in stop or ()):
         raise BadValueError("--stop is empty; expected a string")
     return list(stop or ())

@@ -20,10 +20,11 @@ def decode(
     logits_processors: Sequence[LogitsProcessor] = (),
     look_ahead: int = 0,
 ) -> Generator[tuple[int, mx.array], None, None]:
-    """Yield up to ``max_tokens`` tokens with their log-probabilities, as long as the cache has room.
+    """Yield ``max_tokens`` tokens with their log-probabilities; the cache must have room for all but the last.
 
-    The step after a token is built while that token is computed and queued before it is yielded. However the
-    iteration ends, the cache then holds the prompt and every yielded token but the last.
+    The step after a token is built while that token is computed and queued before it is yielded: while the iteration
+    is suspended the cache holds a token more. However it ends, the cache then holds the prompt and every yielded
+    token but the last.
 
     Args:
         model: the decoder.
@@ -39,7 +40,11 @@ def decode(
 
     Yields:
         token id, log-probabilities (vocab,).
+
+    Raises:
+        ValueError: a sampler that picked a token the model does not have.
     """
+    vocab_size = model.config.vocab_size
     tokens = mx.array(list(prompt)) if logits_processors else None
     token, logprobs = sample(logits, tokens, sampler, logits_processors)
     mx.async_eval(token, logprobs)
@@ -48,7 +53,7 @@ def decode(
         for count in range(1, max_tokens + 1):
             step = None
             held = cache[0].offset
-            if count < max_tokens and _has_room(cache):
+            if count < max_tokens:
                 if tokens is not None:
                     tokens = mx.concatenate([tokens, token])
                 next_logits = model.logits(model.hidden_states(token[None], cache=cache)[:, -1])
@@ -56,6 +61,8 @@ def decode(
                 if look_ahead:
                     mx.async_eval(*step)
             token_id = int(token.item())  # type: ignore[arg-type]
+            if not 0 <= token_id < vocab_size:  # as an index it would be read out of bounds
+                raise ValueError(f"the sampler picked token {token_id}; the model knows 0 to {vocab_size - 1}")
             if step is not None and not look_ahead:
                 # The log-probabilities go with the token: kept lazily they would hold the cache's buffers.
                 mx.async_eval(*step)
@@ -64,17 +71,13 @@ def decode(
                 return
             token, logprobs = step
     finally:
-        # A step queued for a token after which nobody asked for more: forget what it appended.
-        if held is not None:
-            trim_to(cache, held)
+        # A step queued for a token after which nobody asked for more: forget the one row it appended.
+        for layer in cache:
+            if layer.offset - 1 == held:
+                layer.trim(1)
 
 
 def trim_to(cache: Sequence[KVCache], num_tokens: int) -> None:
     """Forget what any layer holds past the first ``num_tokens`` tokens."""
     for layer in cache:
         layer.trim(max(0, layer.offset - num_tokens))
-
-
-def _has_room(cache: Sequence[KVCache]) -> bool:
-    limit = cache[0].max_seq_len
-    return limit is None or cache[0].offset < limit

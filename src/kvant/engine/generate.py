@@ -1,10 +1,10 @@
 """The loop users call: prompt in, text out, every token timed."""
 
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+from weakref import WeakKeyDictionary, ref
 
 import mlx.core as mx
 
@@ -36,7 +36,7 @@ class GenerationResponse:
         prompt_tokens: tokens of the prompt that were fed.
         prompt_tps: prompt tokens per second, until the first token was ready.
         generation_tokens: tokens generated so far, this one included.
-        generation_tps: tokens per second after the first; 0.0 for the first.
+        generation_tps: tokens per second after the first, which prompt_tps tells of; 0.0 for the first.
         peak_memory: most memory MLX held so far, in GB (1e9 bytes).
         finish_reason: None until the last response: "stop" (end-of-text token or stop string), "length"
             (max_tokens), "context" (the reserved context is full).
@@ -82,8 +82,8 @@ def stream_generate(
         sampler: log-probabilities (1, vocab) -> token (1,), such as mlx-lm's ``make_sampler``; default: greedy.
         logits_processors: functions of (tokens so far, logits), such as mlx-lm's ``make_logits_processors``.
         prompt_cache: from ``model.make_cache``; the prompt continues what it holds. Afterwards it holds the prompt
-            and every generated token but the last. Default: an 8-bit cache of prompt + max_tokens, at most the
-            model's context.
+            and every generated token but the last. It serves one run at a time: a run left suspended on it is ended.
+            Default: an 8-bit cache of prompt + max_tokens, at most the model's context.
         prefill_step_size: prompt tokens fed at a time.
         stop: a string or strings that end the text, which does not include them.
         prompt_progress_callback: called with (prompt tokens fed, prompt tokens in all).
@@ -97,52 +97,99 @@ def stream_generate(
         ValueError: any other argument out of range. Nothing has been fed then.
     """
     started = time.perf_counter()
-    if max_tokens != -1 and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1):
-        raise ValueError(f"max_tokens is {max_tokens!r}; expected at least 1, or -1 for as many as the context holds")
-    if isinstance(prefill_step_size, bool) or not isinstance(prefill_step_size, int) or prefill_step_size < 1:
-        raise ValueError(f"prefill_step_size is {prefill_step_size!r}; expected at least 1")
+    ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)
+    cache = prompt_cache
+    if cache is None:
+        context = model.config.max_position_embeddings
+        if len(ids) > context:
+            raise ContextError(f"the prompt has {len(ids)} tokens; the model's context is {context}")
+        _check_count("max_tokens", max_tokens, or_minus_one=True)
+        cache = model.make_cache(context if max_tokens == -1 else min(len(ids) + max_tokens, context))
+    return stream_tokens(
+        model,
+        tokenizer,
+        ids,
+        cache,
+        max_tokens=max_tokens,
+        sampler=sampler,
+        logits_processors=logits_processors,
+        prefill_step_size=prefill_step_size,
+        stop=stop,
+        progress=prompt_progress_callback,
+        started=started,
+    )
+
+
+def stream_tokens(
+    model: Decoder,
+    tokenizer: "TokenizerWrapper",
+    ids: Sequence[int],
+    cache: Sequence[KVCache],
+    *,
+    history: Sequence[int] = (),
+    max_tokens: int,
+    sampler: Sampler | None,
+    logits_processors: Sequence[LogitsProcessor] | None,
+    prefill_step_size: int,
+    stop: str | Sequence[str] | None,
+    progress: PromptProgress | None,
+    started: float | None = None,
+) -> Generator[GenerationResponse, None, None]:
+    """:func:`stream_generate` from token ids into a given cache; ``history`` is what it holds, for the processors."""
+    started = time.perf_counter() if started is None else started
+    _check_count("max_tokens", max_tokens, or_minus_one=True)
+    _check_count("prefill_step_size", prefill_step_size)
     stops = [stop] if isinstance(stop, str) else list(stop or ())
     if not all(isinstance(text, str) and text for text in stops):
         raise ValueError(f"stop is {stop!r}; expected a string or strings, none empty")
-    ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)
-    cache = _reserve(model, len(ids), max_tokens) if prompt_cache is None else prompt_cache
-    _check_room(len(ids), cache)
-    text = TextStream(tokenizer, stops)
+    end_run(cache)
+    room = _check_cache(model, cache, len(ids))
+    limit = room + 1  # what is sampled when the last token that fits has been fed
+    if max_tokens != -1:
+        limit = min(limit, max_tokens)
+    cached = cache[0].offset
 
-    def run() -> Iterator[GenerationResponse]:
-        cached = cache[0].offset
+    def run() -> Generator[GenerationResponse, None, None]:
+        steps = None
         try:
-            logits = prefill(model, ids, cache, step_size=prefill_step_size, progress=prompt_progress_callback)
-        except BaseException:  # interrupted: a cache with a part of the prompt would be of no use
-            trim_to(cache, cached)
+            logits = prefill(model, ids, cache, step_size=prefill_step_size, progress=progress)
+            steps = decode(
+                model,
+                logits,
+                [*history, *ids],
+                cache,
+                max_tokens=limit,
+                sampler=sampler or greedy,
+                logits_processors=logits_processors or (),
+            )
+            yield from respond(steps)
+        except BaseException:
+            if steps is None:  # interrupted: a cache with a part of the prompt would be of no use
+                trim_to(cache, cached)
             raise
-        limit = sys.maxsize if max_tokens == -1 else max_tokens
-        steps = decode(
-            model,
-            logits,
-            ids,
-            cache,
-            max_tokens=limit,
-            sampler=sampler or greedy,
-            logits_processors=logits_processors or (),
-        )
+        finally:
+            if steps is not None:
+                steps.close()
+
+    def respond(steps: Generator[tuple[int, mx.array], None, None]) -> Iterator[GenerationResponse]:
+        text = TextStream(tokenizer, stops)
         first_ready = previous = started
-        # The room left after the prompt, plus the token sampled when it is full.
-        room = None if cache[0].max_seq_len is None else cache[0].max_seq_len - cache[0].offset + 1
         for count, (token, logprobs) in enumerate(steps, start=1):
             ready = time.perf_counter()
             first_ready = ready if count == 1 else first_ready
-            ends_text = token in tokenizer.eos_token_ids
-            piece = "" if ends_text else text.add(token)
             reason: FinishReason | None = None
-            if ends_text or text.stopped:
-                reason = "stop"
-            elif count == limit:
-                reason = "length"
-            elif count == room:
-                reason = "context"
+            if token in tokenizer.eos_token_ids:
+                piece, reason = text.finish(), "stop"
+            else:
+                piece = text.add(token)
+                if count == limit and not text.stopped:
+                    piece, reason = piece + text.finish(), "length" if count == max_tokens else "context"
+                if text.stopped:
+                    reason = "stop"
+            if reason:
+                steps.close()  # before the last response: whoever has it may go on with the cache
             yield GenerationResponse(
-                text=piece + text.finish() if reason else piece,
+                text=piece,
                 token=token,
                 logprobs=logprobs,
                 from_draft=False,
@@ -155,11 +202,22 @@ def stream_generate(
                 latency_ms=(ready - previous) * 1e3,
             )
             previous = ready
-            if reason:
-                steps.close()
-                return
 
-    return run()
+    generator = run()
+    _runs[cache[0]] = ref(generator)
+    return generator
+
+
+# The run that may hold a row ahead in a cache. A cache serves one run at a time: the next one ends it.
+_runs: WeakKeyDictionary[KVCache, ref[Generator[GenerationResponse, None, None]]] = WeakKeyDictionary()
+
+
+def end_run(cache: Sequence[KVCache]) -> None:
+    """End the run that was left suspended on this cache, if any, so that the cache holds what that run yielded."""
+    last = _runs.pop(cache[0], None) if cache and isinstance(cache[0], KVCache) else None
+    generator = last() if last is not None else None
+    if generator is not None:
+        generator.close()
 
 
 def generate(
@@ -179,7 +237,7 @@ def generate(
     """Generate text and return it whole; arguments and errors as in :func:`stream_generate`.
 
     Args:
-        verbose: print the text as it comes and statistics after it, as mlx-lm does.
+        verbose: print the text as it comes and statistics after it.
     """
     pieces = []
     last = None
@@ -207,17 +265,29 @@ def generate(
     return "".join(pieces)
 
 
-def _reserve(model: Decoder, prompt_tokens: int, max_tokens: int) -> Sequence[KVCache]:
-    context = model.config.max_position_embeddings
-    if prompt_tokens > context:
-        raise ContextError(f"the prompt has {prompt_tokens} tokens; the model's context is {context}")
-    return model.make_cache(context if max_tokens == -1 else min(prompt_tokens + max_tokens, context))
+def _check_count(name: str, value: int, *, or_minus_one: bool = False) -> None:
+    if or_minus_one and value == -1:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        also = ", or -1 for as many as the context holds" if or_minus_one else ""
+        raise ValueError(f"{name} is {value!r}; expected at least 1{also}")
 
 
-def _check_room(prompt_tokens: int, cache: Sequence[KVCache]) -> None:
-    if not cache:
-        raise ValueError("prompt_cache is empty; expected one cache a layer")
-    limit, used = cache[0].max_seq_len, cache[0].offset
-    if limit is not None and used + prompt_tokens > limit:
+def _check_cache(model: Decoder, cache: Sequence[KVCache], prompt_tokens: int) -> int:
+    """The tokens that fit after the prompt, or an error that says why the cache cannot take it."""
+    config = model.config
+    if len(cache) != len(model.layers) or len({id(layer) for layer in cache}) != len(cache):
+        raise ValueError(f"prompt_cache has {len(cache)} layers; expected {len(model.layers)}, none twice")
+    for layer in cache:
+        if not isinstance(layer, KVCache):
+            raise ValueError(f"prompt_cache holds a {type(layer).__name__}; expected what model.make_cache returns")
+        layer.check_shape(1, config.num_key_value_heads, config.head_dim)
+    used = cache[0].offset
+    limits = [layer.max_seq_len for layer in cache if layer.max_seq_len is not None]
+    limit = min([*limits, config.max_position_embeddings])
+    if used + prompt_tokens > limit:
         held = f", {used} of them used" if used else ""
-        raise ContextError(f"the prompt has {prompt_tokens} tokens; {limit} are reserved{held}")
+        kind = "reserved" if limits and limit == min(limits) else "the model's context"
+        verb = "are reserved" if kind == "reserved" else f"are {kind}"
+        raise ContextError(f"the prompt has {prompt_tokens} tokens; {limit} {verb}{held}")
+    return limit - used - prompt_tokens

@@ -60,11 +60,15 @@ def find_model(path_or_name: str | Path) -> Path:
     """
     if str(path_or_name) == POCKET:
         return Path(str(resources.files("kvant") / POCKET))
-    folder = Path(path_or_name).expanduser()
-    if not folder.is_dir():
-        raise ModelError(
-            f"model {str(path_or_name)!r} is not a folder; expected one, or '{POCKET}', the embedded model"
-        )
+    name = str(path_or_name)
+    try:
+        folder = Path(name).expanduser()
+        found = bool(name) and folder.is_dir()
+    except (OSError, RuntimeError, ValueError):  # a name too long, a user who does not exist, a NUL
+        found = False
+    if not found:
+        shown = name if len(name) <= 200 else f"{name[:200]}..."
+        raise ModelError(f"model {shown!r} is not a folder; expected one, or '{POCKET}', the embedded model")
     return folder
 
 
@@ -86,6 +90,9 @@ def _load_tokenizer(folder: Path) -> "TokenizerWrapper":
     from mlx_lm.tokenizer_utils import load as load_wrapper
 
     try:
-        return load_wrapper(folder, {"trust_remote_code": False, "local_files_only": True})
+        tokenizer = load_wrapper(folder, {"trust_remote_code": False, "local_files_only": True})
     except Exception as error:  # transformers raises whatever a malformed file happens to break
         raise ModelError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
+    # Lengths are checked here, against the real context; transformers would warn about its own idea of it.
+    tokenizer.model_max_length = int(1e30)
+    return tokenizer

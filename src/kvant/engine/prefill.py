@@ -28,7 +28,7 @@ def prefill(
         progress: called with (tokens fed, tokens in all), first with 0.
 
     Returns:
-        (1, vocab) logits, not yet evaluated.
+        (1, vocab) logits, not yet evaluated; everything they are made from is.
     """
     total = len(prompt)
     if progress:
@@ -37,8 +37,8 @@ def prefill(
     for first in range(0, total, step_size):
         chunk = prompt[first : first + step_size]
         hidden = model.hidden_states(mx.array(list(chunk))[None], cache=cache)[:, -1]
+        mx.eval(hidden)  # a chunk's activations are freed before the next one's are made, and progress is true
         if first + len(chunk) < total:
-            mx.eval(hidden)  # a chunk's activations are freed before the next one's are made
             mx.clear_cache()
         if progress:
             progress(first + len(chunk), total)

@@ -1,6 +1,7 @@
 """Text or messages to token ids."""
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -23,18 +24,20 @@ def encode_prompt(tokenizer: "TokenizerWrapper", prompt: str | Sequence[int] | m
     """
     if isinstance(prompt, str):
         bos = tokenizer.bos_token
-        ids: list[int] = tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
+        ids = _encode(tokenizer, prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
     elif isinstance(prompt, mx.array):
         if prompt.ndim != 1 or not mx.issubdtype(prompt.dtype, mx.integer):
             raise PromptError(f"prompt is {prompt.dtype} of shape {tuple(prompt.shape)}; expected one row of token ids")
         ids = prompt.tolist()  # type: ignore[assignment]
+    elif isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Iterable):
+        raise PromptError(f"prompt is a {type(prompt).__name__}; expected text or token ids")
     else:
-        ids = list(prompt)
+        ids = [_token_id(token) for token in prompt]
     if not ids:
         raise PromptError("the prompt is empty; expected at least one token")
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise PromptError(f"the prompt has token id {token!r}; the model knows 0 to {vocab_size - 1}")
+        if not 0 <= token < vocab_size:
+            raise PromptError(f"the prompt has token id {token}; the model knows 0 to {vocab_size - 1}")
     return ids
 
 
@@ -45,7 +48,7 @@ def render_chat(tokenizer: "TokenizerWrapper", messages: Sequence[Message]) -> s
         PromptError: no template, or one that fails on these messages.
     """
     if not tokenizer.has_chat_template:
-        raise PromptError("the tokenizer has no chat template; use --ignore-chat-template for a plain prompt")
+        raise PromptError("the model has no chat template")
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program: it can fail in any way
@@ -55,5 +58,23 @@ def render_chat(tokenizer: "TokenizerWrapper", messages: Sequence[Message]) -> s
 
 def encode_rendered(tokenizer: "TokenizerWrapper", text: str) -> list[int]:
     """Token ids of text a chat template wrote: its special tokens are there already."""
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return _encode(tokenizer, text, add_special_tokens=False)
+
+
+def _encode(tokenizer: "TokenizerWrapper", text: str, *, add_special_tokens: bool) -> list[int]:
+    try:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    except Exception as error:  # text that is no Unicode, or whatever a tokenizer's files make it do
+        raise PromptError(f"the prompt cannot be encoded: {one_line(error)}") from error
     return ids
+
+
+def _token_id(token: object) -> int:
+    if not isinstance(token, bool):
+        try:
+            return operator.index(token)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise PromptError(
+        f"the prompt has {str(token)[:80]!r} among its token ids; messages go through apply_chat_template"
+    )

@@ -1,5 +1,6 @@
 """Logits to the next token, with mlx-lm's samplers and logits processors."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,19 +23,24 @@ class SamplingOptions:
     min_p: float = 0.0
     top_k: int = 0
     repetition_penalty: float = 1.0
-    repetition_context_size: int = 20
+    repetition_context_size: int | None = None  # None: mlx-lm's 20
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        self._check("temp", "0 or more", 0 <= self.temp < float("inf"))
+        self._check("temp", "0, or from 0.001 on", self.temp == 0 or 1e-3 <= self.temp < math.inf)
         self._check("top_p", "above 0, at most 1", 0 < self.top_p <= 1)
         self._check("min_p", "from 0 to 1", 0 <= self.min_p <= 1)
         self._check("top_k", "0 (off) or more", self.top_k >= 0)
-        self._check("repetition_penalty", "above 0", 0 < self.repetition_penalty < float("inf"))
-        self._check("repetition_context_size", "at least 1", self.repetition_context_size >= 1)
+        self._check("repetition_penalty", "above 0", 0 < self.repetition_penalty < math.inf)
+        size = self.repetition_context_size
+        self._check("repetition_context_size", "at least 1", size is None or size >= 1)
+        self._check(
+            "repetition_context_size", "a repetition_penalty with it", size is None or self.repetition_penalty != 1
+        )
+        self._check("logit_bias", "finite numbers", all(map(math.isfinite, self.logit_bias.values())))
         if self.temp == 0:
-            for name, off in (("top_p", 1.0), ("min_p", 0.0), ("top_k", 0)):
+            for name, off in (("top_p", 1.0), ("min_p", 0.0), ("top_k", 0), ("seed", None)):
                 if getattr(self, name) != off:
                     raise ValueError(
                         f"{name} is {getattr(self, name)}, but temp 0 always picks the likeliest token; set temp too"
@@ -61,7 +67,7 @@ class SamplingOptions:
             mx.random.seed(self.seed)
         sampler = make_sampler(temp=self.temp, top_p=self.top_p, min_p=self.min_p, top_k=self.top_k)
         penalty = None if self.repetition_penalty == 1 else self.repetition_penalty
-        processors = make_logits_processors(dict(self.logit_bias) or None, penalty, self.repetition_context_size)
+        processors = make_logits_processors(dict(self.logit_bias) or None, penalty, self.repetition_context_size or 20)
         return sampler, processors
 
 

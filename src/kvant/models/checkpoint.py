@@ -106,7 +106,10 @@ class _Builder:
         config = self.config
         vocab_size, hidden = config.vocab_size, config.hidden_size
         embed_tokens = self._matrix("model.embed_tokens", vocab_size, hidden)
-        lm_head = None if config.tie_word_embeddings else self._matrix("lm_head", vocab_size, hidden)
+        tied = config.tie_word_embeddings
+        if tied is None:  # exporters leave the key out where it has their default, and defaults differ
+            tied = "lm_head.weight" not in self.tensors
+        lm_head = None if tied else self._matrix("lm_head", vocab_size, hidden)
         norm = self._vector("model.norm.weight", hidden)
         mx.eval(norm, embed_tokens.arrays, lm_head.arrays if lm_head else [])
         layers = []
@@ -119,17 +122,17 @@ class _Builder:
 
     def check_names(self) -> None:
         """Refuse tensors nothing would read: they say that the model is not what its config.json claims."""
-        known = {"model.embed_tokens", "model.norm", "lm_head"}
+        matrices, known = ["model.embed_tokens", "lm_head"], {"model.norm.weight"}
         for index in range(self.config.num_hidden_layers):
             path = f"model.layers.{index}"
-            known |= {f"{path}.self_attn.{name}_proj" for name in "qkvo"}
-            known |= {f"{path}.mlp.{name}_proj" for name in ("gate", "up", "down")}
-            known |= {f"{path}.input_layernorm", f"{path}.post_attention_layernorm"}
-        extra = sorted(
-            name
-            for name in self.tensors.names
-            if name.rpartition(".")[0] not in known and not name.endswith(IGNORED_SUFFIXES)
-        )
+            matrices += [f"{path}.self_attn.{name}_proj" for name in "qkvo"]
+            matrices += [f"{path}.mlp.{name}_proj" for name in ("gate", "up", "down")]
+            known |= {f"{path}.self_attn.{name}_proj.bias" for name in "qkv"}
+            known |= {f"{path}.{name}_layernorm.weight" for name in ("input", "post_attention")}
+        for path in matrices:
+            quantized = f"{path}.scales" in self.tensors
+            known |= {f"{path}.{part}" for part in (("weight", "scales", "biases") if quantized else ("weight",))}
+        extra = sorted(name for name in self.tensors.names - known if not name.endswith(IGNORED_SUFFIXES))
         if extra:
             more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
             raise CheckpointError(f"unexpected tensor {extra[0]}{more}; config.json describes a model without it")

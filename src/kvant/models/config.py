@@ -43,7 +43,7 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
-    tie_word_embeddings: bool
+    tie_word_embeddings: bool | None  # None: not said; tied exactly where there is no lm_head
     eos_token_ids: tuple[int, ...] = ()
     quantization: Quantization | None = None
     # Module path -> its own quantization, or None where it was left in floating point.
@@ -56,7 +56,11 @@ class ModelConfig:
         Raises:
             ModelError: a file that is missing or malformed, or a model kvant does not support.
         """
-        config = cls.from_dict(_read_json(folder / "config.json"))
+        raw = _read_json(folder / "config.json")
+        try:
+            config = cls.from_dict(raw)
+        except ModelError as error:
+            raise ModelError(f"{folder / str(error)}") from error
         generation_file = folder / "generation_config.json"
         if not generation_file.is_file():
             return config
@@ -93,10 +97,10 @@ class ModelConfig:
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             vocab_size=_size(raw, "vocab_size"),
-            max_position_embeddings=_size(raw, "max_position_embeddings"),
+            max_position_embeddings=_size(raw, "max_position_embeddings", default=32768),
             rms_norm_eps=_positive(raw, "rms_norm_eps", 1e-6),
             rope_theta=_rope_theta(raw),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
             eos_token_ids=_token_ids(raw, "config.json"),
             quantization=default,
             quantization_overrides=overrides,
@@ -123,20 +127,22 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     """Refuse what would change the computation and is not implemented; nothing is ignored silently."""
-    names = raw.get("architectures") or []
+    names = _strings(raw, "architectures")
     supported = ", ".join(ARCHITECTURES)
     if raw.get("model_type") not in ARCHITECTURES.values() or any(name not in ARCHITECTURES for name in names):
         given = ", ".join(map(str, names)) or f"model_type {raw.get('model_type')!r}"
         raise ModelError(f"config.json: architecture {given} is not supported; supported: {supported}")
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(f"config.json: hidden_act is {raw['hidden_act']!r}; expected 'silu'")
-    if raw.get("use_sliding_window"):
+    if _flag(raw, "use_sliding_window"):
         raise ModelError("config.json: use_sliding_window is true; sliding-window attention is not supported")
-    for kind in raw.get("layer_types") or []:
+    for kind in _strings(raw, "layer_types"):
         if kind != "full_attention":
             raise ModelError(f"config.json: layer_types has {kind!r}; only 'full_attention' is supported")
+    if raw.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError(f"config.json: partial_rotary_factor is {raw['partial_rotary_factor']!r}; expected 1.0")
     foreign = raw.get("quantization_config")
-    if foreign and not raw.get("quantization") and "quant_method" in foreign:
+    if isinstance(foreign, dict) and not raw.get("quantization") and "quant_method" in foreign:
         raise ModelError(
             f"config.json: quantization method {foreign['quant_method']!r} is not supported; "
             "supported: float weights and MLX's affine quantization"
@@ -145,15 +151,22 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
 
 def _rope_theta(raw: Mapping[str, Any]) -> float:
     """The rotary base, where transformers 5 writes it or where older files do; other kinds of RoPE are refused."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ModelError(f"config.json: rope parameters are {rope!r}; expected an object")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ModelError(f"config.json: rope type {kind!r} is not supported; supported: 'default'")
-    if "partial_rotary_factor" in rope and rope["partial_rotary_factor"] != 1.0:
-        raise ModelError(f"config.json: partial_rotary_factor is {rope['partial_rotary_factor']!r}; expected 1.0")
-    return _positive(rope if "rope_theta" in rope else raw, "rope_theta", 10000.0)
+    theta = raw
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = raw.get(key) or {}
+        if not isinstance(rope, dict):
+            raise ModelError(f"config.json: {key} is {rope!r}; expected an object")
+        for name in ("rope_type", "type"):
+            if rope.get(name, "default") != "default":
+                raise ModelError(f"config.json: rope type {rope[name]!r} is not supported; supported: 'default'")
+        for name, value in rope.items():
+            if name not in ("rope_type", "type", "rope_theta") and (name, value) != ("partial_rotary_factor", 1.0):
+                raise ModelError(f"config.json: {key} has {name} {value!r}, which is not supported")
+        theta = rope if "rope_theta" in rope else theta
+    base = _positive(theta, "rope_theta", 10000.0)
+    if base < 1:
+        raise ModelError(f"config.json: rope_theta is {base}; expected at least 1")
+    return base
 
 
 def _quantization(raw: Mapping[str, Any]) -> tuple[Quantization | None, dict[str, Quantization | None]]:
@@ -175,6 +188,8 @@ def _quantization(raw: Mapping[str, Any]) -> tuple[Quantization | None, dict[str
             overrides[path] = read(entry)
         elif entry is False and path not in ("bits", "group_size"):
             overrides[path] = None
+        elif path not in ("bits", "group_size", "mode", "quant_method") and entry is not True:
+            raise ModelError(f"config.json: quantization has {path} {entry!r}; expected an object or false")
     return read(settings), overrides
 
 
@@ -191,9 +206,23 @@ def _size(raw: Mapping[str, Any], key: str, *, default: int | None = None, limit
 
 def _positive(raw: Mapping[str, Any], key: str, default: float) -> float:
     value = raw.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ModelError(f"config.json: {key} is {value!r}; expected a positive number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        raise ModelError(f"config.json: {key} is {str(value)[:40]}; expected a positive number below 1e30")
     return float(value)
+
+
+def _flag(raw: Mapping[str, Any], key: str) -> bool | None:
+    value = raw.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ModelError(f"config.json: {key} is {value!r}; expected true or false")
+    return value
+
+
+def _strings(raw: Mapping[str, Any], key: str) -> list[str]:
+    value = raw.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ModelError(f"config.json: {key} is {str(value)[:80]}; expected a list of strings")
+    return value
 
 
 def _token_ids(raw: Mapping[str, Any], file: str) -> tuple[int, ...]:

@@ -1,11 +1,13 @@
 """The block stack: token ids in, logits out. B batch, S new tokens, H query heads, K kv heads, D head_dim."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from kvant.cache import KVCache, QuantizedKVCache
+from kvant.errors import ContextError
 from kvant.models.bias import ProjectionBias
 from kvant.models.config import ModelConfig
 from kvant.models.linear import Linear, Matrix
@@ -130,15 +132,20 @@ class Decoder:
             (B, S, vocab) in the compute dtype.
 
         Raises:
-            ValueError: an offset that disagrees with the cache, a cache of other depth, ids that are not (B, S).
+            ValueError: an offset that disagrees with the cache, a cache of other depth, ids that are not (B, S) or
+                not in the vocabulary.
             ContextError: more tokens than the cache has room for.
         """
+        self._check_ids(inputs)
         return self.logits(self.hidden_states(inputs, offset, cache))
 
     def hidden_states(
         self, inputs: mx.array, offset: int | None = None, cache: Sequence[KVCache] | None = None
     ) -> mx.array:
-        """The normalized stream after the last layer, (B, S, hidden): what :meth:`logits` reads."""
+        """The normalized stream after the last layer, (B, S, hidden): what :meth:`logits` reads.
+
+        As :meth:`__call__`, but ids are not looked at: one outside the vocabulary would be read out of bounds.
+        """
         if inputs.ndim != 2 or 0 in inputs.shape:
             raise ValueError(f"inputs has shape {tuple(inputs.shape)}; expected (B, S) token ids")
         start = self._start(offset, cache)
@@ -161,8 +168,16 @@ class Decoder:
 
         Raises:
             ValueError: a size below 1, an unsupported bit, a group that does not divide the head dimension.
+            ContextError: more than this machine's memory; nothing was allocated.
         """
         config = self.config
+        row_bits = config.head_dim * (quant_bit or 8 * self.dtype.size)  # levels alone: a lower bound is enough here
+        least = max_seq_len * batch * len(self.layers) * 2 * config.num_key_value_heads * row_bits // 8
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if least > memory:
+            raise ContextError(
+                f"a cache of {max_seq_len} tokens needs {least / 1e9:.1f} GB; this machine has {memory / 1e9:.1f}"
+            )
         return [
             QuantizedKVCache(
                 max_seq_len,
@@ -188,6 +203,16 @@ class Decoder:
         head = [] if self._lm_head is None else self._lm_head.arrays
         return [*self._embed_tokens.arrays, *(a for layer in self.layers for a in layer.arrays), self._norm, *head]
 
+    def _check_ids(self, inputs: mx.array) -> None:
+        if not mx.issubdtype(inputs.dtype, mx.integer):
+            raise ValueError(f"inputs has dtype {inputs.dtype}; expected integer token ids")
+        if inputs.size:
+            low, high = inputs.min().item(), inputs.max().item()
+            if low < 0 or high >= self.config.vocab_size:  # type: ignore[operator]
+                raise ValueError(
+                    f"inputs has token ids {low} to {high}; the model knows 0 to {self.config.vocab_size - 1}"
+                )
+
     def _start(self, offset: int | None, cache: Sequence[KVCache] | None) -> int:
         if cache is None:
             cached = 0
@@ -198,6 +223,6 @@ class Decoder:
             if len(offsets) > 1:
                 raise ValueError(f"the cache's layers hold different numbers of tokens: {sorted(offsets)}")
             cached = offsets.pop()
-        if offset is not None and offset != cached:
+        if offset is not None and (type(offset) is not int or offset != cached):
             raise ValueError(f"offset is {offset}; the cache holds {cached} tokens")
         return cached

@@ -100,6 +100,32 @@ def check_attention_call(
     return _check_mask(attn_mask, call, num_heads)
 
 
+def check_rows(query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None, offset: int) -> None:
+    """Check what a cache is given: (B, H, S, D) queries, (B, K, S, D) keys and values, a mask over offset + S rows."""
+    if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
+        raise ValueError(
+            f"query has shape {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}; "
+            "expected (B, H, S, D) and twice (B, K, S, D)"
+        )
+    B, H, S, D = query.shape
+    K = key.shape[1]
+    if (key.shape[0], key.shape[2], key.shape[3]) != (B, S, D) or H % K:
+        raise ValueError(
+            f"query has shape {tuple(query.shape)}, key {tuple(key.shape)}; expected one B, S, D and H % K = 0"
+        )
+    if mask is None:
+        return
+    T = offset + S
+    lead = mask.shape[:-2]
+    allowed = [(), (1,), (H,), (1, 1), (1, H), (B, 1), (B, H)]
+    if tuple(mask.shape[-2:]) != (S, T) or tuple(lead) not in allowed:
+        raise ValueError(
+            f"mask has shape {tuple(mask.shape)}; expected ({S}, {T}), ({H}, {S}, {T}) or ({B}, {H}, {S}, {T})"
+        )
+    if mask.dtype != mx.bool_ and mask.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"mask has dtype {mask.dtype}; expected bool, float32, float16 or bfloat16")
+
+
 def check_bias_split(split: BiasSplit | None, call: CacheCall, num_kv_heads: int) -> None:
     """Check the shapes of a bias split against the call."""
     if split is None:
