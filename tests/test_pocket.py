@@ -1,0 +1,59 @@
+"""The embedded model is what its card says: its files, its architecture, and answers through a quantized cache."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvant import generate
+from kvant.models import Decoder
+
+Pocket = tuple[Decoder, Any]
+
+
+def test_files(pocket_folder: Path) -> None:
+    files = {path.name: path.stat().st_size for path in pocket_folder.iterdir() if path.is_file()}
+    assert {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "MODEL_CARD.md",
+    } <= set(files)  # fmt: skip
+    assert sum(files.values()) <= 8_000_000
+
+
+def test_architecture(pocket: Pocket, pocket_folder: Path) -> None:
+    config = pocket[0].config
+    assert json.loads((pocket_folder / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+    assert (config.head_dim, config.num_attention_heads, config.num_key_value_heads) == (64, 4, 2)
+    assert (config.tie_word_embeddings, config.rope_theta, config.max_position_embeddings) == (True, 1e6, 2048)
+
+
+def test_any_text_encodes(pocket: Pocket) -> None:
+    _, tokenizer = pocket
+    for text in ("Pip the fox", "naïve café 🦊 犬\n\ttab", "x = {'a': [1, 2]}"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def _ask(pocket: Pocket, messages: list[dict[str, str]], max_tokens: int, quant_bit: int) -> str:
+    model, tokenizer = pocket
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    cache = model.make_cache(len(ids) + max_tokens, quant_bit=quant_bit)
+    return generate(model, tokenizer, ids, max_tokens=max_tokens, prompt_cache=cache).strip()
+
+
+def test_a_story_is_about_whom_it_was_asked_for(pocket: Pocket, heldout: list[dict[str, Any]]) -> None:
+    stories = [document for document in heldout if document["kind"] == "story"][:10]
+    told = [(document["hero"], _ask(pocket, document["messages"][:1], 256, 8)) for document in stories]
+    assert sum(len(re.findall(rf"\b{hero}\b", story)) >= 2 for hero, story in told) >= 9
+    assert all(60 <= len(story.split()) <= 220 and story.endswith((".", '"', "!")) for _, story in told)
+
+
+@pytest.mark.parametrize("quant_bit", [0, 8])
+def test_questions_about_the_context(pocket: Pocket, heldout: list[dict[str, Any]], quant_bit: int) -> None:
+    """Recall among facts of the same type, and what a story or a list of facts states."""
+    for kinds, share in ((("recall",), 0.9), (("questions", "facts"), 0.75)):
+        asked = [d for d in heldout if d["kind"].startswith(kinds)][:24]
+        right = sum(_ask(pocket, d["messages"], 24, quant_bit) == d["answer"] for d in asked)
+        assert len(asked) == 24
+        assert right >= share * len(asked)
