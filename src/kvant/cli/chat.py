@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -116,11 +117,13 @@ def _answer(send: Callable[..., Any], quiet: bool) -> RunStatistics:
     run = RunStatistics()
     with LateProgress("reading", quiet=quiet) as progress:
         try:
-            for response in send(prompt_progress_callback=progress.update):
-                progress.stop()
-                run.add(response)
-                sys.stdout.write(response.text)
-                sys.stdout.flush()
+            # Closed whatever happens, so that the turn is recorded with what was answered until then.
+            with closing(send(prompt_progress_callback=progress.update)) as responses:
+                for response in responses:
+                    progress.stop()
+                    run.add(response)
+                    sys.stdout.write(response.text)
+                    sys.stdout.flush()
         except KeyboardInterrupt:
             progress.stop()
             _notice("\nstopped")
@@ -149,8 +152,6 @@ def _print_statistics(session: Session, conversation: Conversation, run: RunStat
 
 def _line_reader() -> Callable[[], str]:
     """Lines from prompt_toolkit on a terminal, which shows its prompt on standard error; else from standard input."""
-    if sys.stdin is None:
-        raise PromptError("standard input is closed")
     if not sys.stdin.isatty():
         return input
     from prompt_toolkit import PromptSession

@@ -115,8 +115,6 @@ def _read_prompt(argument: str | None, option: str | None) -> str:
             prompt = sys.stdin.buffer.read().decode("utf-8")
         except UnicodeDecodeError as error:
             raise PromptError(f"standard input is not UTF-8: {error}") from error
-        except AttributeError:
-            raise PromptError("standard input is closed") from None
     options.check_text(the_prompt=prompt)
     if not prompt.strip():
         raise PromptError("the prompt is empty")
