@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import kvant
+from kvant.cli import main
 from kvant.cli.progress import LateProgress
 
 COMMAND = [sys.executable, "-m", "kvant"]
@@ -163,7 +164,19 @@ USAGE_ERRORS = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), USAGE_ERRORS)
-def test_usage_errors(arguments: list[str], message: str) -> None:
+def test_usage_errors(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which spares its start; two of them as a process below."""
+    monkeypatch.setattr(sys, "argv", ["kvant", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    output = capsys.readouterr()
+    _check_refusal(subprocess.CompletedProcess(arguments, ended.value.code, output.out, output.err), 2, message)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("arguments", "message"), [USAGE_ERRORS[0], USAGE_ERRORS[4]])
+def test_usage_errors_of_a_process(arguments: list[str], message: str) -> None:
     _check_refusal(run(*arguments), 2, message)
 
 
