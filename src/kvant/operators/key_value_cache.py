@@ -126,9 +126,9 @@ def read_rows(
 
     ``product_dtype`` is the dtype of level * scale; PMX's is the scale's, the default.
     """
-    rows = _slice(cache, layer_idx, batch, end, cache_layout)  # (B, 2, K, T, D')
+    rows = stored_rows(cache, layer_idx, batch, end, cache_layout)  # (B, 2, K, T, D')
     if quant_bit and scale is not None:
-        scales = _slice(scale, layer_idx, batch, end, cache_layout)
+        scales = stored_rows(scale, layer_idx, batch, end, cache_layout)
         rows = multiply_levels(rows, scales, quant_bit, product_dtype or scale.dtype)
     rows = rows.astype(dtype)
     return rows[:, 0], rows[:, 1]
@@ -146,7 +146,8 @@ def _assign(
         array[layer, :batch, :, :, start : start + tokens] = rows
 
 
-def _slice(array: mx.array, layer: int, batch: int, end: int, cache_layout: int) -> mx.array:
+def stored_rows(array: mx.array, layer: int, batch: int, end: int, cache_layout: int) -> mx.array:
+    """Rows 0 to ``end`` of one layer of a cache or scale, as they are stored: (B, 2, K, T, last)."""
     if cache_layout == 0:
         return array[:batch, layer, :, :end].transpose(0, 1, 3, 2, 4)  # (B, 2, T, K, D) -> (B, 2, K, T, D)
     return array[layer, :batch, :, :, :end]

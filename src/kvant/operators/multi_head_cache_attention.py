@@ -4,7 +4,8 @@ import mlx.core as mx
 
 from kvant.operators.attention import attend_rows
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.key_value_cache import read_rows, write_rows
+from kvant.operators.key_value_cache import read_rows, stored_rows, write_rows
+from kvant.operators.level_attention import attend_levels, reads_levels
 from kvant.operators.validation import check_attention_call, check_bias_split, check_cache_call
 
 
@@ -130,6 +131,16 @@ def append_and_attend(
         cache_layout=cache_layout,
     )
     B, _, S, _ = key.shape
+    in_float32 = product_dtype is not None and product_dtype == mx.float32
+    if (
+        in_float32
+        and mask is None
+        and not is_alibi
+        and scale is not None
+        and reads_levels(S, query.dtype, quant_bit, quant_group)
+    ):
+        levels, scales = (stored_rows(x, layer_idx, B, start + S, cache_layout) for x in (cache, scale))
+        return attend_levels(query, levels, scales, quant_bit=quant_bit, bias_split=bias_split)
     all_keys, all_values = read_rows(
         B,
         start + S,
