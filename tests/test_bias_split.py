@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import oracle
 import pytest
+from bias_split import plant
 
 from kvant.cache import QuantizedKVCache
 from kvant.models import Decoder, load_decoder
@@ -134,6 +135,36 @@ def test_a_split_that_does_not_fit_is_refused_before_anything_is_written(change:
             bias_split=layer.split,
         )  # fmt: skip
     assert (cache == 1).all().item()
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("constant", [0.0, 900.0])
+def test_attention_of_the_pocket_model_is_exact(
+    pocket_folder: Path, tmp_path: Path, heldout_ids: list[int], constant: float, steps: str, split: bool
+) -> None:
+    """Every layer on real inputs, through the engine's cache, against the oracle on the whole keys and values."""
+    model = load_decoder(plant(pocket_folder, tmp_path / "planted", constant))
+    x = model._embed_tokens.rows(mx.array([heldout_ids[:40]]))
+    for layer, cache in zip(model.layers, model.make_cache(42, quant_bit=0, bias_split=split), strict=True):
+        normed = mx.fast.rms_norm(x, layer.input_layernorm, layer.rms_norm_eps)
+        heads = (np.array(layer.self_attn.qkv_proj(normed)) + np.array(layer.self_attn.qkv_bias.whole)).astype(float)
+        heads = heads.reshape(1, 40, H + 2 * K, D)
+        query, key, value = _rotate(heads[:, :, :H], 0), _rotate(heads[:, :, H : H + K], 0), heads[:, :, H + K :]
+        expected = oracle.attend(query, key, value, is_causal=True)
+        given = []
+        own = layer.self_attn
+        bias = own.qkv_bias.stored if split else own.qkv_bias.whole
+        for first, last in pairwise(STEPS[steps]):
+            qkv = (own.qkv_proj(normed[:, first:last]) + bias).reshape(1, last - first, H + 2 * K, D)
+            qkv = qkv.transpose(0, 2, 1, 3)
+            turned = mx.fast.rope(qkv[:, : H + K], D, traditional=False, base=THETA, scale=1.0, offset=first)
+            given.append(cache.attend(turned[:, :H], turned[:, H:], qkv[:, H + K :]))
+        scores = np.abs(np.einsum("bskd,btkd->bkst", query[:, :, :: H // K], key)).max() / math.sqrt(D)
+        tolerance = 8 * FLOAT32_EPSILON * max(1.0, scores) * np.abs(value).max()
+        error = np.abs(np.array(mx.concatenate(given, axis=2)).transpose(0, 2, 1, 3) - expected).max()
+        assert error < tolerance
+        x = layer(x, 0, None)
 
 
 def _with_large_key_bias(make: Make, size: float, elements: tuple[int, ...], **changes: Any) -> Decoder:
