@@ -7,10 +7,10 @@ from kvant.cache import QuantizedKVCache
 from kvant.operators.attention import BLOCK_SCORE_BYTES
 from kvant.operators.key_value_cache import write_rows
 
-KV_HEADS, HEAD_DIM, PAST, CHUNK = 2, 64, 7680, 512
+KV_HEADS, HEAD_DIM, PAST, CHUNK = 2, 64, 16384 - 512, 512
 
 
-@pytest.mark.parametrize("heads", [2, 14])
+@pytest.mark.parametrize("heads", [4, 14])
 @pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="the bound on scores is about a device that makes them")
 def test_scores_of_a_chunk_stay_under_the_bound(heads: int) -> None:
     cache = QuantizedKVCache(PAST + CHUNK, KV_HEADS, HEAD_DIM)
@@ -26,6 +26,7 @@ def test_scores_of_a_chunk_stay_under_the_bound(heads: int) -> None:
     mx.reset_peak_memory()
     mx.eval(cache.attend(query, current, current))
     used = mx.get_peak_memory() - resting
+    print(f"{heads} heads: {used / 2**20:.1f} MiB above the resting state")
     rows = 2 * KV_HEADS * (PAST + CHUNK) * HEAD_DIM * 4
     outputs = 4 * query.nbytes  # the blocks, joined and transposed
     assert used < rows + outputs + 8 * BLOCK_SCORE_BYTES
