@@ -316,14 +316,20 @@ def test_chat_that_does_not_fit_goes_on() -> None:
     assert done.stdout.strip()
 
 
-def _read_until(terminal: int, text: str, seconds: float = 60) -> str:
-    seen = ""
-    end = time.monotonic() + seconds
-    while text not in seen:
-        ready, _, _ = select.select([terminal], [], [], max(0, end - time.monotonic()))
-        assert ready, f"{text!r} did not appear in {seen!r}"
-        seen += os.read(terminal, 4096).decode(errors="replace")
-    return seen
+class _Screen:
+    """What a terminal shows, read up to a text at a time; what came after it in the same read is kept."""
+
+    def __init__(self, terminal: int) -> None:
+        self.terminal = terminal
+        self.unread = ""
+
+    def wait_for(self, text: str, seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while text not in self.unread:
+            ready, _, _ = select.select([self.terminal], [], [], max(0, end - time.monotonic()))
+            assert ready, f"{text!r} did not appear in {self.unread!r}"
+            self.unread += os.read(self.terminal, 4096).decode(errors="replace")
+        self.unread = self.unread.partition(text)[2]
 
 
 def _exit_code(pid: int, terminal: int, seconds: float = 30) -> int:
@@ -352,19 +358,20 @@ def test_chat_on_a_terminal_survives_interrupts() -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         os.execvpe(sys.executable, [*COMMAND, "chat", *ENDLESS], environment)
+    screen = _Screen(terminal)
     try:
-        _read_until(terminal, PROMPT_SHOWN)
+        screen.wait_for(PROMPT_SHOWN)
         os.write(terminal, QUESTION.encode() + b"\r")
-        _read_until(terminal, PROMPT_HIDDEN)
+        screen.wait_for(PROMPT_HIDDEN)
         time.sleep(1)
         os.write(terminal, b"\x03")
-        _read_until(terminal, "stopped")
-        _read_until(terminal, PROMPT_SHOWN)
+        screen.wait_for("stopped")
+        screen.wait_for(PROMPT_SHOWN)
         os.write(terminal, b"half a line\x03")
-        _read_until(terminal, PROMPT_SHOWN)
+        screen.wait_for(PROMPT_SHOWN)
         os.write(terminal, b"/stats\r")
-        _read_until(terminal, "conversation: 2 messages")
-        _read_until(terminal, PROMPT_SHOWN)
+        screen.wait_for("conversation: 2 messages")
+        screen.wait_for(PROMPT_SHOWN)
         os.write(terminal, b"\x04")
         assert _exit_code(pid, terminal) == 0
     finally:
