@@ -8,7 +8,6 @@ from typing import Any
 
 from kvant.chat import Conversation
 from kvant.cli import options
-from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
 from kvant.cli.session import Session, open_session
 from kvant.cli.statistics import RunStatistics
@@ -65,10 +64,7 @@ def chat(
         max_kv_size=max_kv_size,
         quiet=quiet,
     )
-    try:
-        sampler, processors = sampling.build(session.model.config.vocab_size)
-    except ValueError as error:
-        raise BadValueError(str(error)) from error
+    sampler, processors = options.build_sampling(sampling, session.model.config.vocab_size)
     if not session.tokenizer.has_chat_template:
         raise PromptError("the model has no chat template; kvant generate --ignore-chat-template continues a prompt")
     conversation = Conversation(session.model, session.tokenizer, session.cache, system_prompt=system_prompt)

@@ -72,10 +72,7 @@ def generate(
         max_kv_size=max_kv_size,
         quiet=quiet,
     )
-    try:
-        sampler, processors = sampling.build(session.model.config.vocab_size)
-    except ValueError as error:
-        raise BadValueError(str(error)) from error
+    sampler, processors = options.build_sampling(sampling, session.model.config.vocab_size)
     run = RunStatistics()
     with LateProgress("reading the prompt", quiet=quiet) as progress:
         responses = stream_generate(

@@ -7,7 +7,7 @@ import typer
 from typer.exceptions import TyperException
 
 from kvant.engine.load import POCKET
-from kvant.engine.sampling import SamplingOptions
+from kvant.engine.sampling import LogitsProcessor, Sampler, SamplingOptions
 from kvant.operators.quantization import QUANT_BITS
 
 
@@ -81,6 +81,14 @@ def sampling_options(
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
         raise BadValueError(f"--{name.replace('_', '-')} {rest}") from error
+
+
+def build_sampling(sampling: SamplingOptions, vocab_size: int) -> tuple[Sampler, list[LogitsProcessor]]:
+    """The sampler and processors for a loaded model; a token it does not have is a usage error."""
+    try:
+        return sampling.build(vocab_size)
+    except ValueError as error:
+        raise BadValueError(str(error)) from error
 
 
 def check_counts(**counts: int | None) -> None:
