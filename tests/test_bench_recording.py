@@ -206,6 +206,13 @@ def test_what_is_no_recording_is_one_line(text: bytes, tmp_path: Path) -> None:
     assert len(str(caught.value)) < len(str(path)) + 250
 
 
+def test_a_last_line_that_is_something_else(tmp_path: Path) -> None:
+    path = _write(tmp_path / "a.jsonl", _objects())
+    path.write_text(path.read_text() + "hello")
+    with pytest.raises(KvantError, match=r"line 6: found b'hello'; expected one JSON object"):
+        read_recording(path)
+
+
 def test_a_broken_line_within_is_not_a_cut_one(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     lines = [json.dumps(o) for o in _objects()]

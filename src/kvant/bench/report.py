@@ -134,7 +134,7 @@ def _empty(title: str) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, title=Text(title), title_justify="left", caption_justify="left", collapse_padding=True
     )
-    table.add_column("engine", overflow="fold", min_width=12)
+    table.add_column("engine", overflow="fold")
     table.add_column("context", justify="right", no_wrap=True)
     return table
 
