@@ -1,0 +1,1 @@
+"""Measuring speed: every token's latency, recorded, summed up and drawn."""
