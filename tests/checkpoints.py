@@ -1,4 +1,4 @@
-"""Random Qwen2 checkpoints on disk, and mlx-lm's own model on the same files: what kvant is compared with."""
+"""Random Qwen2 and Qwen3 checkpoints on disk, and mlx-lm's own model on the same files: what kvant is compared with."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models import qwen2
+from mlx_lm.models import qwen2, qwen3
 from mlx_lm.models.cache import make_prompt_cache
 
 ROPE_THETA = 1e6
@@ -36,9 +36,16 @@ def qwen2_config(**changes: Any) -> dict[str, Any]:
     return config | changes
 
 
+def qwen3_config(**changes: Any) -> dict[str, Any]:
+    """The same as a Qwen3: a head_dim that is not hidden / heads, no bias."""
+    config = qwen2_config(architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=32, attention_bias=False)
+    return config | {"num_attention_heads": 6, "num_key_value_heads": 3} | changes
+
+
 def reference_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
-    """mlx-lm's qwen2 with random float32 weights of unit-scale activations, and biases that matter."""
-    model = qwen2.Model(qwen2.ModelArgs.from_dict(config))
+    """mlx-lm's model with random float32 weights of unit-scale activations, and biases and norms that matter."""
+    kind = {"qwen2": qwen2, "qwen3": qwen3}[config["model_type"]]
+    model = kind.Model(kind.ModelArgs.from_dict(config))
     mx.random.seed(seed)
     weights = []
     for name, array in tree_flatten(model.parameters()):

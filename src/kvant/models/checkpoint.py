@@ -127,7 +127,10 @@ class _Builder:
             path = f"model.layers.{index}"
             matrices += [f"{path}.self_attn.{name}_proj" for name in "qkvo"]
             matrices += [f"{path}.mlp.{name}_proj" for name in ("gate", "up", "down")]
-            known |= {f"{path}.self_attn.{name}_proj.bias" for name in "qkv"}
+            if self.config.attention_bias:
+                known |= {f"{path}.self_attn.{name}_proj.bias" for name in "qkv"}
+            if self.config.query_key_norm:
+                known |= {f"{path}.self_attn.{name}_norm.weight" for name in "qk"}
             known |= {f"{path}.{name}_layernorm.weight" for name in ("input", "post_attention")}
         for path in matrices:
             quantized = f"{path}.scales" in self.tensors
@@ -144,21 +147,32 @@ class _Builder:
         sizes = {f"{path}.self_attn.{name}_proj": count * config.head_dim for name, count in heads.items()}
         norm = self._vector(f"{path}.input_layernorm.weight", hidden)
         qkv = Linear(self._fused(sizes, hidden))
-        qkv_bias = divide_bias(
-            config, qkv, mx.concatenate([self._vector(f"{p}.bias", n) for p, n in sizes.items()]), norm
-        )
+        qkv_bias = None
+        if config.attention_bias:
+            bias = mx.concatenate([self._vector(f"{p}.bias", n) for p, n in sizes.items()])
+            qkv_bias = divide_bias(config, qkv, bias, norm)
         o_proj = Linear(
             (self._matrix(f"{path}.self_attn.o_proj", hidden, config.num_attention_heads * config.head_dim),)
         )
         gate_up = Linear(self._fused({f"{path}.mlp.{name}_proj": inner for name in ("gate", "up")}, hidden))
         down = Linear((self._matrix(f"{path}.mlp.down_proj", hidden, inner),))
         return Block(
-            self_attn=Attention(config, qkv, qkv_bias, o_proj),
+            self_attn=Attention(config, qkv, qkv_bias, self._query_key_norm(f"{path}.self_attn"), o_proj),
             mlp=MLP(gate_up, down),
             input_layernorm=norm,
             post_attention_layernorm=self._vector(f"{path}.post_attention_layernorm.weight", hidden),
             rms_norm_eps=config.rms_norm_eps,
         )
+
+    def _query_key_norm(self, path: str) -> mx.array | None:
+        """The weight of each head's RMSNorm, the queries' H times and the keys' K times: (H + K, 1, D)."""
+        config = self.config
+        if not config.query_key_norm:
+            return None
+        heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+        D = config.head_dim
+        weights = {name: self._vector(f"{path}.{name}_norm.weight", D) for name in heads}
+        return mx.concatenate([mx.broadcast_to(weights[name], (count, 1, D)) for name, count in heads.items()])
 
     def _vector(self, name: str, size: int) -> mx.array:
         return self.tensors.take(name, (size,)).astype(self.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvant.errors import ModelError, one_line
 
-ARCHITECTURES = {"Qwen2ForCausalLM": "qwen2"}
+ARCHITECTURES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
 # Far above any published model, far below what would exhaust memory before a tensor is read.
 MAX_SIZE = 2**24
@@ -30,7 +30,13 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A Qwen2-style decoder. Sizes are counts of elements; ``max_position_embeddings`` is the context in tokens."""
+    """A Qwen2- or Qwen3-style decoder. Sizes are counts of elements.
+
+    Attributes:
+        max_position_embeddings: the context in tokens.
+        attention_bias: q, k and v are projected with a bias (Qwen2).
+        query_key_norm: RMSNorm of each query and key head before its rotation (Qwen3).
+    """
 
     model_type: str
     hidden_size: int
@@ -44,6 +50,8 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     tie_word_embeddings: bool | None  # None: not said; tied exactly where there is no lm_head
+    attention_bias: bool = True
+    query_key_norm: bool = False
     eos_token_ids: tuple[int, ...] = ()
     quantization: Quantization | None = None
     # Module path -> its own quantization, or None where it was left in floating point.
@@ -82,9 +90,10 @@ class ModelConfig:
             raise ModelError(
                 f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
             )
-        if raw.get("head_dim") is None and hidden % heads:
+        qwen3 = raw["model_type"] == "qwen3"
+        if raw.get("head_dim") is None and hidden % heads and not qwen3:
             raise ModelError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-        head_dim = _size(raw, "head_dim", default=hidden // heads)
+        head_dim = _size(raw, "head_dim", default=None if qwen3 else hidden // heads)  # Qwen3's is a size of its own
         if head_dim % 2:
             raise ModelError(f"config.json: head_dim is {head_dim}; rotary positions need an even one")
         default, overrides = _quantization(raw)
@@ -101,6 +110,8 @@ class ModelConfig:
             rms_norm_eps=_positive(raw, "rms_norm_eps", 1e-6),
             rope_theta=_rope_theta(raw),
             tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
+            attention_bias=not qwen3,
+            query_key_norm=qwen3,
             eos_token_ids=_token_ids(raw, "config.json"),
             quantization=default,
             quantization_overrides=overrides,
@@ -129,16 +140,24 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     """Refuse what would change the computation and is not implemented; nothing is ignored silently."""
     names = _strings(raw, "architectures")
     supported = ", ".join(ARCHITECTURES)
-    if raw.get("model_type") not in ARCHITECTURES.values() or any(name not in ARCHITECTURES for name in names):
-        given = ", ".join(map(str, names)) or f"model_type {raw.get('model_type')!r}"
+    kind = raw.get("model_type")
+    if kind not in ARCHITECTURES.values() or any(name not in ARCHITECTURES for name in names):
+        given = ", ".join(map(str, names)) or f"model_type {kind!r}"
         raise ModelError(f"config.json: architecture {given} is not supported; supported: {supported}")
+    for name in names:
+        if ARCHITECTURES[name] != kind:
+            raise ModelError(
+                f"config.json: architecture {name} with model_type {kind!r}; expected {ARCHITECTURES[name]!r}"
+            )
+    if kind == "qwen3" and _flag(raw, "attention_bias"):
+        raise ModelError("config.json: attention_bias is true; supported for qwen3: false")
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(f"config.json: hidden_act is {raw['hidden_act']!r}; expected 'silu'")
     if _flag(raw, "use_sliding_window"):
         raise ModelError("config.json: use_sliding_window is true; sliding-window attention is not supported")
-    for kind in _strings(raw, "layer_types"):
-        if kind != "full_attention":
-            raise ModelError(f"config.json: layer_types has {kind!r}; only 'full_attention' is supported")
+    for layer_type in _strings(raw, "layer_types"):
+        if layer_type != "full_attention":
+            raise ModelError(f"config.json: layer_types has {layer_type!r}; only 'full_attention' is supported")
     if raw.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError(f"config.json: partial_rotary_factor is {raw['partial_rotary_factor']!r}; expected 1.0")
     foreign = raw.get("quantization_config")

@@ -21,7 +21,8 @@ class Attention:
 
     config: ModelConfig
     qkv_proj: Linear
-    qkv_bias: ProjectionBias
+    qkv_bias: ProjectionBias | None
+    query_key_norm: mx.array | None  # (H + K, 1, D)
     o_proj: Linear
 
     def __call__(self, x: mx.array, offset: int, cache: KVCache | None) -> mx.array:
@@ -30,19 +31,24 @@ class Attention:
         B, S, _ = x.shape
         H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         # (B, S, (H + 2K) D) -> (B, S, H + 2K, D) -> (B, H + 2K, S, D)
-        split = cache is not None and cache.bias_split is not None
-        qkv = self.qkv_proj(x) + (self.qkv_bias.stored if split else self.qkv_bias.whole)
+        qkv = self.qkv_proj(x)
+        if self.qkv_bias is not None:
+            split = cache is not None and cache.bias_split is not None
+            qkv = qkv + (self.qkv_bias.stored if split else self.qkv_bias.whole)
         qkv = qkv.reshape(B, S, H + 2 * K, D).transpose(0, 2, 1, 3)
+        query_key = qkv[:, : H + K]
+        if self.query_key_norm is not None:  # one pass for both, then each head's own weight
+            query_key = mx.fast.rms_norm(query_key, None, config.rms_norm_eps) * self.query_key_norm
         # Queries and keys turn by the same angles: one call for both.
-        query_key = mx.fast.rope(
-            qkv[:, : H + K], D, traditional=False, base=config.rope_theta, scale=1.0, offset=offset
-        )
+        query_key = mx.fast.rope(query_key, D, traditional=False, base=config.rope_theta, scale=1.0, offset=offset)
         query, key, value = query_key[:, :H], query_key[:, H:], qkv[:, H + K :]
         output = attend_rows(query, key, value) if cache is None else cache.attend(query, key, value)
         return self.o_proj(output.transpose(0, 2, 1, 3).reshape(B, S, H * D))  # (B, H, S, D) -> (B, S, H D)
 
-    def bias_split(self, max_seq_len: int) -> BiasSplit:
-        """What a cache of this layer does without, with angles for ``max_seq_len`` rows."""
+    def bias_split(self, max_seq_len: int) -> BiasSplit | None:
+        """What a cache of this layer does without, with angles for ``max_seq_len`` rows; None: there is no bias."""
+        if self.qkv_bias is None:
+            return None
         config, pairs = self.config, self.qkv_bias.pairs
         H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         missing = (self.qkv_bias.whole - self.qkv_bias.stored).astype(mx.float32)
@@ -87,16 +93,18 @@ class Block:
     def arrays(self) -> list[mx.array]:
         """What the layer holds."""
         projections = (self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj)
+        bias, norm = self.self_attn.qkv_bias, self.self_attn.query_key_norm
         return [
             *(a for projection in projections for a in projection.arrays),
-            *self.self_attn.qkv_bias.arrays,
+            *([] if bias is None else bias.arrays),
+            *([] if norm is None else [norm]),
             self.input_layernorm,
             self.post_attention_layernorm,
         ]
 
 
 class Decoder:
-    """A Qwen2-style language model.
+    """A Qwen2- or Qwen3-style language model.
 
     Attributes:
         config: what config.json said.
@@ -164,7 +172,8 @@ class Decoder:
     ) -> list[QuantizedKVCache]:
         """Allocate one cache a layer, for ``max_seq_len`` tokens each; at 0 bits rows keep the compute dtype.
 
-        With ``bias_split`` keys and values are stored without their biases, which attention adds exactly.
+        With ``bias_split`` keys and values are stored without their biases, which attention adds exactly; a model
+        without such biases has nothing to split.
 
         Raises:
             ValueError: a size below 1, an unsupported bit, a group that does not divide the head dimension.

@@ -1,0 +1,256 @@
+"""Models of known shapes with random weights, as folders on disk: real sizes and real bytes, without a download."""
+
+import json
+import math
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import mlx.core as mx
+
+from kvant.errors import KvantError, one_line
+
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+DRAW_BYTES = 16 * 1024 * 1024  # random bytes drawn at once: bounds the memory beside the array they go to
+DISK_RESERVE_BYTES = 1024 * 1024  # headers, config.json, index
+# Qwen2's keys carry a bias far larger than what is projected; this many times the projection's own spread makes one
+# rotary pair a layer take the way a real checkpoint's do. Too small to be noticed, it would flatter the bias split.
+LARGE_KEY_BIAS = 30.0
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What config.json says of a model. Sizes are counts of elements; ``max_position_embeddings`` is in tokens."""
+
+    name: str
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    max_position_embeddings: int = 32768
+    rope_theta: float = 1e6
+    rms_norm_eps: float = 1e-6
+    large_key_bias: bool = False
+
+
+# As in the config.json of Qwen/Qwen2.5-{0.5B,1.5B,7B}-Instruct and Qwen/Qwen3-0.6B, and of the embedded model, whose
+# context is made longer here: with random weights it means nothing, and long contexts are what is measured.
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("qwen2.5-0.5b", "qwen2", 896, 24, 14, 2, 64, 4864, 151936, True, large_key_bias=True),
+        Shape("qwen2.5-1.5b", "qwen2", 1536, 28, 12, 2, 128, 8960, 151936, True, large_key_bias=True),
+        Shape("qwen2.5-7b", "qwen2", 3584, 28, 28, 4, 128, 18944, 152064, False, large_key_bias=True),
+        Shape("qwen3-0.6b", "qwen3", 1024, 28, 16, 8, 128, 3072, 151936, True, max_position_embeddings=40960),
+        Shape("pocket", "qwen2", 256, 4, 4, 2, 64, 640, 1280, True),  # measured: none of its key biases is large
+    )
+}
+
+
+@contextmanager
+def random_model(
+    shape: Shape,
+    *,
+    bits: int,
+    group_size: int = 64,
+    seed: int = 0,
+    context: int | None = None,
+    parent: Path | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Path]:
+    """A temporary folder with :func:`write_random`'s model, removed at the end however that comes (not by a kill).
+
+    Args:
+        parent: where the folder is made; None: the system's place for temporary files.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvant-", dir=parent, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        write_random(shape, folder, bits=bits, group_size=group_size, seed=seed, context=context, progress=progress)
+        yield folder
+
+
+def write_random(
+    shape: Shape,
+    folder: Path,
+    *,
+    bits: int,
+    group_size: int = 64,
+    seed: int = 0,
+    context: int | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write config.json and safetensors, a file a layer, that kvant and mlx-lm read; there is no tokenizer.
+
+    Weights keep activations at unit scale: a matrix's have mean 0 and variance 1 / inputs. Quantized ones are random
+    levels as they lie on disk, with one scale and bias for all groups; no matrix of floats is made. The same seed
+    writes the same bytes, on any machine.
+
+    Args:
+        folder: an existing, empty folder; what was written there is removed when writing fails.
+        bits: 4 or 8: MLX's affine quantization, the embedding too, as mlx-lm's converter does; 0: bfloat16.
+        group_size: 32, 64 or 128; without meaning at 0 bits.
+        context: tokens config.json admits, where more or fewer than the shape's own.
+        progress: called with (files written, files in all).
+
+    Raises:
+        ValueError: bits or a group size that cannot be written.
+        KvantError: too little room on the disk, or a file that cannot be written.
+    """
+    needed = shape_bytes(shape, bits, group_size) + DISK_RESERVE_BYTES
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise KvantError(f"{folder}: {shape.name} needs {needed / 1e9:.2f} GB of disk; {free / 1e9:.2f} GB are free")
+    weights = _RandomWeights(shape, bits, group_size, seed)
+    parts = _parts(shape)
+    files = [folder / f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
+    index, config = folder / "model.safetensors.index.json", folder / "config.json"
+    weight_map: dict[str, str] = {}
+    try:
+        for done, (file, part) in enumerate(zip(files, parts, strict=True), start=1):
+            tensors = weights.tensors(part)
+            mx.save_safetensors(str(file), tensors, metadata={"format": "mlx"})
+            weight_map |= dict.fromkeys(tensors, file.name)
+            del tensors  # before the next part is drawn
+            mx.clear_cache()
+            if progress is not None:
+                progress(done, len(files))
+        size = shape_bytes(shape, bits, group_size)
+        index.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1))
+        config.write_text(json.dumps(_config(shape, bits, group_size, context), indent=1))
+    except BaseException as error:  # Ctrl-C too
+        for file in (*files, index, config):
+            file.unlink(missing_ok=True)
+        if isinstance(error, OSError | RuntimeError):  # RuntimeError is what MLX raises when a disk is full
+            raise KvantError(f"{folder}: {shape.name} cannot be written: {one_line(error)}") from error
+        raise
+
+
+def shape_bytes(shape: Shape, bits: int, group_size: int = 64) -> int:
+    """Bytes of the weights that :func:`write_random` writes: every tensor's data, without the files' headers.
+
+    Raises:
+        ValueError: bits other than 0, 4 or 8, or a group size that is not 32, 64 or 128 or does not divide a matrix.
+    """
+    _check_quantization(shape, bits, group_size)
+    total = 0
+    for dims in (dims for part in _parts(shape) for dims in part.values()):
+        if len(dims) == 2 and bits:  # levels, and a bfloat16 scale and bias a group
+            total += math.prod(dims) * bits // 8 + math.prod(dims) // group_size * 2 * 2
+        else:
+            total += math.prod(dims) * 2
+    return total
+
+
+def _check_quantization(shape: Shape, bits: int, group_size: int) -> None:
+    if bits not in (0, 4, 8):
+        raise ValueError(f"bits is {bits!r}; expected 0, 4 or 8")
+    widths = (shape.hidden_size, shape.intermediate_size, shape.num_attention_heads * shape.head_dim)
+    if bits and (group_size not in (32, 64, 128) or any(width % group_size for width in widths)):
+        raise ValueError(f"group_size is {group_size!r}; expected 32, 64 or 128, a divisor of {widths}")
+
+
+def _parts(shape: Shape) -> list[dict[str, tuple[int, ...]]]:
+    """What goes into each file: a matrix's path -> (out, in), a vector's name -> (size,)."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    heads = {"q": shape.num_attention_heads, "k": shape.num_key_value_heads, "v": shape.num_key_value_heads}
+    sizes = {name: count * shape.head_dim for name, count in heads.items()}
+    parts: list[dict[str, tuple[int, ...]]] = [{"model.embed_tokens": (shape.vocab_size, hidden)}]
+    for layer in range(shape.num_hidden_layers):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        part: dict[str, tuple[int, ...]] = {f"{attention}.{name}_proj": (n, hidden) for name, n in sizes.items()}
+        part |= {f"{attention}.o_proj": (hidden, sizes["q"])}
+        part |= {f"{mlp}.gate_proj": (inner, hidden), f"{mlp}.up_proj": (inner, hidden)}
+        part |= {f"{mlp}.down_proj": (hidden, inner)}
+        part |= {f"model.layers.{layer}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        if shape.model_type == "qwen2":
+            part |= {f"{attention}.{name}_proj.bias": (n,) for name, n in sizes.items()}
+        else:
+            part |= {f"{attention}.{name}_norm.weight": (shape.head_dim,) for name in "qk"}
+        parts.append(part)
+    head = {} if shape.tie_word_embeddings else {"lm_head": (shape.vocab_size, hidden)}
+    return [*parts, {"model.norm.weight": (hidden,), **head}]
+
+
+def _config(shape: Shape, bits: int, group_size: int, context: int | None) -> dict[str, Any]:
+    config = asdict(shape) | {"architectures": [ARCHITECTURES[shape.model_type]]}
+    config |= {"hidden_act": "silu", "torch_dtype": "bfloat16"}
+    del config["name"], config["large_key_bias"]  # not of the model's
+    if context is not None:
+        config["max_position_embeddings"] = context
+    if shape.model_type == "qwen3":
+        config["attention_bias"] = False
+    if bits:
+        config["quantization"] = {"group_size": group_size, "bits": bits}
+    return config
+
+
+class _RandomWeights:
+    """Tensors from one stream of random bytes, the same on any device."""
+
+    def __init__(self, shape: Shape, bits: int, group_size: int, seed: int) -> None:
+        self._shape = shape
+        self._bits = bits
+        self._group_size = group_size
+        self._random = Random(seed)
+        quantile = statistics.NormalDist().inv_cdf
+        self._normal = mx.array([quantile((i + 0.5) / 65536) for i in range(65536)])  # by 16 random bits
+
+    def tensors(self, part: dict[str, tuple[int, ...]]) -> dict[str, mx.array]:
+        """The tensors of one file by name."""
+        found = {}
+        for name, dims in part.items():
+            if name.endswith("norm.weight"):
+                found[name] = mx.ones(dims, mx.bfloat16)
+            elif name.endswith(".bias"):
+                found[name] = self._bias(name, dims[0])
+            else:
+                found |= {f"{name}.{kind}": tensor for kind, tensor in self._matrix(*dims).items()}
+        return found
+
+    def _matrix(self, out: int, width: int) -> dict[str, mx.array]:
+        bits = self._bits
+        if not bits:
+            return {"weight": self._normals(out * width, width**-0.5).reshape(out, width)}
+        words = self._integers(out * width * bits // 32, mx.uint32)
+        levels = 2**bits  # uniform in 0 .. levels - 1, whose variance is (levels^2 - 1) / 12
+        scale = mx.array((12 / (levels**2 - 1) / width) ** 0.5).astype(mx.bfloat16)
+        bias = (scale.astype(mx.float32) * (1 - levels) / 2).astype(mx.bfloat16)
+        groups = (out, width // self._group_size)
+        return {
+            "weight": words.reshape(out, width * bits // 32),
+            "scales": mx.broadcast_to(scale, groups),
+            "biases": mx.broadcast_to(bias, groups),
+        }
+
+    def _bias(self, name: str, size: int) -> mx.array:
+        bias = self._normals(size, 0.1)
+        if self._shape.large_key_bias and name.endswith("k_proj.bias"):
+            D = self._shape.head_dim
+            bias = bias.reshape(-1, D)  # (K D,) -> (K, D)
+            bias[:, D // 2 - 1] = LARGE_KEY_BIAS  # the pair (D/2 - 1, D - 1) turns slowest
+            bias = bias.reshape(size)
+        return bias
+
+    def _normals(self, count: int, scale: float) -> mx.array:
+        table = (self._normal * scale).astype(mx.bfloat16)
+        return table[self._integers(count, mx.uint16)]
+
+    def _integers(self, count: int, dtype: mx.Dtype) -> mx.array:
+        drawn, size = bytearray(), count * dtype.size
+        while len(drawn) < size:
+            drawn += self._random.randbytes(min(DRAW_BYTES, size - len(drawn)))
+        view = memoryview(drawn).cast("I" if dtype == mx.uint32 else "H")
+        return mx.array(view)  # type: ignore[arg-type]  # MLX's types leave the buffer protocol out
