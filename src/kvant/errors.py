@@ -5,11 +5,12 @@ KvantError
  |    +-- CheckpointError   its tensors: truncated, missing, of the wrong shape or dtype
  +-- ContextError      a prompt or a conversation that does not fit the reserved context (also a ValueError)
  +-- PromptError       a prompt that cannot be used: empty, or a chat template that fails (also a ValueError)
+ +-- BenchError        a measurement that could not be made: an engine that failed
 
 Wrong arguments of a function are plain ValueError and TypeError.
 """
 
-__all__ = ["CheckpointError", "ContextError", "KvantError", "ModelError", "PromptError", "one_line"]
+__all__ = ["BenchError", "CheckpointError", "ContextError", "KvantError", "ModelError", "PromptError", "one_line"]
 
 
 class KvantError(Exception):
@@ -30,6 +31,10 @@ class ContextError(KvantError, ValueError):
 
 class PromptError(KvantError, ValueError):
     """A prompt that cannot be used."""
+
+
+class BenchError(KvantError):
+    """A measurement that could not be made."""
 
 
 def one_line(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 from typer.exceptions import TyperException
 
+from kvant.cli import bench
 from kvant.cli.chat import chat
 from kvant.cli.generate import generate
 from kvant.errors import KvantError, one_line
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(value: bool) -> None:

@@ -47,7 +47,7 @@ def load_folder(folder: Path, progress: Progress | None = None) -> tuple[Decoder
         imported = pool.submit(_import_transformers)
         model = load_decoder(folder, progress)
         imported.result()
-    tokenizer = _load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *model.config.eos_token_ids}
     return model, tokenizer
 
@@ -82,8 +82,12 @@ def _import_transformers() -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
 
-def _load_tokenizer(folder: Path) -> "TokenizerWrapper":
-    """mlx-lm's wrapper around transformers' tokenizer; nothing in the folder is executed."""
+def load_tokenizer(folder: Path) -> "TokenizerWrapper":
+    """mlx-lm's wrapper around transformers' tokenizer; nothing in the folder is executed.
+
+    Raises:
+        ModelError: no tokenizer, or one that cannot be loaded.
+    """
     if not (folder / "tokenizer.json").is_file():
         raise ModelError(f"{folder}: no tokenizer.json")
     _import_transformers()

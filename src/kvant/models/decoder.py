@@ -207,6 +207,11 @@ class Decoder:
         return sum(a.nbytes for a in self.arrays)
 
     @property
+    def nbytes_read(self) -> int:
+        """Bytes of the weights that a step of one token reads: all, but one row of a table that only embeds."""
+        return self.nbytes - (0 if self._lm_head is None else sum(a.nbytes for a in self._embed_tokens.arrays))
+
+    @property
     def arrays(self) -> list[mx.array]:
         """Every weight array."""
         head = [] if self._lm_head is None else self._lm_head.arrays

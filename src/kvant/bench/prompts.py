@@ -1,0 +1,59 @@
+"""Prompts drawn at random, the same for every engine; each round has its own, lest a server remembers the last."""
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvant.errors import BenchError
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+MAX_DRAWS = 1000  # a token wanted
+WORD = re.compile(r" [A-Za-z]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids, and the text a server is sent, which has these ids; None where no server is measured."""
+
+    ids: list[int]
+    text: str | None = None
+
+
+Prompts = Callable[[int, int], Prompt]  # of a number of tokens, in a round
+
+
+def random_prompts(seed: int, vocab_size: int) -> Prompts:
+    """Ids from the whole vocabulary."""
+
+    def draw(context: int, round_number: int) -> Prompt:
+        return Prompt(_random(seed, context, round_number).choices(range(vocab_size), k=context))
+
+    return draw
+
+
+def word_prompts(seed: int, tokenizer: "TokenizerWrapper", vocab_size: int) -> Prompts:
+    """Tokens that are a word each: text of them is read back as the same tokens, which a server has to do."""
+
+    def draw(context: int, round_number: int) -> Prompt:
+        source = _random(seed, context, round_number)
+        ids: list[int] = []
+        for _ in range(MAX_DRAWS * context):
+            token = source.randrange(vocab_size)
+            if WORD.fullmatch(tokenizer.decode([token])):
+                ids.append(token)
+                if len(ids) == context:
+                    break
+        text = tokenizer.decode(ids)
+        if len(ids) < context or tokenizer.encode(text, add_special_tokens=False) != ids:
+            raise BenchError("the model's tokenizer has no tokens of a word each, to make a server's prompt of")
+        return Prompt(ids, text)
+
+    return draw
+
+
+def _random(seed: int, context: int, round_number: int) -> random.Random:
+    return random.Random(f"{seed} {context} {round_number}")

@@ -1,0 +1,196 @@
+"""``kvant bench``: every token's latency, engines side by side."""
+
+import json
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvant.cli import bench_options, options
+from kvant.cli.options import BadValueError
+from kvant.engine.load import POCKET, load_tokenizer
+
+if TYPE_CHECKING:
+    from kvant.bench.recording import Header, Recording
+
+app = typer.Typer(invoke_without_command=True, subcommand_metavar="[compare A B]")
+
+
+@app.callback()
+def bench(
+    context: typer.Context,
+    *,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="kvant, mlx-lm, mlx-lm:float32 (its weights cast), concat (kvant with a cache that grows) or none "
+            "(no cache: everything computed again for every token); repeatable; default: kvant and mlx-lm."
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help=f"A model folder; default: '{POCKET}', the embedded model.")] = None,
+    random: Annotated[
+        str | None,
+        typer.Option(metavar="SHAPE", help=f"Random weights instead of a model: {bench_options.SHAPE_NAMES}."),
+    ] = None,
+    weight_bits: Annotated[
+        int | None, typer.Option(help="Bits of the random weights: 4, 8, or 0 for bfloat16; default: 4.")
+    ] = None,
+    weight_group_size: Annotated[
+        int | None, typer.Option(help="Random weights that share one scale; default: 64.")
+    ] = None,
+    prompt_tokens: Annotated[
+        str | None,
+        typer.Option(metavar="N,N...", help="Prompt lengths; default: those of 128,1024,4096 the model has room for."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Tokens generated in every run.")] = 64,
+    kv_bits: Annotated[
+        str | None,
+        typer.Option(metavar="N,N...", help="Bits of a cached key or value: 0 (not quantized), 8, 4; default: 0,8,4."),
+    ] = None,
+    kv_group_size: Annotated[
+        int | None,
+        typer.Option(help="Cached values that share one scale; default: each engine's, 32 of kvant, 64 of mlx-lm."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Rounds: every engine runs every prompt length once in each.")] = 5,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts and of random weights.")] = 0,
+    baseline: Annotated[
+        str | None, typer.Option(metavar="LABEL", help="The engine others are divided by; default: the first mlx-lm.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Keep a line a token here.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png|svg", help="Draw latency against position; needs matplotlib.")
+    ] = None,
+    json_summaries: Annotated[
+        bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")
+    ] = False,
+    prefill_step_size: options.PrefillStepSize = 512,
+    server: Annotated[
+        str | None, typer.Option(metavar="URL", help="Also measure the OpenAI-compatible server there.")
+    ] = None,
+    server_model: Annotated[str | None, typer.Option(help="The model's name at that server.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
+) -> None:
+    """Measure engines side by side, every token.
+
+    Each has a process of its own, they run in turns, with the same prompts, and generate --max-tokens tokens each,
+    greedily. `compare A B` sets two recordings side by side.
+    """
+    if context.invoked_subcommand is not None:
+        bench_options.refuse_all(context)
+        return
+    options.check_counts(
+        max_tokens=max_tokens,
+        repeats=repeats,
+        prefill_step_size=prefill_step_size,
+        kv_group_size=kv_group_size,
+        weight_group_size=weight_group_size,
+    )
+    options.check_text(model=model, server=server, server_model=server_model)
+    bench_options.check_files(output, plot)
+    if plot is not None and max_tokens == 1:
+        raise BadValueError("--plot draws the tokens after the first, but --max-tokens is 1")
+    source = bench_options.source(model, random, weight_bits, weight_group_size)
+    contexts = bench_options.contexts(prompt_tokens, max_tokens, source.sizes.max_position_embeddings)
+    specs = bench_options.specs(engine, kv_bits, kv_group_size, source.sizes)
+    specs += bench_options.server(server, server_model, source)
+    baseline = bench_options.baseline(baseline, specs)
+
+    from kvant.bench.prompts import random_prompts, word_prompts
+    from kvant.bench.recording import Recorder
+    from kvant.bench.runner import Plan, measure
+
+    # A polite kill is Ctrl-C: the report is printed, and files that were made for the run are removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def progress(line: str) -> None:
+        if not quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    with Recorder(output) as recorder:
+        if random is not None:
+            progress(f"{source.name}: writing")
+        with source.folder(seed) as folder:
+            if server is None:
+                prompts = random_prompts(seed, source.sizes.vocab_size)
+            else:
+                prompts = word_prompts(seed, load_tokenizer(folder), source.sizes.vocab_size)
+            progress("measuring the copy bandwidth")
+            recorder.write(_header(source.name, seed, baseline))
+            plan = Plan(specs, folder, prefill_step_size, contexts, max_tokens, repeats, prompts)
+            try:
+                measure(plan, recorder, progress)
+            finally:  # an engine that failed, or Ctrl-C: what was measured until then
+                if recorder.recording.runs:
+                    _report(recorder.recording, plot, json_summaries)
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A recording, as --output keeps it.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another; ratios are its figures divided by A's.")],
+) -> None:
+    """Set two recordings side by side."""
+    from rich.console import Console
+
+    from kvant.bench import report
+    from kvant.bench.recording import read_recording
+
+    recordings = read_recording(a), read_recording(b)
+    console = Console()
+    console.print(f"A: {a}\nB: {b}\n", markup=False, highlight=False, soft_wrap=True)
+    console.print(report.compare(*recordings))
+
+
+def _header(model: str, seed: int, baseline: str) -> "Header":
+    """What will be measured, where and with what."""
+    import os
+    import platform
+    from datetime import UTC, datetime
+    from importlib.metadata import version
+
+    from kvant import __version__
+    from kvant.bench.bandwidth import measure_device
+    from kvant.bench.recording import Header
+
+    device, bandwidth = measure_device()
+    return Header(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        kvant=__version__,
+        mlx=version("mlx"),
+        mlx_lm=version("mlx-lm"),
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        device=device,
+        cores=os.cpu_count() or 1,
+        copy_bandwidth_gb_s=bandwidth,
+        command=shlex.join(sys.argv[1:]),
+        model=model,
+        seed=seed,
+        baseline=baseline,
+    )
+
+
+def _report(recording: "Recording", plot: Path | None, json_summaries: bool) -> None:
+    """Print the figures of the runs that came to their end, and draw them."""
+    from kvant.bench import report
+    from kvant.bench.agreement import agreement
+
+    summaries = report.summarize(recording)
+    if json_summaries:
+        print(json.dumps(report.summary_json(summaries), indent=2, allow_nan=False))
+    else:
+        from rich.console import Console
+
+        console = Console()
+        console.print("\n".join(report.describe(recording.header)), markup=False, highlight=False)
+        console.print(report.table(summaries))
+        same = agreement(recording)
+        if same is not None:
+            console.print(f"\n{same}", markup=False, highlight=False)
+    if plot is not None:
+        from kvant.bench import plot as drawing
+
+        drawing.plot(recording, plot)

@@ -1,0 +1,198 @@
+"""What is made of the flags of ``kvant bench``; every value that cannot be used is a usage error."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from kvant.bench.engines import WITH_KV_BITS, EngineSpec, engine_specs
+from kvant.cli.options import BadValueError
+from kvant.engine.load import POCKET, find_model
+from kvant.models.config import ModelConfig
+from kvant.operators.quantization import QUANT_BITS
+
+if TYPE_CHECKING:
+    from kvant.bench.shapes import Shape
+
+DEFAULT_ENGINES = ("kvant", "mlx-lm")
+DEFAULT_CONTEXTS = (128, 1024, 4096)
+DEFAULT_KV_BITS = (0, 8, 4)
+SHAPE_NAMES = "qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-7b, qwen3-0.6b or pocket"
+DEFAULT_WEIGHT_BITS = 4
+DEFAULT_WEIGHT_GROUP_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the weights come from: a folder, or random numbers of a shape.
+
+    Attributes:
+        name: how a recording calls it.
+        sizes: what is known of the model before it is loaded.
+        path: the folder; None where it is to be made.
+        weight_bits, weight_group_size: of random weights.
+    """
+
+    name: str
+    sizes: "ModelConfig | Shape"
+    path: Path | None = None
+    weight_bits: int = 0
+    weight_group_size: int = DEFAULT_WEIGHT_GROUP_SIZE
+
+    @contextmanager
+    def folder(self, seed: int) -> Iterator[Path]:
+        """The model's folder; one that was made is removed at the end."""
+        if self.path is not None:
+            yield self.path
+            return
+        from kvant.bench.shapes import Shape, random_model
+
+        assert isinstance(self.sizes, Shape)
+        made = random_model(self.sizes, bits=self.weight_bits, group_size=self.weight_group_size, seed=seed)
+        with made as path:
+            yield path
+
+
+def source(model: str | None, shape: str | None, weight_bits: int | None, weight_group_size: int | None) -> Source:
+    """The weights to measure with.
+
+    Raises:
+        BadValueError: flags that exclude each other, an unknown shape, or a quantization it cannot have.
+        ModelError: a folder that does not hold a supported model.
+    """
+    if shape is None:
+        for flag, value in (("bits", weight_bits), ("group-size", weight_group_size)):
+            if value is not None:
+                raise BadValueError(f"--weight-{flag} is {value}, but only --random makes weights")
+        name = POCKET if model is None else model
+        path = find_model(name)
+        return Source(name, ModelConfig.from_folder(path), path)
+    if model is not None:
+        raise BadValueError(f"--model {model} and --random {shape} exclude each other")
+    from kvant.bench.shapes import SHAPES, shape_bytes
+
+    if shape not in SHAPES:
+        raise BadValueError(f"--random is {shape!r}; expected {SHAPE_NAMES}")
+    bits = DEFAULT_WEIGHT_BITS if weight_bits is None else weight_bits
+    if bits == 0 and weight_group_size is not None:
+        raise BadValueError(f"--weight-group-size is {weight_group_size}, but --weight-bits 0 does not quantize")
+    group = DEFAULT_WEIGHT_GROUP_SIZE if weight_group_size is None else weight_group_size
+    try:
+        shape_bytes(SHAPES[shape], bits, group)
+    except ValueError as error:
+        raise BadValueError(f"--weight-bits {bits} --weight-group-size {group}: {error}") from error
+    name = f"random {shape}, {f'{bits}-bit weights' if bits else 'bfloat16'}"
+    return Source(name, SHAPES[shape], weight_bits=bits, weight_group_size=group)
+
+
+def contexts(text: str | None, max_tokens: int, room: int) -> list[int]:
+    """Prompt lengths, each of which has room for the tokens after it in the model's context of ``room`` tokens."""
+    if text is None:
+        found = [count for count in DEFAULT_CONTEXTS if count + max_tokens <= room]
+        if not found:
+            raise BadValueError(f"--max-tokens is {max_tokens}; the model's context is {room}; set --prompt-tokens too")
+        return found
+    found = _numbers("--prompt-tokens", text)
+    for count in found:
+        if count < 1:
+            raise BadValueError(f"--prompt-tokens has {count}; expected at least 1")
+        if count + max_tokens > room:
+            raise BadValueError(
+                f"--prompt-tokens has {count}; with --max-tokens {max_tokens} that is more than "
+                f"the model's context of {room} tokens"
+            )
+    return found
+
+
+def specs(
+    engines: Sequence[str] | None, kv_bits: str | None, kv_group_size: int | None, sizes: "ModelConfig | Shape"
+) -> list[EngineSpec]:
+    """The engines that compute on this machine, in processes of their own."""
+    names = engines or DEFAULT_ENGINES
+    if not any(name.partition(":")[0] in WITH_KV_BITS for name in names):
+        for flag, value in (("--kv-bits", kv_bits), ("--kv-group-size", kv_group_size)):
+            if value is not None:
+                raise BadValueError(f"{flag} is {value}, but only {' and '.join(WITH_KV_BITS)} quantize a cache")
+    bits = list(DEFAULT_KV_BITS) if kv_bits is None else _numbers("--kv-bits", kv_bits)
+    for number in bits:
+        if number not in QUANT_BITS:
+            raise BadValueError(f"--kv-bits has {number}; expected 0, 4 or 8")
+    if not any(bits) and kv_group_size is not None:
+        raise BadValueError(f"--kv-group-size is {kv_group_size}, but --kv-bits 0 does not quantize")
+    try:
+        return engine_specs(names, bits, kv_group_size, sizes.head_dim)
+    except ValueError as error:
+        raise BadValueError(str(error)) from error
+
+
+def server(url: str | None, model: str | None, source: Source) -> list[EngineSpec]:
+    """The server, where there is one."""
+    if url is None:
+        if model is not None:
+            raise BadValueError(f"--server-model is {model!r}, but there is no --server")
+        return []
+    from kvant.bench.streaming import StreamingServer
+
+    if source.path is None:
+        raise BadValueError("--server needs --model, whose tokenizer writes its prompts; random weights have none")
+    try:
+        StreamingServer(url)
+    except ValueError as error:
+        raise BadValueError(f"--server: {error}") from error
+    return [EngineSpec("server", url=url, server_model=model)]
+
+
+def baseline(label: str | None, engines: Sequence[EngineSpec]) -> str:
+    """The label of the engine that the others are divided by."""
+    labels = [spec.label for spec in engines]
+    if label is None:
+        return next((spec.label for spec in engines if spec.name == "mlx-lm"), labels[0])
+    if label not in labels:
+        raise BadValueError(f"--baseline is {label!r}; expected one of {', '.join(map(repr, labels))}")
+    return label
+
+
+def check_files(output: Path | None, plot: Path | None) -> None:
+    """Find out before anything runs what cannot be written afterwards.
+
+    Raises:
+        BadValueError: a recording that exists, a folder that does not, a plot's name without a known ending.
+        KvantError: matplotlib is missing.
+    """
+    if output is not None:
+        if output.exists() or output.is_symlink():
+            raise BadValueError(f"--output: {output} exists; a recording goes to a new file")
+        if not output.parent.is_dir():
+            raise BadValueError(f"--output: the folder of {output} does not exist")
+    if plot is not None:
+        from kvant.bench.plot import check_plot_path
+
+        try:
+            check_plot_path(plot)
+        except ValueError as error:
+            raise BadValueError(f"--plot: {error}") from error
+
+
+def refuse_all(context: typer.Context) -> None:
+    """Options given before a subcommand would do nothing."""
+    for name in context.params:
+        given = context.get_parameter_source(name)
+        if given is not None and given.name != "DEFAULT":
+            raise BadValueError(f"{context.invoked_subcommand} takes no options of bench; {name} is given")
+
+
+def _numbers(flag: str, text: str) -> list[int]:
+    """Whole numbers between commas, each once."""
+    found: list[int] = []
+    for part in text.split(","):
+        try:
+            number = int(part)
+        except ValueError:
+            raise BadValueError(f"{flag} is {text!r}; expected whole numbers between commas") from None
+        if number in found:
+            raise BadValueError(f"{flag} has {number} twice")
+        found.append(number)
+    return found
