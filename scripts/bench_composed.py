@@ -1,4 +1,4 @@
-"""The composed path's attention of one new token, a layer: its ways of reading quantized rows, side by side.
+"""The composed path's attention of one new token over quantized rows, a layer.
 
 Run: python scripts/bench_composed.py [query heads] [kv heads]    (head_dim 64; default: Qwen2.5-0.5B's 14 and 2)
 
@@ -11,18 +11,18 @@ import sys
 import time
 from collections.abc import Callable
 
+import kvant.blas  # isort: skip  (before MLX: it loads a faster one)
 import mlx.core as mx
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from kvant.cache import QuantizedKVCache
 from kvant.operators.attention import attend_rows
 from kvant.operators.key_value_cache import read_rows, write_rows
-from kvant.operators.level_attention import attend_levels
 
 HEAD_DIM, SPARE = 64, 100
 ROWS = (128, 1024, 4096, 16384)
 ROUNDS = 25
-WAYS = ("rows multiplied out", "levels read", "mlx-lm quantized", "float32 rows")
+WAYS = ("kvant", "mlx-lm quantized", "float32 rows")
 CASES = [(8, 8), (8, 32), (8, 64), (4, 8), (4, 32), (4, 64)]  # bits, group
 
 
@@ -41,13 +41,8 @@ def variants(H: int, K: int, rows: int, bits: int, group: int) -> dict[str, Call
         read = read_rows(1, rows, cache.cache, cache.scale, quant_bit=bits, dtype=mx.float32, product_dtype=mx.float32)
         return attend_rows(query, *read)
 
-    def levels() -> mx.array:
-        stored = (x[0, :, :, :, :rows] for x in (cache.cache, cache.scale))
-        return attend_levels(query, *stored, quant_bit=bits)
-
     return {
-        "rows multiplied out": multiplied_out,
-        **({"levels read": levels} if group >= 32 else {}),
+        "kvant": multiplied_out,
         "mlx-lm quantized": lambda: quantized_scaled_dot_product_attention(query, *theirs, scale, None, 32, bits),
         "float32 rows": lambda: mx.fast.scaled_dot_product_attention(query, key, value, scale=scale),
     }
@@ -56,10 +51,13 @@ def variants(H: int, K: int, rows: int, bits: int, group: int) -> dict[str, Call
 def main() -> None:
     """Print a row a context and format: milliseconds, and the ratios of the way kvant takes."""
     H, K = (int(x) for x in sys.argv[1:3]) if len(sys.argv) > 2 else (14, 2)
-    print(f"{mx.device_info()['device_name']}, MLX {mx.__version__}, {H} / {K} heads of {HEAD_DIM}, ms a layer\n")
+    print(
+        f"{mx.device_info()['device_name']}, MLX {mx.__version__}, BLAS {kvant.blas.loaded()}; "
+        f"{H} / {K} heads of {HEAD_DIM}, ms a layer\n"
+    )
     columns = ["rows", "bits", "group", *WAYS, "to mlx-lm", "to float32"]
     print(f"| {' | '.join(columns)} |")
-    print("| --- " * 9 + "|")
+    print("| --- " * len(columns) + "|")
     for rows in ROWS:
         for bits, group in CASES:
             ways = variants(H, K, rows, bits, group)
@@ -71,8 +69,8 @@ def main() -> None:
                     if round_ >= 3:
                         times[name].append((time.perf_counter() - started) * 1e3)
             median = {name: statistics.median(values) for name, values in times.items()}
-            taken = median.get("levels read", median["rows multiplied out"])
-            cells = [f"{median[name]:.2f}" if name in median else "" for name in WAYS]
+            taken = median["kvant"]
+            cells = [f"{median[name]:.2f}" for name in WAYS]
             ratios = f"{taken / median['mlx-lm quantized']:.2f} | {taken / median['float32 rows']:.2f}"
             print(f"| {rows} | {bits} | {group} | {' | '.join(cells)} | {ratios} |", flush=True)
 

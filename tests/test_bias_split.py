@@ -17,6 +17,7 @@ from kvant.cache import QuantizedKVCache
 from kvant.models import Decoder, load_decoder
 from kvant.operators import multi_head_cache_attention
 from kvant.operators.bias_split import MAX_SCORE_QUERIES, BiasSplit, rotation_table
+from kvant.operators.rotary import rotation
 
 Make = Callable[..., tuple[Path, nn.Module]]
 H, K, D, THETA = 4, 2, 64, 1e6
@@ -164,7 +165,7 @@ def test_attention_of_the_pocket_model_is_exact(
         tolerance = 8 * FLOAT32_EPSILON * max(1.0, scores) * np.abs(value).max()
         error = np.abs(np.array(mx.concatenate(given, axis=2)).transpose(0, 2, 1, 3) - expected).max()
         assert error < tolerance
-        x = layer(x, 0, None)
+        x = layer(x, rotation(D, THETA, 0, 40, mx.float32), None)
 
 
 def _with_large_key_bias(make: Make, size: float, elements: tuple[int, ...], **changes: Any) -> Decoder:

@@ -56,7 +56,8 @@ def load_blas() -> None:
 def _renamed_copy() -> Path:
     """The library under the names MLX looks for, made where it is not there yet."""
     spec = find_spec(PACKAGE)
-    assert spec is not None and spec.origin is not None
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError(f"{PACKAGE} is not installed")
     source = Path(spec.origin).parent / "lib" / "libscipy_openblas.so"
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(base).expanduser() / "kvant"

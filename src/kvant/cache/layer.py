@@ -7,9 +7,24 @@ import mlx.core as mx
 from kvant.operators.bias_split import BiasSplit
 
 
+class Attends(Protocol):
+    """What a model's layer sees of its cache. B batch, S new tokens, H query heads, K kv heads, D head_dim."""
+
+    @property
+    def bias_split(self) -> BiasSplit | None:
+        """The biases that keys and values are to be given without; None: they are given whole."""
+
+    def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
+        """Append (B, K, S, D) keys and values, and attend (B, H, S, D) queries to every row so far, causally.
+
+        ``mask`` is added to the scores (boolean: True keeps): (S, T), (H, S, T) or (B, H, S, T) with T = offset + S,
+        where H and B may be 1. Returns (B, H, S, D).
+        """
+
+
 @runtime_checkable
-class KVCache(Protocol):
-    """One layer's keys and values. B batch, S new tokens, H query heads, K kv heads, D head_dim."""
+class KVCache(Attends, Protocol):
+    """One layer's keys and values, and how many they are."""
 
     @property
     def offset(self) -> int:
@@ -22,17 +37,6 @@ class KVCache(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes the cache holds now."""
-
-    @property
-    def bias_split(self) -> BiasSplit | None:
-        """The biases that keys and values are to be given without; None: they are given whole."""
-
-    def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
-        """Append (B, K, S, D) keys and values, and attend (B, H, S, D) queries to every row so far, causally.
-
-        ``mask`` is added to the scores (boolean: True keeps): (S, T), (H, S, T) or (B, H, S, T) with T = offset + S,
-        where H and B may be 1. Returns (B, H, S, D).
-        """
 
     def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
         """Raise a ValueError unless the cache can hold keys and values (batch, num_kv_heads, S, head_dim)."""

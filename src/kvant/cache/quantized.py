@@ -1,10 +1,12 @@
 """A preallocated key/value cache of one layer, quantized in groups: PMX cache_layout 1 with one layer."""
 
+from dataclasses import dataclass
+
 import mlx.core as mx
 
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.multi_head_cache_attention import append_and_attend
+from kvant.operators.multi_head_cache_attention import append_and_attend, append_and_attend_static
 from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization, levels_dtype
 from kvant.operators.validation import check_rows
 
@@ -63,10 +65,22 @@ class QuantizedKVCache:
         self._offset = 0
         shape = (1, batch, 2, num_kv_heads, max_seq_len)
         stored = head_dim // 2 if quant_bit == 4 else head_dim
-        self.cache = mx.zeros((*shape, stored), levels_dtype(quant_bit) if quant_bit else dtype)
-        self.scale = mx.zeros((*shape, head_dim // quant_group), scale_dtype) if quant_bit else None
+        # A list, not two attributes: mx.compile captures a container, and puts new arrays into it.
+        self.arrays = [mx.zeros((*shape, stored), levels_dtype(quant_bit) if quant_bit else dtype)]
+        if quant_bit:
+            self.arrays.append(mx.zeros((*shape, head_dim // quant_group), scale_dtype))
         tables = [] if bias_split is None else [bias_split.key_bias, bias_split.rotation, bias_split.value_bias]
-        mx.eval(self.cache, self.scale, tables)  # reserved now, not at the first token
+        mx.eval(self.arrays, tables)  # reserved now, not at the first token
+
+    @property
+    def cache(self) -> mx.array:
+        """Levels, or rows at 0 bits: (1, B, 2, K, max_seq_len, D')."""
+        return self.arrays[0]
+
+    @property
+    def scale(self) -> mx.array | None:
+        """Scales: (1, B, 2, K, max_seq_len, D/G); None at 0 bits."""
+        return self.arrays[1] if self.quant_bit else None
 
     @property
     def offset(self) -> int:
@@ -113,6 +127,10 @@ class QuantizedKVCache:
         self._offset += S
         return output
 
+    def advance(self, num_tokens: int) -> None:
+        """Count tokens that :class:`StaticAppend` appended."""
+        self._offset += num_tokens
+
     def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
         """Raise a ValueError unless the cache was made for this batch, these kv heads and this head dimension."""
         _, B, _, K, _, stored = self.cache.shape
@@ -134,3 +152,43 @@ class QuantizedKVCache:
     def reset(self) -> None:
         """Forget every token; the memory stays reserved."""
         self._offset = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StaticAppend:
+    """One append to a cache, in operations that are the same for any offset: what a compiled step attends through.
+
+    Nothing is checked, the cache's own offset stays as it is, and its arrays are replaced, not changed.
+
+    Attributes:
+        cache: appended to.
+        offset: () integer array: where the new row goes; it must be below the cache's max_seq_len.
+        rows: rows to read, more than ``offset`` and at most max_seq_len; those past the new one are ignored.
+    """
+
+    cache: QuantizedKVCache
+    offset: mx.array
+    rows: int
+
+    @property
+    def bias_split(self) -> BiasSplit | None:
+        """The cache's."""
+        return self.cache.bias_split
+
+    def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
+        """As :meth:`QuantizedKVCache.attend` for S = 1, without a mask."""
+        assert mask is None
+        output, *self.cache.arrays[:] = append_and_attend_static(
+            query,
+            key,
+            value,
+            self.offset,
+            self.cache.cache,
+            self.cache.scale,
+            rows=self.rows,
+            quant_bit=self.cache.quant_bit,
+            quant_group=self.cache.quant_group,
+            product_dtype=mx.float32,
+            bias_split=self.bias_split,
+        )
+        return output

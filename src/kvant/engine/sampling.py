@@ -76,6 +76,11 @@ def greedy(logprobs: mx.array) -> mx.array:
     return mx.argmax(logprobs, axis=-1)
 
 
+def is_pure(sampler: Sampler) -> bool:
+    """Whether a sampler is known to depend on its argument and MLX's random state alone: kvant's and mlx-lm's are."""
+    return sampler is greedy or getattr(sampler, "__module__", None) == "mlx_lm.sample_utils"
+
+
 def sample(
     logits: mx.array, tokens: mx.array | None, sampler: Sampler, processors: Sequence[LogitsProcessor]
 ) -> tuple[mx.array, mx.array]:

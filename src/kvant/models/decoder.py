@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvant.cache import KVCache, QuantizedKVCache
+from kvant.cache import Attends, KVCache, QuantizedKVCache, StaticAppend
 from kvant.errors import ContextError
 from kvant.models.bias import ProjectionBias
 from kvant.models.config import ModelConfig
 from kvant.models.linear import Linear, Matrix
 from kvant.operators.attention import attend_rows
 from kvant.operators.bias_split import BiasSplit, rotation_table
+from kvant.operators.rotary import Rotate, rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,8 @@ class Attention:
     query_key_norm: mx.array | None  # (H + K, 1, D)
     o_proj: Linear
 
-    def __call__(self, x: mx.array, offset: int, cache: KVCache | None) -> mx.array:
-        """(B, S, hidden) -> (B, S, hidden)."""
+    def __call__(self, x: mx.array, rotate: Rotate, cache: Attends | None) -> mx.array:
+        """(B, S, hidden) -> (B, S, hidden); ``rotate`` turns heads to their positions."""
         config = self.config
         B, S, _ = x.shape
         H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -39,8 +40,7 @@ class Attention:
         query_key = qkv[:, : H + K]
         if self.query_key_norm is not None:  # one pass for both, then each head's own weight
             query_key = mx.fast.rms_norm(query_key, None, config.rms_norm_eps) * self.query_key_norm
-        # Queries and keys turn by the same angles: one call for both.
-        query_key = mx.fast.rope(query_key, D, traditional=False, base=config.rope_theta, scale=1.0, offset=offset)
+        query_key = rotate(query_key)  # queries and keys turn by the same angles: one call for both
         query, key, value = query_key[:, :H], query_key[:, H:], qkv[:, H + K :]
         output = attend_rows(query, key, value) if cache is None else cache.attend(query, key, value)
         return self.o_proj(output.transpose(0, 2, 1, 3).reshape(B, S, H * D))  # (B, H, S, D) -> (B, S, H D)
@@ -84,9 +84,9 @@ class Block:
     post_attention_layernorm: mx.array  # (hidden,)
     rms_norm_eps: float
 
-    def __call__(self, x: mx.array, offset: int, cache: KVCache | None) -> mx.array:
+    def __call__(self, x: mx.array, rotate: Rotate, cache: Attends | None) -> mx.array:
         """(B, S, hidden) -> (B, S, hidden)."""
-        x = x + self.self_attn(mx.fast.rms_norm(x, self.input_layernorm, self.rms_norm_eps), offset, cache)
+        x = x + self.self_attn(mx.fast.rms_norm(x, self.input_layernorm, self.rms_norm_eps), rotate, cache)
         return x + self.mlp(mx.fast.rms_norm(x, self.post_attention_layernorm, self.rms_norm_eps))
 
     @property
@@ -156,12 +156,25 @@ class Decoder:
         """
         if inputs.ndim != 2 or 0 in inputs.shape:
             raise ValueError(f"inputs has shape {tuple(inputs.shape)}; expected (B, S) token ids")
-        start = self._start(offset, cache)
-        x = self._embed_tokens.rows(inputs)
-        caches: Sequence[KVCache | None] = [None] * len(self.layers) if cache is None else cache
-        for layer, layer_cache in zip(self.layers, caches, strict=True):
-            x = layer(x, start, layer_cache)
-        return mx.fast.rms_norm(x, self._norm, self.config.rms_norm_eps)
+        return self._run(inputs, self._start(offset, cache), [None] * len(self.layers) if cache is None else cache)
+
+    def static_hidden_states(
+        self, token: mx.array, offset: mx.array, rows: int, cache: Sequence[QuantizedKVCache]
+    ) -> mx.array:
+        """:meth:`hidden_states` of one new token in operations that are the same for any offset: to be compiled.
+
+        Nothing is checked, and the caches' own offsets stay as they are.
+
+        Args:
+            token: (B, 1) ids.
+            offset: () integer array: tokens already in the cache.
+            rows: cached rows to read, more than ``offset``; those at and past the new token are ignored.
+            cache: one cache a layer; its arrays are replaced.
+
+        Returns:
+            (B, 1, hidden).
+        """
+        return self._run(token, offset, [StaticAppend(layer, offset, rows) for layer in cache])
 
     def logits(self, hidden_states: mx.array) -> mx.array:
         """(..., hidden) -> (..., vocab)."""
@@ -216,6 +229,14 @@ class Decoder:
         """Every weight array."""
         head = [] if self._lm_head is None else self._lm_head.arrays
         return [*self._embed_tokens.arrays, *(a for layer in self.layers for a in layer.arrays), self._norm, *head]
+
+    def _run(self, inputs: mx.array, start: int | mx.array, caches: Sequence[Attends | None]) -> mx.array:
+        config = self.config
+        x = self._embed_tokens.rows(inputs)
+        rotate = rotation(config.head_dim, config.rope_theta, start, inputs.shape[1], self.dtype)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, rotate, cache)
+        return mx.fast.rms_norm(x, self._norm, config.rms_norm_eps)
 
     def _check_ids(self, inputs: mx.array) -> None:
         if not mx.issubdtype(inputs.dtype, mx.integer):

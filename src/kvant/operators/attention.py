@@ -81,10 +81,43 @@ def attend_rows(
             block_query, key[:, :, :keys], value[:, :, :keys], scale=1 / math.sqrt(D), mask=rows_mask
         )
         if bias_split is not None:
-            output = output + mx.repeat(bias_split.value_bias, H // key.shape[1], axis=0)[:, None]  # (H, 1, D)
+            output = output + _value_bias(bias_split, H)
         outputs.append(output if alive is None else mx.where(alive, output, 0.0))
     joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
     return joined.astype(dtype)
+
+
+def attend_live_rows(
+    query: mx.array, key: mx.array, value: mx.array, live: mx.array, *, bias_split: BiasSplit | None = None
+) -> mx.array:
+    """Attention of one query over those of T rows that are live, in the same operations whichever they are; unchecked.
+
+    Args:
+        query: (B, H, 1, D).
+        key, value: (B, K, T, D); what the others hold is not read, NaN included.
+        live: (T,) boolean, at least one True.
+        bias_split: what the keys and values lack of their biases; row j is at position j.
+
+    Returns:
+        (B, H, 1, D) in the query's dtype.
+    """
+    D, T = key.shape[3], key.shape[2]
+    dtype = query.dtype
+    if bias_split is not None or D not in GPU_FUSED_HEAD_DIMS:  # as in attend_rows
+        query, key, value = (x.astype(mx.float32) for x in (query, key, value))
+    key, value = (mx.where(live[:, None], x, mx.zeros_like(x)) for x in (key, value))
+    mask = live[None, None, None]
+    if bias_split is not None and bias_split.pairs:
+        mask = mx.where(live, score_bias(query, bias_split, T), -math.inf)
+    output = mx.fast.scaled_dot_product_attention(query, key, value, scale=1 / math.sqrt(D), mask=mask)
+    if bias_split is not None:
+        output = output + _value_bias(bias_split, query.shape[1])
+    return output.astype(dtype)
+
+
+def _value_bias(bias_split: BiasSplit, num_heads: int) -> mx.array:
+    bias = bias_split.value_bias  # (K, D)
+    return mx.repeat(bias, num_heads // bias.shape[0], axis=0)[:, None]  # (H, 1, D)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

@@ -1,5 +1,7 @@
 """PMX KeyValueCache: append the current keys and values to a cache, and return every row so far."""
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 from kvant.operators.quantization import multiply_levels, quantize
@@ -103,11 +105,27 @@ def write_rows(
 ) -> None:
     """Quantize (B, K, S, D) keys and values in one go and write them at ``start``, in place; unchecked."""
     B, S = key.shape[0], key.shape[2]
-    rows = mx.stack([key, value], axis=1)  # (B, 2, K, S, D)
-    if quant_bit and scale is not None:
-        rows, row_scales = quantize(rows, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=scale.dtype)
-        _assign(scale, row_scales, layer_idx, start, B, S, cache_layout)
-    _assign(cache, rows, layer_idx, start, B, S, cache_layout)
+    stored = [cache] if scale is None else [cache, scale]
+    parts = quantized_parts(key, value, quant_bit=quant_bit, quant_group=quant_group, dtypes=[x.dtype for x in stored])
+    for array, part in zip(stored, parts, strict=True):
+        if cache_layout == 0:  # (B, 2, K, S, last) -> (B, 2, S, K, last)
+            array[:B, layer_idx, :, start : start + S] = part.transpose(0, 1, 3, 2, 4)
+        else:
+            array[layer_idx, :B, :, :, start : start + S] = part
+
+
+def quantized_parts(
+    key: mx.array, value: mx.array, *, quant_bit: int, quant_group: int, dtypes: Sequence[mx.Dtype]
+) -> list[mx.array]:
+    """(B, K, S, D) keys and values as a cache and its scale, where there is one, store them: (B, 2, K, S, last) each.
+
+    ``dtypes`` are those of the cache and of the scale.
+    """
+    B, K, S, D = key.shape
+    rows = mx.concatenate([key, value], axis=1).reshape(B, 2, K, S, D)
+    if not quant_bit:
+        return [rows.astype(dtypes[0])]
+    return list(quantize(rows, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=dtypes[1]))
 
 
 def read_rows(
@@ -126,27 +144,15 @@ def read_rows(
 
     ``product_dtype`` is the dtype of level * scale; PMX's is the scale's, the default.
     """
-    rows = stored_rows(cache, layer_idx, batch, end, cache_layout)  # (B, 2, K, T, D')
+    rows = _stored_rows(cache, layer_idx, batch, end, cache_layout)  # (B, 2, K, T, D')
     if quant_bit and scale is not None:
-        scales = stored_rows(scale, layer_idx, batch, end, cache_layout)
+        scales = _stored_rows(scale, layer_idx, batch, end, cache_layout)
         rows = multiply_levels(rows, scales, quant_bit, product_dtype or scale.dtype)
     rows = rows.astype(dtype)
     return rows[:, 0], rows[:, 1]
 
 
-def _assign(
-    array: mx.array, rows: mx.array, layer: int, start: int, batch: int, tokens: int, cache_layout: int
-) -> None:
-    rows = rows.astype(array.dtype)
-    if cache_layout == 0:
-        array[:batch, layer, :, start : start + tokens] = rows.transpose(
-            0, 1, 3, 2, 4
-        )  # (B, 2, K, S, D) -> (B, 2, S, K, D)
-    else:
-        array[layer, :batch, :, :, start : start + tokens] = rows
-
-
-def stored_rows(array: mx.array, layer: int, batch: int, end: int, cache_layout: int) -> mx.array:
+def _stored_rows(array: mx.array, layer: int, batch: int, end: int, cache_layout: int) -> mx.array:
     """Rows 0 to ``end`` of one layer of a cache or scale, as they are stored: (B, 2, K, T, last)."""
     if cache_layout == 0:
         return array[:batch, layer, :, :end].transpose(0, 1, 3, 2, 4)  # (B, 2, T, K, D) -> (B, 2, K, T, D)

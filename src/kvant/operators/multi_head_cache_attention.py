@@ -2,10 +2,9 @@
 
 import mlx.core as mx
 
-from kvant.operators.attention import attend_rows
+from kvant.operators.attention import attend_live_rows, attend_rows
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.key_value_cache import read_rows, stored_rows, write_rows
-from kvant.operators.level_attention import attend_levels, reads_levels
+from kvant.operators.key_value_cache import quantized_parts, read_rows, write_rows
 from kvant.operators.validation import check_attention_call, check_bias_split, check_cache_call
 
 
@@ -131,16 +130,6 @@ def append_and_attend(
         cache_layout=cache_layout,
     )
     B, _, S, _ = key.shape
-    in_float32 = product_dtype is not None and product_dtype == mx.float32
-    if (
-        in_float32
-        and mask is None
-        and not is_alibi
-        and scale is not None
-        and reads_levels(S, query.dtype, quant_bit, quant_group)
-    ):
-        levels, scales = (stored_rows(x, layer_idx, B, start + S, cache_layout) for x in (cache, scale))
-        return attend_levels(query, levels, scales, quant_bit=quant_bit, bias_split=bias_split)
     all_keys, all_values = read_rows(
         B,
         start + S,
@@ -155,3 +144,51 @@ def append_and_attend(
     return attend_rows(
         query, all_keys, all_values, is_causal=is_causal, is_alibi=is_alibi, mask=mask, bias_split=bias_split
     )
+
+
+def append_and_attend_static(
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    offset: mx.array,
+    cache: mx.array,
+    scale: mx.array | None,
+    *,
+    rows: int,
+    quant_bit: int,
+    quant_group: int,
+    product_dtype: mx.Dtype,
+    bias_split: BiasSplit | None,
+) -> tuple[mx.array, ...]:
+    """The operator for one new token, in cache layout 1 with one layer, as a function: arrays in, new arrays out.
+
+    Its operations and shapes don't depend on ``offset``, so that it can be part of a compiled step. MLX writes in place
+    all the same where nothing else holds the old arrays. Unchecked: an offset past the cache loses the write silently.
+
+    Args:
+        query: (B, H, 1, D).
+        key, value: (B, K, 1, D).
+        offset: () integer array: where the new row goes.
+        cache, scale: (1, B, 2, K, MaxS, D' or D/G).
+        rows: rows to read, more than ``offset``.
+
+    Returns:
+        (B, H, 1, D) in the query's dtype, the new cache, and, where it was given, the new scale.
+    """
+    stored = [cache] if scale is None else [cache, scale]
+    parts = quantized_parts(key, value, quant_bit=quant_bit, quant_group=quant_group, dtypes=[x.dtype for x in stored])
+    place = offset.reshape(1)
+    updated = [  # (B, 2, K, 1, last) -> (1, B, 2, K, 1, last)
+        mx.slice_update(array, part[None], place, axes=(4,)) for array, part in zip(stored, parts, strict=True)
+    ]
+    keys, values = read_rows(
+        key.shape[0],
+        rows,
+        updated[0],
+        updated[1] if len(updated) > 1 else None,
+        quant_bit=quant_bit,
+        dtype=query.dtype,
+        product_dtype=product_dtype,
+    )
+    live = mx.arange(rows) <= offset
+    return attend_live_rows(query, keys, values, live, bias_split=bias_split), *updated

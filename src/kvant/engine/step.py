@@ -1,0 +1,79 @@
+"""One decode step as a compiled function: model, cache update and sampling, the same for every token."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from kvant.cache import KVCache, QuantizedKVCache
+from kvant.engine.sampling import Sampler, is_pure, sample
+from kvant.models import Decoder
+
+SMALLEST_BUCKET = 256
+
+
+def can_compile(cache: Sequence[KVCache]) -> bool:
+    """Whether a step through this cache is the same for every token: its arrays never change shape."""
+    return all(isinstance(layer, QuantizedKVCache) for layer in cache)
+
+
+def pays() -> bool:
+    """Whether compiling the step is worth it: on a GPU.
+
+    On a CPU the step is built while the last one runs, which takes as long (measured, docs/decode-step.md); a compiled
+    one reads the rest of a bucket too, and its fused kernels need a C++ compiler and 11 seconds of it the first time.
+    """
+    return mx.default_device().type == mx.gpu
+
+
+def row_bucket(rows: int, max_seq_len: int) -> int:
+    """The cached rows a step reads where ``rows`` are needed: the next of 256, 512, ... 2048, then of 4 an octave."""
+    size = max(SMALLEST_BUCKET, 1 << max(0, (rows - 1).bit_length() - 3))
+    return min(-(-rows // size) * size, max_seq_len)
+
+
+class CompiledStep:
+    """A function of token and offset that changes the cache; traced once a row bucket.
+
+    A sampler that may look at its values or keep state, and logits processors, run after it, uncompiled.
+
+    Attributes:
+        samples: whether sampling is part of it.
+    """
+
+    def __init__(self, model: Decoder, cache: Sequence[KVCache], sampler: Sampler, *, processed: bool) -> None:
+        """For a model, its cache (see :func:`can_compile`) and a sampler; ``processed``: there are processors."""
+        self.samples = samples = is_pure(sampler) and not processed
+        self._cache = layers = [layer for layer in cache if isinstance(layer, QuantizedKVCache)]
+        self._traces = traces = [0]
+
+        # A closure without self: MLX's compiled functions don't take part in garbage collection, a cycle would stay.
+        def traced(token: mx.array, offset: mx.array, bucket: int) -> tuple[mx.array, ...]:
+            traces[0] += 1
+            hidden = model.static_hidden_states(token[None], offset, bucket, layers)
+            logits = model.logits(hidden[:, -1])
+            return sample(logits, None, sampler, ()) if samples else (logits,)
+
+        # The random state is captured too: as a constant it would make every sample the same.
+        state = [[layer.arrays for layer in layers], mx.random.state]
+        self._function = mx.compile(traced, inputs=state, outputs=state)
+
+    @property
+    def compilations(self) -> int:
+        """How often the step was traced."""
+        return self._traces[0]
+
+    def __call__(self, token: mx.array) -> tuple[mx.array, ...]:
+        """Feed (1,) a token.
+
+        Returns:
+            the next token (1,) and its log-probabilities (vocab,) where :attr:`samples`, else the logits (1, vocab).
+        """
+        layer = self._cache[0]
+        # Checked here, in Python: past the reservation a compiled write would be lost without a word.
+        if layer.offset >= layer.max_seq_len:
+            raise AssertionError(f"row {layer.offset} is past the {layer.max_seq_len} reserved ones")
+        bucket = row_bucket(layer.offset + 1, layer.max_seq_len)
+        result: tuple[mx.array, ...] = self._function(token, mx.array(layer.offset), bucket)
+        for layer in self._cache:
+            layer.advance(1)
+        return result
