@@ -17,6 +17,7 @@ HEADER: dict[str, Any] = {
     "copy_bandwidth_gb_s": 10.0,
     "command": "bench --model pocket",
     "model": "pocket",
+    "blas": "OpenBLAS",
     "seed": 0,
     "baseline": "slow",
 }

@@ -263,3 +263,18 @@ def test_engines_and_their_labels() -> None:
 def test_engines_that_do_not_exist(names: list[str], group: int | None, head_dim: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine_specs(names, [8], group, head_dim)
+
+
+def test_mlx_lm_is_lent_a_blas_only_where_that_is_asked_for() -> None:
+    specs = engine_specs(["mlx-lm", "mlx-lm:openblas", "mlx-lm:openblas:float32"], [0, 8], None, 64)
+    assert [(spec.label, spec.openblas) for spec in specs] == [
+        ("mlx-lm", False),
+        ("mlx-lm 8-bit", False),
+        ("mlx-lm OpenBLAS", True),
+        ("mlx-lm OpenBLAS 8-bit", True),
+        ("mlx-lm float32 OpenBLAS", True),
+        ("mlx-lm float32 OpenBLAS 8-bit", True),
+    ]
+    for name in ("kvant:openblas", "mlx-lm:openblas:openblas", "mlx-lm:", "mlx-lm:float32:float16", "mlx-lm:mkl"):
+        with pytest.raises(ValueError, match=name.split(":")[0]):
+            engine_specs([name], [0], None, 64)

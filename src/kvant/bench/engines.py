@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 LOCAL = ("kvant", "mlx-lm", "concat", "none")  # engines that load the model themselves; the other is a server
 DTYPES = ("float32", "float16", "bfloat16")
+OPENBLAS = "openblas"
 WITH_KV_BITS = ("kvant", "mlx-lm")
 KVANT_GROUP = 32
 MLX_LM_GROUPS = (64, 32, 128)  # those MLX quantizes, mlx-lm's own default first
@@ -19,6 +20,7 @@ class EngineSpec:
         kv_bits: bits of a cached key or value, 0 for no quantization; None where the engine has no such setting.
         kv_group_size: cached values that share a scale; None without quantization.
         dtype: what mlx-lm's floating-point weights are cast to; None leaves the checkpoint's.
+        openblas: lend mlx-lm the BLAS that kvant brings (kvant.blas); without, it has MLX's own, as its users have.
         url: of a server.
         server_model: the name a server knows the model by; None: it is not said.
 
@@ -30,6 +32,7 @@ class EngineSpec:
     kv_bits: int | None = None
     kv_group_size: int | None = None
     dtype: str | None = None
+    openblas: bool = False
     url: str | None = None
     server_model: str | None = None
 
@@ -40,6 +43,8 @@ class EngineSpec:
             raise ValueError(
                 f"engine is '{self.name}:{self.dtype}'; only mlx-lm takes a dtype: {', '.join(DTYPES)} after a colon"
             )
+        if self.openblas and self.name != "mlx-lm":
+            raise ValueError(f"engine is '{self.name}:{OPENBLAS}'; kvant's engines have it, only mlx-lm is lent it")
         if (self.url is not None) != (self.name == "server") or (self.server_model is not None and self.url is None):
             raise ValueError(f"engine {self.name} with URL {self.url!r}, model {self.server_model!r} there")
         if (self.kv_bits is not None) != (self.name in WITH_KV_BITS):
@@ -54,9 +59,8 @@ class EngineSpec:
         """How tables, recordings and errors call it."""
         if self.name == "kvant":
             return f"kvant {self.kv_bits}-bit" if self.kv_bits else "kvant full"
-        return " ".join(
-            [self.name, *([self.dtype] if self.dtype else []), *([f"{self.kv_bits}-bit"] * bool(self.kv_bits))]
-        )
+        bits = f"{self.kv_bits}-bit" if self.kv_bits else None
+        return " ".join(part for part in (self.name, self.dtype, self.openblas and "OpenBLAS", bits) if part)
 
 
 def engine_specs(
@@ -65,7 +69,7 @@ def engine_specs(
     """The engines to run: each that quantizes its cache once for every number of bits, the others once.
 
     Args:
-        names: engines of LOCAL, mlx-lm also with a dtype: ``mlx-lm:float32``.
+        names: engines of LOCAL, mlx-lm also with a dtype, kvant's BLAS or both: ``mlx-lm:float32:openblas``.
         kv_bits: 0, 8 or 4.
         kv_group_size: for every engine; None: each engine's own default.
         head_dim: of the model, which a group must divide.
@@ -75,12 +79,13 @@ def engine_specs(
     """
     specs: list[EngineSpec] = []
     for given in names:
-        name, _, dtype = given.partition(":")
-        if given.endswith(":") or name == "server":
+        name, *settings = given.split(":")
+        dtypes = [setting for setting in settings if setting != OPENBLAS]
+        if "" in settings or len(dtypes) > 1 or len(set(settings)) < len(settings) or name == "server":
             raise ValueError(f"engine is {given!r}; expected one of {', '.join(LOCAL)}; a server is named by its URL")
         for bits in kv_bits if name in WITH_KV_BITS else [None]:
             group = _group_size(name, kv_group_size, head_dim) if bits else None
-            spec = EngineSpec(name, bits, group, dtype or None)
+            spec = EngineSpec(name, bits, group, dtypes[0] if dtypes else None, OPENBLAS in settings)
             if spec in specs:
                 raise ValueError(f"engine {given!r} is named twice")
             specs.append(spec)

@@ -23,6 +23,7 @@ class Header:
     python: str
     system: str
     device: str
+    blas: str | None  # what multiplies kvant's matrices where the device is a CPU
     cores: int
     copy_bandwidth_gb_s: float | None  # 1e9 bytes read and written a second
     command: str  # the arguments, without the program
@@ -35,7 +36,7 @@ class Header:
             raise ValueError(f"version is {shown(self.version)}; expected {VERSION}, the one this kvant writes")
         _check_texts(self, ("date", "kvant", "mlx", "python", "system", "device", "model"))
         _check_texts(self, ("command",), empty=True)
-        _check_texts(self, ("mlx_lm", "baseline"), optional=True)
+        _check_texts(self, ("mlx_lm", "blas", "baseline"), optional=True)
         _check_whole(self, "cores", 1)
         _check_whole(self, "seed", -WIDEST)
         _check_number(self, "copy_bandwidth_gb_s", positive=True, optional=True)

@@ -1,6 +1,7 @@
 """The process of an engine, as the one that started it sees it."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -22,7 +23,8 @@ CLOSE_S = 2.0
 class Worker:
     """The process of one engine; it ends with the ``with``, and by itself when this process does."""
 
-    def __init__(self, label: str, command: Sequence[str]) -> None:
+    def __init__(self, label: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        """Start it; ``environment`` is added to this process's."""
         self._label = label
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed in __exit__
         try:
@@ -31,6 +33,7 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
+                env={**os.environ, **(environment or {})},
                 start_new_session=True,  # Ctrl-C is for this process, which says what becomes of it
             )
         except OSError as error:

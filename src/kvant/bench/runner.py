@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kvant import blas
 from kvant.bench.engines import EngineSpec
 from kvant.bench.process import WORKER_COMMAND, Worker
 from kvant.bench.prompts import Prompt, Prompts
@@ -59,7 +60,10 @@ def measure(
         workers = {}
         for spec in plan.engines:
             progress(f"{spec.label}: loading")
-            worker = stack.enter_context(Worker(spec.label, (commands or {}).get(spec.label, WORKER_COMMAND)))
+            command = (commands or {}).get(spec.label, WORKER_COMMAND)
+            # mlx-lm as its users have it, unless kvant's BLAS is lent to it.
+            environment = {blas.VARIABLE: blas.OWN} if spec.name == "mlx-lm" and not spec.openblas else {}
+            worker = stack.enter_context(Worker(spec.label, command, environment))
             ready = worker.ask(_load_command(spec, plan), "ready")
             with worker.checked():
                 recorder.write(_engine_line(spec, ready))

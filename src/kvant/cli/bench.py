@@ -26,7 +26,7 @@ def bench(
     engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="kvant, mlx-lm, mlx-lm:float32 (its weights cast), concat (kvant with a cache that grows) or none "
+            help="kvant, mlx-lm, mlx-lm:float32 (its weights cast), mlx-lm:openblas (kvant's BLAS lent to it), concat (kvant with a cache that grows) or none "
             "(no cache: everything computed again for every token); repeatable; default: kvant and mlx-lm."
         ),
     ] = None,
@@ -151,7 +151,7 @@ def _header(model: str, seed: int, baseline: str) -> "Header":
     from datetime import UTC, datetime
     from importlib.metadata import version
 
-    from kvant import __version__
+    from kvant import __version__, blas
     from kvant.bench.bandwidth import measure_device
     from kvant.bench.recording import Header
 
@@ -164,6 +164,7 @@ def _header(model: str, seed: int, baseline: str) -> "Header":
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
         device=device,
+        blas=blas.loaded(),
         cores=os.cpu_count() or 1,
         copy_bandwidth_gb_s=bandwidth,
         command=shlex.join(sys.argv[1:]),

@@ -13,6 +13,7 @@ from kvant.models.config import ModelConfig
 from kvant.models.linear import Linear, Matrix
 from kvant.operators.attention import attend_rows
 from kvant.operators.bias_split import BiasSplit, rotation_table
+from kvant.operators.normalization import rms_norm
 from kvant.operators.rotary import Rotate, rotation
 
 
@@ -86,8 +87,8 @@ class Block:
 
     def __call__(self, x: mx.array, rotate: Rotate, cache: Attends | None) -> mx.array:
         """(B, S, hidden) -> (B, S, hidden)."""
-        x = x + self.self_attn(mx.fast.rms_norm(x, self.input_layernorm, self.rms_norm_eps), rotate, cache)
-        return x + self.mlp(mx.fast.rms_norm(x, self.post_attention_layernorm, self.rms_norm_eps))
+        x = x + self.self_attn(rms_norm(x, self.input_layernorm, self.rms_norm_eps), rotate, cache)
+        return x + self.mlp(rms_norm(x, self.post_attention_layernorm, self.rms_norm_eps))
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -236,7 +237,7 @@ class Decoder:
         rotate = rotation(config.head_dim, config.rope_theta, start, inputs.shape[1], self.dtype)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, rotate, cache)
-        return mx.fast.rms_norm(x, self._norm, config.rms_norm_eps)
+        return rms_norm(x, self._norm, config.rms_norm_eps)
 
     def _check_ids(self, inputs: mx.array) -> None:
         if not mx.issubdtype(inputs.dtype, mx.integer):

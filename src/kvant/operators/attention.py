@@ -49,6 +49,8 @@ def attend_rows(
     T = key.shape[2]
     dtype = query.dtype
     on_cpu = mx.default_device().type == mx.cpu
+    if on_cpu and S == 1 and mask is None and not is_alibi:
+        return _attend_newest(query, key, value, bias_split)
     if on_cpu or is_alibi or mask is not None or bias_split is not None or D not in GPU_FUSED_HEAD_DIMS:
         # In half precision the unfused path rounds scores and biases to half, where large ones overflow.
         query, key, value = (x.astype(mx.float32) for x in (query, key, value))
@@ -85,6 +87,25 @@ def attend_rows(
         outputs.append(output if alive is None else mx.where(alive, output, 0.0))
     joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
     return joined.astype(dtype)
+
+
+def _attend_newest(query: mx.array, key: mx.array, value: mx.array, bias_split: BiasSplit | None) -> mx.array:
+    """Attention of the newest token to every row, on a CPU: one product for the query heads of a kv head.
+
+    MLX's own there makes one for each query head.
+    """
+    B, H, _, D = query.shape
+    K, T = key.shape[1:3]
+    dtype = query.dtype
+    query, key, value = (x.astype(mx.float32) for x in (query, key, value))
+    scaled = (query * (1 / math.sqrt(D))).reshape(B, K, H // K, D)
+    scores = scaled @ key.swapaxes(-1, -2)  # (B, K, H/K, T)
+    if bias_split is not None and bias_split.pairs:
+        scores = scores + score_bias(query, bias_split, T).reshape(B, K, H // K, T)
+    output = mx.softmax(scores, axis=-1) @ value  # (B, K, H/K, D)
+    if bias_split is not None:
+        output = output + bias_split.value_bias[:, None]  # (K, 1, D)
+    return output.reshape(B, H, 1, D).astype(dtype)
 
 
 def attend_live_rows(

@@ -40,7 +40,10 @@ def quantize(
     scale = mx.maximum(
         mx.abs(grouped).max(axis=-1, keepdims=True) / mx.array(top, x.dtype), mx.array(MIN_SCALE, x.dtype)
     )
-    levels = mx.clip(mx.round(grouped / scale), -top, top).astype(mx.int8).flatten(-2)
+    levels = mx.round(grouped / scale)
+    if x.dtype != mx.float32:  # there the largest quotient is the top level to within an ulp, and rounds to it
+        levels = mx.clip(levels, -top, top)
+    levels = levels.astype(mx.int8).flatten(-2)
     if quant_bit == 4:
         levels = _pack_nibbles(levels)
     return levels, scale.squeeze(-1).astype(scale_dtype or x.dtype)
