@@ -1,11 +1,18 @@
 """Matrices as the device likes to multiply them: dense ones stored (in, out), quantized ones as MLX packs them."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import mlx.core as mx
 
 from kvant.models.config import Quantization
+
+# On a CPU, measured with 4 bits on 2 cores (docs/decode-step.md):
+DEQUANTIZE_FROM_ROWS = 4  # for as many rows of x, dequantizing first is faster: 45 times with 512
+DEQUANTIZED_ELEMENTS = 4 * 1024 * 1024  # at a time: 16 MiB; larger arrays are new memory every time, which is slower
+PARALLEL_ELEMENTS = 512 * 1024  # a matrix from this size on is worth a thread for each core
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +51,54 @@ class QuantizedMatrix:
 
     def project(self, x: mx.array) -> mx.array:
         """(..., in) -> (..., out)."""
+        if mx.default_device().type == mx.cpu:
+            if x.size >= DEQUANTIZE_FROM_ROWS * x.shape[-1]:
+                return self._project_dequantized(x)
+            if self.num_rows * x.shape[-1] >= PARALLEL_ELEMENTS:
+                return self._project_in_parallel(x)
+        return self._project_part(x, 0, self.num_rows)
+
+    def _project_part(self, x: mx.array, first: int, last: int, stream: mx.ThreadLocalStream | None = None) -> mx.array:
+        """(..., in) -> (..., last - first): some of the outputs."""
         return mx.quantized_matmul(
             x,
-            self.weight,
-            self.scales,
-            self.biases,
+            self.weight[first:last],
+            self.scales[first:last],
+            self.biases[first:last],
             transpose=True,
             group_size=self.quantization.group_size,
             bits=self.quantization.bits,
+            stream=stream,
         )
+
+    def _project_in_parallel(self, x: mx.array) -> mx.array:
+        """The same numbers from a thread for each core, MLX's streams having one each."""
+        streams = _cpu_streams()
+        bounds = [self.num_rows * i // len(streams) for i in range(len(streams) + 1)]
+        parts = [
+            self._project_part(x, first, last, stream)
+            for first, last, stream in zip(bounds, bounds[1:], streams, strict=False)
+        ]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+    def _project_dequantized(self, x: mx.array) -> mx.array:
+        """Through floating-point weights, some of them at a time; MLX's CPU product unpacks them for every row of x."""
+        size = max(1, DEQUANTIZED_ELEMENTS // x.shape[-1])
+        parts: list[mx.array] = []
+        for first in range(0, self.num_rows, size):
+            packed = [array[first : first + size] for array in self.arrays]
+            if parts:  # in turn: otherwise MLX makes the weights of many parts before it uses one
+                packed = mx.depends(packed, [parts[-1]])
+            parts.append(x @ self._dequantize(*packed).T)
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
     def rows(self, ids: mx.array) -> mx.array:
         """Rows of the matrix, dequantized, as an embedding reads them: (...) -> (..., in)."""
+        return self._dequantize(self.weight[ids], self.scales[ids], self.biases[ids])
+
+    def _dequantize(self, weight: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
         return mx.dequantize(
-            self.weight[ids],
-            self.scales[ids],
-            self.biases[ids],
-            group_size=self.quantization.group_size,
-            bits=self.quantization.bits,
+            weight, scales, biases, group_size=self.quantization.group_size, bits=self.quantization.bits
         )
 
     @property
@@ -76,6 +113,13 @@ class QuantizedMatrix:
 
 
 Matrix = DenseMatrix | QuantizedMatrix
+
+
+@cache
+def _cpu_streams() -> list[mx.ThreadLocalStream]:
+    """A stream for each core this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return [mx.new_thread_local_stream(mx.cpu) for _ in range(cores)]
 
 
 @dataclass(frozen=True, slots=True)
