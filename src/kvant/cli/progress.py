@@ -4,9 +4,6 @@ import sys
 import threading
 from types import TracebackType
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 DELAY_S = 1.0
 
 
@@ -14,11 +11,17 @@ class LateProgress:
     """A bar that appears when the work inside the ``with`` has lasted a second."""
 
     def __init__(self, description: str, *, quiet: bool = False) -> None:
-        console = Console(stderr=True)
+        self._timer: threading.Timer | None = None
+        self._shown = not quiet and sys.stderr.isatty()
+        if not self._shown:
+            return  # without importing rich, which takes longer than the rest of the command's own start
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=console, transient=True)
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
         self._task = self._bar.add_task(description, total=None)
-        self._timer = None if quiet or not sys.stderr.isatty() else threading.Timer(DELAY_S, self._bar.start)
+        self._timer = threading.Timer(DELAY_S, self._bar.start)
 
     def __enter__(self) -> "LateProgress":
         if self._timer:
@@ -28,7 +31,8 @@ class LateProgress:
 
     def update(self, done: int, total: int) -> None:
         """Say how much is done; done by the engine's callbacks."""
-        self._bar.update(self._task, completed=done, total=total)
+        if self._shown:
+            self._bar.update(self._task, completed=done, total=total)
 
     def stop(self) -> None:
         """Take the bar away, or see to it that none appears."""

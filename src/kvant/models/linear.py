@@ -1,13 +1,12 @@
 """Matrices as the device likes to multiply them: dense ones stored (in, out), quantized ones as MLX packs them."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import mlx.core as mx
 
 from kvant.models.config import Quantization
+from kvant.operators.streams import cpu_streams
 
 # On a CPU, measured with 4 bits on 2 cores (docs/decode-step.md):
 DEQUANTIZE_FROM_ROWS = 4  # for as many rows of x, dequantizing first is faster: 45 times with 512
@@ -73,7 +72,7 @@ class QuantizedMatrix:
 
     def _project_in_parallel(self, x: mx.array) -> mx.array:
         """The same numbers from a thread for each core, MLX's streams having one each."""
-        streams = _cpu_streams()
+        streams = cpu_streams()
         bounds = [self.num_rows * i // len(streams) for i in range(len(streams) + 1)]
         parts = [
             self._project_part(x, first, last, stream)
@@ -113,13 +112,6 @@ class QuantizedMatrix:
 
 
 Matrix = DenseMatrix | QuantizedMatrix
-
-
-@cache
-def _cpu_streams() -> list[mx.ThreadLocalStream]:
-    """A stream for each core this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return [mx.new_thread_local_stream(mx.cpu) for _ in range(cores)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,13 @@
+"""Streams for a CPU, where MLX computes with one thread a stream: work for several cores has to be divided."""
+
+import os
+from functools import cache
+
+import mlx.core as mx
+
+
+@cache
+def cpu_streams() -> list[mx.ThreadLocalStream]:
+    """A stream for each core this process may use; any thread may use them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return [mx.new_thread_local_stream(mx.cpu) for _ in range(cores)]
