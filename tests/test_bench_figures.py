@@ -199,6 +199,7 @@ def test_tables_fit_a_terminal() -> None:
         "pocket, seed 0, 2026-01-31T12:00:00+00:00",
         "a processor, 2 cores, Linux x86_64, copies 10.0 GB/s",
         "kvant 0.1.0, MLX 0.32.4, mlx-lm 0.32.2, Python 3.11.7",
+        "kvant's BLAS: OpenBLAS",
     ]
 
 

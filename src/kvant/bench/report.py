@@ -31,7 +31,8 @@ def describe(header: Header) -> list[str]:
     return [
         f"{header.model}, seed {header.seed}, {header.date}",
         f"{header.device}, {header.cores} cores, {header.system}{copies}",
-        f"{', '.join(versions)}, Python {header.python}{'' if header.blas is None else f'; BLAS of kvant: {header.blas}'}",
+        f"{', '.join(versions)}, Python {header.python}",
+        *([] if header.blas is None else [f"kvant's BLAS: {header.blas}"]),
     ]
 
 

@@ -1,0 +1,99 @@
+"""Generation through the compiled step, for tests/test_step.py: run in a process of its own, prints JSON.
+
+On a CPU, MLX compiles only where a C++ compiler is installed, and then fuses what it can into kernels that this
+compiler makes. Tests shall need none: the first ``g++`` on PATH is one that does nothing (test_step.py), and MLX is set
+not to fuse, a setting of its C++ interface. Tracing, replaying and donating are the same.
+"""
+
+import ctypes
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+import kvant
+from kvant.engine import decode as decoding
+from kvant.engine.decode import decode
+from kvant.engine.prefill import prefill
+from kvant.engine.sampling import greedy
+from kvant.engine.step import CompiledStep
+from kvant.models import Decoder
+
+NO_FUSE = 2
+PROMPT = [(7 * i) % 1000 for i in range(100)]
+
+
+class CountedStep(CompiledStep):
+    """The step, known to the caller."""
+
+    last: "CountedStep"
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        CountedStep.last = self
+
+
+def generate(model: Decoder, count: int, *, compiled: bool, bits: int = 8, rows: int = 2048, **options: Any) -> Any:
+    """Tokens of a run, and bytes: that active memory grew by, and the peak above what was active before."""
+    cache = model.make_cache(rows, quant_bit=bits)
+    if bits == 0:  # loud stale rows: whoever reads one has no number left
+        for layer in cache:
+            layer.arrays[0] = mx.full(layer.cache.shape, float("nan"), layer.cache.dtype)
+            mx.eval(layer.arrays)
+    logits = prefill(model, PROMPT, cache, step_size=512)
+    sampler = options.pop("sampler", greedy)
+    steps = decode(model, logits, PROMPT, cache, max_tokens=count, sampler=sampler, compiled=compiled, **options)
+    tokens = [next(steps)[0] for _ in range(20)]
+    active = mx.get_active_memory()
+    mx.reset_peak_memory()
+    tokens += [token for token, _ in steps]
+    grown, peak = mx.get_active_memory() - active, mx.get_peak_memory() - active
+    assert cache[0].offset == len(PROMPT) + count - 1
+    return tokens, grown, peak
+
+
+def sampled(model: Decoder, seed: int, *, compiled: bool) -> list[int]:
+    """50 sampled tokens."""
+    mx.random.seed(seed)
+    tokens, *_ = generate(model, 50, compiled=compiled, sampler=make_sampler(temp=2.0))
+    return tokens
+
+
+def main() -> None:
+    """Everything that is checked."""
+    library = ctypes.CDLL(str(Path(mx.__file__).parent / "lib" / "libmlx.so"))
+    library._ZN3mlx4core16set_compile_modeENS0_11CompileModeE(NO_FUSE)
+    decoding.CompiledStep = CountedStep  # type: ignore[misc]
+    model, _ = kvant.load("pocket")
+    found: dict[str, Any] = {}
+    for bits in (8, 4, 0):
+        eager, *_ = generate(model, 600, compiled=False, bits=bits)
+        compiled, grown, _ = generate(model, 600, compiled=True, bits=bits)
+        found[f"{bits} bits"] = [compiled == eager, CountedStep.last.compilations, grown]
+    found["1000 tokens"] = generate(model, 1000, compiled=True)[1]
+    found["peaks"] = [generate(model, 60, compiled=True, rows=rows)[2] for rows in (2048, 131_072)]
+
+    found["seeds"] = [sampled(model, seed, compiled=compiled) for seed in (1, 2) for compiled in (True, True, False)]
+    processors = make_logits_processors(None, 1.5, 20)
+    found["processed"] = [
+        generate(model, 60, compiled=compiled, logits_processors=processors)[0] for compiled in (True, False)
+    ]
+    calls = []
+
+    def counting(logprobs: mx.array) -> mx.array:
+        calls.append(logprobs.item() if logprobs.size == 1 else logprobs.max().item())  # looks at values
+        return mx.argmax(logprobs, axis=-1) if len(calls) % 2 else mx.argmin(logprobs, axis=-1)
+
+    found["stateful"] = [
+        generate(model, 40, compiled=True, sampler=counting)[0],
+        len(calls),
+        CountedStep.last.compilations,
+        CountedStep.last.samples,
+    ]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
