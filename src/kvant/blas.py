@@ -51,7 +51,7 @@ def load_blas() -> None:
 
 
 def _renamed_copy() -> Path:
-    """The library under the names MLX looks for, made where it is not there yet.
+    """The library under the names MLX looks for, made where it is not there yet or not whole.
 
     Raises:
         OSError: it is not there and cannot be made.
@@ -63,7 +63,7 @@ def _renamed_copy() -> Path:
     state = source.stat()
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     copy = Path(base) / "kvant" / f"openblas-{state.st_size}-{state.st_mtime_ns}.so"
-    if not copy.is_file():
+    if not copy.is_file() or copy.stat().st_size < state.st_size:  # cut short, it would end the process when loaded
         _make_renamed_copy(source, copy)
     return copy
 

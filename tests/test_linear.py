@@ -1,0 +1,215 @@
+"""Quantized matrices: the same product whichever way it is taken, and which way that is."""
+
+import threading
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvant.models import linear
+from kvant.models.config import Quantization
+from kvant.models.linear import QuantizedMatrix
+from kvant.operators.streams import cpu_streams
+
+Array = np.ndarray
+BITS = (2, 3, 4, 5, 6, 8)
+GROUPS = (32, 64, 128)
+IN = 256
+# Of the largest possible sum: 256 float32 products and additions in any order, and one rounding of each weight.
+TOLERANCE = 1e-6
+on_a_cpu = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="the ways differ on a CPU only")
+
+
+def _matrix(
+    num_rows: int, bits: int = 4, group_size: int = 64, num_columns: int = IN, seed: int = 0
+) -> QuantizedMatrix:
+    weight = mx.random.normal((num_rows, num_columns), key=mx.random.key(seed))
+    arrays = mx.quantize(weight, group_size=group_size, bits=bits)
+    mx.eval(arrays)
+    return QuantizedMatrix(*arrays, Quantization(bits, group_size))
+
+
+def _inputs(*shape: int, seed: int = 1) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+def _dequantize(matrix: QuantizedMatrix) -> Array:
+    """(out, in) float64. Levels are bits in a row, the lowest first, across the borders of words."""
+    packed = np.array(matrix.weight)
+    digits = np.unpackbits(packed.view(np.uint8), axis=-1, bitorder="little")  # (out, in * bits)
+    levels = digits.reshape(len(packed), -1, matrix.quantization.bits) @ 2.0 ** np.arange(matrix.quantization.bits)
+    scales, biases = (np.array(x, np.float64)[..., None] for x in (matrix.scales, matrix.biases))
+    groups = levels.reshape(*scales.shape[:2], -1)  # (out, in) -> (out, in / G, G)
+    return (groups * scales + biases).reshape(levels.shape)
+
+
+def _check(matrix: QuantizedMatrix, x: mx.array) -> None:
+    weight, rows = _dequantize(matrix), np.array(x, np.float64)
+    output = matrix.project(x)
+    assert output.dtype == x.dtype
+    assert output.shape == (*x.shape[:-1], matrix.num_rows)
+    error = np.abs(np.array(output, np.float64) - rows @ weight.T)
+    assert (error <= TOLERANCE * (np.abs(rows) @ np.abs(weight.T))).all(), error.max()
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ways that products took."""
+    taken: list[str] = []
+
+    def spy(name: str) -> None:
+        method: Callable[[QuantizedMatrix, mx.array], mx.array] = getattr(QuantizedMatrix, name)
+
+        def record(self: QuantizedMatrix, x: mx.array) -> mx.array:
+            taken.append(name)
+            return method(self, x)
+
+        monkeypatch.setattr(QuantizedMatrix, name, record)
+
+    spy("_project_dequantized")
+    spy("_project_in_parallel")
+    return taken
+
+
+def _cores(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    streams = [mx.new_thread_local_stream(mx.cpu) for _ in range(count)]
+    monkeypatch.setattr(linear, "cpu_streams", lambda: streams)
+
+
+SHAPES = [(1, IN), (3, IN), (4, IN), (7, IN), (40, IN), (1, 1, IN), (2, 3, IN), (IN,)]
+
+
+@pytest.mark.parametrize("group_size", GROUPS)
+@pytest.mark.parametrize("bits", BITS)
+def test_every_format_and_shape(bits: int, group_size: int) -> None:
+    matrix = _matrix(37, bits, group_size)
+    for shape in SHAPES:
+        _check(matrix, _inputs(*shape))
+
+
+@on_a_cpu
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("elements", [1, 10 * IN, 10 * IN + IN - 1, 37 * IN - 1])
+def test_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch, ways: list[str], bits: int, elements: int) -> None:
+    """Down to one output at a time; the last part is a smaller one."""
+    monkeypatch.setattr(linear, "DEQUANTIZED_ELEMENTS", elements)
+    matrix = _matrix(37, bits)
+    for shape in ((7, IN), (2, 3, IN)):
+        _check(matrix, _inputs(*shape))
+    assert ways == ["_project_dequantized"] * 2
+
+
+@on_a_cpu
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 37])
+@pytest.mark.parametrize("cores", [1, 2, 3, 5])
+@pytest.mark.parametrize("bits", BITS)
+def test_in_parallel_the_numbers_are_the_same(
+    monkeypatch: pytest.MonkeyPatch, ways: list[str], bits: int, cores: int, num_rows: int
+) -> None:
+    """Also with fewer outputs than cores: MLX divides by zero in a product with none, which ended the process."""
+    _cores(monkeypatch, cores)
+    matrix = _matrix(num_rows, bits)
+    shapes = [(1, IN), (3, IN), (1, 1, IN)]
+    plain = [matrix.project(_inputs(*shape)) for shape in shapes]
+    assert ways == []
+    monkeypatch.setattr(linear, "PARALLEL_ELEMENTS", 1)
+    for shape, expected in zip(shapes, plain, strict=True):
+        assert mx.array_equal(matrix.project(_inputs(*shape)), expected)
+        _check(matrix, _inputs(*shape))
+    assert ways == ["_project_in_parallel"] * 6
+
+
+@on_a_cpu
+def test_the_thresholds(ways: list[str]) -> None:
+    large = _matrix(linear.PARALLEL_ELEMENTS // IN)
+    small = _matrix(large.num_rows - 1)
+
+    def way(matrix: QuantizedMatrix, *shape: int) -> list[str]:
+        ways.clear()
+        matrix.project(_inputs(*shape))
+        return list(ways)
+
+    for shape in ((linear.DEQUANTIZE_FROM_ROWS, IN), (2, 2, IN), (40, IN)):
+        assert way(small, *shape) == way(large, *shape) == ["_project_dequantized"]
+    for shape in ((linear.DEQUANTIZE_FROM_ROWS - 1, IN), (1, 3, IN), (1, IN), (IN,)):
+        assert way(large, *shape) == ["_project_in_parallel"]
+        assert way(small, *shape) == []
+
+
+@on_a_cpu
+def test_every_core_takes_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each output once, and no core more than one output above another."""
+    monkeypatch.setattr(linear, "PARALLEL_ELEMENTS", 1)
+    bounds: list[tuple[int, int]] = []
+    part = QuantizedMatrix._project_part
+
+    def record(
+        self: QuantizedMatrix, x: mx.array, first: int, last: int, stream: mx.ThreadLocalStream | None = None
+    ) -> mx.array:
+        assert stream is not None
+        bounds.append((first, last))
+        return part(self, x, first, last, stream)
+
+    monkeypatch.setattr(QuantizedMatrix, "_project_part", record)
+    for cores, num_rows in ((1, 9), (2, 9), (4, 9), (4, 3)):
+        bounds.clear()
+        _cores(monkeypatch, cores)
+        _check(_matrix(num_rows), _inputs(1, IN))
+        assert len(bounds) == min(cores, num_rows)
+        assert [i for first, last in bounds for i in range(first, last)] == list(range(num_rows))
+        sizes = [last - first for first, last in bounds]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@on_a_cpu
+@pytest.mark.parametrize("first_in_thread", [True, False])
+def test_in_parallel_from_other_threads(monkeypatch: pytest.MonkeyPatch, first_in_thread: bool) -> None:
+    """Whichever thread made the streams, and though it has ended."""
+    monkeypatch.setattr(linear, "PARALLEL_ELEMENTS", 1)
+    cpu_streams.cache_clear()
+    matrix, x = _matrix(37), _inputs(1, IN)
+    mx.eval(x)
+    expected = matrix._project_part(x, 0, 37)
+    mx.eval(expected)
+    outputs: list[mx.array] = []
+
+    def project() -> None:
+        output = matrix.project(x)
+        mx.eval(output)
+        outputs.append(output)
+
+    if not first_in_thread:
+        project()
+    for _ in range(2):
+        thread = threading.Thread(target=project)
+        thread.start()
+        thread.join()
+    project()
+    assert len(outputs) == (3 if first_in_thread else 4)
+    assert all(mx.array_equal(output, expected) for output in outputs)
+
+
+@on_a_cpu
+def test_there_is_a_stream_for_each_core_and_always_the_same() -> None:
+    streams = cpu_streams()
+    assert len(streams) >= 1
+    assert cpu_streams() is streams
+
+
+@on_a_cpu
+def test_no_more_than_a_few_parts_are_dequantized_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = 256 * 1024
+    monkeypatch.setattr(linear, "DEQUANTIZED_ELEMENTS", part)
+    matrix = _matrix(16 * part // 1024, num_columns=1024)
+    x = _inputs(8, 1024)
+    mx.eval(x)
+    mx.synchronize()
+    resting = mx.get_active_memory()
+    mx.reset_peak_memory()
+    output = matrix.project(x)
+    mx.eval(output)
+    used = mx.get_peak_memory() - resting
+    print(f"{used / 2**20:.1f} MiB above the resting state")
+    # Four are made of temporary arrays and the next part's; all 16 at once took 27. Outputs: before and after joining.
+    assert used < 6 * part * 4 + 2 * output.nbytes

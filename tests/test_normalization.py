@@ -1,0 +1,72 @@
+"""Root mean square normalization of one row and of many, against float64."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvant.operators.normalization import rms_norm
+
+Array = np.ndarray
+TOLERANCE = 2e-6  # relative: the mean of up to 896 squares, a reciprocal root and two products in float32
+EPS = 1e-6
+SHAPES = [(1, 1, 256), (3, 1, 256), (3, 6, 1, 64), (1, 1, 1), (1, 1, 897), (1, 256), (1, 5, 256), (3, 40, 896)]
+
+
+def _inputs(shape: tuple[int, ...], size: float = 1.0) -> tuple[Array, Array]:
+    """Rows and a weight in float32."""
+    rng = np.random.default_rng(shape[-1])
+    x = rng.standard_normal(shape) * size * rng.uniform(0.5, 2, (*shape[:-1], 1))
+    return x.astype(np.float32), rng.uniform(-2, 2, shape[-1]).astype(np.float32)
+
+
+def _normalized(x: Array, weight: Array, eps: float) -> Array:
+    wide = x.astype(np.float64)
+    return wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + eps) * weight
+
+
+def _check(x: Array, weight: Array, eps: float) -> None:
+    output = rms_norm(mx.array(x), mx.array(weight), eps)
+    assert output.dtype == mx.float32
+    np.testing.assert_allclose(np.array(output), _normalized(x, weight, eps), rtol=TOLERANCE, atol=0)
+    assert output.shape == x.shape
+
+
+@pytest.mark.parametrize("size", [1e-15, 1e-6, 1e-3, 1.0, 1e3, 1e15])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_any_size(shape: tuple[int, ...], size: float) -> None:
+    _check(*_inputs(shape, size), EPS)
+
+
+@pytest.mark.parametrize("eps", [1e-12, 1e-6, 1e-5, 0.1])
+@pytest.mark.parametrize("shape", [(1, 1, 256), (3, 1, 256), (1, 5, 256)])
+def test_eps_counts(shape: tuple[int, ...], eps: float) -> None:
+    """Where the mean square is about eps, an output without it, or with it outside the root, would be far off."""
+    x, weight = _inputs(shape, eps**0.5)
+    _check(x, weight, eps)
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(_normalized(x, weight, eps), _normalized(x, weight, 0.0), rtol=0.05)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 256), (3, 1, 256), (1, 5, 256)])
+def test_zeros_stay_zeros(shape: tuple[int, ...]) -> None:
+    assert not rms_norm(mx.zeros(shape), mx.ones(256), EPS).any().item()
+
+
+def test_rows_that_are_not_contiguous() -> None:
+    """Heads before they are normalized are a transposed view."""
+    x, weight = _inputs((3, 1, 6, 64))  # (B, S, heads, D)
+    output = rms_norm(mx.array(x).swapaxes(1, 2), mx.array(weight), EPS)  # (B, heads, S, D)
+    np.testing.assert_allclose(np.array(output), _normalized(x.swapaxes(1, 2), weight, EPS), rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(mx.float16, 2**-9), (mx.bfloat16, 2**-6)])
+@pytest.mark.parametrize("shape", [(1, 1, 256), (1, 5, 256)])
+def test_half_precision(shape: tuple[int, ...], dtype: mx.Dtype, tolerance: float) -> None:
+    """Squares of 300 are past float16; they are taken in float32."""
+    x, weight = (mx.array(a).astype(dtype) for a in _inputs(shape, 300.0))
+    output = rms_norm(x, weight, EPS)
+    assert output.dtype == dtype
+    wide = [np.array(a.astype(mx.float32)) for a in (x, weight)]
+    expected = _normalized(*wide, EPS)
+    # 2^-24 is the least float16
+    np.testing.assert_allclose(np.array(output.astype(mx.float32)), expected, rtol=tolerance, atol=2**-24)

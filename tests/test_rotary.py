@@ -1,0 +1,136 @@
+"""Rotary positions: one token's product with a matrix, and MLX's RoPE, against a float64 oracle."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvant.operators import rotary
+from kvant.operators.rotary import rotation
+
+Array = np.ndarray
+BATCH, HEADS = 2, 3
+OFFSETS = [0, 1, 37, 4095, 32767]
+on_a_cpu = pytest.mark.skipif(
+    mx.default_device().type != mx.cpu, reason="one token is turned by a matrix on a CPU only"
+)
+
+
+def _heads(head_dim: int, new_tokens: int = 1, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return mx.random.normal((BATCH, HEADS, new_tokens, head_dim), key=mx.random.key(head_dim)).astype(dtype)
+
+
+def _turned(heads: mx.array, theta: float, offset: int) -> Array:
+    """In float64, pair by pair."""
+    x = np.array(heads.astype(mx.float32)).astype(np.float64)
+    output = np.empty_like(x)
+    head_dim = x.shape[-1]
+    for token in range(x.shape[2]):
+        for p in range(head_dim // 2):
+            angle = (offset + token) * theta ** (-2 * p / head_dim)
+            a, b = x[:, :, token, p], x[:, :, token, p + head_dim // 2]
+            output[:, :, token, p] = a * np.cos(angle) - b * np.sin(angle)
+            output[:, :, token, p + head_dim // 2] = a * np.sin(angle) + b * np.cos(angle)
+    return output
+
+
+def _tolerance(expected: Array, position: int, roundings: int) -> Array:
+    """Of each element, from the length of its pair.
+
+    A float32 angle is off by some roundings of 2^-24, the frequency's and the product's, and an angle that is off
+    turns the pair by as much; no angle is larger than the position. 4 more are for the cosine, products and sum.
+    """
+    half = expected.shape[-1] // 2
+    length = np.hypot(expected[..., :half], expected[..., half:])
+    return np.concatenate([length, length], axis=-1) * (4 + roundings * position) * 2**-24
+
+
+@pytest.fixture
+def no_rope(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX's RoPE is not to be called."""
+
+    def fail(*_: object, **__: object) -> mx.array:
+        raise AssertionError("mx.fast.rope was called")
+
+    monkeypatch.setattr(mx.fast, "rope", fail)
+
+
+@pytest.fixture
+def rope_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes that MLX's RoPE was called with."""
+    calls: list[tuple[int, ...]] = []
+    rope: Callable[..., mx.array] = mx.fast.rope
+
+    def record(x: mx.array, *arguments: object, **options: object) -> mx.array:
+        calls.append(tuple(x.shape))
+        return rope(x, *arguments, **options)
+
+    monkeypatch.setattr(mx.fast, "rope", record)
+    return calls
+
+
+@on_a_cpu
+@pytest.mark.usefixtures("no_rope")
+@pytest.mark.parametrize("form", ["int", "array"])
+@pytest.mark.parametrize("offset", OFFSETS)
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_one_token(head_dim: int, theta: float, offset: int, form: str) -> None:
+    heads = _heads(head_dim)
+    rotate = rotation(head_dim, theta, offset if form == "int" else mx.array(offset), 1, mx.float32)
+    expected = _turned(heads, theta, offset)
+    output = rotate(heads)
+    assert (output.dtype, output.shape) == (mx.float32, heads.shape)
+    assert (np.abs(np.array(output) - expected) <= _tolerance(expected, offset, 2)).all()
+    more = rotate(heads[:, :1] * 2)  # one rotation for all layers, and for queries and keys
+    assert (np.abs(np.array(more) - 2 * expected[:, :1]) <= 2 * _tolerance(expected[:, :1], offset, 2)).all()
+
+
+@on_a_cpu
+@pytest.mark.parametrize("offset", OFFSETS)
+@pytest.mark.parametrize("theta", [1e4, 1e6])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_one_token_is_turned_as_several_are(head_dim: int, theta: float, offset: int) -> None:
+    """Keys of a prompt and of a decoded token are in one cache. MLX rounds its frequencies some more."""
+    heads = _heads(head_dim)
+    output = rotation(head_dim, theta, offset, 1, mx.float32)(heads)
+    expected = mx.fast.rope(heads, head_dim, traditional=False, base=theta, scale=1.0, offset=offset)
+    difference = np.abs(np.array(output) - np.array(expected))
+    assert (difference <= _tolerance(np.array(expected, np.float64), offset, 6)).all()
+
+
+@pytest.mark.parametrize("form", ["int", "array"])
+@pytest.mark.parametrize(("head_dim", "theta", "offset"), [(64, 1e6, 0), (64, 1e4, 37), (128, 1e6, 4095)])
+def test_several_tokens(rope_calls: list[tuple[int, ...]], head_dim: int, theta: float, offset: int, form: str) -> None:
+    heads = _heads(head_dim, new_tokens=5)
+    output = rotation(head_dim, theta, offset if form == "int" else mx.array(offset), 5, mx.float32)(heads)
+    expected = _turned(heads, theta, offset)
+    assert (np.abs(np.array(output) - expected) <= _tolerance(expected, offset + 4, 6)).all()
+    assert rope_calls == [(BATCH, HEADS, 5, head_dim)]
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(mx.float16, 11), (mx.bfloat16, 8)])
+def test_one_token_in_half_precision(rope_calls: list[tuple[int, ...]], dtype: mx.Dtype, bits: int) -> None:
+    """By MLX's RoPE: in a matrix of its dtype the cosines would be rounded as well."""
+    heads = _heads(64, dtype=dtype)
+    output = rotation(64, 1e6, 37, 1, dtype)(heads)
+    assert output.dtype == dtype
+    assert len(rope_calls) == 1
+    expected = _turned(heads, 1e6, 37)
+    # The cosines, two products and their sum may be rounded to the dtype: 2^-bits each, of elements up to about 4.
+    assert np.abs(np.array(output.astype(mx.float32)) - expected).max() < 4 * np.abs(expected).max() * 2.0**-bits
+
+
+@on_a_cpu
+def test_a_position_that_is_not_known_yet() -> None:
+    """The decode step is compiled once, with tables that may be made while it is."""
+    rotary._parts.cache_clear()
+    heads = _heads(64)
+    step = mx.compile(lambda x, offset: rotation(64, 1e6, offset, 1, mx.float32)(x))
+    for offset in (5, 900):
+        expected = _turned(heads, 1e6, offset)
+        assert (np.abs(np.array(step(heads, mx.array(offset))) - expected) <= _tolerance(expected, offset, 2)).all()
+    expected = _turned(heads, 1e6, 7)  # with the same tables, now outside
+    output = rotation(64, 1e6, 7, 1, mx.float32)(heads)
+    assert (np.abs(np.array(output) - expected) <= _tolerance(expected, 7, 2)).all()
