@@ -44,9 +44,13 @@ def load_blas() -> None:
         _loaded = f"{OWN}: {PACKAGE} is not installed"
     else:
         try:
-            ctypes.CDLL(str(_renamed_copy()), mode=ctypes.RTLD_GLOBAL)
+            library = ctypes.CDLL(str(_renamed_copy()), mode=ctypes.RTLD_GLOBAL)
+            if "OPENBLAS_NUM_THREADS" not in os.environ:
+                # Its threads wait for each other, and for 0.1 s for more work, by spinning: on 2 cores with a third
+                # busy thread a prefill took 10 to 30 times as long. What is worth two threads has two of MLX's streams.
+                library.scipy_openblas_set_num_threads(1)
             _loaded = PACKAGE
-        except OSError as error:
+        except (OSError, AttributeError) as error:
             _loaded = f"{OWN}: {PACKAGE} could not be loaded: {' '.join(str(error).split())}"
 
 

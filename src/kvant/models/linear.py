@@ -82,13 +82,17 @@ class QuantizedMatrix:
 
     def _project_dequantized(self, x: mx.array) -> mx.array:
         """Through floating-point weights, some of them at a time; MLX's CPU product unpacks them for every row of x."""
-        size = max(1, DEQUANTIZED_ELEMENTS // x.shape[-1])
+        elements = self.num_rows * x.shape[-1]
+        streams = cpu_streams()[: 1 if elements < PARALLEL_ELEMENTS else None]
+        rounds = -(-elements // (DEQUANTIZED_ELEMENTS * len(streams)))
+        size = -(-self.num_rows // (rounds * len(streams)))
         parts: list[mx.array] = []
         for first in range(0, self.num_rows, size):
             packed = [array[first : first + size] for array in self.arrays]
-            if parts:  # in turn: otherwise MLX makes the weights of many parts before it uses one
-                packed = mx.depends(packed, [parts[-1]])
-            parts.append(x @ self._dequantize(*packed).T)
+            with mx.stream(streams[len(parts) % len(streams)]):
+                if len(parts) >= len(streams):  # in turn: otherwise MLX makes many parts' weights before it uses one
+                    packed = mx.depends(packed, [parts[-len(streams)]])
+                parts.append(x @ self._dequantize(*packed).T)
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
     def rows(self, ids: mx.array) -> mx.array:
