@@ -227,7 +227,7 @@ def _wait_for(process: subprocess.Popen[str], line: str) -> None:
 ENDLESS = ["--engine", "none", "--engine", "concat", "--prompt-tokens", "32", "-m", "16", "--repeats", "1000"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
     file = tmp_path / "cut.jsonl"
     process = _start(*ENDLESS, "--output", str(file))
@@ -242,6 +242,17 @@ def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
     assert "none" in output  # the report of what came to its end
     assert "concat" in output
     _check_ended(workers)
+
+
+def test_under_nohup_it_outlives_its_terminal() -> None:
+    process = subprocess.Popen(
+        ["nohup", *COMMAND, *SMALL, "--engine", "concat"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    _wait_for(process, "measuring")
+    process.send_signal(signal.SIGHUP)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "concat" in output
 
 
 def test_a_killed_command_leaves_no_process(tmp_path: Path) -> None:

@@ -103,8 +103,11 @@ def bench(
     from kvant.bench.recording import Recorder
     from kvant.bench.runner import Plan, measure
 
-    # A polite kill is Ctrl-C: the report is printed, and files that were made for the run are removed.
+    # A polite kill, or a terminal that is closed, is Ctrl-C: the report is printed, and files that were made for the
+    # run are removed. Under nohup the terminal's end stays ignored.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
 
     def progress(line: str) -> None:
         if not quiet:
