@@ -23,6 +23,7 @@ DEFAULT_KV_BITS = (0, 8, 4)
 SHAPE_NAMES = "qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-7b, qwen3-0.6b or pocket"
 DEFAULT_WEIGHT_BITS = 4
 DEFAULT_WEIGHT_GROUP_SIZE = 64
+MAX_SEED = 2**63 - 1  # kvant.bench.lines.WIDEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,12 @@ def baseline(label: str | None, engines: Sequence[EngineSpec]) -> str:
     if label not in labels:
         raise BadValueError(f"--baseline is {label!r}; expected one of {', '.join(map(repr, labels))}")
     return label
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that a recording cannot hold."""
+    if not -MAX_SEED <= seed <= MAX_SEED:
+        raise BadValueError(f"--seed is {seed}; expected from {-MAX_SEED} to {MAX_SEED}")
 
 
 def check_files(output: Path | None, plot: Path | None) -> None:
