@@ -168,6 +168,7 @@ def test_an_engine_that_cannot_load(make_checkpoint: Callable[..., tuple[Path, A
         (["--output", "HERE/no/x.jsonl"], "does not exist"),
         (["--plot", "HERE/x.pdf"], "expected a name that ends in .png or .svg"),
         (["--plot", "HERE/no/x.png"], "its folder does not exist"),
+        (["--plot", "HERE/x.svg", "--output", "HERE/x.svg"], "--output and --plot are both"),
         (["--plot", "HERE/x.png", "--max-tokens", "1"], "--max-tokens is 1"),
         (["--seed", "9223372036854775808"], "--seed is 9223372036854775808; expected from -9223372036854775807 to"),
         (["--seed", "1", "compare", "a", "b"], "compare takes no options of bench; seed is given"),

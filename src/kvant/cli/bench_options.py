@@ -166,7 +166,8 @@ def check_files(output: Path | None, plot: Path | None) -> None:
     """Find out before anything runs what cannot be written afterwards.
 
     Raises:
-        BadValueError: a recording that exists, a folder that does not, a plot's name without a known ending.
+        BadValueError: a recording that exists, a folder that does not or cannot be written, a plot's name without a
+            known ending, one name for both.
         KvantError: matplotlib is missing.
     """
     if output is not None:
@@ -181,6 +182,8 @@ def check_files(output: Path | None, plot: Path | None) -> None:
             check_plot_path(plot)
         except ValueError as error:
             raise BadValueError(f"--plot: {error}") from error
+        if output is not None and output.resolve() == plot.resolve():
+            raise BadValueError(f"--output and --plot are both {plot}; the plot would replace the recording")
 
 
 def refuse_all(context: typer.Context) -> None:
