@@ -198,6 +198,16 @@ def test_usage_errors(
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_blas_that_is_not_there_is_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine ran with MLX's own, and was called OpenBLAS in every table."""
+    monkeypatch.setenv("KVANT_BLAS", "mlx")
+    done = run(*SMALL, "--engine", "mlx-lm:float32:openblas")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "kvant: error: an engine is to have openblas, but kvant has none to lend here (mlx: KVANT_BLAS asks for it)\n"
+    )
+
+
 def test_the_default_prompts_are_those_the_model_has_room_for() -> None:
     assert contexts(None, 64, 2048) == [128, 1024]
     assert contexts(None, 64, 4160) == [128, 1024, 4096]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kvant.bench.engines import WITH_KV_BITS, EngineSpec, engine_specs
+from kvant import blas
+from kvant.bench.engines import OPENBLAS, WITH_KV_BITS, EngineSpec, engine_specs
 from kvant.cli.options import BadValueError
 from kvant.engine.load import POCKET, find_model
 from kvant.models.config import ModelConfig
@@ -124,9 +125,12 @@ def specs(
     if not any(bits) and kv_group_size is not None:
         raise BadValueError(f"--kv-group-size is {kv_group_size}, but --kv-bits 0 does not quantize")
     try:
-        return engine_specs(names, bits, kv_group_size, sizes.head_dim)
+        found = engine_specs(names, bits, kv_group_size, sizes.head_dim)
     except ValueError as error:
         raise BadValueError(str(error)) from error
+    if any(spec.openblas for spec in found) and blas.loaded().startswith(blas.OWN):
+        raise BadValueError(f"an engine is to have {OPENBLAS}, but kvant has none to lend here ({blas.loaded()})")
+    return found
 
 
 def server(url: str | None, model: str | None, source: Source) -> list[EngineSpec]:
