@@ -168,7 +168,9 @@ def test_an_engine_that_cannot_load(make_checkpoint: Callable[..., tuple[Path, A
         (["--output", "HERE/no/x.jsonl"], "does not exist"),
         (["--plot", "HERE/x.pdf"], "expected a name that ends in .png or .svg"),
         (["--plot", "HERE/no/x.png"], "its folder does not exist"),
+        (["--plot", "HERE/x.svg", "--output", "HERE/x.svg"], "--output and --plot are both"),
         (["--plot", "HERE/x.png", "--max-tokens", "1"], "--max-tokens is 1"),
+        (["--seed", "9223372036854775808"], "--seed is 9223372036854775808; expected from -9223372036854775807 to"),
         (["--seed", "1", "compare", "a", "b"], "compare takes no options of bench; seed is given"),
         (["compare", "a"], "Missing argument 'B'"),
         (["nonsense"], "No such command 'nonsense'"),
@@ -194,6 +196,16 @@ def test_usage_errors(
     assert output.err.count("\n") == 1
     assert (tmp_path / "there.jsonl").read_text() == "mine"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_blas_that_is_not_there_is_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine ran with MLX's own, and was called OpenBLAS in every table."""
+    monkeypatch.setenv("KVANT_BLAS", "mlx")
+    done = run(*SMALL, "--engine", "mlx-lm:float32:openblas")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "kvant: error: an engine is to have openblas, but kvant has none to lend here (mlx: KVANT_BLAS asks for it)\n"
+    )
 
 
 def test_the_default_prompts_are_those_the_model_has_room_for() -> None:
@@ -227,7 +239,7 @@ def _wait_for(process: subprocess.Popen[str], line: str) -> None:
 ENDLESS = ["--engine", "none", "--engine", "concat", "--prompt-tokens", "32", "-m", "16", "--repeats", "1000"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
     file = tmp_path / "cut.jsonl"
     process = _start(*ENDLESS, "--output", str(file))
@@ -242,6 +254,17 @@ def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
     assert "none" in output  # the report of what came to its end
     assert "concat" in output
     _check_ended(workers)
+
+
+def test_under_nohup_it_outlives_its_terminal() -> None:
+    process = subprocess.Popen(
+        ["nohup", *COMMAND, *SMALL, "--engine", "concat"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    _wait_for(process, "measuring")
+    process.send_signal(signal.SIGHUP)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "concat" in output
 
 
 def test_a_killed_command_leaves_no_process(tmp_path: Path) -> None:

@@ -30,6 +30,9 @@ def test_a_name_that_is_no_picture(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="its folder does not exist"):
         check_plot_path(tmp_path / "no" / "a.png")
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "x.png").mkdir()
+    with pytest.raises(ValueError, match="cannot be written"):
+        check_plot_path(tmp_path / "x.png")
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,3 +181,29 @@ def test_a_step_does_not_keep_its_cache_alive(pocket: tuple[Decoder, Any]) -> No
     del cache, step
     gc.collect()
     assert layer() is None
+
+
+def test_a_trace_that_is_broken_off_leaves_cache_and_random_state(
+    pocket: tuple[Decoder, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX left placeholders in both: every later step, and every random number of the process, was an error."""
+    model, _ = pocket
+    cache = model.make_cache(8)
+    logits = prefill(model, [1, 2, 3], cache, step_size=512)
+    mx.random.seed(2**40 + 7)
+    mx.eval(logits, mx.random.uniform())
+    expected = mx.random.uniform(key=mx.random.split(mx.random.state[0])[1]).item()
+
+    def interrupt(self: Decoder, hidden: mx.array) -> mx.array:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "logits", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            CompiledStep(model, cache, greedy, processed=False)(mx.array([4]))
+    assert mx.random.uniform().item() == expected
+    assert {layer.offset for layer in cache} == {3}
+    again = model.make_cache(8)
+    prefill(model, [1, 2, 3], again, step_size=512)
+    rows = [prefill(model, [4, 5], layers, step_size=512) for layers in (cache, again)]
+    assert mx.array_equal(*rows).item()

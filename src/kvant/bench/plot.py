@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,15 @@ def check_plot_path(path: Path) -> None:
     """Find out before a long run that its plot can be written.
 
     Raises:
-        ValueError: the name ends in neither .png nor .svg, or its folder does not exist.
+        ValueError: the name ends in neither .png nor .svg, its folder does not exist, or it cannot be written.
         KvantError: matplotlib is not installed.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"the plot is to be {path.name}; expected a name that ends in {' or '.join(SUFFIXES)}")
     if not path.parent.is_dir():
         raise ValueError(f"the plot is to be {path}; its folder does not exist")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"the plot is to be {path}, which cannot be written")
     if importlib.util.find_spec("matplotlib") is None:
         raise KvantError("a plot needs matplotlib, which is not installed: pip install 'kvant[plot]'")
 

@@ -90,6 +90,7 @@ def bench(
         weight_group_size=weight_group_size,
     )
     options.check_text(model=model, server=server, server_model=server_model)
+    bench_options.check_seed(seed)
     bench_options.check_files(output, plot)
     if plot is not None and max_tokens == 1:
         raise BadValueError("--plot draws the tokens after the first, but --max-tokens is 1")
@@ -103,8 +104,11 @@ def bench(
     from kvant.bench.recording import Recorder
     from kvant.bench.runner import Plan, measure
 
-    # A polite kill is Ctrl-C: the report is printed, and files that were made for the run are removed.
+    # A polite kill, or a terminal that is closed, is Ctrl-C: the report is printed, and files that were made for the
+    # run are removed. Under nohup the terminal's end stays ignored.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
 
     def progress(line: str) -> None:
         if not quiet:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kvant.bench.engines import WITH_KV_BITS, EngineSpec, engine_specs
+from kvant import blas
+from kvant.bench.engines import OPENBLAS, WITH_KV_BITS, EngineSpec, engine_specs
 from kvant.cli.options import BadValueError
 from kvant.engine.load import POCKET, find_model
 from kvant.models.config import ModelConfig
@@ -23,6 +24,7 @@ DEFAULT_KV_BITS = (0, 8, 4)
 SHAPE_NAMES = "qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-7b, qwen3-0.6b or pocket"
 DEFAULT_WEIGHT_BITS = 4
 DEFAULT_WEIGHT_GROUP_SIZE = 64
+MAX_SEED = 2**63 - 1  # kvant.bench.lines.WIDEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +125,12 @@ def specs(
     if not any(bits) and kv_group_size is not None:
         raise BadValueError(f"--kv-group-size is {kv_group_size}, but --kv-bits 0 does not quantize")
     try:
-        return engine_specs(names, bits, kv_group_size, sizes.head_dim)
+        found = engine_specs(names, bits, kv_group_size, sizes.head_dim)
     except ValueError as error:
         raise BadValueError(str(error)) from error
+    if any(spec.openblas for spec in found) and blas.loaded().startswith(blas.OWN):
+        raise BadValueError(f"an engine is to have {OPENBLAS}, but kvant has none to lend here ({blas.loaded()})")
+    return found
 
 
 def server(url: str | None, model: str | None, source: Source) -> list[EngineSpec]:
@@ -155,11 +160,18 @@ def baseline(label: str | None, engines: Sequence[EngineSpec]) -> str:
     return label
 
 
+def check_seed(seed: int) -> None:
+    """Refuse a seed that a recording cannot hold."""
+    if not -MAX_SEED <= seed <= MAX_SEED:
+        raise BadValueError(f"--seed is {seed}; expected from {-MAX_SEED} to {MAX_SEED}")
+
+
 def check_files(output: Path | None, plot: Path | None) -> None:
     """Find out before anything runs what cannot be written afterwards.
 
     Raises:
-        BadValueError: a recording that exists, a folder that does not, a plot's name without a known ending.
+        BadValueError: a recording that exists, a folder that does not or cannot be written, a plot's name without a
+            known ending, one name for both.
         KvantError: matplotlib is missing.
     """
     if output is not None:
@@ -174,6 +186,8 @@ def check_files(output: Path | None, plot: Path | None) -> None:
             check_plot_path(plot)
         except ValueError as error:
             raise BadValueError(f"--plot: {error}") from error
+        if output is not None and output.resolve() == plot.resolve():
+            raise BadValueError(f"--output and --plot are both {plot}; the plot would replace the recording")
 
 
 def refuse_all(context: typer.Context) -> None:

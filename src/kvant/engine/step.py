@@ -73,7 +73,21 @@ class CompiledStep:
         if layer.offset >= layer.max_seq_len:
             raise AssertionError(f"row {layer.offset} is past the {layer.max_seq_len} reserved ones")
         bucket = row_bucket(layer.offset + 1, layer.max_seq_len)
-        result: tuple[mx.array, ...] = self._function(token, mx.array(layer.offset), bucket)
+        held = [list(layer.arrays) for layer in self._cache]
+        key = mx.random.state[0]  # type: ignore[index]
+        try:
+            result: tuple[mx.array, ...] = self._function(token, mx.array(layer.offset), bucket)
+        except BaseException:  # Ctrl-C while it is traced: MLX leaves the trace's placeholders in all it captured
+            for layer, arrays in zip(self._cache, held, strict=True):
+                layer.arrays[:] = arrays
+            _restore_random_state(key)
+            raise
         for layer in self._cache:
             layer.advance(1)
         return result
+
+
+def _restore_random_state(key: mx.array) -> None:
+    """MLX's random state can only be seeded; a seed is its key's two words."""
+    high, low = (int(word.item()) for word in key)  # type: ignore[arg-type]
+    mx.random.seed(high << 32 | low)
