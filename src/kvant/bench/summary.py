@@ -8,6 +8,7 @@ from kvant.bench.recording import Engine, Recording, Run, Token
 from kvant.bench.statistics import Spread, median, paired_ratio, percentile, theil_sen
 
 Runs = list[tuple[Run, list[Token]]]
+SLOPE_DISTANCE = 100  # positions: over fewer, a slope is noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,12 +124,15 @@ def _figures(runs: Runs, engine: Engine, bandwidth: float | None) -> dict[str, A
 
 
 def _slope(runs: dict[tuple[int, str], Runs], label: str) -> float | None:
-    """Microseconds per 1,000 tokens of context."""
+    """Microseconds per 1,000 tokens of context; None over so short a distance that it would be noise."""
     groups = [
         [(token.position, token.latency_ms) for _, tokens in own for token in tokens[1:]]
         for (_, engine), own in runs.items()
         if engine == label
     ]
+    positions = [position for group in groups for position, _ in group]
+    if not positions or max(positions) - min(positions) < SLOPE_DISTANCE:
+        return None
     slope = theil_sen(groups)
     return None if slope is None else slope * 1e6  # ms a token -> us a thousand
 
