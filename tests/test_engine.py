@@ -186,6 +186,25 @@ def test_an_abandoned_run_leaves_what_was_yielded(pocket: Pocket, prompt: list[i
     assert [layer.offset for layer in cache] == [len(prompt) + 2] * len(cache)
 
 
+@pytest.mark.parametrize("failing", [1, 2, 6])
+def test_a_run_that_fails_leaves_what_was_yielded(pocket: Pocket, prompt: list[int], failing: int) -> None:
+    """It left the last yielded token too, which whoever continues with that token would have had twice."""
+    model, tokenizer = pocket
+    calls = iter(range(1, 100))
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        if next(calls) == failing:
+            raise KeyboardInterrupt
+        return mx.argmax(logprobs, axis=-1)
+
+    cache = model.make_cache(len(prompt) + 20)
+    processors = _without_end(tokenizer)
+    run = stream_generate(model, tokenizer, prompt, prompt_cache=cache, sampler=sampler, logits_processors=processors)
+    with pytest.raises(KeyboardInterrupt):
+        list(run)
+    assert [layer.offset for layer in cache] == [len(prompt) + max(0, failing - 3)] * len(cache)
+
+
 def test_a_suspended_run_gives_way_to_the_next(pocket: Pocket, prompt: list[int]) -> None:
     """Whoever keeps the iterator of an earlier run cannot harm a later one on the same cache."""
     model, tokenizer = pocket

@@ -56,11 +56,11 @@ def decode(
     tokens = mx.array(list(prompt)) if logits_processors else None
     token, logprobs = sample(logits, tokens, sampler, logits_processors)
     mx.async_eval(token, logprobs)
-    held = None  # tokens of the cache that may stay, once the first token is known
+    held = cache[0].offset  # tokens of the cache that may stay
     try:
         for count in range(1, max_tokens + 1):
             step: tuple[mx.array, ...] | None = None
-            held = cache[0].offset
+            before = cache[0].offset
             if count < max_tokens:
                 if tokens is not None:
                     tokens = mx.concatenate([tokens, token])
@@ -78,15 +78,17 @@ def decode(
             if step is not None and not look_ahead:
                 # The log-probabilities go with the token: kept lazily they would hold the cache's buffers.
                 mx.async_eval(*step)
+            held = before
             yield token_id, logprobs
             if step is None:
                 return
             token, logprobs = step
     finally:
-        # A step queued for a token after which nobody asked for more: forget the one row it appended.
+        # A step queued for a token after which nobody asked for more: forget the one row it appended; and that of the
+        # last yielded token too where the next one failed or was interrupted.
         for layer in cache:
-            if layer.offset - 1 == held:
-                layer.trim(1)
+            if 1 <= layer.offset - held <= 2:
+                layer.trim(layer.offset - held)
 
 
 def trim_to(cache: Sequence[KVCache], num_tokens: int) -> None:
