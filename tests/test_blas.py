@@ -100,8 +100,9 @@ def test_the_copy_is_made_once(tmp_path: Path) -> None:
 
 
 @needs_openblas
-def test_without_a_cache_variable_it_is_in_the_home_folder(tmp_path: Path) -> None:
-    blas, _ = _report(Path(), XDG_CACHE_HOME="", HOME=str(tmp_path))
+@pytest.mark.parametrize("variable", ["", "relative/folder"])
+def test_without_a_cache_folder_it_is_in_the_home_folder(tmp_path: Path, variable: str) -> None:
+    blas, _ = _report(Path(), XDG_CACHE_HOME=variable, HOME=str(tmp_path))
     assert blas.startswith("OpenBLAS")
     assert _only_copy(tmp_path / ".cache").is_file()
 

@@ -65,7 +65,9 @@ def _renamed_copy() -> Path:
         raise FileNotFoundError(f"{PACKAGE} is not installed")
     source = Path(spec.origin).parent / "lib" / "libscipy_openblas.so"
     state = source.stat()
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # by its specification a relative one counts for nothing: code is loaded from here
+        base = os.path.expanduser("~/.cache")
     copy = Path(base) / "kvant" / f"openblas-{state.st_size}-{state.st_mtime_ns}.so"
     if not copy.is_file() or copy.stat().st_size < state.st_size:  # cut short, it would end the process when loaded
         _make_renamed_copy(source, copy)
