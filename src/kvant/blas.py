@@ -40,11 +40,12 @@ def load_blas() -> None:
         _loaded = f"{OWN}: {VARIABLE} asks for it"
     elif "mlx.core" in sys.modules:
         _loaded = f"{OWN}: mlx was imported before kvant"
-    elif sys.platform != "linux" or find_spec(PACKAGE) is None:
+    elif sys.platform != "linux" or (package := find_spec(PACKAGE)) is None or package.origin is None:
         _loaded = f"{OWN}: {PACKAGE} is not installed"
     else:
         try:
-            library = ctypes.CDLL(str(_renamed_copy()), mode=ctypes.RTLD_GLOBAL)
+            source = Path(package.origin).parent / "lib" / "libscipy_openblas.so"
+            library = ctypes.CDLL(str(_renamed_copy(source)), mode=ctypes.RTLD_GLOBAL)
             if "OPENBLAS_NUM_THREADS" not in os.environ:
                 # Its threads wait for each other, and for 0.1 s for more work, by spinning: on 2 cores with a third
                 # busy thread a prefill took 10 to 30 times as long. What is worth two threads has two of MLX's streams.
@@ -54,16 +55,12 @@ def load_blas() -> None:
             _loaded = f"{OWN}: {PACKAGE} could not be loaded: {' '.join(str(error).split())}"
 
 
-def _renamed_copy() -> Path:
+def _renamed_copy(source: Path) -> Path:
     """The library under the names MLX looks for, made where it is not there yet or not whole.
 
     Raises:
         OSError: it is not there and cannot be made.
     """
-    spec = find_spec(PACKAGE)
-    if spec is None or spec.origin is None:
-        raise FileNotFoundError(f"{PACKAGE} is not installed")
-    source = Path(spec.origin).parent / "lib" / "libscipy_openblas.so"
     state = source.stat()
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # by its specification a relative one counts for nothing: code is loaded from here

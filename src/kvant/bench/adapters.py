@@ -58,7 +58,8 @@ def load_adapter(spec: EngineSpec, folder: Path, prefill_step_size: int) -> Adap
     """
     if spec.name == "mlx-lm":
         return MLXLM(spec, folder, prefill_step_size)
-    return Kvant(spec, folder, prefill_step_size) if spec.name in ("kvant", "concat") else Recompute(folder)
+    kind = Recompute if spec.name == "none" else Kvant
+    return kind(spec, folder, prefill_step_size)
 
 
 class Kvant:
@@ -113,21 +114,8 @@ class Kvant:
         return self._model.make_cache(max_seq_len, quant_bit=bits, quant_group=group)
 
 
-class Recompute:
+class Recompute(Kvant):
     """kvant's decoder without a cache: every token computes the whole sequence."""
-
-    def __init__(self, folder: Path) -> None:
-        self._model = load_decoder(folder)
-
-    @property
-    def dtype(self) -> str:
-        """The decoder's."""
-        return dtype_name(self._model.dtype)
-
-    @property
-    def weight_bytes(self) -> tuple[int, int]:
-        """As the decoder holds them."""
-        return self._model.nbytes, self._model.nbytes_read
 
     def tokens(self, prompt: Sequence[int], max_tokens: int) -> Tokens:
         """Each from the whole sequence before it; nothing to queue ahead, for nothing can be reused."""
@@ -137,10 +125,6 @@ class Recompute:
             token, _ = sample(logits, None, greedy, ())
             ids.append(int(token.item()))  # type: ignore[arg-type]
             yield ids[-1]
-
-    def cache_size(self) -> CacheSize:
-        """None there is."""
-        return CacheSize(0, 0.0)
 
 
 class MLXLM:

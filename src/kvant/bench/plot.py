@@ -5,10 +5,11 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from kvant.bench.recording import Recording, Run, Token
-from kvant.bench.statistics import median, percentile
+from kvant.bench.statistics import percentile
 from kvant.errors import KvantError
 
 SUFFIXES = (".png", ".svg")

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from random import Random
+from statistics import median
 
 PAIRS = 100_000  # a slope is taken from at most so many pairs of points
 
@@ -38,11 +39,6 @@ def percentile(values: Iterable[float], percent: float) -> float:
     place = (len(ordered) - 1) * percent / 100
     below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
     return below + (above - below) * (place - math.floor(place))
-
-
-def median(values: Iterable[float]) -> float:
-    """The value in the middle, or the mean of both."""
-    return percentile(values, 50)
 
 
 def theil_sen(groups: Sequence[Sequence[Point]]) -> float | None:

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from kvant.bench.recording import Engine, Recording, Run, Token
-from kvant.bench.statistics import Spread, median, paired_ratio, percentile, theil_sen
+from kvant.bench.statistics import Spread, paired_ratio, percentile, theil_sen
 
 Runs = list[tuple[Run, list[Token]]]
 SLOPE_DISTANCE = 100  # positions: over fewer, a slope is noise

@@ -24,7 +24,6 @@ DEFAULT_KV_BITS = (0, 8, 4)
 SHAPE_NAMES = "qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-7b, qwen3-0.6b or pocket"
 DEFAULT_WEIGHT_BITS = 4
 DEFAULT_WEIGHT_GROUP_SIZE = 64
-MAX_SEED = 2**63 - 1  # kvant.bench.lines.WIDEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +161,10 @@ def baseline(label: str | None, engines: Sequence[EngineSpec]) -> str:
 
 def check_seed(seed: int) -> None:
     """Refuse a seed that a recording cannot hold."""
-    if not -MAX_SEED <= seed <= MAX_SEED:
-        raise BadValueError(f"--seed is {seed}; expected from {-MAX_SEED} to {MAX_SEED}")
+    from kvant.bench.lines import WIDEST
+
+    if not -WIDEST <= seed <= WIDEST:
+        raise BadValueError(f"--seed is {seed}; expected from {-WIDEST} to {WIDEST}")
 
 
 def check_files(output: Path | None, plot: Path | None) -> None:
