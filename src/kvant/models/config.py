@@ -1,15 +1,14 @@
 """config.json as a frozen, validated dataclass."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvant.errors import ModelError, one_line
+from kvant.errors import ModelError
+from kvant.models.files import read_json
 
 ARCHITECTURES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
-MAX_CONFIG_BYTES = 4 * 1024 * 1024
 # Far above any published model, far below what would exhaust memory before a tensor is read.
 MAX_SIZE = 2**24
 
@@ -64,7 +63,7 @@ class ModelConfig:
         Raises:
             ModelError: a file that is missing or malformed, or a model kvant does not support.
         """
-        raw = _read_json(folder / "config.json")
+        raw = read_json(folder / "config.json")
         try:
             config = cls.from_dict(raw)
         except ModelError as error:
@@ -72,7 +71,7 @@ class ModelConfig:
         generation_file = folder / "generation_config.json"
         if not generation_file.is_file():
             return config
-        eos = _token_ids(_read_json(generation_file), generation_file.name)
+        eos = _token_ids(read_json(generation_file), generation_file.name)
         return replace(config, eos_token_ids=eos) if eos else config
 
     @classmethod
@@ -120,20 +119,6 @@ class ModelConfig:
     def quantization_of(self, path: str) -> Quantization | None:
         """The quantization of the module at ``path``, such as ``model.layers.0.mlp.up_proj``; None: floating point."""
         return self.quantization_overrides.get(path, self.quantization)
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    if not path.is_file():
-        raise ModelError(f"{path}: no such file; a model folder holds config.json, tokenizer files and safetensors")
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ModelError(f"{path}: {path.stat().st_size} bytes; expected at most {MAX_CONFIG_BYTES}")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not JSON: {one_line(error)}") from error
-    if not isinstance(raw, dict):
-        raise ModelError(f"{path}: a JSON {type(raw).__name__}; expected an object")
-    return raw
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
