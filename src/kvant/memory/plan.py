@@ -16,8 +16,10 @@ SCALE_BYTES = 2  # float16
 FLOAT32 = 4
 # The arrays' sum is within this much of what MLX counted in the runs of docs/memory-plan.md.
 ACCURACY = 0.05
-# What the process takes beside the arrays, where it comes out of the same memory: measured, docs/memory-plan.md.
-PROCESS_BYTES = 250_000_000
+# What the process takes beside the arrays where it comes out of the same memory: interpreter, libraries, MLX's buffers
+# for reuse; and while it is read, a tokenizer for each of its tokens. Measured, docs/memory-plan.md.
+PROCESS_BYTES = 170_000_000
+TOKENIZER_BYTES = 1_700
 # Copies of the logits in sampling: float32, log-probabilities and what they are made from.
 LOGITS_COPIES = 5
 # Rotary pairs a layer whose key bias stays out of the cache, where the weights that decide it were not read: 1 in 16.
@@ -137,7 +139,7 @@ def plan(
         cache=cache,
         scratch=scratch,
         loading=loading,
-        process=PROCESS_BYTES if on_cpu else 0,
+        process=PROCESS_BYTES + TOKENIZER_BYTES * config.vocab_size if on_cpu else 0,
         headroom=round(ACCURACY * arrays),
     )
 
@@ -145,7 +147,10 @@ def plan(
 def longest_context(
     checkpoint: Checkpoint, limit_bytes: int, *, settings: Settings | None = None, device: Device | None = None
 ) -> LongestContext:
-    """The most tokens whose plan fits into ``limit_bytes``: one more doesn't, or the model has no more."""
+    """The tokens whose plan fits into ``limit_bytes`` where one more doesn't, or the model has no more.
+
+    A longer context reads its prompt in more and smaller blocks, so that a little past the end one may fit again.
+    """
 
     def fits(tokens: int) -> bool:
         return plan(checkpoint, max_kv_size=tokens, settings=settings, device=device).total <= limit_bytes
