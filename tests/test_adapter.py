@@ -176,6 +176,7 @@ BAD_CONFIGS = [
     ({"num_layers": 1}, "layers.0.* num_layers and keys do not include"),
     (_lora(rank=0), "rank is 0"),
     (_lora(rank=True), "rank is True"),
+    (_lora(rank=129), "rank is 129; expected an int from 1 to the model's hidden_size, 128"),
     (_lora(rank=5), r"lora_a has shape \(256, 4\); expected \(256, 5\)"),
     (_lora(scale=None, alpha=16), "scale is None"),
     (_lora(scale=0), "scale is 0"),

@@ -103,7 +103,7 @@ def test_affine(make_source: Callable[..., Path], tmp_path: Path, bits: int, gro
     assert config["quantization"] == {"group_size": group_size, "bits": bits, "mode": "affine"}
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": THETA}
     assert config["rope_theta"] == kvant.load(dest)[0].config.rope_theta == THETA
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dest", "source"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dest", "out", "source"]
 
 
 def test_qwen3(tmp_path: Path, pocket_folder: Path) -> None:
@@ -270,6 +270,9 @@ def test_destinations_in_use(make_source: Callable[..., Path], tmp_path: Path) -
             convert_folder(source, dest, FOUR_BITS)
     with pytest.raises(ConvertError, match=r"no/such: no such folder; expected one to put dest into"):
         convert_folder(source, tmp_path / "no" / "such" / "dest", FOUR_BITS)
+    for name in ("x" * 5000, "~nosuchuser/x"):
+        with pytest.raises(ConvertError, match="cannot be a folder"):
+            convert_folder(source, Path(name), FOUR_BITS)
     assert (file.read_text(), [path.name for path in full.iterdir()]) == ("mine", ["mine"])
 
 

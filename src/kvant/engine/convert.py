@@ -98,11 +98,14 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
 
 
 def _check_dest(dest: Path) -> Path:
-    dest = dest.expanduser().absolute()
-    if dest.is_symlink() or (dest.exists() and not (dest.is_dir() and not any(dest.iterdir()))):
-        raise ConvertError(f"{dest}: is there already; expected a new folder's path or an empty folder")
-    if not dest.parent.is_dir():
-        raise ConvertError(f"{dest.parent}: no such folder; expected one to put {dest.name} into")
+    try:
+        dest = dest.expanduser().absolute()
+        if dest.is_symlink() or (dest.exists() and not (dest.is_dir() and not any(dest.iterdir()))):
+            raise ConvertError(f"{dest}: is there already; expected a new folder's path or an empty folder")
+        if not dest.parent.is_dir():
+            raise ConvertError(f"{dest.parent}: no such folder; expected one to put {dest.name} into")
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, a user who does not exist, a NUL
+        raise ConvertError(f"{str(dest)[:200]}: cannot be a folder: {one_line(error)}") from error
     return dest
 
 

@@ -49,7 +49,7 @@ class Adapter:
             ModelError: no adapter folder, or one of another kind or format.
             CheckpointError: tensors that are missing, not the model's, of the wrong shape or dtype, or without effect.
         """
-        settings = _read_settings(folder)
+        settings = _read_settings(folder, config.hidden_size)
         if not (folder / TENSORS_FILE).is_file():
             raise ModelError(f"{folder}: no {TENSORS_FILE}; an adapter folder holds it beside {CONFIG_FILE}")
         tensors = TensorFiles(folder, [folder / TENSORS_FILE])
@@ -111,7 +111,7 @@ class _Settings:
     keys: tuple[str, ...] | None
 
 
-def _read_settings(folder: Path) -> _Settings:
+def _read_settings(folder: Path, max_rank: int) -> _Settings:
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ModelError(f"{folder}: no {CONFIG_FILE}; an adapter folder holds it beside {TENSORS_FILE}")
@@ -129,8 +129,8 @@ def _read_settings(folder: Path) -> _Settings:
     if not isinstance(parameters, dict):
         raise ModelError(f"{path}: lora_parameters is {parameters!r}; expected an object with rank and scale")
     rank, num_layers = parameters.get("rank"), raw.get("num_layers")
-    if type(rank) is not int or rank < 1:
-        raise ModelError(f"{path}: rank is {rank!r}; expected an int of at least 1")
+    if type(rank) is not int or not 1 <= rank <= max_rank:
+        raise ModelError(f"{path}: rank is {rank!r}; expected an int from 1 to the model's hidden_size, {max_rank}")
     if type(num_layers) is not int:
         raise ModelError(f"{path}: num_layers is {num_layers!r}; expected an int, the number of adapted layers")
     scale = parameters.get("scale")
