@@ -401,7 +401,7 @@ def test_a_prompt_longer_than_the_room_left(pocket: Pocket) -> None:
 def test_load_refuses_what_it_cannot_apply() -> None:
     with pytest.raises(ValueError, match="revision is 'main'"):
         kvant.load("pocket", revision="main")
-    with pytest.raises(ValueError, match="adapter_path is 'x'"):
+    with pytest.raises(ModelError, match="adapter 'x' is not a folder"):
         kvant.load("pocket", adapter_path="x")
     with pytest.raises(ModelError, match="'no/such' is not a folder"):
         kvant.load("no/such")

@@ -6,11 +6,21 @@ KvantError
  +-- ContextError      a prompt or a conversation that does not fit the reserved context (also a ValueError)
  +-- PromptError       a prompt that cannot be used: empty, or a chat template that fails (also a ValueError)
  +-- BenchError        a measurement that could not be made: an engine that failed
+ +-- ConvertError      a model that could not be converted
 
 Wrong arguments of a function are plain ValueError and TypeError.
 """
 
-__all__ = ["BenchError", "CheckpointError", "ContextError", "KvantError", "ModelError", "PromptError", "one_line"]
+__all__ = [
+    "BenchError",
+    "CheckpointError",
+    "ContextError",
+    "ConvertError",
+    "KvantError",
+    "ModelError",
+    "PromptError",
+    "one_line",
+]
 
 
 class KvantError(Exception):
@@ -35,6 +45,10 @@ class PromptError(KvantError, ValueError):
 
 class BenchError(KvantError):
     """A measurement that could not be made."""
+
+
+class ConvertError(KvantError):
+    """A model that could not be converted."""
 
 
 def one_line(error: BaseException) -> str:

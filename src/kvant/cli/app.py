@@ -11,6 +11,7 @@ from typer.exceptions import TyperException
 
 from kvant.cli import bench
 from kvant.cli.chat import chat
+from kvant.cli.convert import convert
 from kvant.cli.generate import generate
 from kvant.errors import KvantError, one_line
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(convert)
 app.add_typer(bench.app, name="bench")
 
 

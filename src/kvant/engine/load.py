@@ -17,35 +17,36 @@ POCKET = "pocket"  # the embedded model's name
 
 
 def load(
-    path_or_name: str | Path, *, revision: str | None = None, adapter_path: str | None = None
+    path_or_name: str | Path, *, revision: str | None = None, adapter_path: str | Path | None = None
 ) -> tuple[Decoder, "TokenizerWrapper"]:
     """Load a model and its tokenizer.
 
     Args:
         path_or_name: a model folder, or ``pocket``, the embedded model.
         revision: refused: a folder has no revisions.
-        adapter_path: refused: LoRA adapters are not supported.
+        adapter_path: the folder of a LoRA or DoRA adapter as mlx-lm trains it.
 
     Returns:
         The decoder, and mlx-lm's tokenizer wrapper, whose ``eos_token_ids`` are those of the tokenizer together with
         those of generation_config.json or, without one, config.json.
 
     Raises:
-        ModelError: no such folder, or one that does not hold a supported model.
+        ModelError: no such folder, or one that does not hold a supported model or adapter.
         ValueError: an argument that cannot be applied.
     """
     if revision is not None:
         raise ValueError(f"revision is {revision!r}; only folders and the embedded model can be loaded: they have none")
-    if adapter_path is not None:
-        raise ValueError(f"adapter_path is {adapter_path!r}; adapters are not supported")
-    return load_folder(find_model(path_or_name))
+    return load_folder(find_model(path_or_name), adapter_path=adapter_path)
 
 
-def load_folder(folder: Path, progress: Progress | None = None) -> tuple[Decoder, "TokenizerWrapper"]:
+def load_folder(
+    folder: Path, progress: Progress | None = None, *, adapter_path: str | Path | None = None
+) -> tuple[Decoder, "TokenizerWrapper"]:
     """Load from a folder, transformers' slow import beside the weights; ``progress`` as in ``load_decoder``."""
+    adapter = None if adapter_path is None else _find_adapter(adapter_path)
     with ThreadPoolExecutor(max_workers=1) as pool:
         imported = pool.submit(_import_transformers)
-        model = load_decoder(folder, progress)
+        model = load_decoder(folder, progress, adapter)
         imported.result()
     tokenizer = load_tokenizer(folder)
     tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *model.config.eos_token_ids}
@@ -70,6 +71,16 @@ def find_model(path_or_name: str | Path) -> Path:
         shown = name if len(name) <= 200 else f"{name[:200]}..."
         raise ModelError(f"model {shown!r} is not a folder; expected one, or '{POCKET}', the embedded model")
     return folder
+
+
+def _find_adapter(path: str | Path) -> Path:
+    try:
+        folder = Path(path).expanduser()
+        if str(path) and folder.is_dir():
+            return folder
+    except (OSError, RuntimeError, ValueError):  # a name too long, a user who does not exist, a NUL
+        pass
+    raise ModelError(f"adapter {str(path)[:200]!r} is not a folder; expected one as mlx_lm.lora writes it")
 
 
 def _import_transformers() -> None:
