@@ -12,6 +12,7 @@ from typer.exceptions import TyperException
 from kvant.cli import bench
 from kvant.cli.chat import chat
 from kvant.cli.generate import generate
+from kvant.cli.report import report
 from kvant.errors import KvantError, one_line
 
 EXIT_FAILED = 1
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(report)
 app.add_typer(bench.app, name="bench")
 
 
