@@ -50,7 +50,7 @@ class Quality:
 
 def plant(source: Path, folder: Path, constant: float) -> Path:
     """A copy of a checkpoint with ``constant`` added to every head's key bias in its lowest-frequency pair."""
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "heldout.jsonl"))
     head_dim = json.loads((folder / "config.json").read_text())["head_dim"]
     weights = {name: mx.array(x) for name, x in mx.load(str(source / "model.safetensors")).items()}
     for name, x in weights.items():

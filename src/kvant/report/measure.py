@@ -158,6 +158,7 @@ def figures_json(report: Report) -> dict[str, Any]:
         "reference": _result_json(report.reference),
         "formats": [_result_json(result) for result in report.results],
         "layers": {
+            "tokens": len(report.text.pieces[0][:LAYER_TOKENS]),
             "key_range": report.key_range,
             "findings": [asdict(finding) for finding in report.findings],
         },

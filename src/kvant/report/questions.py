@@ -37,10 +37,10 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Exact answers of a set whose context is of ``first`` tokens or more, up to the next bucket."""
+    """Exact answers of a set whose context is of ``context_from`` tokens or more, up to the next bucket."""
 
     set: str
-    first: int
+    context_from: int
     right: int
     asked: int
 

@@ -70,8 +70,10 @@ def _answers(results: Sequence[FormatResult], name: str) -> Table:
     table = _empty(f"Answers: {name}", caption)
     for own in results[0].scores:
         if own.set == name:
-            later = [b for b in BUCKETS if b > own.first]
-            table.add_column(f"{own.first}-{later[0] - 1}" if later else f"from {own.first}", justify="right")
+            later = [b for b in BUCKETS if b > own.context_from]
+            table.add_column(
+                f"{own.context_from}-{later[0] - 1}" if later else f"from {own.context_from}", justify="right"
+            )
     for result in results:
         shares = (f"{own.right}/{own.asked}" for own in result.scores if own.set == name)
         table.add_row(Line(result.format.label), *shares)
