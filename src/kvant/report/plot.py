@@ -27,7 +27,7 @@ def plot(report: Report, path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    places = _side_by_side(drawn)
+    places = side_by_side(drawn)
     # Colors by bits and group, markers by whether the biases are split off.
     kinds = list(dict.fromkeys((r.format.bits, r.format.group) for r in drawn))
     style = {"svg.hashsalt": "kvant", "svg.fonttype": "none", "font.size": 10, "axes.edgecolor": "#888888"}
@@ -59,8 +59,8 @@ def plot(report: Report, path: Path) -> None:
         figure.savefig(path, dpi=150, metadata=metadata)
 
 
-def _side_by_side(results: Sequence[FormatResult]) -> list[float]:
-    """Where to draw each: at its bytes, or beside those before it that are as large."""
+def side_by_side(results: Sequence[FormatResult]) -> list[float]:
+    """Where to draw each: at its bytes, or beside those that are about as large."""
     sizes = [r.bytes_per_token for r in results]
     width = (max(sizes) - min(sizes)) or max(sizes)
     order = sorted(range(len(results)), key=lambda index: sizes[index])
