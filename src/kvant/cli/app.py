@@ -13,6 +13,7 @@ from kvant.cli import bench
 from kvant.cli.chat import chat
 from kvant.cli.convert import convert
 from kvant.cli.generate import generate
+from kvant.cli.report import report
 from kvant.errors import KvantError, one_line
 
 EXIT_FAILED = 1
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(convert)
+app.command()(report)
 app.add_typer(bench.app, name="bench")
 
 
