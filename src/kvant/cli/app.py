@@ -12,6 +12,8 @@ from typer.exceptions import TyperException
 from kvant.cli import bench
 from kvant.cli.chat import chat
 from kvant.cli.generate import generate
+from kvant.cli.models import models
+from kvant.cli.pull import pull
 from kvant.errors import KvantError, one_line
 
 EXIT_FAILED = 1
@@ -27,6 +29,8 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(pull)
+app.command()(models)
 app.add_typer(bench.app, name="bench")
 
 
