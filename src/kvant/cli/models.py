@@ -49,7 +49,7 @@ def models(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, padding=0)
     table.add_column("name", overflow="fold")
     for title in ("MB", "context", *(f"{bits} bits" for bits in CACHE_BITS)):
         table.add_column(title, justify="right")

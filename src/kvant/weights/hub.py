@@ -50,16 +50,18 @@ def list_files(repository: str, revision: str | None) -> Listing:
         from huggingface_hub import HfApi
 
         info = HfApi(library_name="kvant").model_info(repository, revision=revision, files_metadata=True, timeout=30)
-        listed = {
-            file.rfilename: Listed(int(file.size), file.lfs.sha256 if file.lfs else None) for file in info.siblings
-        }
-        commit = info.sha or ""
+        siblings, commit = info.siblings or [], info.sha or ""
     if not COMMIT.fullmatch(commit) or (revision and COMMIT.fullmatch(revision) and revision != commit):
         raise WeightsError(f"{repository}: the hub answers for commit {commit[:80]!r}; asked for {revision or 'main'}")
-    for name in listed:
+    files = {}
+    for file in sorted(siblings, key=lambda file: file.rfilename):
+        name = file.rfilename
         if _is_hostile(name) or (is_wanted(name) and not FILE_NAME.fullmatch(name)):
             raise WeightsError(f"{repository}: the hub lists a file named {name[:200]!r}; refused")
-    files = {name: file for name, file in sorted(listed.items()) if is_wanted(name)}
+        if is_wanted(name):
+            if file.size is None:
+                raise WeightsError(f"{repository}: the hub states no size of {name}")
+            files[name] = Listed(file.size, file.lfs.sha256 if file.lfs else None)
     if "config.json" not in files or not any(name.endswith(".safetensors") for name in files):
         raise WeightsError(f"{repository}: no config.json and safetensors at {commit}; kvant reads nothing else")
     return Listing(commit, files)
