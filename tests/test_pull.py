@@ -77,11 +77,13 @@ class Machine:
     def __init__(self, hub: Hub, home: Path) -> None:
         self.hub, self.home = hub, home
         self.shell: Process | None = None
+        (home / "hf").mkdir()
+        (home / "link").symlink_to(home / "hf")
         self.environment = {
             "PATH": os.environ["PATH"],
             "PYTHONPATH": str(Path(kvant.__file__).parents[1]),
             "HOME": str(home),
-            "HF_HOME": str(home / "hf"),
+            "HF_HOME": str(home / "link"),
             "XDG_CACHE_HOME": str(home / "cache"),
             "HF_ENDPOINT": hub.endpoint,
             "HF_HUB_DISABLE_XET": "1",
@@ -346,6 +348,11 @@ def test_a_file_that_changed_on_disk(machine: Machine, hub: Hub, files: dict[str
     assert f"{path}: no such file" in (machine.resolves() or "")
     machine.pull(REPOSITORY)
     assert "5 files are as they were verified" in machine.run("pull", "--verify", REPOSITORY).stderr
+    shared = machine.home / "hf" / "hub" / "blobs" / "ab" / "abc"  # where huggingface_hub keeps what repositories share
+    shared.parent.mkdir(parents=True)
+    path.resolve().rename(shared)
+    blob.symlink_to(shared)
+    assert machine.resolves() is None
     (folder / "model-extra.safetensors").write_bytes(b"")
     assert "not among the files that were pulled" in (machine.resolves() or "")
     (folder / "model-extra.safetensors").unlink()

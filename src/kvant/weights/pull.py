@@ -57,7 +57,8 @@ def pull(text: str, revision: str | None = None, *, update: bool = False, progre
         except UnreachableError as error:
             if pinned is None or (folder := _here(reference)) is None:
                 raise
-            progress(f"{reference} is here, pinned to {pinned}; whether it moved cannot be asked: {error.__cause__}")
+            why = one_line(error.__cause__ or error)
+            progress(f"{reference} is here, pinned to {pinned}; whether it moved cannot be asked: {why}")
             return folder
         if pinned is not None and listing.commit != pinned:
             if update:

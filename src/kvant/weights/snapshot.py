@@ -25,10 +25,11 @@ def is_wanted(name: str) -> bool:
 
 
 def snapshot_folder(repository: str, commit: str) -> Path:
-    """Where huggingface_hub keeps a commit's files: HF_HUB_CACHE, HF_HOME, or its default."""
+    """Where huggingface_hub keeps a commit's files: under HF_HUB_CACHE, HF_HOME, or its default."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    return Path(HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "snapshots" / commit
+    cache = Path(HF_HUB_CACHE).expanduser().resolve()
+    return cache / f"models--{repository.replace('/', '--')}" / "snapshots" / commit
 
 
 def real_file(folder: Path, name: str) -> Path:
@@ -42,7 +43,7 @@ def real_file(folder: Path, name: str) -> Path:
     path = folder / name
     try:
         real = path.resolve(strict=True)
-        roots = (folder.parents[1].resolve(), (folder.parents[2] / "blobs").resolve())
+        roots = (folder.parents[1], folder.parents[2] / "blobs")
     except (OSError, RuntimeError) as error:
         raise WeightsError(f"{path}: no such file; pull it again") from error
     if not any(real.is_relative_to(root) for root in roots):
