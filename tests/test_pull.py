@@ -76,7 +76,7 @@ class Machine:
 
     def __init__(self, hub: Hub, home: Path) -> None:
         self.hub, self.home = hub, home
-        self.shell: Process | None = None
+        self.shells: dict[str, Process] = {}
         (home / "hf").mkdir()
         (home / "link").symlink_to(home / "hf")
         self.environment = {
@@ -102,21 +102,19 @@ class Machine:
         )
 
     def run(self, *arguments: str, listed: str | None = None, **environment: str) -> Done:
-        """A command; with an environment of its own in a process of its own."""
-        if environment:
-            process = self.start(*arguments, **environment)
-            output, errors = process.communicate(timeout=120)
-            return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
-        if self.shell is None:
-            self.shell = self.start(code=SHELL)
-        assert self.shell.stdin is not None
-        assert self.shell.stdout is not None
-        print(json.dumps([arguments, listed]), file=self.shell.stdin, flush=True)
-        return subprocess.CompletedProcess(arguments, *json.loads(self.shell.stdout.readline()))
+        """A command, in the process of its environment."""
+        key = json.dumps(environment)
+        if key not in self.shells:
+            self.shells[key] = self.start(code=SHELL, **environment)
+        shell = self.shells[key]
+        assert shell.stdin is not None
+        assert shell.stdout is not None
+        print(json.dumps([arguments, listed]), file=shell.stdin, flush=True)
+        return subprocess.CompletedProcess(arguments, *json.loads(shell.stdout.readline()))
 
     def close(self) -> None:
-        if self.shell is not None:
-            self.shell.communicate(timeout=60)
+        for shell in self.shells.values():
+            shell.communicate(timeout=60)
 
     def pull(self, *arguments: str, listed: str | None = None, **environment: str) -> Path:
         """A pull that must succeed; its folder."""
