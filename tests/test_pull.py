@@ -4,15 +4,17 @@ The hub's own transfer protocol (Xet) is turned off: it is spoken to servers of 
 Every process ends at once if it looks up or connects to anything but loopback.
 """
 
+import contextlib
 import hashlib
 import json
 import os
+import pty
 import signal
 import stat
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import mlx.core as mx
@@ -163,7 +165,7 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture
 def machine(hub: Hub, tmp_path: Path) -> Iterator[Machine]:
-    with closing(Machine(hub, tmp_path)) as made:
+    with contextlib.closing(Machine(hub, tmp_path)) as made:
         yield made
 
 
@@ -229,6 +231,24 @@ def test_a_cut_connection_is_resumed(machine: Machine, hub: Hub, files: dict[str
     folder = machine.pull(REPOSITORY)
     assert (folder / WEIGHTS).read_bytes() == files[WEIGHTS]
     assert [request.range for request in hub.fetched(WEIGHTS)] == [None, "bytes=10485760-"]
+
+
+def test_a_progress_bar_on_a_terminal(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
+    hub.add(REPOSITORY, files)
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (40, 120))
+    command = [sys.executable, "-c", f"{LOOPBACK_ONLY}main()", "pull", REPOSITORY]
+    process = subprocess.Popen(command, env=machine.environment, stdout=subprocess.PIPE, stderr=theirs, text=True)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while data := os.read(ours, 65536):
+            shown += data
+    os.close(ours)
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output) == (0, f"{machine.pull(REPOSITORY)}\n")
+    assert b"model.safetensors:   0%|" in shown
+    assert b"model.safetensors: 100%|" in shown
 
 
 def test_interrupted_half_way_then_pulled_again(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
