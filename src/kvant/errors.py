@@ -3,6 +3,7 @@
 KvantError
  +-- ModelError        a model folder that cannot be loaded: missing, unsupported or malformed
  |    +-- CheckpointError   its tensors: truncated, missing, of the wrong shape or dtype
+ |    +-- WeightsError      a model of the hub that is not here, cannot be had, or is not what it should be
  +-- ContextError      a prompt or a conversation that does not fit the reserved context (also a ValueError)
  +-- PromptError       a prompt that cannot be used: empty, or a chat template that fails (also a ValueError)
  +-- BenchError        a measurement that could not be made: an engine that failed
@@ -19,6 +20,7 @@ __all__ = [
     "KvantError",
     "ModelError",
     "PromptError",
+    "WeightsError",
     "one_line",
 ]
 
@@ -33,6 +35,10 @@ class ModelError(KvantError):
 
 class CheckpointError(ModelError):
     """Tensors that are truncated, missing, or of the wrong shape or dtype."""
+
+
+class WeightsError(ModelError):
+    """A model of the hub that is not here, cannot be had, or whose files are not those it should have."""
 
 
 class ContextError(KvantError, ValueError):

@@ -13,6 +13,8 @@ from kvant.cli import bench
 from kvant.cli.chat import chat
 from kvant.cli.convert import convert
 from kvant.cli.generate import generate
+from kvant.cli.models import models
+from kvant.cli.pull import pull
 from kvant.cli.report import report
 from kvant.errors import KvantError, one_line
 
@@ -31,6 +33,8 @@ app.command()(generate)
 app.command()(chat)
 app.command()(convert)
 app.command()(report)
+app.command()(pull)
+app.command()(models)
 app.add_typer(bench.app, name="bench")
 
 

@@ -19,7 +19,8 @@ class BadValueError(TyperException):
 
 DEFAULT_KV_GROUP_SIZE = 32
 
-Model = Annotated[str, typer.Option(help=f"A model folder, or '{POCKET}', the embedded model.")]
+MODEL_HELP = f"A folder, a name (`kvant models`), owner/repository[@revision] after `kvant pull`, or '{POCKET}'"
+Model = Annotated[str, typer.Option(help=f"{MODEL_HELP}.")]
 AdapterPath = Annotated[
     str | None, typer.Option(help="The folder of a LoRA or DoRA adapter as mlx_lm.lora writes it; applied at load.")
 ]
