@@ -13,8 +13,21 @@ Wrong arguments of a function are plain ValueError and TypeError.
 __all__ = ["BenchError", "CheckpointError", "ContextError", "KvantError", "ModelError", "PromptError", "one_line"]
 
 
+MAX_MESSAGE = 1000  # characters
+
+
 class KvantError(Exception):
-    """Base of every error kvant raises on purpose; its text is one line made for a person."""
+    """Base of every error kvant raises on purpose; its text is one line made for a person.
+
+    What it quotes may be anybody's: characters that a terminal would obey are written as Python escapes, and a text
+    that is too long is cut.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        text = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
+        if not text.isprintable():
+            text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        super().__init__(text)
 
 
 class ModelError(KvantError):
