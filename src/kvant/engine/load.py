@@ -6,6 +6,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvant.engine.template import BoundedTemplate, TemplateProcess
+from kvant.engine.tokenizer_files import check_tokenizer
 from kvant.errors import ModelError, one_line
 from kvant.models import Decoder, load_decoder
 from kvant.models.checkpoint import Progress
@@ -85,18 +87,26 @@ def _import_transformers() -> None:
 def load_tokenizer(folder: Path) -> "TokenizerWrapper":
     """mlx-lm's wrapper around transformers' tokenizer; nothing in the folder is executed.
 
+    Its ``apply_chat_template`` renders under a time limit and a memory limit and raises a PromptError.
+
     Raises:
         ModelError: no tokenizer, or one that cannot be loaded.
     """
-    if not (folder / "tokenizer.json").is_file():
-        raise ModelError(f"{folder}: no tokenizer.json")
+    check_tokenizer(folder)
+    templates = TemplateProcess()  # it is ready by the time the tokenizer is
     _import_transformers()
     from mlx_lm.tokenizer_utils import load as load_wrapper
+    from transformers import PreTrainedTokenizerBase
 
     try:
         tokenizer = load_wrapper(folder, {"trust_remote_code": False, "local_files_only": True})
-    except Exception as error:  # transformers raises whatever a malformed file happens to break
+    except BaseException as error:  # transformers raises whatever a malformed file happens to break
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # tokenizers' in Rust
+            raise
         raise ModelError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
     # Lengths are checked here, against the real context; transformers would warn about its own idea of it.
     tokenizer.model_max_length = int(1e30)
+    inner = tokenizer._tokenizer
+    if type(inner).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:  # others render no template
+        inner.apply_chat_template = BoundedTemplate(inner, templates)
     return tokenizer

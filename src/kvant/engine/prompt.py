@@ -51,7 +51,9 @@ def render_chat(tokenizer: "TokenizerWrapper", messages: Sequence[Message]) -> s
         raise PromptError("the model has no chat template")
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program: it can fail in any way
+    except PromptError:
+        raise
+    except Exception as error:  # what a tokenizer's files make transformers do around the template
         raise PromptError(f"the chat template failed: {one_line(error)}") from error
     return str(text)
 

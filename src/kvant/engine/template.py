@@ -8,10 +8,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 from kvant.errors import PromptError
@@ -128,25 +127,32 @@ class TemplateProcess:
         return PromptError(f"the chat template failed: its process ended with exit code {code}")
 
 
-def bounded(tokenizer: Any) -> Callable[..., Any]:
-    """transformers' ``apply_chat_template`` for this tokenizer, every template rendered in a :class:`TemplateProcess`.
+class BoundedTemplate:
+    """transformers' ``apply_chat_template`` of a tokenizer, every template rendered in a :class:`TemplateProcess`.
 
     The functions are transformers' own, but for the name by which they find what compiles a template.
     """
-    from transformers import tokenization_utils_base as base
-    from transformers.utils import chat_template_utils as templates
 
-    compiler = partial(_Compiled, TemplateProcess())
-    render = _rebound(templates.render_jinja_template, _compile_jinja_template=compiler)
-    apply = _rebound(base.PreTrainedTokenizerBase.apply_chat_template, render_jinja_template=render)
+    def __init__(self, tokenizer: Any, process: TemplateProcess) -> None:
+        self._tokenizer = tokenizer
+        self._process = process
 
-    def apply_chat_template(self: Any, conversation: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers'.
+
+        Raises:
+            PromptError: a template that fails, or that would take too long or too much memory.
+            ValueError: an option for which transformers compiles the template in this process.
+        """
+        from transformers import PreTrainedTokenizerBase
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         for name in ("sanitize_control_tokens", "return_assistant_tokens_mask"):
-            if kwargs.get(name):  # they compile the template in this process
+            if kwargs.get(name):
                 raise ValueError(f"{name} is {kwargs[name]!r}; it is not supported")
-        return apply(self, conversation, *args, **kwargs)
-
-    return MethodType(apply_chat_template, tokenizer)
+        render = _rebound(render_jinja_template, _compile_jinja_template=partial(_Compiled, self._process))
+        apply = _rebound(PreTrainedTokenizerBase.apply_chat_template, render_jinja_template=render)
+        return apply(self._tokenizer, conversation, *args, **kwargs)
 
 
 class _Compiled:

@@ -32,7 +32,7 @@ class Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012, Jinja's own way
 
-    def parse(self, parser: Parser) -> nodes.CallBlock:
+    def parse(self, parser: Parser) -> nodes.Node:
         """The block as a macro's, which has a scope of its own."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -32,13 +32,22 @@ def load_decoder(folder: Path, progress: Progress | None = None) -> Decoder:
         ModelError: a folder that does not hold a supported model.
         CheckpointError: tensors that are truncated, missing, unexpected, or of the wrong shape or dtype.
     """
+    config, tensors = check_folder(folder)
+    return _Builder(config, tensors, _compute_dtype(tensors)).decoder(progress or (lambda done, total: None))
+
+
+def check_folder(folder: Path) -> tuple[ModelConfig, TensorFiles]:
+    """The config and the tensors of a model folder, whose names, shapes and dtypes agree; no tensor has been read.
+
+    Raises:
+        ModelError, CheckpointError: as :func:`load_decoder`.
+    """
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such model folder")
     config = ModelConfig.from_folder(folder)
     tensors = TensorFiles(folder)
-    builder = _Builder(config, tensors, _compute_dtype(tensors))
-    builder.check()
-    return builder.decoder(progress or (lambda done, total: None))
+    _Builder(config, tensors, mx.float32).check()
+    return config, tensors
 
 
 class _Builder:
@@ -69,11 +78,11 @@ class _Builder:
 
         Tensors nothing would read are refused too: they say that the model is another.
         """
-        expected: dict[str, tuple[tuple[int, ...], Sequence[str]]]
-        expected = {name: ((size,), FLOATS) for name, size in vectors(self.config).items()}
+        expected: dict[str, tuple[tuple[int, ...], Sequence[str]]] = {}
         for path, (out, width) in matrices(self.config).items():
             if path != "lm_head" or not self._tied:
                 expected |= self._stored(path, out, width)
+        expected |= {name: ((size,), FLOATS) for name, size in vectors(self.config).items()}
         known = {*expected, *(f"lm_head.{part}" for part in ("weight", "scales", "biases") if self._tied)}
         extra = sorted(name for name in self.tensors.names - known if not name.endswith(IGNORED_SUFFIXES))
         if extra:

@@ -33,7 +33,9 @@ def check_file(path: Path, folder: Path | None = None, error: type[ModelError] =
     except FileNotFoundError as missing:
         if path.is_symlink():
             raise error(f"{path}: a link to {os.readlink(path)}, which is not there") from missing
-        raise error(f"{path}: no such file; a model folder holds config.json, tokenizer files and safetensors") from None
+        raise error(
+            f"{path}: no such file; a model folder holds config.json, tokenizer files and safetensors"
+        ) from None
     except (OSError, RuntimeError, ValueError) as failed:  # a loop of links, a name too long, a NUL
         raise error(f"{path}: cannot be read: {one_line(failed)}") from failed
     roots = [root]
