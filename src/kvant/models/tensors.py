@@ -42,10 +42,10 @@ class TensorFiles:
             # not have a choice.
             with path.open("rb") as stream:
                 length = int.from_bytes(stream.read(8), "little")
-                if 2 <= length <= MAX_HEADER_BYTES:
-                    json.loads(stream.read(length), object_pairs_hook=unique_keys)
-                elif length < path.stat().st_size:
+                if MAX_HEADER_BYTES < length < path.stat().st_size:
                     raise CheckpointError(f"{path}: a header of {length} bytes; expected at most {MAX_HEADER_BYTES}")
+                if length <= MAX_HEADER_BYTES:
+                    json.loads(stream.read(length), object_pairs_hook=unique_keys)
             with safe_open(path, framework="np") as file:
                 for name in file.keys():  # noqa: SIM118, the file is no mapping
                     if name in self._file_of:
