@@ -4,7 +4,8 @@ in one line, or run, in bounded time and memory.
     python scripts/fuzz.py [--seconds 120] [--seed 0] [--count 1]
 
 Each folder has a process of its own. A line for each finding: the seed, what was changed, and what happened: a
-traceback, a signal, a hang, or too much memory. --count 1 with a finding's --seed runs it again and shows it.
+traceback, a signal, a hang, too much memory, or words
+on standard output. --count 1 with a finding's --seed runs it again and shows it.
 """
 
 import argparse
@@ -222,13 +223,14 @@ def use(folder: Path) -> None:
 
 def run(folder: Path, work: Callable[[Path], None]) -> str:
     """Work on a folder in a process of its own: "ok", "refused: ..." or what went wrong."""
-    output = folder.with_suffix(".log")
+    output, printed = folder.with_suffix(".log"), folder.with_suffix(".out")
     child = os.fork()
     if not child:
         code = 70
         try:
-            with output.open("w") as log:
+            with output.open("w") as log, printed.open("w") as out:
                 os.dup2(log.fileno(), 2)
+                os.dup2(out.fileno(), 1)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             signal.alarm(LIMIT_S)
             work(folder)
@@ -251,6 +253,8 @@ def run(folder: Path, work: Callable[[Path], None]) -> str:
         return "hung"
     if code < 0:
         return f"died of {signal.Signals(-code).name}: {last}"
+    if printed.exists() and printed.stat().st_size:
+        return f"wrote to standard output: {printed.read_text(errors='replace')[:300]!r}"
     return {0: "ok", 10: f"refused: {last}"}.get(code, f"raised: {last}")
 
 

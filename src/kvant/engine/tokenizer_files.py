@@ -1,8 +1,10 @@
 """The files a tokenizer is loaded from, checked before transformers, mlx-lm and tokenizers open them."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from kvant.errors import ModelError
 from kvant.models.config import MAX_SIZE
@@ -12,6 +14,7 @@ MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 MAX_TEMPLATE_BYTES = 1024 * 1024  # the longest published ones have some 30,000
 SETTINGS = ("special_tokens_map.json", "added_tokens.json", "chat_template.json")
 OTHERS = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "tiktoken.model", "tekken.json")
+TOKEN_KEYS = {"__type", "id", "content", "single_word", "lstrip", "rstrip", "normalized", "special"}
 TEMPLATES = "additional_chat_templates"
 
 
@@ -29,7 +32,7 @@ def check_tokenizer(folder: Path) -> None:
     _check_settings(folder)
     for name in SETTINGS:
         if os.path.lexists(folder / name):
-            read_json(folder / name)
+            _check_tokens(folder / name, read_json(folder / name))
     _check_templates(folder)
     _check_vocabulary(folder / "tokenizer.json")
 
@@ -40,6 +43,7 @@ def _check_settings(folder: Path) -> None:
         return
     raw = read_json(path)
     refuse_code(raw, str(path))
+    _check_tokens(path, raw)
     if raw.get("fast_tokenizer_files"):
         raise ModelError(f"{path}: fast_tokenizer_files names other files; expected tokenizer.json")
     templates = raw.get("chat_template")
@@ -74,6 +78,23 @@ def _check_vocabulary(path: Path) -> None:
     vocabulary = model.get("vocab")
     _check_ids(path, vocabulary.values() if isinstance(vocabulary, dict) else ())
     _check_ids(path, (token.get("id") for token in added))
+    for token in added:
+        _check_token(path, token)
+
+
+def _check_tokens(path: Path, raw: Mapping[str, Any]) -> None:
+    """The tokens among settings, wherever they are: by their role, in lists, by id."""
+    more = raw.get("added_tokens_decoder"), raw.get("extra_special_tokens"), raw.get("additional_special_tokens")
+    groups = [group.values() if isinstance(group, dict) else group for group in more if isinstance(group, dict | list)]
+    for token in chain((value for key, value in raw.items() if key.endswith("_token")), *groups):
+        _check_token(path, token)
+
+
+def _check_token(path: Path, token: object) -> None:
+    """The tokenizers library would name what it does not know on standard output."""
+    unknown = sorted(token.keys() - TOKEN_KEYS) if isinstance(token, dict) else []
+    if unknown:
+        raise ModelError(f"{path}: a token has {unknown[0]!r}; expected {', '.join(sorted(TOKEN_KEYS))}")
 
 
 def _check_ids(path: Path, ids: Iterable[object]) -> None:

@@ -56,11 +56,9 @@ def read_text(path: Path, limit: int, folder: Path | None = None, error: type[Mo
     """
     check_file(path, folder, error)
     try:
-        with path.open("rb") as file:
-            data = file.read(limit + 1)
-        if len(data) > limit:
+        if path.stat().st_size > limit:
             raise error(f"{path}: {path.stat().st_size} bytes; expected at most {limit}")
-        return data.decode("utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as failed:
         raise error(f"{path}: not text: {one_line(failed)}") from failed
 
