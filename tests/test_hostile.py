@@ -14,12 +14,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from checkpoints import qwen2_config, reference_model, save_checkpoint
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
 
 import kvant
 from kvant.bench.adapters import load_adapter
 from kvant.bench.engines import EngineSpec
 from kvant.engine.load import POCKET, find_model, load_tokenizer
-from kvant.errors import CheckpointError, KvantError, ModelError
+from kvant.errors import CheckpointError, KvantError, ModelError, PromptError
 from kvant.models import ModelConfig, load_decoder
 from kvant.models.parameters import matrices, vectors
 
@@ -408,10 +410,18 @@ def test_an_absurd_token_id_makes_no_table(folder: Path) -> None:
     _refused(folder, ModelError, "token id 1000000000000")
 
 
+DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+LONG = {"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 65}
 BAD_TOKENIZERS: list[tuple[str, dict[str, Any], str]] = [
     ("tokenizer.json", {"model": []}, "no model"),
     ("tokenizer.json", {"added_tokens": [5]}, "added_tokens is not a list of objects"),
     ("tokenizer.json", {"normalizer": json.loads("[" * 300 + "]" * 300)}, "cannot be loaded"),
+    (
+        "tokenizer.json",
+        {"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 40}},
+        r"normalizer makes .* 1\.1e\+12",
+    ),
+    ("tokenizer.json", {"decoder": {"type": "Sequence", "decoders": [LONG]}}, "decoder makes a text up to 65 times"),
     ("tokenizer.json", {"version": "3.0"}, "cannot be loaded"),
     ("tokenizer_config.json", {"chat_template": 5}, "chat_template is a JSON int; expected a string"),
     ("tokenizer_config.json", {"chat_template": [{"name": "default"}]}, "objects of a name and a template"),
@@ -425,6 +435,23 @@ def test_bad_tokenizers(folder: Path, capfd: pytest.CaptureFixture[str], name: s
     _change(folder / name, **changes)
     _refused(folder, ModelError, message)
     assert capfd.readouterr().out == ""
+
+
+def test_replacements_in_deep_sequences(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    raw = json.loads(path.read_text()) | {"normalizer": "HERE"}
+    deep = '{"type": "Sequence", "normalizers": [' * 450 + "]}" * 450
+    path.write_text(json.dumps(raw).replace('"HERE"', deep))
+    _refused(folder, ModelError, r"nested too deeply|recursion")
+
+
+def test_a_pattern_that_never_comes_to_an_end(folder: Path) -> None:
+    """Oniguruma gives up, and tokenizers panics: in Python that is no Exception."""
+    model, tokenizer = kvant.load(folder)
+    # What tokenizer.json says, for another class of tokenizer: Qwen2's has a pattern of its own.
+    tokenizer._tokenizer.backend_tokenizer.pre_tokenizer = Split(Regex("(a+)+$"), "isolated")
+    with pytest.raises(PromptError, match=r"the prompt cannot be encoded: .*retry-limit"):
+        kvant.generate(model, tokenizer, "a" * 40 + "b")
 
 
 def test_a_list_of_templates(folder: Path) -> None:

@@ -10,7 +10,16 @@ KvantError
 Wrong arguments of a function are plain ValueError and TypeError.
 """
 
-__all__ = ["BenchError", "CheckpointError", "ContextError", "KvantError", "ModelError", "PromptError", "one_line"]
+__all__ = [
+    "BenchError",
+    "CheckpointError",
+    "ContextError",
+    "KvantError",
+    "ModelError",
+    "PromptError",
+    "foreign",
+    "one_line",
+]
 
 
 MAX_MESSAGE = 1000  # characters
@@ -54,3 +63,8 @@ def one_line(error: BaseException) -> str:
     """The first line of another library's error, or its kind where it says nothing."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def foreign(error: BaseException) -> bool:
+    """Whether this is a library's error rather than a wish to end: a panic in Rust is no Exception, but is one."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvant.engine.template import BoundedTemplate, TemplateProcess
 from kvant.engine.tokenizer_files import check_tokenizer
-from kvant.errors import ModelError, one_line
+from kvant.errors import ModelError, foreign, one_line
 from kvant.models import Decoder, load_decoder
 from kvant.models.checkpoint import Progress
 
@@ -101,7 +101,7 @@ def load_tokenizer(folder: Path) -> "TokenizerWrapper":
     try:
         tokenizer = load_wrapper(folder, {"trust_remote_code": False, "local_files_only": True})
     except BaseException as error:  # transformers raises whatever a malformed file happens to break
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # tokenizers' in Rust
+        if not foreign(error):
             raise
         raise ModelError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
     # Lengths are checked here, against the real context; transformers would warn about its own idea of it.

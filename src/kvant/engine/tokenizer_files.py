@@ -1,5 +1,6 @@
 """The files a tokenizer is loaded from, checked before transformers, mlx-lm and tokenizers open them."""
 
+import math
 import os
 from collections.abc import Iterable, Mapping
 from itertools import chain
@@ -15,6 +16,7 @@ MAX_TEMPLATE_BYTES = 1024 * 1024  # the longest published ones have some 30,000
 SETTINGS = ("special_tokens_map.json", "added_tokens.json", "chat_template.json")
 OTHERS = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "tiktoken.model", "tekken.json")
 TOKEN_KEYS = {"__type", "id", "content", "single_word", "lstrip", "rstrip", "normalized", "special"}
+MAX_GROWTH = 64  # of a text by all replacements one after another; published tokenizers have 1
 TEMPLATES = "additional_chat_templates"
 
 
@@ -34,7 +36,10 @@ def check_tokenizer(folder: Path) -> None:
         if os.path.lexists(folder / name):
             _check_tokens(folder / name, read_json(folder / name))
     _check_templates(folder)
-    _check_vocabulary(folder / "tokenizer.json")
+    try:
+        _check_vocabulary(folder / "tokenizer.json")
+    except RecursionError as error:
+        raise ModelError(f"{folder / 'tokenizer.json'}: nested too deeply") from error
 
 
 def _check_settings(folder: Path) -> None:
@@ -75,6 +80,9 @@ def _check_vocabulary(path: Path) -> None:
         raise ModelError(f"{path}: no model; expected a tokenizer as the tokenizers library writes it")
     if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
         raise ModelError(f"{path}: added_tokens is not a list of objects")
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        if (growth := _growth(raw.get(part))) > MAX_GROWTH:
+            raise ModelError(f"{path}: {part} makes a text up to {growth:.3g} times as long; expected {MAX_GROWTH}")
     vocabulary = model.get("vocab")
     _check_ids(path, vocabulary.values() if isinstance(vocabulary, dict) else ())
     _check_ids(path, (token.get("id") for token in added))
@@ -95,6 +103,18 @@ def _check_token(path: Path, token: object) -> None:
     unknown = sorted(token.keys() - TOKEN_KEYS) if isinstance(token, dict) else []
     if unknown:
         raise ModelError(f"{path}: a token has {unknown[0]!r}; expected {', '.join(sorted(TOKEN_KEYS))}")
+
+
+def _growth(step: object) -> float:
+    """How much longer a text can become: twenty replacements of a by aa would make a million of it."""
+    if not isinstance(step, dict):
+        return 1.0
+    lists = [step[key] for key in ("normalizers", "pretokenizers", "decoders") if isinstance(step.get(key), list)]
+    parts = math.prod(_growth(part) for part in chain(*lists))
+    pattern, content = step.get("pattern"), step.get("content")
+    old = pattern.get("String") if isinstance(pattern, dict) else None
+    own = len(content) / (len(old) if isinstance(old, str) and old else 1) if isinstance(content, str) else 1.0
+    return min(max(own, 1.0) * parts, 1e300)
 
 
 def _check_ids(path: Path, ids: Iterable[object]) -> None:
