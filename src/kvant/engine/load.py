@@ -30,7 +30,8 @@ def load(
 
     Returns:
         The decoder, and mlx-lm's tokenizer wrapper, whose ``eos_token_ids`` are those of the tokenizer together with
-        those of generation_config.json or, without one, config.json.
+        those of generation_config.json or, without one, config.json. Its ``apply_chat_template`` renders the folder's
+        template in a process of its own, within 5 seconds and 512 MiB; one that fails is a PromptError.
 
     Raises:
         ModelError: no such folder, or one that does not hold a supported model.

@@ -134,18 +134,22 @@ def answer(line: bytes) -> dict[str, str]:
         return {"error": lines[0] if lines else type(error).__name__}
 
 
+def limit(what: int, value: int) -> None:
+    """Limit this process, unless it is limited more already."""
+    _, most = resource.getrlimit(what)
+    resource.setrlimit(what, (value if most == resource.RLIM_INFINITY else min(value, most), most))
+
+
 def main(time_limit_s: float, memory_limit: int) -> None:
     """Serve standard input. The limits of the system are for a process whose parent died and cannot end it."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit(resource.RLIMIT_CORE, 0)
     if memory_limit:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
-    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+        limit(resource.RLIMIT_AS, memory_limit)
     sys.stdout.buffer.write(b"{}\n")
     sys.stdout.buffer.flush()
     for line in sys.stdin.buffer:
         used = resource.getrusage(resource.RUSAGE_SELF)
-        seconds = math.ceil(used.ru_utime + used.ru_stime + time_limit_s) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, most))
+        limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + time_limit_s) + 1)
         sys.stdout.buffer.write(json.dumps(answer(line)).encode() + b"\n")
         sys.stdout.buffer.flush()
 
