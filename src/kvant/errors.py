@@ -21,12 +21,25 @@ __all__ = [
     "ModelError",
     "PromptError",
     "WeightsError",
+    "foreign",
     "one_line",
 ]
 
+MAX_MESSAGE = 1000  # characters
+
 
 class KvantError(Exception):
-    """Base of every error kvant raises on purpose; its text is one line made for a person."""
+    """Base of every error kvant raises on purpose; its text is one line made for a person.
+
+    What it quotes may be anybody's: characters that a terminal would obey are written as Python escapes, and a text
+    that is too long is cut.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        text = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
+        if not text.isprintable():
+            text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        super().__init__(text)
 
 
 class ModelError(KvantError):
@@ -61,3 +74,8 @@ def one_line(error: BaseException) -> str:
     """The first line of another library's error, or its kind where it says nothing."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def foreign(error: BaseException) -> bool:
+    """Whether this is a library's error rather than a wish to end: a panic in Rust is no Exception, but is one."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"

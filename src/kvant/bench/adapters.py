@@ -17,8 +17,8 @@ from kvant.cache import FullKVCache, QuantizedKVCache
 from kvant.engine.decode import decode
 from kvant.engine.prefill import prefill
 from kvant.engine.sampling import greedy, sample
-from kvant.models.checkpoint import load_decoder
-from kvant.models.config import ModelConfig
+from kvant.errors import CheckpointError
+from kvant.models.checkpoint import check_folder, load_decoder
 
 Tokens = Generator[int, None, None]
 
@@ -134,7 +134,11 @@ class MLXLM:
         from mlx_lm.utils import load_model
 
         # 0.32.2 reads the rotary base from one of the two places where config.json may have it.
-        theta = ModelConfig.from_folder(folder).rope_theta
+        config, tensors = check_folder(folder)
+        unnamed = {*folder.glob("model*.safetensors")} - {*tensors.files}
+        if unnamed:  # mlx-lm reads whatever is named like this, unchecked
+            raise CheckpointError(f"{min(unnamed)}: not among the model's files; mlx-lm would read it")
+        theta = config.rope_theta
         self._model, _ = load_model(folder, model_config={"rope_theta": theta})
         if spec.dtype is not None:
             self._model.set_dtype(getattr(mx, spec.dtype))

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvant import weights
-from kvant.errors import ModelError, one_line
+from kvant.engine.template import BoundedTemplate, TemplateProcess
+from kvant.engine.tokenizer_files import check_tokenizer
+from kvant.errors import ModelError, foreign, one_line
 from kvant.models import Decoder, load_decoder
 from kvant.models.checkpoint import Progress
 
@@ -30,7 +32,8 @@ def load(
 
     Returns:
         The decoder, and mlx-lm's tokenizer wrapper, whose ``eos_token_ids`` are those of the tokenizer together with
-        those of generation_config.json or, without one, config.json.
+        those of generation_config.json or, without one, config.json. Its ``apply_chat_template`` renders the folder's
+        template in a process of its own, within 5 seconds and 512 MiB; one that fails is a PromptError.
 
     Raises:
         ModelError: no such folder, a model that was not pulled, or one that is not supported, model or adapter.
@@ -112,18 +115,26 @@ def _import_transformers() -> None:
 def load_tokenizer(folder: Path) -> "TokenizerWrapper":
     """mlx-lm's wrapper around transformers' tokenizer; nothing in the folder is executed.
 
+    Its ``apply_chat_template`` renders under a time limit and a memory limit and raises a PromptError.
+
     Raises:
         ModelError: no tokenizer, or one that cannot be loaded.
     """
-    if not (folder / "tokenizer.json").is_file():
-        raise ModelError(f"{folder}: no tokenizer.json")
+    check_tokenizer(folder)
+    templates = TemplateProcess()  # it is ready by the time the tokenizer is
     _import_transformers()
     from mlx_lm.tokenizer_utils import load as load_wrapper
+    from transformers import PreTrainedTokenizerBase
 
     try:
         tokenizer = load_wrapper(folder, {"trust_remote_code": False, "local_files_only": True})
-    except Exception as error:  # transformers raises whatever a malformed file happens to break
+    except BaseException as error:  # transformers raises whatever a malformed file happens to break
+        if not foreign(error):
+            raise
         raise ModelError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
     # Lengths are checked here, against the real context; transformers would warn about its own idea of it.
     tokenizer.model_max_length = int(1e30)
+    inner = tokenizer._tokenizer
+    if type(inner).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:  # others render no template
+        inner.apply_chat_template = BoundedTemplate(inner, templates)
     return tokenizer

@@ -1,6 +1,6 @@
 """Files to arrays, safely: safetensors only, every shape and dtype checked before an array is made."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -20,7 +20,7 @@ from kvant.models.linear import (
     quantized_matrix,
 )
 from kvant.models.parameters import matrices, vectors
-from kvant.models.tensors import TensorFiles
+from kvant.models.tensors import FLOATS, Expected, TensorFiles
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # what some exporters leave behind; recomputed here
 
@@ -43,17 +43,27 @@ def load_decoder(folder: Path, progress: Progress | None = None, adapter: Path |
         ModelError: a folder that does not hold a supported model or adapter.
         CheckpointError: tensors that are truncated, missing, unexpected, or of the wrong shape or dtype.
     """
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: no such model folder")
-    config = ModelConfig.from_folder(folder)
-    tensors = TensorFiles(folder)
+    config, tensors = check_folder(folder)
     adapted = None if adapter is None else Adapter(adapter, config)
     builder = _Builder(config, tensors, _compute_dtype(tensors), adapted)
-    builder.check_names()
     decoder = builder.decoder(progress or (lambda done, total: None))
     if adapted is not None:
         adapted.check_taken()
     return decoder
+
+
+def check_folder(folder: Path) -> tuple[ModelConfig, TensorFiles]:
+    """The config and the tensors of a model folder, whose names, shapes and dtypes agree; no tensor has been read.
+
+    Raises:
+        ModelError, CheckpointError: as :func:`load_decoder`.
+    """
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such model folder")
+    config = ModelConfig.from_folder(folder)
+    tensors = TensorFiles(folder)
+    _Builder(config, tensors, mx.float32, None).check()
+    return config, tensors
 
 
 class _Builder:
@@ -69,10 +79,7 @@ class _Builder:
         config = self.config
         vocab_size, hidden = config.vocab_size, config.hidden_size
         embed_tokens = self._matrix("model.embed_tokens", vocab_size, hidden)
-        tied = config.tie_word_embeddings
-        if tied is None:  # exporters leave the key out where it has their default, and defaults differ
-            tied = "lm_head.weight" not in self.tensors
-        lm_head = None if tied else self._matrix("lm_head", vocab_size, hidden)
+        lm_head = None if self._tied else self._matrix("lm_head", vocab_size, hidden)
         norm = self._vector("model.norm.weight", hidden)
         mx.eval(norm, embed_tokens.arrays, lm_head.arrays if lm_head else [])
         layers = []
@@ -83,16 +90,28 @@ class _Builder:
             progress(index + 1, config.num_hidden_layers)
         return Decoder(config, self.dtype, embed_tokens=embed_tokens, layers=layers, norm=norm, lm_head=lm_head)
 
-    def check_names(self) -> None:
-        """Refuse tensors nothing would read: they say that the model is not what its config.json claims."""
-        known = set(vectors(self.config))
-        for path in matrices(self.config):
-            quantized = f"{path}.scales" in self.tensors
-            known |= {f"{path}.{part}" for part in (("weight", "scales", "biases") if quantized else ("weight",))}
+    def check(self) -> None:
+        """Refuse a checkpoint that is not what its config.json claims before any of it is read.
+
+        Tensors nothing would read are refused too: they say that the model is another.
+        """
+        expected: dict[str, tuple[tuple[int, ...], Sequence[str]]] = {}
+        for path, (out, width) in matrices(self.config).items():
+            if path != "lm_head" or not self._tied:
+                expected |= self._stored(path, out, width)
+        expected |= {name: ((size,), FLOATS) for name, size in vectors(self.config).items()}
+        known = {*expected, *(f"lm_head.{part}" for part in ("weight", "scales", "biases") if self._tied)}
         extra = sorted(name for name in self.tensors.names - known if not name.endswith(IGNORED_SUFFIXES))
         if extra:
             more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
             raise CheckpointError(f"unexpected tensor {extra[0]}{more}; config.json describes a model without it")
+        self.tensors.check(expected)
+
+    @property
+    def _tied(self) -> bool:
+        """Exporters leave the key out where it has their default, and defaults differ."""
+        tied = self.config.tie_word_embeddings
+        return "lm_head.weight" not in self.tensors if tied is None else tied
 
     def _block(self, path: str) -> Block:
         config = self.config
@@ -156,8 +175,17 @@ class _Builder:
         return matrix if factors is None else AdaptedMatrix(matrix, *factors)
 
     def _one(self, path: str, out: int, width: int) -> DenseMatrix | QuantizedMatrix:
-        if f"{path}.scales" not in self.tensors:
+        quantization = self.config.quantization_of(path)
+        stored = self._stored(path, out, width)
+        if len(stored) == 1 or quantization is None:
             return dense_matrix([self._weight(path, out, width)], self.dtype)
+        weight, scales, biases = (self.tensors.take(name, *expected) for name, expected in stored.items())
+        return QuantizedMatrix(weight, scales.astype(self.dtype), biases.astype(self.dtype), quantization)
+
+    def _stored(self, path: str, out: int, width: int) -> Expected:
+        """The tensors of a matrix (out, width): its weight, or its quantized weight, scales and biases."""
+        if f"{path}.scales" not in self.tensors:
+            return {f"{path}.weight": ((out, width), FLOATS)}
         quantization = self.config.quantization_of(path)
         if quantization is None:
             raise CheckpointError(f"tensor {path}.scales: config.json has no quantization for {path}")
@@ -165,12 +193,11 @@ class _Builder:
         if width % group:
             raise CheckpointError(f"{path}: quantization group_size {group} does not divide its width {width}")
         groups = (out, width // group)
-        return QuantizedMatrix(
-            self.tensors.take(f"{path}.weight", (out, width * bits // 32), ["U32"]),
-            self.tensors.take(f"{path}.scales", groups).astype(self.dtype),
-            self.tensors.take(f"{path}.biases", groups).astype(self.dtype),
-            quantization,
-        )
+        return {
+            f"{path}.weight": ((out, width * bits // 32), ("U32",)),
+            f"{path}.scales": (groups, FLOATS),
+            f"{path}.biases": (groups, FLOATS),
+        }
 
 
 def _compute_dtype(tensors: TensorFiles) -> mx.Dtype:

@@ -1,12 +1,13 @@
 """config.json as a frozen, validated dataclass."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kvant.errors import ModelError
-from kvant.models.files import read_json
+from kvant.models.files import read_json, refuse_code
 
 ARCHITECTURES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 # Far above any published model, far below what would exhaust memory before a tensor is read.
@@ -69,7 +70,7 @@ class ModelConfig:
         except ModelError as error:
             raise ModelError(f"{folder / str(error)}") from error
         generation_file = folder / "generation_config.json"
-        if not generation_file.is_file():
+        if not os.path.lexists(generation_file):
             return config
         eos = _token_ids(read_json(generation_file), generation_file.name)
         return replace(config, eos_token_ids=eos) if eos else config
@@ -123,6 +124,7 @@ class ModelConfig:
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     """Refuse what would change the computation and is not implemented; nothing is ignored silently."""
+    refuse_code(raw, "config.json")
     names = _strings(raw, "architectures")
     supported = ", ".join(ARCHITECTURES)
     kind = raw.get("model_type")
