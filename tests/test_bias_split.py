@@ -17,7 +17,7 @@ from kvant.cache import QuantizedKVCache
 from kvant.models import Decoder, load_decoder
 from kvant.operators import multi_head_cache_attention
 from kvant.operators.bias_split import MAX_SCORE_QUERIES, BiasSplit, rotation_table
-from kvant.operators.rotary import rotation
+from kvant.operators.rotary import Rotary
 
 Make = Callable[..., tuple[Path, nn.Module]]
 H, K, D, THETA = 4, 2, 64, 1e6
@@ -47,7 +47,7 @@ class _Layer:
         self.split = BiasSplit(
             key_bias=mx.array(key_bias.reshape(K, 2, D // 2)[..., list(pairs)].astype(np.float32)),
             pairs=pairs,
-            rotation=rotation_table(D, THETA, pairs, tokens + 3),
+            rotation=rotation_table(Rotary.plain(D, THETA), pairs, tokens + 3),
             value_bias=mx.array(self.value_bias.astype(np.float32)),
         )
         self.expected = oracle.attend(self.query, *self.whole, is_causal=True)
@@ -165,7 +165,7 @@ def test_attention_of_the_pocket_model_is_exact(
         tolerance = 8 * FLOAT32_EPSILON * max(1.0, scores) * np.abs(value).max()
         error = np.abs(np.array(mx.concatenate(given, axis=2)).transpose(0, 2, 1, 3) - expected).max()
         assert error < tolerance
-        x = layer(x, rotation(D, THETA, 0, 40, mx.float32), None)
+        x = layer(x, Rotary.plain(D, THETA).at(0, 40, mx.float32), None)
 
 
 def _with_large_key_bias(make: Make, size: float, elements: tuple[int, ...], **changes: Any) -> Decoder:

@@ -21,6 +21,7 @@ from kvant.engine.sampling import greedy
 from kvant.engine.step import CompiledStep, row_bucket
 from kvant.models import Decoder
 from kvant.operators.bias_split import BiasSplit, rotation_table
+from kvant.operators.rotary import Rotary
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +109,7 @@ def test_a_static_append_is_the_same_attention(shape: tuple[int, int, int], bits
         bias_split = BiasSplit(
             key_bias=mx.random.normal((K, 2, 2), key=mx.random.key(3)) * 30,
             pairs=pairs,
-            rotation=rotation_table(D, 1e4, pairs, 20),
+            rotation=rotation_table(Rotary.plain(D, 1e4), pairs, 20),
             value_bias=mx.random.normal((K, D), key=mx.random.key(4)),
         )
     group = 16

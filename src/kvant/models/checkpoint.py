@@ -9,7 +9,7 @@ from kvant.errors import CheckpointError, ModelError
 from kvant.models.bias import divide_bias
 from kvant.models.config import ModelConfig
 from kvant.models.decoder import MLP, Attention, Block, Decoder
-from kvant.models.linear import Linear, Matrix, QuantizedMatrix, dense_matrix, quantized_matrix
+from kvant.models.linear import Linear, Matrix, QuantizedMatrix, check_device, dense_matrix, quantized_matrix
 from kvant.models.parameters import matrices, vectors
 from kvant.models.tensors import TensorFiles
 
@@ -38,6 +38,7 @@ def load_decoder(folder: Path, progress: Progress | None = None) -> Decoder:
     tensors = TensorFiles(folder)
     builder = _Builder(config, tensors, _compute_dtype(tensors))
     builder.check_names()
+    builder.check_formats()
     return builder.decoder(progress or (lambda done, total: None))
 
 
@@ -71,12 +72,22 @@ class _Builder:
         """Refuse tensors nothing would read: they say that the model is not what its config.json claims."""
         known = set(vectors(self.config))
         for path in matrices(self.config):
-            quantized = f"{path}.scales" in self.tensors
-            known |= {f"{path}.{part}" for part in (("weight", "scales", "biases") if quantized else ("weight",))}
+            known.add(f"{path}.weight")
+            if f"{path}.scales" in self.tensors:
+                quantization = self.config.quantization_of(path)
+                parts = ("scales", "biases") if quantization is None or quantization.has_biases else ("scales",)
+                known |= {f"{path}.{part}" for part in parts}
         extra = sorted(name for name in self.tensors.names - known if not name.endswith(IGNORED_SUFFIXES))
         if extra:
             more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
             raise CheckpointError(f"unexpected tensor {extra[0]}{more}; config.json describes a model without it")
+
+    def check_formats(self) -> None:
+        """Refuse a quantization that MLX does not have on this device, before any matrix is read."""
+        stored = [path for path in matrices(self.config) if f"{path}.scales" in self.tensors]
+        for quantization in {self.config.quantization_of(path) for path in stored}:
+            if quantization is not None:
+                check_device(quantization)
 
     def _block(self, path: str) -> Block:
         config = self.config
@@ -87,13 +98,12 @@ class _Builder:
         qkv = Linear(self._fused(sizes, hidden))
         qkv_bias = None
         if config.attention_bias:
-            bias = mx.concatenate([self._vector(f"{p}.bias", n) for p, n in sizes.items()])
-            qkv_bias = divide_bias(config, qkv, bias, norm)
-        o_proj = Linear(
-            (self._matrix(f"{path}.self_attn.o_proj", hidden, config.num_attention_heads * config.head_dim),)
+            qkv_bias = divide_bias(config, qkv, self._bias(sizes), norm)
+        o_proj = self._linear(
+            {f"{path}.self_attn.o_proj": hidden}, config.num_attention_heads * config.head_dim, config.output_bias
         )
-        gate_up = Linear(self._fused({f"{path}.mlp.{name}_proj": inner for name in ("gate", "up")}, hidden))
-        down = Linear((self._matrix(f"{path}.mlp.down_proj", hidden, inner),))
+        gate_up = self._linear({f"{path}.mlp.{name}_proj": inner for name in ("gate", "up")}, hidden, config.mlp_bias)
+        down = self._linear({f"{path}.mlp.down_proj": hidden}, inner, config.mlp_bias)
         return Block(
             self_attn=Attention(config, qkv, qkv_bias, self._query_key_norm(f"{path}.self_attn"), o_proj),
             mlp=MLP(gate_up, down),
@@ -114,6 +124,12 @@ class _Builder:
 
     def _vector(self, name: str, size: int) -> mx.array:
         return self.tensors.take(name, (size,)).astype(self.dtype)
+
+    def _bias(self, sizes: dict[str, int]) -> mx.array:
+        return mx.concatenate([self._vector(f"{path}.bias", out) for path, out in sizes.items()])
+
+    def _linear(self, sizes: dict[str, int], width: int, biased: bool) -> Linear:
+        return Linear(self._fused(sizes, width), self._bias(sizes) if biased else None)
 
     def _matrix(self, path: str, out: int, width: int) -> Matrix:
         (matrix,) = self._fused({path: out}, width)
@@ -140,12 +156,13 @@ class _Builder:
         if width % group:
             raise CheckpointError(f"{path}: quantization group_size {group} does not divide its width {width}")
         groups = (out, width // group)
-        return QuantizedMatrix(
-            self.tensors.take(f"{path}.weight", (out, width * bits // 32), ["U32"]),
-            self.tensors.take(f"{path}.scales", groups).astype(self.dtype),
-            self.tensors.take(f"{path}.biases", groups).astype(self.dtype),
-            quantization,
+        weight = self.tensors.take(f"{path}.weight", (out, width * bits // 32), ["U32"])
+        if not quantization.has_biases:
+            return QuantizedMatrix(weight, self.tensors.take(f"{path}.scales", groups, ["U8"]), None, quantization)
+        scales, biases = (
+            self.tensors.take(f"{path}.{part}", groups).astype(self.dtype) for part in ("scales", "biases")
         )
+        return QuantizedMatrix(weight, scales, biases, quantization)
 
 
 def _compute_dtype(tensors: TensorFiles) -> mx.Dtype:
