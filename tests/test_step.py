@@ -51,6 +51,10 @@ def test_600_tokens_are_compiled_once_a_bucket_and_are_the_same(runs: dict[str, 
     assert grown < 2**16
 
 
+def test_other_rotary_positions_are_compiled_too(runs: dict[str, Any]) -> None:
+    assert runs["turned"] == [[True, True]] * 2  # the same compiled, and not what plain positions give
+
+
 def test_memory_does_not_grow_over_1000_tokens(runs: dict[str, Any]) -> None:
     assert runs["1000 tokens"] < 2**16
 

@@ -73,9 +73,9 @@ class Rope:
         """
         return _rotary(self, head_dim, self._theta(head_dim, length))
 
-    def frequencies(self, head_dim: int, length: int) -> list[float]:
-        """(D/2) radians a token, in float64, for a context of ``length`` tokens."""
-        plain = plain_frequencies(head_dim, self._theta(head_dim, length))
+    def frequencies(self, head_dim: int, theta: float) -> list[float]:
+        """(D/2) radians a token, in float64; ``theta`` is the field, or what dynamic made of it."""
+        plain = plain_frequencies(head_dim, theta)
         if self.kind == "linear":
             return [f / self.factor for f in plain]
         if self.kind == "llama3":
@@ -114,9 +114,9 @@ class Rope:
 
 @lru_cache(maxsize=8)
 def _rotary(rope: Rope, head_dim: int, theta: float) -> Rotary:
-    if rope.kind in ("default", "dynamic"):
+    if rope.kind == "default":
         return Rotary.plain(head_dim, theta)
-    return Rotary(rope.frequencies(head_dim, 0), rope.attention_factor)
+    return Rotary(rope.frequencies(head_dim, theta), rope.attention_factor)
 
 
 def read_rope(raw: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> Rope:
@@ -179,8 +179,8 @@ def _kind(where: str, rope: Mapping[str, Any]) -> str:
 def _read_yarn(rope: Mapping[str, Any], prefix: str, theta: float, factor: float, original: int) -> Rope:
     if theta == 1.0:
         raise ModelError("config.json: rope_theta is 1.0; rope type 'yarn' needs more")
-    fast = number(rope, "beta_fast", default=32.0, where=prefix)
-    slow = number(rope, "beta_slow", default=1.0, where=prefix)
+    fast = number(rope, "beta_fast", default=32.0, least=1e-6, where=prefix)
+    slow = number(rope, "beta_slow", default=1.0, least=1e-6, where=prefix)
     if fast < slow:
         raise ModelError(f"config.json: {prefix}beta_fast is {fast:g}; expected at least beta_slow, {slow:g}")
     truncate = rope.get("truncate", True)
