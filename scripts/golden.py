@@ -5,7 +5,7 @@ Run: python scripts/golden.py (needs the extra ``train`` for torch)
     weights/NAME.safetensors   a model's weights, as transformers wrote them
     CASE/config.json           as transformers writes it, or, where the case says so, as older versions did
     CASE/logits.npy            (tokens, vocab) of one pass over the ids without a cache
-    cases.json                 the ids, and each case's weights
+    cases.json                 the ids, each case's weights, and the versions that computed all this
     frequencies.json           what transformers' RoPE functions make of many settings: frequencies and factor
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -67,7 +68,8 @@ def main() -> None:
         for case, (model, config) in cases().items():
             write_case(case, model, config)
             weights_of[case] = model
-    (GOLDEN / "cases.json").write_text(json.dumps({"ids": IDS, "weights": weights_of}, indent=1) + "\n")
+    by = {"transformers": transformers.__version__, "torch": torch.__version__}
+    (GOLDEN / "cases.json").write_text(json.dumps({"by": by, "ids": IDS, "weights": weights_of}, indent=1) + "\n")
     write_frequencies()
 
 

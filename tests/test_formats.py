@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from checkpoints import (
     llama_config,
+    load_reference,
     quantize_reference,
     qwen2_config,
     qwen3_config,
@@ -62,6 +63,16 @@ def test_logits_are_mlx_lms(tmp_path: Path, kind: str, mode: str, bits: int, gro
     quantized = layers[0].mlp.gate_up_proj.matrices[0]
     assert quantized.quantization == Quantization(bits, group_size, mode)
     assert (quantized.biases is None) == (mode != "affine")
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_float_weights(tmp_path: Path, kind: str, dtype: mx.Dtype) -> None:
+    """On a CPU both engines compute in float32 with them."""
+    reference = reference_model(CONFIGS[kind])
+    reference.set_dtype(dtype)
+    folder = save_checkpoint(tmp_path, CONFIGS[kind], reference)
+    _three_ways(folder, load_reference(folder)(mx.array([IDS]))[0])
 
 
 def test_modes_mixed_by_layer(tmp_path: Path) -> None:

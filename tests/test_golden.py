@@ -12,6 +12,8 @@ import pytest
 from checkpoints import load_reference
 from conftest import relative_error
 
+from kvant.bench.adapters import MLXLM
+from kvant.bench.engines import EngineSpec
 from kvant.cache import FullKVCache
 from kvant.models import Decoder, ModelConfig, load_decoder
 
@@ -102,6 +104,12 @@ def test_what_mlx_lm_reads_of_rope_parameters(case: str, agrees: bool, tmp_path:
     error = relative_error(load_model(_folder(case, tmp_path))[0](mx.array([IDS]))[0], _expected(case))
     assert (error < TOLERANCE) == agrees
     assert agrees or error > 0.01
+
+
+@pytest.mark.parametrize("case", ["qwen2 yarn", "llama llama3", "mistral old dynamic beyond", "qwen3 linear"])
+def test_the_benchmark_gives_mlx_lm_the_same_positions(case: str, tmp_path: Path) -> None:
+    adapter = MLXLM(EngineSpec("mlx-lm", kv_bits=0), _folder(case, tmp_path), 512)
+    assert relative_error(adapter._model(mx.array([IDS]))[0], _expected(case)) < TOLERANCE
 
 
 def test_the_fixture_tells_the_kinds_apart() -> None:
