@@ -74,6 +74,15 @@ def main() -> None:
         print(f"{row:18}  {len(found):5}  {max(e for e, _ in found):20.1e}  {max(e for _, e in found):21.1e}")
     print("format            kvant - mlx-lm, of all architectures")
     ids = [(7 + 31 * i) % 300 for i in range(24)]
+    for dtype in (mx.float32, mx.float16, mx.bfloat16):
+        found_errors = []
+        for config in CONFIGS.values():
+            reference = reference_model(config)
+            reference.set_dtype(dtype)
+            with tempfile.TemporaryDirectory() as name:
+                folder = save_checkpoint(Path(name), config, reference)
+                found_errors.append(worst(load_decoder(folder), ids, load_reference(folder)(mx.array([ids]))[0]))
+        print(f"{dtype} {max(found_errors):20.1e}")
     for mode, bits, group in FORMATS:
         found_errors = []
         for config in CONFIGS.values():
