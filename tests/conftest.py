@@ -1,6 +1,5 @@
 """What many tests share: the embedded model, loaded once, and held-out texts it was not trained on."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from checkpoints import load_reference, qwen2_config, reference_model, save_chec
 import kvant
 from kvant.engine.load import POCKET, find_model
 from kvant.models import Decoder
-
-HELDOUT = Path(__file__).parent / "data" / "heldout.jsonl"
+from kvant.report.texts import heldout_documents
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +36,7 @@ def pocket_mlx_lm(pocket_folder: Path) -> nn.Module:
 @pytest.fixture(scope="session")
 def heldout() -> list[dict[str, Any]]:
     """Held-out documents, by kind."""
-    return [json.loads(line) for line in HELDOUT.read_text(encoding="utf-8").splitlines()]
+    return list(heldout_documents())
 
 
 @pytest.fixture(scope="session")

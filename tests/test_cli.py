@@ -181,7 +181,8 @@ def test_usage_errors_of_a_process(arguments: list[str], message: str) -> None:
 
 
 FAILURES = [
-    (["generate", "a", "--model", "no/such"], "model 'no/such' is not a folder"),
+    (["generate", "a", "--model", "no/such"], "no/such is not here; `kvant pull no/such` fetches it"),
+    (["generate", "a", "--model", "./no/such"], "model './no/such' is not a folder"),
     (["generate", "  "], "the prompt is empty"),
     (["generate", "a", "--model", ""], "model '' is not a folder"),
     (["generate", "a", "--model", "~nosuchuser/x"], "is not a folder"),

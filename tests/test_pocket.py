@@ -17,7 +17,7 @@ def test_files(pocket_folder: Path) -> None:
     files = {path.name: path.stat().st_size for path in pocket_folder.iterdir() if path.is_file()}
     assert {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-        "MODEL_CARD.md",
+        "MODEL_CARD.md", "heldout.jsonl",
     } <= set(files)  # fmt: skip
     assert sum(files.values()) <= 8_000_000
 

@@ -3,14 +3,26 @@
 KvantError
  +-- ModelError        a model folder that cannot be loaded: missing, unsupported or malformed
  |    +-- CheckpointError   its tensors: truncated, missing, of the wrong shape or dtype
+ |    +-- WeightsError      a model of the hub that is not here, cannot be had, or is not what it should be
  +-- ContextError      a prompt or a conversation that does not fit the reserved context (also a ValueError)
  +-- PromptError       a prompt that cannot be used: empty, or a chat template that fails (also a ValueError)
  +-- BenchError        a measurement that could not be made: an engine that failed
+ +-- ConvertError      a model that could not be converted
 
 Wrong arguments of a function are plain ValueError and TypeError.
 """
 
-__all__ = ["BenchError", "CheckpointError", "ContextError", "KvantError", "ModelError", "PromptError", "one_line"]
+__all__ = [
+    "BenchError",
+    "CheckpointError",
+    "ContextError",
+    "ConvertError",
+    "KvantError",
+    "ModelError",
+    "PromptError",
+    "WeightsError",
+    "one_line",
+]
 
 
 class KvantError(Exception):
@@ -25,6 +37,10 @@ class CheckpointError(ModelError):
     """Tensors that are truncated, missing, or of the wrong shape or dtype."""
 
 
+class WeightsError(ModelError):
+    """A model of the hub that is not here, cannot be had, or whose files are not those it should have."""
+
+
 class ContextError(KvantError, ValueError):
     """A prompt or a conversation that does not fit the reserved context."""
 
@@ -35,6 +51,10 @@ class PromptError(KvantError, ValueError):
 
 class BenchError(KvantError):
     """A measurement that could not be made."""
+
+
+class ConvertError(KvantError):
+    """A model that could not be converted."""
 
 
 def one_line(error: BaseException) -> str:

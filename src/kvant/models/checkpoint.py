@@ -6,10 +6,20 @@ from pathlib import Path
 import mlx.core as mx
 
 from kvant.errors import CheckpointError, ModelError
+from kvant.models.adapter import Adapter
 from kvant.models.bias import divide_bias
 from kvant.models.config import ModelConfig
 from kvant.models.decoder import MLP, Attention, Block, Decoder
-from kvant.models.linear import Linear, Matrix, QuantizedMatrix, check_device, dense_matrix, quantized_matrix
+from kvant.models.linear import (
+    AdaptedMatrix,
+    DenseMatrix,
+    Linear,
+    Matrix,
+    QuantizedMatrix,
+    check_device,
+    dense_matrix,
+    quantized_matrix,
+)
 from kvant.models.parameters import matrices, vectors
 from kvant.models.tensors import TensorFiles
 
@@ -18,7 +28,7 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # what some exporters leave behind;
 Progress = Callable[[int, int], None]
 
 
-def load_decoder(folder: Path, progress: Progress | None = None) -> Decoder:
+def load_decoder(folder: Path, progress: Progress | None = None, adapter: Path | None = None) -> Decoder:
     """Load a model folder: config.json and model.safetensors, or shards named by model.safetensors.index.json.
 
     On a GPU activations have the checkpoint's dtype; on a CPU float32, which it multiplies many times faster than
@@ -27,28 +37,35 @@ def load_decoder(folder: Path, progress: Progress | None = None) -> Decoder:
     Args:
         folder: the model folder.
         progress: called with (layers loaded, layers in all).
+        adapter: the folder of a LoRA or DoRA adapter in mlx-lm's format. It is added to floating-point matrices as they
+            are loaded; beside quantized ones, which keep their bits, its low rank stays as it is.
 
     Raises:
-        ModelError: a folder that does not hold a supported model.
+        ModelError: a folder that does not hold a supported model or adapter.
         CheckpointError: tensors that are truncated, missing, unexpected, or of the wrong shape or dtype.
     """
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such model folder")
     config = ModelConfig.from_folder(folder)
     tensors = TensorFiles(folder)
-    builder = _Builder(config, tensors, _compute_dtype(tensors))
+    adapted = None if adapter is None else Adapter(adapter, config)
+    builder = _Builder(config, tensors, _compute_dtype(tensors), adapted)
     builder.check_names()
     builder.check_formats()
-    return builder.decoder(progress or (lambda done, total: None))
+    decoder = builder.decoder(progress or (lambda done, total: None))
+    if adapted is not None:
+        adapted.check_taken()
+    return decoder
 
 
 class _Builder:
     """Arrays to layers. A tensor is named by its module's path in the checkpoint."""
 
-    def __init__(self, config: ModelConfig, tensors: TensorFiles, dtype: mx.Dtype) -> None:
+    def __init__(self, config: ModelConfig, tensors: TensorFiles, dtype: mx.Dtype, adapter: Adapter | None) -> None:
         self.config = config
         self.tensors = tensors
         self.dtype = dtype
+        self.adapter = adapter
 
     def decoder(self, progress: Progress) -> Decoder:
         config = self.config
@@ -138,17 +155,26 @@ class _Builder:
     def _fused(self, sizes: dict[str, int], width: int) -> tuple[Matrix, ...]:
         """The matrices (size, width) at these paths as one where their storage agrees, else one each."""
         if not any(f"{path}.scales" in self.tensors for path in sizes):
-            weights = [self.tensors.take(f"{path}.weight", (out, width)) for path, out in sizes.items()]
-            return (dense_matrix(weights, self.dtype),)
-        parts: list[Matrix] = [self._one(path, out, width) for path, out in sizes.items()]
+            return (dense_matrix([self._weight(path, out, width) for path, out in sizes.items()], self.dtype),)
+        parts = [self._one(path, out, width) for path, out in sizes.items()]
         quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
         if len(quantized) == len(parts) and len({part.quantization for part in quantized}) == 1:
-            return (quantized_matrix(quantized),)
-        return tuple(parts)
+            return (self._adapted(quantized_matrix(quantized), sizes),)
+        return tuple(self._adapted(part, {path: sizes[path]}) for part, path in zip(parts, sizes, strict=True))
 
-    def _one(self, path: str, out: int, width: int) -> Matrix:
+    def _weight(self, path: str, out: int, width: int) -> mx.array:
+        """A floating-point matrix (out, width), with what an adapter adds to it."""
+        weight = self.tensors.take(f"{path}.weight", (out, width))
+        return weight if self.adapter is None else self.adapter.fuse(path, weight, self.dtype)
+
+    def _adapted(self, matrix: DenseMatrix | QuantizedMatrix, sizes: dict[str, int]) -> Matrix:
+        """A quantized matrix, of the matrices at these paths side by side, with what an adapter adds to them."""
+        factors = None if self.adapter is None else self.adapter.take(sizes, self.dtype)
+        return matrix if factors is None else AdaptedMatrix(matrix, *factors)
+
+    def _one(self, path: str, out: int, width: int) -> DenseMatrix | QuantizedMatrix:
         if f"{path}.scales" not in self.tensors:
-            return dense_matrix([self.tensors.take(f"{path}.weight", (out, width))], self.dtype)
+            return dense_matrix([self._weight(path, out, width)], self.dtype)
         quantization = self.config.quantization_of(path)
         if quantization is None:
             raise CheckpointError(f"tensor {path}.scales: config.json has no quantization for {path}")

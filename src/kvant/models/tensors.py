@@ -16,12 +16,13 @@ MAX_INDEX_BYTES = 64 * 1024 * 1024
 class TensorFiles:
     """The tensors of a model folder by name. Headers are validated by the safetensors library; data is read lazily."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: Sequence[Path] | None = None) -> None:
+        """Read the headers of ``files``; None: those of the folder's model."""
         self._file_of: dict[str, Path] = {}
         self._shape_of: dict[str, tuple[int, ...]] = {}
         self._dtype_of: dict[str, str] = {}
         self._loaded: dict[Path, dict[str, mx.array]] = {}
-        for path in _shards(folder):
+        for path in _shards(folder) if files is None else files:
             try:
                 with safe_open(path, framework="np") as file:
                     for name in file.keys():  # noqa: SIM118, the file is no mapping
