@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from checkpoints import pocket_reference, qwen2_config, reference_model, save_checkpoint
+from checkpoints import load_reference, qwen2_config, reference_model, save_checkpoint
 
 import kvant
 from kvant.engine.load import POCKET, find_model
@@ -30,7 +30,7 @@ def pocket(pocket_folder: Path) -> tuple[Decoder, Any]:
 @pytest.fixture(scope="session")
 def pocket_mlx_lm(pocket_folder: Path) -> nn.Module:
     """mlx-lm's model on the embedded weights, in float32."""
-    return pocket_reference(pocket_folder)
+    return load_reference(pocket_folder)
 
 
 @pytest.fixture(scope="session")

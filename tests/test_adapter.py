@@ -11,7 +11,7 @@ import mlx.nn as nn
 import pytest
 from adapters import PROJECTIONS, RANK, adapted_reference, adapter_config, save_adapter
 from checkpoints import (
-    pocket_reference,
+    load_reference,
     quantize_reference,
     qwen2_config,
     qwen3_config,
@@ -293,12 +293,12 @@ def test_dora_of_a_row_of_zeros_is_refused(tmp_path: Path) -> None:
 def pocket_adapter(pocket_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random adapter for the embedded model."""
     folder = tmp_path_factory.mktemp("pocket") / "adapter"
-    return save_adapter(folder, adapter_config(SOME), pocket_reference(pocket_folder))
+    return save_adapter(folder, adapter_config(SOME), load_reference(pocket_folder))
 
 
 def test_load_takes_an_adapter(pocket_folder: Path, pocket_adapter: Path) -> None:
     model, _ = kvant.load("pocket", adapter_path=pocket_adapter)
-    expected = reference_logits(adapted_reference(pocket_reference(pocket_folder), pocket_adapter), IDS)
+    expected = reference_logits(adapted_reference(load_reference(pocket_folder), pocket_adapter), IDS)
     assert relative_error(model(mx.array([IDS]))[0], expected) < TOLERANCE
     for path in ("", "no/such", "x" * 5000, "~nosuchuser/x", "a\0b"):
         with pytest.raises(ModelError, match="is not a folder; expected one as mlx_lm"):

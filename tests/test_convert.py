@@ -15,6 +15,7 @@ import mlx.nn as nn
 import mlx_lm.utils
 import pytest
 from checkpoints import (
+    llama_config,
     quantize_reference,
     qwen2_config,
     qwen3_config,
@@ -102,8 +103,19 @@ def test_affine(make_source: Callable[..., Path], tmp_path: Path, bits: int, gro
     config = json.loads((dest / "config.json").read_text())
     assert config["quantization"] == {"group_size": group_size, "bits": bits, "mode": "affine"}
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": THETA}
-    assert config["rope_theta"] == kvant.load(dest)[0].config.rope_theta == THETA
+    assert config["rope_theta"] == kvant.load(dest)[0].config.rope.theta == THETA
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dest", "out", "source"]
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+def test_a_llama_with_biases_and_yarn(tmp_path: Path, pocket_folder: Path, mode: str) -> None:
+    """mlx-lm reads the converted file's rotary positions: it does not read transformers 5's."""
+    config = llama_config(vocab_size=1280)
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128}
+    config["rope_parameters"] = {**yarn, "rope_theta": config.pop("rope_theta")}
+    source = _source(tmp_path / "source", config, reference_model(config), pocket_folder)
+    convert_folder(source, tmp_path / "dest", WeightFormat.choose(4, 32, mode=mode))
+    _check_loads(tmp_path / "dest")
 
 
 def test_qwen3(tmp_path: Path, pocket_folder: Path) -> None:

@@ -23,7 +23,7 @@ EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     name="kvant",
-    help="Run Qwen2- and Qwen3-style language models on Apple MLX with a preallocated, quantized key/value cache.",
+    help="Run Qwen, Llama and Mistral language models on Apple MLX with a preallocated, quantized key/value cache.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -147,15 +147,19 @@ def _check_finite(source: Path, config: ModelConfig, to: WeightFormat, progress:
 
 def _explicit(raw: Mapping[str, Any], config: ModelConfig, tied: bool) -> dict[str, Any]:
     """config.json with what readers have different defaults for, mlx-lm's among them, written out."""
-    understood = {
+    # What dynamic positions are made from is not the context they reach.
+    positions = config.rope.original_context if config.rope.kind == "dynamic" else config.max_position_embeddings
+    understood: dict[str, Any] = {
         "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position_embeddings,
+        "max_position_embeddings": positions,
         "num_key_value_heads": config.num_key_value_heads,
         "rms_norm_eps": config.rms_norm_eps,
     }
     missing = {key: value for key, value in understood.items() if raw.get(key) is None}
-    # mlx-lm's qwen2 and llama look for rope_theta at the top only (0.32.2); transformers 5 puts it in rope_parameters.
-    return {**raw, **missing, "rope_theta": config.rope_theta, "tie_word_embeddings": tied}
+    # mlx-lm's qwen2 and llama don't look into rope_parameters (0.32.2), where transformers 5 puts all of this.
+    if raw.get("rope_parameters"):
+        missing["rope_scaling"] = raw["rope_parameters"]
+    return {**raw, **missing, "rope_theta": config.rope.theta, "tie_word_embeddings": tied}
 
 
 def _build(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import ModelError
-from kvant.models.config import MAX_SIZE
+from kvant.models.fields import MAX_SIZE
 from kvant.models.files import check_file, read_json, read_text, refuse_code
 
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024

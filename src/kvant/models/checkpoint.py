@@ -16,6 +16,7 @@ from kvant.models.linear import (
     Linear,
     Matrix,
     QuantizedMatrix,
+    check_device,
     dense_matrix,
     quantized_matrix,
 )
@@ -46,6 +47,7 @@ def load_decoder(folder: Path, progress: Progress | None = None, adapter: Path |
     config, tensors = check_folder(folder)
     adapted = None if adapter is None else Adapter(adapter, config)
     builder = _Builder(config, tensors, _compute_dtype(tensors), adapted)
+    builder.check_formats()
     decoder = builder.decoder(progress or (lambda done, total: None))
     if adapted is not None:
         adapted.check_taken()
@@ -113,6 +115,13 @@ class _Builder:
         tied = self.config.tie_word_embeddings
         return "lm_head.weight" not in self.tensors if tied is None else tied
 
+    def check_formats(self) -> None:
+        """Refuse a quantization that MLX does not have on this device, before any matrix is read."""
+        stored = [path for path in matrices(self.config) if f"{path}.scales" in self.tensors]
+        for quantization in {self.config.quantization_of(path) for path in stored}:
+            if quantization is not None:
+                check_device(quantization)
+
     def _block(self, path: str) -> Block:
         config = self.config
         hidden, inner = config.hidden_size, config.intermediate_size
@@ -122,13 +131,12 @@ class _Builder:
         qkv = Linear(self._fused(sizes, hidden))
         qkv_bias = None
         if config.attention_bias:
-            bias = mx.concatenate([self._vector(f"{p}.bias", n) for p, n in sizes.items()])
-            qkv_bias = divide_bias(config, qkv, bias, norm)
-        o_proj = Linear(
-            (self._matrix(f"{path}.self_attn.o_proj", hidden, config.num_attention_heads * config.head_dim),)
+            qkv_bias = divide_bias(config, qkv, self._bias(sizes), norm)
+        o_proj = self._linear(
+            {f"{path}.self_attn.o_proj": hidden}, config.num_attention_heads * config.head_dim, config.output_bias
         )
-        gate_up = Linear(self._fused({f"{path}.mlp.{name}_proj": inner for name in ("gate", "up")}, hidden))
-        down = Linear((self._matrix(f"{path}.mlp.down_proj", hidden, inner),))
+        gate_up = self._linear({f"{path}.mlp.{name}_proj": inner for name in ("gate", "up")}, hidden, config.mlp_bias)
+        down = self._linear({f"{path}.mlp.down_proj": hidden}, inner, config.mlp_bias)
         return Block(
             self_attn=Attention(config, qkv, qkv_bias, self._query_key_norm(f"{path}.self_attn"), o_proj),
             mlp=MLP(gate_up, down),
@@ -149,6 +157,12 @@ class _Builder:
 
     def _vector(self, name: str, size: int) -> mx.array:
         return self.tensors.take(name, (size,)).astype(self.dtype)
+
+    def _bias(self, sizes: dict[str, int]) -> mx.array:
+        return mx.concatenate([self._vector(f"{path}.bias", out) for path, out in sizes.items()])
+
+    def _linear(self, sizes: dict[str, int], width: int, biased: bool) -> Linear:
+        return Linear(self._fused(sizes, width), self._bias(sizes) if biased else None)
 
     def _matrix(self, path: str, out: int, width: int) -> Matrix:
         (matrix,) = self._fused({path: out}, width)
@@ -179,8 +193,10 @@ class _Builder:
         stored = self._stored(path, out, width)
         if len(stored) == 1 or quantization is None:
             return dense_matrix([self._weight(path, out, width)], self.dtype)
-        weight, scales, biases = (self.tensors.take(name, *expected) for name, expected in stored.items())
-        return QuantizedMatrix(weight, scales.astype(self.dtype), biases.astype(self.dtype), quantization)
+        weight, scales, *biases = (self.tensors.take(name, *expected) for name, expected in stored.items())
+        if not biases:
+            return QuantizedMatrix(weight, scales, None, quantization)
+        return QuantizedMatrix(weight, scales.astype(self.dtype), biases[0].astype(self.dtype), quantization)
 
     def _stored(self, path: str, out: int, width: int) -> Expected:
         """The tensors of a matrix (out, width): its weight, or its quantized weight, scales and biases."""
@@ -193,11 +209,9 @@ class _Builder:
         if width % group:
             raise CheckpointError(f"{path}: quantization group_size {group} does not divide its width {width}")
         groups = (out, width // group)
-        return {
-            f"{path}.weight": ((out, width * bits // 32), ("U32",)),
-            f"{path}.scales": (groups, FLOATS),
-            f"{path}.biases": (groups, FLOATS),
-        }
+        scales = {f"{path}.scales": (groups, FLOATS if quantization.has_biases else ("U8",))}
+        biases = {f"{path}.biases": (groups, FLOATS)} if quantization.has_biases else {}
+        return {f"{path}.weight": ((out, width * bits // 32), ("U32",)), **scales, **biases}
 
 
 def _compute_dtype(tensors: TensorFiles) -> mx.Dtype:
