@@ -146,7 +146,10 @@ def test_remote(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         (["--max-kv-size", "all"], "--max-kv-size is 'all'; expected a number of tokens, or auto"),
         (["--max-kv-size", "0"], "--max-kv-size is 0; expected at least 1"),
         (["--kv-group-size", "48"], "48 does not divide the head dimension 64"),
-        (["--weight-group-size", "64"], "without --weight-bits"),
+        (["--weight-group-size", "64"], "--weight-group-size is 64, but without --weight-bits"),
+        (["--weight-bits", "7"], "--weight-bits is 7; expected"),
+        (["--weight-bits", "4", "--weight-group-size", "48"], "--weight-group-size is 48; expected"),
+        (["a b", "--remote"], "'a b' is no known model"),
         (["--prefill-step-size", "0"], "--prefill-step-size is 0"),
     ],
 )
@@ -160,9 +163,8 @@ def test_bad_values(capsys: pytest.CaptureFixture[str], flags: list[str], messag
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--weight-bits", "7"], "bits is 7"),
         (["--max-kv-size", "4096"], "--max-kv-size is 4096; the model's context is 2048 tokens"),
-        (["--weight-bits", "4", "--weight-group-size", "48"], "48"),
+        (["no/such/folder"], "no/such/folder"),
     ],
 )
 def test_what_the_model_cannot_have(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:

@@ -24,6 +24,7 @@ def generate(
     *,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt, instead of the argument.")] = None,
     model: options.Model = POCKET,
+    adapter_path: options.AdapterPath = None,
     max_tokens: options.MaxTokens = 256,
     temp: options.Temp = 0.0,
     top_p: options.TopP = 1.0,
@@ -61,7 +62,7 @@ def generate(
     options.check_counts(max_tokens=max_tokens, prefill_step_size=prefill_step_size)
     reserved = options.kv_size(max_kv_size)
     group_size = options.check_kv_format(kv_bits, kv_group_size)
-    options.check_text(model=model, system_prompt=system_prompt)
+    options.check_text(model=model, adapter_path=adapter_path, system_prompt=system_prompt)
     stops = options.check_stop(stop)
     if ignore_chat_template and system_prompt is not None:
         raise BadValueError("--system-prompt needs the chat template that --ignore-chat-template leaves out")
@@ -70,6 +71,7 @@ def generate(
     session = open_session(
         model,
         Settings(kv_bits, group_size, kv_bias_split, prefill_step_size),
+        adapter_path=adapter_path,
         max_kv_size=reserved,
         wired=wired,
         quiet=quiet,

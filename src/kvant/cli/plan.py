@@ -12,20 +12,18 @@ from kvant.cli import options
 from kvant.cli.fitting import format_bytes, plan_for
 from kvant.cli.options import BadValueError
 from kvant.engine.load import POCKET, find_model
+from kvant.engine.weight_format import WeightFormat
 from kvant.errors import ModelError
 from kvant.memory import Checkpoint, LongestContext, Machine, MemoryPlan, Settings, longest_context
 from kvant.memory.machine import Device, default_device, machine_with, this_machine
 from kvant.memory.plan import FLOAT32, as_record
 
 BITS = (0, 8, 4)  # of a cache whose longest context is told; 0 is the compute dtype's 16 or 32
-DEFAULT_WEIGHT_GROUP_SIZE = 64
 DOES_NOT_FIT = 1
 
 
 def plan(
-    model: Annotated[
-        str, typer.Argument(help="A model folder, a name, or with --remote owner/repository[@revision].")
-    ] = POCKET,
+    model: Annotated[str, typer.Argument(help=f"{options.MODEL_HELP}; with --remote before it too.")] = POCKET,
     *,
     max_kv_size: options.MaxKvSize = None,
     kv_bits: options.KvBits = 8,
@@ -33,7 +31,8 @@ def plan(
     kv_bias_split: options.KvBiasSplit = True,
     prefill_step_size: options.PrefillStepSize = 512,
     weight_bits: Annotated[
-        int | None, typer.Option(help="Plan as if float weights had been converted to this many bits.")
+        int | None,
+        typer.Option(help="Plan as if float weights had been converted to this many bits (`kvant convert`)."),
     ] = None,
     weight_group_size: Annotated[
         int | None, typer.Option(help="Weights that share one scale, with --weight-bits; default: 64.")
@@ -59,14 +58,11 @@ def plan(
     settings = Settings(kv_bits, options.check_kv_format(kv_bits, kv_group_size), kv_bias_split, prefill_step_size)
     reserved = options.kv_size(max_kv_size)
     options.check_text(model=model)
+    weight_format = _weight_format(weight_bits, weight_group_size)
     machine = _machine(device, memory)
     checkpoint = _checkpoint(model, remote)
-    if weight_bits is not None:
-        checkpoint = checkpoint.quantized(weight_bits, weight_group_size or DEFAULT_WEIGHT_GROUP_SIZE)
-    elif weight_group_size is not None:
-        raise BadValueError(
-            f"--weight-group-size is {weight_group_size}, but without --weight-bits nothing is converted"
-        )
+    if weight_format is not None:
+        checkpoint = checkpoint.quantized(weight_format.bits, weight_format.group_size)
     made = plan_for(checkpoint, settings, reserved, machine)
     longest = {
         bits: longest_context(
@@ -81,6 +77,19 @@ def plan(
         _print_table(model, checkpoint, made, machine, longest)
     if not fits:
         raise typer.Exit(DOES_NOT_FIT)
+
+
+def _weight_format(bits: int | None, group_size: int | None) -> WeightFormat | None:
+    """What weights are to be planned as converted to; None: as they are."""
+    if bits is None:
+        if group_size is not None:
+            raise BadValueError(f"--weight-group-size is {group_size}, but without --weight-bits nothing is converted")
+        return None
+    try:
+        return WeightFormat.choose(bits, group_size)
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        raise BadValueError(f"--weight-{name.replace('_', '-')} {rest}") from error
 
 
 def _machine(device: str | None, memory: str | None) -> Machine:
@@ -114,11 +123,15 @@ def _checkpoint(model: str, remote: bool) -> Checkpoint:
 
     Raises:
         ModelError: no such model, or one kvant does not support.
+        BadValueError: text that cannot name a model of the hub.
     """
     from kvant import weights
 
     if remote:
-        raw, sizes = weights.remote_facts(model)
+        try:
+            raw, sizes = weights.remote_facts(model)
+        except ValueError as error:  # text that cannot name anything
+            raise BadValueError(str(error)) from error
         return Checkpoint.from_facts(raw, _tensor_bytes(sizes))
     try:
         folder = find_model(model)

@@ -4,6 +4,7 @@ import gc
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -44,24 +45,34 @@ class Session:
         )
 
 
-def open_session(model_name: str, settings: Settings, *, max_kv_size: KvSize, wired: bool, quiet: bool) -> Session:
+def open_session(
+    model_name: str,
+    settings: Settings,
+    *,
+    adapter_path: str | None = None,
+    max_kv_size: KvSize,
+    wired: bool,
+    quiet: bool,
+) -> Session:
     """Plan the memory, load a model and reserve its cache; the reservation is printed before the first token.
 
     Args:
         model_name: a model folder or name.
         settings: of the cache and of reading the prompt.
+        adapter_path: the folder of an adapter for it.
         max_kv_size: tokens to reserve, "auto" for as many as fit, None for the default.
         wired: keep the planned memory resident.
         quiet: print nothing.
 
     Raises:
-        ModelError: a model that cannot be loaded.
+        ModelError: a model or adapter that cannot be loaded.
         ContextError: more tokens asked for than the model's context, or a plan that does not fit into this machine.
         BadValueError: a group size that does not divide the model's head dimension, or memory that cannot be wired.
     """
     started = time.perf_counter()
     folder = find_model(model_name)
-    planned = plan_that_fits(Checkpoint.from_folder(folder), settings, max_kv_size, this_machine())
+    checkpoint = Checkpoint.from_folder(folder, None if adapter_path is None else Path(adapter_path))
+    planned = plan_that_fits(checkpoint, settings, max_kv_size, this_machine())
     if wired:
         wire(planned.total)
     # Collecting garbage while transformers is imported takes a tenth of that time and finds none; frozen, what it left
@@ -69,7 +80,7 @@ def open_session(model_name: str, settings: Settings, *, max_kv_size: KvSize, wi
     gc.disable()
     try:
         with LateProgress("loading", quiet=quiet) as progress:
-            model, tokenizer = load_folder(folder, progress.update)
+            model, tokenizer = load_folder(folder, progress.update, adapter_path=adapter_path)
     finally:
         gc.freeze()
         gc.enable()

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import ModelError
-from kvant.models.config import ModelConfig, Quantization
+from kvant.models.adapter import TENSORS_FILE
+from kvant.models.config import ModelConfig
 from kvant.models.files import read_json
 from kvant.models.parameters import matrices, vectors
+from kvant.models.quantization import Quantization
 
 HEAD = "lm_head"
 FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# An adapter's factors beside quantized matrices that are fused, three at the most, have zeros where the others lie.
+ADAPTER_COPIES = 3
 # What is held as one matrix, in the order of loading.
 FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 
@@ -26,11 +30,13 @@ class Checkpoint:
         config: what config.json said.
         float_bytes: of a stored floating-point number, 2 or 4.
         tied: the embedding is the output head too.
+        adapter_bytes: of an adapter's tensors, as they lie in their file.
     """
 
     config: ModelConfig
     float_bytes: int
     tied: bool
+    adapter_bytes: int = 0
 
     @classmethod
     def from_facts(cls, raw: Mapping[str, Any], file_bytes: int | None = None) -> "Checkpoint":
@@ -59,33 +65,33 @@ class Checkpoint:
         return min(possible, key=lambda checkpoint: abs(checkpoint.stored_bytes - file_bytes))
 
     @classmethod
-    def from_folder(cls, folder: Path) -> "Checkpoint":
-        """From a model folder.
+    def from_folder(cls, folder: Path, adapter: Path | None = None) -> "Checkpoint":
+        """From a model folder, and an adapter's where there is one.
 
         Raises:
             ModelError: a config.json that is missing or malformed, or a model kvant does not support.
         """
         try:
-            return cls.from_facts(read_json(folder / "config.json"), folder_bytes(folder))
+            found = cls.from_facts(read_json(folder / "config.json"), folder_bytes(folder))
+            tensors = None if adapter is None else adapter / TENSORS_FILE
+            known = tensors is not None and tensors.is_file()  # whether it can be loaded is said when it is
+            return replace(found, adapter_bytes=tensors.stat().st_size) if tensors and known else found
         except ModelError as error:
             text = str(error)
             raise ModelError(f"{folder / text}" if text.startswith("config.json") else text) from error
 
     def quantized(self, bits: int, group_size: int) -> "Checkpoint":
-        """As if converted by mlx-lm: every matrix, the embedding and the head too, in groups along its inputs.
+        """As if converted by mlx-lm: every matrix, the embedding and the head too, but where a group does not divide.
 
         Raises:
-            ModelError: a checkpoint that is quantized already, bits or a group MLX does not have, or a group that does
-                not divide a matrix.
+            ModelError: a checkpoint that is quantized already, or bits or a group MLX does not have.
         """
         if self.config.quantization is not None:
             bits_now = self.config.quantization.bits
             raise ModelError(f"the weights are quantized already, to {bits_now} bits; only float ones can be")
+        left = {path: None for path, (_, width) in matrices(self.config).items() if width % group_size}
         quantization = Quantization(bits=bits, group_size=group_size)
-        for path, (_, width) in matrices(self.config).items():
-            if width % group_size:
-                raise ModelError(f"{path}: a group of {group_size} does not divide its width {width}")
-        return replace(self, config=replace(self.config, quantization=quantization, quantization_overrides={}))
+        return replace(self, config=replace(self.config, quantization=quantization, quantization_overrides=left))
 
     @property
     def stored_bytes(self) -> int:
@@ -99,7 +105,8 @@ class Checkpoint:
         Some are held twice or more: a projection's bias with and without what a cache splits off, and the weight of a
         head's norm once for each head.
         """
-        return sum(kept for kept, _ in self._loaded(itemsize)) + self._vector_bytes(itemsize)
+        kept = sum(kept for kept, _ in self._loaded(itemsize))
+        return kept + self._vector_bytes(itemsize) + ADAPTER_COPIES * self.adapter_bytes
 
     def loading_bytes(self, itemsize: int, *, on_cpu: bool) -> int:
         """The most bytes held while loading: what is there already, and a matrix in the forms it goes through.
@@ -108,27 +115,27 @@ class Checkpoint:
         matrix after the other. Of a quantized layer everything is read at once.
         """
         done = most = 0
-        vectors_bytes = self._vector_bytes(itemsize)  # next to nothing: counted as if there from the beginning
+        # Next to nothing: counted as if there from the beginning.
+        others = self._vector_bytes(itemsize) + ADAPTER_COPIES * self.adapter_bytes
         for kept, passing in self._loaded(itemsize, on_cpu=on_cpu):
             most = max(most, done + kept + passing)
             done += kept
-        return most + vectors_bytes
+        return most + others
 
     def _loaded(self, itemsize: int, *, on_cpu: bool = True) -> Iterator[tuple[int, int]]:
-        """What is evaluated together, in order: the bytes that stay, and those held only on the way."""
+        """What is evaluated together, in order: the bytes that stay, and those only held on the way."""
         for _, together in groupby(self._in_order(), key=itemgetter(0)):
             kept = passing = 0
             for _, path, size in together:
                 fused = path.rpartition(".")[2] in FUSED
                 stored, held = (self._matrix_bytes(path, size, number) for number in (self.float_bytes, itemsize))
                 kept += held
-                quantization = self.config.quantization_of(path)
-                if quantization is None:
+                if self.config.quantization_of(path) is None:
                     cast, turned = itemsize != self.float_bytes, on_cpu
                     passing += stored * (1 + fused) + held * (cast + turned) - held  # the last of these forms stays
                 else:
-                    levels = size[0] * size[1] * quantization.bits // 8
-                    passing += (stored - levels if itemsize != self.float_bytes else 0) + held * fused
+                    floats = stored - self._matrix_bytes(path, size, 0)
+                    passing += floats * (itemsize != self.float_bytes) + held * fused
             yield kept, passing
 
     def _in_order(self) -> Iterator[tuple[str, str, tuple[int, int]]]:
@@ -152,8 +159,9 @@ class Checkpoint:
         elements = size[0] * size[1]
         if quantization is None:
             return elements * itemsize
-        # Levels, and a scale and a bias for each group.
-        return elements * quantization.bits // 8 + 2 * elements // quantization.group_size * itemsize
+        # Levels, and for each group a scale and a bias, or a scale of one byte.
+        group_bytes = 2 * itemsize if quantization.has_biases else 1
+        return elements * quantization.bits // 8 + elements // quantization.group_size * group_bytes
 
     def _vector_bytes(self, itemsize: int) -> int:
         config = self.config

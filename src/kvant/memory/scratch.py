@@ -8,8 +8,9 @@ K kv heads, D head_dim.
 from dataclasses import dataclass
 
 from kvant.memory.tape import Buffer, Tape
-from kvant.models.config import ModelConfig, Quantization
+from kvant.models.config import ModelConfig
 from kvant.models.linear import DEQUANTIZE_FROM_ROWS, DEQUANTIZED_ELEMENTS, PARALLEL_ELEMENTS
+from kvant.models.quantization import Quantization
 from kvant.operators.attention import BLOCK_SCORE_BYTES, GPU_FUSED_HEAD_DIMS
 from kvant.operators.bias_split import MAX_SCORE_QUERIES
 from kvant.operators.streams import cpu_streams
