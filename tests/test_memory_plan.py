@@ -10,7 +10,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from checkpoints import quantize_reference, qwen2_config, qwen3_config, reference_model, save_checkpoint
+from checkpoints import (
+    llama_config,
+    quantize_reference,
+    qwen2_config,
+    qwen3_config,
+    reference_model,
+    save_checkpoint,
+)
 
 from kvant.bench.shapes import SHAPES, Shape, write_random
 from kvant.errors import ModelError
@@ -55,8 +62,8 @@ CASES = {
     "a large vocabulary, untied": Case(qwen3(256, 2, 4, 2, 64, 512, 30000, False), 100),
     "4-bit weights": Case(qwen2(1024, 3, 16, 4, 64, 4096, 2000, True), 130, weight_bits=4),
     "8-bit weights, untied": Case(qwen3(1024, 3, 8, 4, 128, 3072, 20000, False), 70, weight_bits=8, step=64),
-    "an 8-bit cache": Case(qwen2(*MANY_KEYS), 320, step=64),
-    "a 4-bit cache": Case(qwen3(*MANY_KEYS), 320, kv_bits=4, kv_group=64, step=64),
+    "an 8-bit cache": Case(qwen2(*MANY_KEYS), 448, step=64),
+    "a 4-bit cache": Case(qwen3(*MANY_KEYS), 448, kv_bits=4, kv_group=64, step=64),
     "a cache that is not quantized": Case(qwen3(*MANY_KEYS), 300, kv_bits=0, step=64),
     "a long step": Case(qwen2(256, 2, 4, 2, 64, 2048, 1000, True), 1540, step=1536),
     "a long step through 4-bit weights": Case(
@@ -107,14 +114,16 @@ def test_a_plan_has_no_slack_to_hide_in() -> None:
     )
 
 
-@pytest.mark.parametrize("make", [qwen2_config, qwen3_config])
+@pytest.mark.parametrize("make", [qwen2_config, qwen3_config, llama_config])
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("bits", [0, 3, 4, 8])
-def test_weights_are_exact(make: Callable[..., dict[str, Any]], tied: bool, bits: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weight_format", [None, (3, 32, "affine"), (8, 64, "affine"), (4, 32, "mxfp4")])
+def test_weights_are_exact(
+    make: Callable[..., dict[str, Any]], tied: bool, weight_format: tuple[int, int, str] | None, tmp_path: Path
+) -> None:
     config = make(tie_word_embeddings=tied)
     model = reference_model(config)
-    if bits:
-        config = quantize_reference(config, model, bits, 32)
+    if weight_format is not None:
+        config = quantize_reference(config, model, *weight_format)
     save_checkpoint(tmp_path, config, model)
     checkpoint = Checkpoint.from_folder(tmp_path)
     loaded = load_decoder(tmp_path)

@@ -16,8 +16,11 @@ from kvant.operators.bias_split import MAX_SCORE_QUERIES
 from kvant.operators.streams import cpu_streams
 
 FLOAT32 = 4  # bytes
-QUEUED_AHEAD = 100  # entries of a tape: what MLX queues before it waits
-QUEUED_BESIDE = 5  # more for each stream that dequantizes beside the first: a task of its own, half full
+# Entries of a tape that MLX queues before it waits. Dequantizing has streams of its own, each with a queue: what that
+# adds was measured with 1, 2, 4 and 8 of them.
+QUEUED_AHEAD = 100
+QUEUED_WITH_SECOND = 5
+QUEUED_WITH_FURTHER = 20  # each
 LAYERS = 2  # the widest place may be where one layer ends and the next begins
 BLOCKS = 8  # of the attention, the last ones: no more are held at once
 
@@ -48,12 +51,15 @@ class Chunk:
 
         On a GPU, where what is freed depends on its command buffers, everything a layer makes is counted.
         """
-        beside = 0 if self.config.quantization is None else len(cpu_streams()) - 1
-        tape = Tape(QUEUED_AHEAD + QUEUED_BESIDE * beside if self.on_cpu else float("inf"))
+        tape = Tape(self._queued_ahead() if self.on_cpu else float("inf"))
         x = tape.make(self._features(self.config.hidden_size))
         for _ in range(min(LAYERS, self.config.num_hidden_layers) if self.on_cpu else 1):
             x = self._mlp(tape, self._attention(tape, x))
         return tape.peak()
+
+    def _queued_ahead(self) -> int:
+        streams = 1 if self.config.quantization is None else len(cpu_streams())
+        return QUEUED_AHEAD + QUEUED_WITH_SECOND * (streams > 1) + QUEUED_WITH_FURTHER * max(0, streams - 2)
 
     def _features(self, count: float) -> float:
         """Bytes of ``count`` numbers for each new token."""
@@ -119,12 +125,9 @@ class Chunk:
         tape.read(entries=4)
         for rows in sizes:
             elements = rows * width
-            # MLX shifts the words once for each value in one, or makes a word of every bit of those that straddle two.
-            straddle = 32 % quantization.bits != 0
-            shifts = 2 if straddle else 32 // quantization.bits
-            words = elements * FLOAT32 * (quantization.bits if straddle else 1)
-            shifted = [tape.make(words / (1 if straddle else shifts), entries=7 / beside) for _ in range(shifts)]
-            weights.append(tape.make(elements * FLOAT32, *shifted, entries=(shifts + 2) / beside))
+            steps, size, entries = _unpacking(quantization)
+            unpacked = [tape.make(elements * size, entries=entries / beside) for _ in range(steps)]
+            weights.append(tape.make(elements * FLOAT32, *unpacked, entries=(steps + 2) / beside))
         for weight in weights:
             tape.read(weight, entries=13 / beside)  # scales, biases
         return [tape.make(self._features(rows), x, weight) for rows, weight in zip(sizes, weights, strict=True)]
@@ -204,3 +207,12 @@ class Chunk:
             return outputs[0]
         blocks = -(-self.new // block)
         return tape.make(self.new * H * D * FLOAT32, *outputs, entries=blocks + 1)
+
+
+def _unpacking(quantization: Quantization) -> tuple[int, float, int]:
+    """How MLX unpacks levels on a CPU: arrays it makes, bytes an element in each, entries of a tape for each."""
+    if not quantization.has_biases:  # small floats: both halves of a byte looked up, or a byte converted
+        return (2, FLOAT32 / 2 + 0.5, 6) if quantization.bits == 4 else (1, 1, 6)
+    if 32 % quantization.bits:  # a word for every bit: values straddle words
+        return 1, FLOAT32 * quantization.bits, 14
+    return 32 // quantization.bits, FLOAT32 * quantization.bits / 32, 7  # words shifted once for each value in one
