@@ -67,8 +67,8 @@ def machine_with(memory_bytes: int, device: Device) -> Machine:
     if device == "cpu":
         return Machine(device, memory_bytes, memory_bytes, "the stated memory")
     if memory_bytes <= 32 * GIB:
-        return Machine(device, memory_bytes, memory_bytes * 2 // 3, "about 2/3 of it, as Metal has it")
-    return Machine(device, memory_bytes, memory_bytes * 3 // 4, "about 3/4 of it, as Metal has it")
+        return Machine(device, memory_bytes, memory_bytes * 2 // 3, "about 2/3 of the memory, as on Macs")
+    return Machine(device, memory_bytes, memory_bytes * 3 // 4, "about 3/4 of the memory, as on Macs")
 
 
 def _gpu() -> Machine:
