@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from checkpoints import llama_config, qwen2_config, reference_model, save_checkpoint
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvant.errors import CheckpointError, ModelError
@@ -163,6 +163,9 @@ NAMES = [
 ]  # fmt: skip
 
 
+@settings(
+    deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)  # a busy machine is no finding
 @given(
     st.sampled_from(["linear", "dynamic", "llama3", "yarn"]),
     st.dictionaries(st.sampled_from(NAMES), ODD, max_size=4),

@@ -55,6 +55,11 @@ class SideBySide:
         """Tokens in the exact cache."""
         return self._exact.offset
 
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens the exact cache can hold."""
+        return self._exact.max_seq_len
+
     def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
         """Attend through all caches; return what the exact one gives."""
         exact = self._exact.attend(query, key, value, mask)
