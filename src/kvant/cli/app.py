@@ -14,6 +14,7 @@ from kvant.cli.chat import chat
 from kvant.cli.convert import convert
 from kvant.cli.generate import generate
 from kvant.cli.models import models
+from kvant.cli.plan import plan
 from kvant.cli.pull import pull
 from kvant.cli.report import report
 from kvant.errors import KvantError, one_line
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(plan)
 app.command()(convert)
 app.command()(report)
 app.command()(pull)

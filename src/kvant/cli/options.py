@@ -1,7 +1,7 @@
 """Flags that several commands share, and what is made of them. Names and defaults follow mlx-lm."""
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from typer.exceptions import TyperException
@@ -18,6 +18,8 @@ class BadValueError(TyperException):
 
 
 DEFAULT_KV_GROUP_SIZE = 32
+AUTO: Literal["auto"] = "auto"
+KvSize = int | Literal["auto"] | None  # tokens; as many as fit; the default
 
 MODEL_HELP = f"A folder, a name (`kvant models`), owner/repository[@revision] after `kvant pull`, or '{POCKET}'"
 Model = Annotated[str, typer.Option(help=f"{MODEL_HELP}.")]
@@ -50,8 +52,14 @@ KvBiasSplit = Annotated[
     ),
 ]
 MaxKvSize = Annotated[
-    int | None,
-    typer.Option(help="Tokens reserved in the cache; default: the smaller of 4096 and the model's context."),
+    str | None,
+    typer.Option(
+        metavar="TOKENS|auto",
+        help="Tokens reserved in the cache, or auto: as many as fit; default: the smaller of 4096 and the context.",
+    ),
+]
+Wired = Annotated[
+    bool, typer.Option("--wired", help="Keep the planned memory from being paged out; on Macs only, macOS 15 or later.")
 ]
 PrefillStepSize = Annotated[int, typer.Option(help="Prompt tokens fed at a time; smaller takes less memory.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no statistics and no progress.")]
@@ -100,6 +108,18 @@ def check_counts(**counts: int | None) -> None:
     for name, count in counts.items():
         if count is not None and count < 1:
             raise BadValueError(f"--{name.replace('_', '-')} is {count}; expected at least 1")
+
+
+def kv_size(text: str | None) -> KvSize:
+    """A --max-kv-size as it was written; one that is no count of tokens is a usage error."""
+    if text is None or text == AUTO:
+        return text
+    try:
+        count = int(text)
+    except ValueError:
+        raise BadValueError(f"--max-kv-size is {text[:80]!r}; expected a number of tokens, or auto") from None
+    check_counts(max_kv_size=count)
+    return count
 
 
 def check_kv_format(kv_bits: int, kv_group_size: int | None) -> int:
