@@ -206,7 +206,11 @@ def _print_table(
     if made.process:
         rows.append(("process", made.process, "interpreter, libraries, tokenizer"))
     rows += [
-        ("headroom", made.headroom, "5 %, the accuracy of this plan"),
+        (
+            "headroom",
+            made.headroom,
+            "5 %, the accuracy of this plan" + (" on a CPU" if machine.device == "gpu" else ""),
+        ),
         ("total", made.total, ""),
         ("limit", machine.limit_bytes, machine.limit_source),
     ]

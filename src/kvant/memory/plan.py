@@ -14,7 +14,8 @@ from kvant.operators.quantization import check_quantization
 
 SCALE_BYTES = 2  # float16
 FLOAT32 = 4
-# The arrays' sum is within this much of what MLX counted in the runs of docs/memory-plan.md.
+# The arrays' sum is within this much of what MLX counted on a CPU in the table of docs/memory-plan.md, which also says
+# where it is not.
 ACCURACY = 0.05
 # What the process takes beside the arrays where it comes out of the same memory: interpreter, libraries, MLX's buffers
 # for reuse; and while it is read, a tokenizer for each of its tokens. Measured, docs/memory-plan.md.
