@@ -5,6 +5,7 @@ from dataclasses import replace
 from kvant.cli.options import AUTO, BadValueError, KvSize
 from kvant.errors import ContextError
 from kvant.memory import Checkpoint, Machine, MemoryPlan, Settings, longest_context, plan
+from kvant.sizes import format_bytes
 
 DEFAULT_MAX_KV_SIZE = 4096
 
@@ -78,11 +79,3 @@ def what_fits(checkpoint: Checkpoint, made: MemoryPlan, machine: Machine) -> str
     if tokens:
         return f"--kv-bits 4 --max-kv-size {tokens} would fit"
     return "no context fits, whatever the cache: the model needs smaller weights or a larger machine"
-
-
-def format_bytes(count: int) -> str:
-    """Decimal units, as Activity Monitor counts."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} bytes"

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvant.cli import options
-from kvant.cli.fitting import format_bytes, plan_for
+from kvant.cli.fitting import plan_for
 from kvant.cli.options import BadValueError
 from kvant.engine.load import POCKET, find_model
 from kvant.engine.weight_format import WeightFormat
@@ -17,6 +17,7 @@ from kvant.errors import ModelError
 from kvant.memory import Checkpoint, LongestContext, Machine, MemoryPlan, Settings, longest_context
 from kvant.memory.machine import Device, default_device, machine_with, this_machine
 from kvant.memory.plan import FLOAT32, as_record
+from kvant.sizes import format_bytes
 
 BITS = (0, 8, 4)  # of a cache whose longest context is told; 0 is the compute dtype's 16 or 32
 DOES_NOT_FIT = 1

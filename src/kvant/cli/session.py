@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from kvant.cache import QuantizedKVCache
-from kvant.cli.fitting import format_bytes, plan_that_fits
+from kvant.cli.fitting import plan_that_fits
 from kvant.cli.options import BadValueError, KvSize
 from kvant.cli.progress import LateProgress
 from kvant.engine.load import find_model, load_folder
 from kvant.memory import Checkpoint, Settings, this_machine
 from kvant.memory.machine import default_device
 from kvant.models import Decoder
+from kvant.sizes import format_bytes
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper

@@ -26,6 +26,7 @@ from kvant.models.config import ModelConfig
 from kvant.models.files import read_json
 from kvant.models.parameters import matrices, vectors
 from kvant.models.tensors import TensorFiles
+from kvant.sizes import format_bytes
 
 CARRIED = (  # to the new folder, byte for byte
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -196,7 +197,7 @@ def _bits_per_weight(model: Any) -> float:
 def _check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise ConvertError(f"{folder}: {needed / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free")
+        raise ConvertError(f"{folder}: {format_bytes(needed)} are needed, {format_bytes(free)} are free")
 
 
 @contextmanager
