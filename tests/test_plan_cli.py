@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -12,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from checkpoints import qwen2_config
+from checkpoints import qwen2_config, qwen3_config, reference_model, save_checkpoint
 
 import kvant
 from kvant import weights
@@ -22,6 +23,7 @@ from kvant.cli import plan as command
 from kvant.errors import ContextError, ModelError
 from kvant.memory import Checkpoint, Machine, Settings, plan
 from kvant.memory.machine import Device
+from kvant.sizes import format_bytes
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -151,6 +153,8 @@ def test_remote(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         (["--weight-bits", "7"], "--weight-bits is 7; expected"),
         (["--weight-bits", "4", "--weight-group-size", "48"], "--weight-group-size is 48; expected"),
         (["a b", "--remote"], "'a b' is no known model"),
+        (["pocket", "--remote"], "'pocket' is embedded"),
+        (["--weight-bits", "0"], "--weight-bits is 0; expected bits of a quantized weight"),
         (["--prefill-step-size", "0"], "--prefill-step-size is 0"),
     ],
 )
@@ -166,6 +170,8 @@ def test_bad_values(capsys: pytest.CaptureFixture[str], flags: list[str], messag
     [
         (["--max-kv-size", "4096"], "--max-kv-size is 4096; the model's context is 2048 tokens"),
         (["no/such/folder"], "no/such/folder"),
+        (["--adapter-path", "no/such"], "adapter 'no/such' is not a folder"),
+        (["--adapter-path", str(Path(kvant.__file__).parent)], "kvant: no adapters.safetensors; an adapter folder"),
     ],
 )
 def test_what_the_model_cannot_have(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
@@ -267,6 +273,43 @@ def test_a_download_is_not_needed(tmp_path: Path) -> None:
     assert done.returncode == 1  # 15 GB of bfloat16 weights
     assert "15,231,49" in done.stdout
     assert done.stderr == ""
+
+
+def test_an_adapter_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "adapters.safetensors").write_bytes(bytes(1000))
+    without, with_it = (
+        json.loads(call(capsys, "plan", "--json", "--device", "cpu", *flags)[1])["bytes"]["weights"]
+        for flags in ([], ["--adapter-path", str(tmp_path)])
+    )
+    assert with_it == without + 3000
+
+
+def test_what_is_planned_is_what_generate_reserves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To the byte, where no bias decides of tables."""
+    config = qwen3_config(vocab_size=1280)
+    folder = save_checkpoint(tmp_path / "model", config, reference_model(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(kvant.__file__).parent / "pocket" / name, folder)
+    for flags in (["--kv-bits", "4"], ["--max-kv-size", "auto"], ["--max-kv-size", "33", "--kv-group-size", "8"]):
+        made = json.loads(call(capsys, "plan", str(folder), "--json", *flags)[1])
+        code, _, err = call(capsys, "generate", "Hello", "--model", str(folder), "-m", "1", *flags)
+        assert code == 0, err
+        line = f"cache: {made['max_kv_size']} tokens reserved, {made['kv_bits']} bits in groups of"
+        assert err.startswith(f"{line} {made['kv_group_size']}, {format_bytes(made['bytes']['cache'])}\n")
+
+
+def test_a_config_alone_says_no_less_than_its_files_would(tmp_path: Path) -> None:
+    """Without files a head counts as untied, as with a config.json from the hub."""
+    raw = _raw("qwen2.5-0.5b")
+    del raw["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert Checkpoint.from_folder(tmp_path) == Checkpoint.from_facts(raw)
+    assert not Checkpoint.from_folder(tmp_path).tied
+    (tmp_path / "model-00001-of-00001.safetensors").touch()
+    os.truncate(tmp_path / "model-00001-of-00001.safetensors", 988_097_824)
+    (tmp_path / "consolidated.safetensors").touch()  # the same weights in another format, which are not read
+    os.truncate(tmp_path / "consolidated.safetensors", 988_097_824)
+    assert Checkpoint.from_folder(tmp_path).tied
 
 
 def test_help_says_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import typer
 from kvant.cli import options
 from kvant.cli.fitting import plan_for
 from kvant.cli.options import BadValueError
-from kvant.engine.load import POCKET, find_model
+from kvant.engine.load import POCKET, find_adapter, find_model
 from kvant.engine.weight_format import WeightFormat
 from kvant.errors import ModelError
 from kvant.memory import Checkpoint, LongestContext, Machine, MemoryPlan, Settings, longest_context
@@ -26,6 +26,7 @@ DOES_NOT_FIT = 1
 def plan(
     model: Annotated[str, typer.Argument(help=f"{options.MODEL_HELP}; with --remote before it too.")] = POCKET,
     *,
+    adapter_path: options.AdapterPath = None,
     max_kv_size: options.MaxKvSize = None,
     kv_bits: options.KvBits = 8,
     kv_group_size: options.KvGroupSize = None,
@@ -58,12 +59,14 @@ def plan(
     options.check_counts(prefill_step_size=prefill_step_size)
     settings = Settings(kv_bits, options.check_kv_format(kv_bits, kv_group_size), kv_bias_split, prefill_step_size)
     reserved = options.kv_size(max_kv_size)
-    options.check_text(model=model)
+    options.check_text(model=model, adapter_path=adapter_path)
     weight_format = _weight_format(weight_bits, weight_group_size)
     machine = _machine(device, memory)
     checkpoint = _checkpoint(model, remote)
     if weight_format is not None:
         checkpoint = checkpoint.quantized(weight_format.bits, weight_format.group_size)
+    if adapter_path is not None:
+        checkpoint = checkpoint.adapted(find_adapter(adapter_path))
     made = plan_for(checkpoint, settings, reserved, machine)
     longest = {
         bits: longest_context(
@@ -87,6 +90,8 @@ def _weight_format(bits: int | None, group_size: int | None) -> WeightFormat | N
             raise BadValueError(f"--weight-group-size is {group_size}, but without --weight-bits nothing is converted")
         return None
     try:
+        if bits == 0:
+            raise ValueError("bits is 0; expected bits of a quantized weight")
         return WeightFormat.choose(bits, group_size)
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
@@ -129,6 +134,8 @@ def _checkpoint(model: str, remote: bool) -> Checkpoint:
     from kvant import weights
 
     if remote:
+        if model == POCKET:
+            raise BadValueError(f"--remote asks the hub, and '{POCKET}' is embedded in kvant")
         try:
             raw, sizes = weights.remote_facts(model)
         except ValueError as error:  # text that cannot name anything

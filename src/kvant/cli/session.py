@@ -4,7 +4,6 @@ import gc
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -13,7 +12,7 @@ from kvant.cache import QuantizedKVCache
 from kvant.cli.fitting import plan_that_fits
 from kvant.cli.options import BadValueError, KvSize
 from kvant.cli.progress import LateProgress
-from kvant.engine.load import find_model, load_folder
+from kvant.engine.load import find_adapter, find_model, load_folder
 from kvant.memory import Checkpoint, Settings, this_machine
 from kvant.memory.machine import default_device
 from kvant.models import Decoder
@@ -72,7 +71,9 @@ def open_session(
     """
     started = time.perf_counter()
     folder = find_model(model_name)
-    checkpoint = Checkpoint.from_folder(folder, None if adapter_path is None else Path(adapter_path))
+    checkpoint = Checkpoint.from_folder(folder)
+    if adapter_path is not None:
+        checkpoint = checkpoint.adapted(find_adapter(adapter_path))
     planned = plan_that_fits(checkpoint, settings, max_kv_size, this_machine())
     if wired:
         wire(planned.total)
