@@ -19,8 +19,9 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from kvant.engine.load import load_tokenizer
+from kvant.engine.tokenizer_files import TEMPLATES
 from kvant.engine.weight_format import DTYPES, WeightFormat
-from kvant.errors import CheckpointError, ConvertError, ModelError, one_line
+from kvant.errors import CheckpointError, ConvertError, one_line
 from kvant.models.checkpoint import IGNORED_SUFFIXES, Progress
 from kvant.models.config import ModelConfig
 from kvant.models.files import read_json
@@ -33,7 +34,6 @@ CARRIED = (  # to the new folder, byte for byte
     *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
     *("chat_template.jinja", "chat_template.json"),
 )
-TEMPLATES = "additional_chat_templates"  # a folder of further ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,6 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
     """
     dest = _check_dest(dest)
     raw = read_json(source / "config.json")
-    if raw.get("model_file") is not None:
-        raise ModelError(f"{source / 'config.json'}: model_file is {raw['model_file']!r}; no code is executed")
     config = ModelConfig.from_folder(source)
     load_tokenizer(source)  # what could not be used afterwards is refused now
     _check_finite(source, config, to, progress or (lambda done, total: None))
