@@ -163,6 +163,8 @@ def _tensor_bytes(sizes: Mapping[str, int | None]) -> int | None:
 def _describe_weights(checkpoint: Checkpoint, machine: Machine) -> str:
     quantization = checkpoint.config.quantization
     head = "tied" if checkpoint.tied else "untied"
+    if quantization is not None and not quantization.has_biases:
+        return f"{quantization.mode}, {head}"
     if quantization is not None:
         return f"{quantization.bits} bits, groups of {quantization.group_size}, {head}"
     return f"{_float_bits(checkpoint, machine)} bits, {head}"

@@ -13,7 +13,7 @@ from kvant.cli.fitting import plan_that_fits
 from kvant.cli.options import BadValueError, KvSize
 from kvant.cli.progress import LateProgress
 from kvant.engine.load import find_adapter, find_model, load_folder
-from kvant.memory import Checkpoint, Settings, this_machine
+from kvant.memory import Checkpoint, Settings, split_pairs, this_machine
 from kvant.memory.machine import default_device
 from kvant.models import Decoder
 from kvant.sizes import format_bytes
@@ -74,7 +74,8 @@ def open_session(
     checkpoint = Checkpoint.from_folder(folder)
     if adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(adapter_path))
-    planned = plan_that_fits(checkpoint, settings, max_kv_size, this_machine())
+    machine = this_machine()
+    planned = plan_that_fits(checkpoint, settings, max_kv_size, machine)
     if wired:
         wire(planned.total)
     # Collecting garbage while transformers is imported takes a tenth of that time and finds none; frozen, what it left
@@ -86,6 +87,8 @@ def open_session(
     finally:
         gc.freeze()
         gc.enable()
+    # Only the weights say how much of their biases stays out of the cache: what was planned before was a guess of it.
+    planned = plan_that_fits(checkpoint, settings, max_kv_size, machine, split_pairs(model))
     cache = model.make_cache(
         planned.max_kv_size,
         quant_bit=settings.kv_bits,

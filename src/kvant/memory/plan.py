@@ -119,14 +119,20 @@ def plan(
 
 
 def longest_context(
-    checkpoint: Checkpoint, limit_bytes: int, *, settings: Settings | None = None, device: Device | None = None
+    checkpoint: Checkpoint,
+    limit_bytes: int,
+    *,
+    settings: Settings | None = None,
+    device: Device | None = None,
+    split_pairs: Sequence[int] | None = None,
 ) -> LongestContext:
     """The tokens whose plan fits into ``limit_bytes`` where one more doesn't, or the model has no more.
 
     A longer context reads its prompt in more and smaller blocks, so that a little past the end one may fit again.
+    Other arguments as those of :func:`plan`.
     """
 
-    planned = _planner(checkpoint, settings or Settings(), device, None)
+    planned = _planner(checkpoint, settings or Settings(), device, split_pairs)
 
     def fits(tokens: int) -> bool:
         return planned(tokens).total <= limit_bytes
