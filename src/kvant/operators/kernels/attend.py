@@ -1,0 +1,169 @@
+"""Attention of a few new tokens to a quantized cache, in two launches that read its bytes and write no row."""
+
+import mlx.core as mx
+
+from kvant.operators.attention import alibi_slopes
+from kvant.operators.bias_split import BiasSplit
+from kvant.operators.kernels.launch import launch
+
+HEAD_DIMS = (64, 96, 128, 256)
+GROUPS = (8, 16, 32, 64, 128)
+MAX_NEW_TOKENS = 8
+MAX_QUERIES = 64  # of a kv head: query heads times new tokens
+ANGLE_BYTES = 8 * 1024  # threadgroup memory for the split-off bias; the stage of rows takes up to 16 KiB of Metal's 32
+LEAST_ROWS = 64  # of a split: fewer are not worth a threadgroup
+APPEND_THREADS = 64
+
+
+def attend(
+    query: mx.array,
+    cache: mx.array,
+    scale: mx.array | None,
+    offset: mx.array,
+    *,
+    quant_bit: int,
+    quant_group: int,
+    is_causal: bool = True,
+    is_alibi: bool = False,
+    mask: mx.array | None = None,
+    bias_split: BiasSplit | None = None,
+    backend: str,
+) -> mx.array:
+    """Attention of S new tokens whose rows the cache already holds; unchecked but for :func:`refusal`.
+
+    Args:
+        query: (B, H, S, D).
+        cache: (1, B, 2, K, MaxS, D') levels, or rows at 0 bits; rows at and past offset + S are not read.
+        scale: (1, B, 2, K, MaxS, D/G), or None at 0 bits.
+        offset: () or (1,) int32: rows before the new ones.
+        mask: (S, T), (H, S, T) or (B, H, S, T) with 1 for H and B where all share it; boolean (True keeps) or added.
+        bias_split: what the cached rows lack of their biases.
+        backend: metal or cuda.
+
+    Returns:
+        (B, H, S, D) in the query's dtype; zeros for a query whose every row is masked.
+    """
+    B, H, S, D = query.shape
+    K, max_rows = cache.shape[3:5]
+    splits = num_splits(max_rows, B * K)
+    queries, teams = crew_shape(H // K * S, D)
+    crews = -(-(H // K * S) // queries)
+    pairs = len(bias_split.pairs) if bias_split is not None else 0
+    nothing = mx.zeros((1,), mx.float32)
+    constants = {"DIM": D, "HEADS": H // K, "NEW": S, "SPLITS": splits}
+    partial = ((B, H, S, splits, D), mx.float32)
+    statistic = ((B, H, S, splits), mx.float32)
+    results = launch(
+        "attend",
+        backend,
+        [
+            query,
+            cache,
+            nothing if scale is None else scale,
+            offset.reshape(1).astype(mx.int32),
+            nothing.reshape(1, 1, 1, 1) if mask is None else _added(mask),
+            bias_split.key_bias if bias_split is not None and pairs else nothing,
+            mx.array(bias_split.pairs if bias_split is not None and pairs else [0], mx.int32),
+            bias_split.rotation if bias_split is not None and pairs else nothing.reshape(1, 1, 1),
+            mx.array(alibi_slopes(H)) if is_alibi else nothing,
+        ],
+        template=constants
+        | {
+            "T": query.dtype,
+            "C": cache.dtype,
+            "BITS": quant_bit,
+            "GROUP": quant_group if quant_bit else D,
+            "QUERIES": queries,
+            "TEAMS": teams,
+            "AHEAD": 2 if queries > 4 else 4,
+            "LEAST_ROWS": LEAST_ROWS,
+            "PAIRS": pairs,
+            "CAUSAL": (is_causal or is_alibi) and S > 1,
+            "ALIBI": is_alibi,
+            "MASK": mask is not None,
+        },
+        grid=(K, B, splits),
+        threads=32 * teams * crews,
+        outputs=[partial, statistic, statistic],
+    )
+    value_bias = nothing if bias_split is None else bias_split.value_bias
+    (output,) = launch(
+        "combine",
+        backend,
+        [*results, value_bias],
+        template=constants | {"T": query.dtype, "KV_HEADS": K, "VALUE_BIAS": bias_split is not None},
+        grid=(B * H * S, 1, 1),
+        threads=D,
+        outputs=[((B, H, S, D), query.dtype)],
+    )
+    return output
+
+
+def quantize_rows(
+    key: mx.array, value: mx.array, *, quant_bit: int, quant_group: int, scale_dtype: mx.Dtype, backend: str
+) -> tuple[mx.array, mx.array]:
+    """(B, K, S, D) keys and values as the cache stores them, in one launch.
+
+    Returns:
+        levels (B, 2, K, S, D') and scales (B, 2, K, S, D/G), 8 or 4 bits.
+    """
+    B, K, S, D = key.shape
+    groups = B * 2 * K * S * (D // quant_group)
+    words, scales = launch(
+        "append",
+        backend,
+        [key, value],
+        template={
+            "T": key.dtype, "S": scale_dtype, "BITS": quant_bit, "DIM": D, "GROUP": quant_group, "NEW": S,
+        },
+        grid=(-(-groups // APPEND_THREADS), 1, 1),
+        threads=APPEND_THREADS,
+        outputs=[((B, 2, K, S, D * quant_bit // 32), mx.uint32), ((B, 2, K, S, D // quant_group), scale_dtype)],
+    )
+    return words.view(mx.uint8 if quant_bit == 4 else mx.int8), scales
+
+
+def refusal(query_shape: tuple[int, ...], num_kv_heads: int, *, quant_bit: int, quant_group: int, pairs: int = 0) -> str | None:
+    """Why the kernel does not take such a call; None: it does.
+
+    Args:
+        query_shape: (B, H, S, D).
+        pairs: of the bias split.
+    """
+    _, H, S, D = query_shape
+    if D not in HEAD_DIMS:
+        return f"head_dim {D}; it takes {', '.join(map(str, HEAD_DIMS))}"
+    if S > MAX_NEW_TOKENS:
+        return f"{S} new tokens; it takes up to {MAX_NEW_TOKENS}"
+    queries = H // num_kv_heads * S
+    if queries > MAX_QUERIES:
+        return f"{queries} queries a kv head; it takes up to {MAX_QUERIES}"
+    if quant_bit and quant_group not in GROUPS:
+        return f"groups of {quant_group}; it takes {', '.join(map(str, GROUPS))}"
+    if queries * pairs * 8 > ANGLE_BYTES:
+        return f"a bias split of {pairs} pairs with {queries} queries a kv head; its angles take over {ANGLE_BYTES} bytes"
+    return None
+
+
+def num_splits(max_rows: int, heads: int) -> int:
+    """Splits of the rows, a power of two: enough threadgroups for a large GPU, each with rows to read.
+
+    It depends on the cache's size, not on what is in it, so that nothing is compiled again as it fills.
+    """
+    wanted = min(max_rows // 256, 4096 // heads)
+    return 1 << max(0, min(wanted, 128).bit_length() - 1)
+
+
+def crew_shape(queries: int, head_dim: int) -> tuple[int, int]:
+    """Queries a simdgroup has in its registers, and simdgroups that share the rows of the same queries."""
+    most = 8 if head_dim <= 128 else 4
+    if queries <= most:
+        return queries, 4
+    crews = -(-queries // 4)
+    return 4, max(1, 4 // crews)
+
+
+def _added(mask: mx.array) -> mx.array:
+    """The mask as (B or 1, H or 1, S, T) float32 that is added to the scores."""
+    mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
+    return mx.where(mask, 0.0, -mx.inf) if mask.dtype == mx.bool_ else mask.astype(mx.float32)
