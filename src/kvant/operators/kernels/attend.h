@@ -142,9 +142,9 @@ for (int base = first; base < last; base += STEP) {
             dot *= by_scale;
             if (PAIRS > 0 && a < ALL && row < last) {
                 for (int p = int(chunk); p < PAIRS; p += LANES) {
-                    const KVANT_DEVICE float* turned = rotation + size_t(p) * rotation_shape[2] + row;
-                    dot += angles[a * 2 * PAIRS + p] * turned[0];
-                    dot += angles[a * 2 * PAIRS + PAIRS + p] * turned[size_t(PAIRS) * rotation_shape[2]];
+                    const size_t turned = size_t(p) * rotation_shape[2] + row;
+                    dot += angles[a * 2 * PAIRS + p] * rotation[turned];
+                    dot += angles[a * 2 * PAIRS + PAIRS + p] * rotation[turned + size_t(PAIRS) * rotation_shape[2]];
                 }
             }
             for (uint other = LANES / 2; other > 0; other /= 2) {
