@@ -12,21 +12,24 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean
 
 import mlx.core as mx
 
-from kvant.engine.generate import generate
 from kvant.engine.load import POCKET, find_model, load_folder
-from kvant.engine.prompt import encode_rendered, render_chat
 from kvant.models import Decoder
+from kvant.report.divergence import Tally
+from kvant.report.formats import REFERENCE, CacheFormat
+from kvant.report.questions import Conversation, answer, question_sets
+from kvant.report.teacher import compare
+from kvant.report.texts import Text, built_in_text
 
 CONSTANT = 300.0
 SWEEP = (0.0, 3.0, 10.0, 30.0, 100.0, 300.0, 900.0)
 BITS, GROUPS = (8, 4), (8, 32, 64)
-HELDOUT = Path(__file__).parents[1] / "tests" / "data" / "heldout.jsonl"
 TOKENS = 2048  # of held-out text, in pieces of the context below
 PIECE = 1024
-QUESTIONS = 20  # of either kind, asked where the table shows them
+QUESTION_TOKENS = 4096  # of each set of questions, asked where the table shows them
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class Quality:
 
 def plant(source: Path, folder: Path, constant: float) -> Path:
     """A copy of a checkpoint with ``constant`` added to every head's key bias in its lowest-frequency pair."""
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "heldout.jsonl"))
     head_dim = json.loads((folder / "config.json").read_text())["head_dim"]
     weights = {name: mx.array(x) for name, x in mx.load(str(source / "model.safetensors")).items()}
     for name, x in weights.items():
@@ -59,59 +62,36 @@ def plant(source: Path, folder: Path, constant: float) -> Path:
     return folder
 
 
-def texts(tokenizer: object) -> list[list[int]]:
-    """Held-out conversations as token ids, in pieces of one context."""
-    ids: list[int] = []
-    for line in HELDOUT.read_text(encoding="utf-8").splitlines():
-        document = json.loads(line)
-        text = document.get("text") or tokenizer.apply_chat_template(document["messages"], tokenize=False)  # type: ignore[attr-defined]
-        ids += encode_rendered(tokenizer, text)  # type: ignore[arg-type]
-    return [ids[first : first + PIECE] for first in range(0, TOKENS, PIECE)]
-
-
-def logprobs(model: Decoder, ids: list[int], **cache_format: object) -> mx.array:
-    """Log-probabilities after every token of a piece, fed in two halves so that the second reads the cache's past."""
-    cache = model.make_cache(len(ids), **cache_format)  # type: ignore[arg-type]
-    halves = [model(mx.array([ids[part]]), cache=cache)[0] for part in (slice(PIECE // 2), slice(PIECE // 2, None))]
-    logits = mx.concatenate(halves)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-
-
-def answered(model: Decoder, tokenizer: object, kinds: tuple[str, ...], **cache_format: object) -> float:
-    """Share of held-out questions of these kinds whose greedy answer is exact."""
-    documents = [json.loads(line) for line in HELDOUT.read_text(encoding="utf-8").splitlines()]
-    fitting = [d for d in documents if d["kind"].startswith(kinds)]
-    asked = fitting[:: len(fitting) // QUESTIONS][:QUESTIONS]  # of every kind among them
-    right = 0
-    for document in asked:
-        ids = encode_rendered(tokenizer, render_chat(tokenizer, document["messages"]))  # type: ignore[arg-type]
-        cache = model.make_cache(len(ids) + 24, **cache_format)  # type: ignore[arg-type]
-        right += generate(model, tokenizer, ids, max_tokens=24, prompt_cache=cache).strip() == document["answer"]  # type: ignore[arg-type]
-    return right / len(asked)
-
-
 def measure(
-    model: Decoder, tokenizer: object, expected: list[mx.array], constant: float, bits: int, group: int, split: bool
-) -> Quality:
-    """Quality of one cache format; answers only where the table shows them: they take the time."""
-    ask = tabled(constant)
-    cache_format = {"quant_bit": bits, "quant_group": group, "bias_split": split}
-    klds, same, losses = [], [], []
-    for ids, reference in zip(texts(tokenizer), expected, strict=True):
-        given = logprobs(model, ids, **cache_format)
-        klds.append((mx.exp(reference) * (reference - given)).sum(axis=-1))
-        same.append(mx.argmax(reference, axis=-1) == mx.argmax(given, axis=-1))
-        losses.append(-mx.take_along_axis(given[:-1], mx.array(ids[1:])[:, None], axis=-1))
-    kld = mx.sort(mx.concatenate(klds))
-    return Quality(
-        constant, bits, group, split,
-        perplexity=mx.exp(mx.concatenate(losses).mean()).item(),
-        mean_kld=kld.mean().item(),
-        p99_kld=kld[int(0.99 * kld.size)].item(),
-        top1=mx.concatenate(same).astype(mx.float32).mean().item(),
-        questions=answered(model, tokenizer, ("questions", "facts"), **cache_format) if ask else None,
-        recall=answered(model, tokenizer, ("recall",), **cache_format) if ask else None,
-    )  # type: ignore[arg-type]  # fmt: skip
+    plain: Decoder,
+    model: Decoder,
+    text: Text,
+    questions: dict[str, list[Conversation]],
+    constant: float,
+    formats: list[CacheFormat],
+) -> list[Quality]:
+    """Quality of cache formats; answers only where the table shows them: they take the time."""
+    longest = max(PIECE, *(len(c.ids) for own in questions.values() for c in own))
+    caches = [REFERENCE.make_cache(plain, PIECE), *(f.make_cache(model, longest) for f in formats)]
+    tallies = [Tally() for _ in caches]
+    for piece in text.pieces:
+        compare(model, piece, caches, tallies, reference=plain)
+    rows = []
+    for cache_format, cache, tally in zip(formats, caches[1:], tallies[1:], strict=True):
+        shares: dict[str, float | None] = dict.fromkeys(questions)
+        if tabled(constant):
+            shares = {
+                name: mean(right for c in own for right in answer(model, cache, c)) for name, own in questions.items()
+            }
+        found = tally.figures()
+        rows.append(
+            Quality(
+                constant, cache_format.bits, cache_format.group, cache_format.split, found.perplexity,
+                found.mean_kld_nats, found.p99_kld_nats, found.top1, shares["questions"], shares["recall"],
+            )
+        )  # fmt: skip
+        print(rows[-1], file=sys.stderr, flush=True)
+    return rows
 
 
 def tabled(constant: float) -> bool:
@@ -125,16 +105,15 @@ def main() -> None:
     target.mkdir(parents=True, exist_ok=True)
     source = find_model(POCKET)
     plain, tokenizer = load_folder(source)
-    expected = [logprobs(plain, ids, quant_bit=0) for ids in texts(tokenizer)]
+    text = built_in_text(tokenizer, PIECE, TOKENS)
+    questions = question_sets(tokenizer, QUESTION_TOKENS)
     rows: list[Quality] = []
     with tempfile.TemporaryDirectory() as scratch:
         for constant in SWEEP:
             model, _ = load_folder(plant(source, Path(scratch) / f"{constant:g}", constant))
             groups = GROUPS if tabled(constant) else (32,)
-            cases = [(0, 32, False), *((b, g, s) for b in BITS for g in groups for s in (True, False))]
-            for case in cases:
-                rows.append(measure(model, tokenizer, expected, constant, *case))
-                print(rows[-1], file=sys.stderr, flush=True)
+            formats = [REFERENCE, *(CacheFormat(b, g, s) for b in BITS for g in groups for s in (True, False))]
+            rows += measure(plain, model, text, questions, constant, formats)
     with (target / "quality.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
     table = "\n".join(markdown(row) for row in rows if tabled(row.constant))

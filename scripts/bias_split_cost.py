@@ -11,6 +11,7 @@ import mlx.core as mx
 from kvant.cache import QuantizedKVCache
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.key_value_cache import write_rows
+from kvant.operators.rotary import Rotary
 
 HEADS, KV_HEADS, HEAD_DIM, THETA = 14, 2, 64, 1e6  # Qwen2.5-0.5B
 PAIRS = {"off": None, "0 pairs": 0, "1 pair": 1, "4 pairs": 4, "all pairs": HEAD_DIM // 2}
@@ -26,7 +27,7 @@ def make_cache(rows: int, pairs: int | None) -> QuantizedKVCache:
         split = BiasSplit(
             key_bias=mx.full((KV_HEADS, 2, pairs), 30.0),
             pairs=chosen,
-            rotation=rotation_table(HEAD_DIM, THETA, chosen, rows),
+            rotation=rotation_table(Rotary.plain(HEAD_DIM, THETA), chosen, rows),
             value_bias=mx.ones((KV_HEADS, HEAD_DIM)),
         )
     cache = QuantizedKVCache(rows, KV_HEADS, HEAD_DIM, bias_split=split)

@@ -1,4 +1,4 @@
-"""Random Qwen2 and Qwen3 checkpoints on disk, and mlx-lm's own model on the same files: what kvant is compared with."""
+"""Random checkpoints on disk, and mlx-lm's own model on the same files: what kvant is compared with."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models import qwen2, qwen3
+from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.models.cache import make_prompt_cache
 
 ROPE_THETA = 1e6
+KINDS = {"qwen2": qwen2, "qwen3": qwen3, "llama": llama, "mistral": llama}  # as mlx-lm maps them
 
 
 def qwen2_config(**changes: Any) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def qwen3_config(**changes: Any) -> dict[str, Any]:
 
 def reference_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
     """mlx-lm's model with random float32 weights of unit-scale activations, and biases and norms that matter."""
-    kind = {"qwen2": qwen2, "qwen3": qwen3}[config["model_type"]]
+    kind = KINDS[config["model_type"]]
     model = kind.Model(kind.ModelArgs.from_dict(config))
     mx.random.seed(seed)
     weights = []
@@ -78,18 +79,35 @@ def save_checkpoint(folder: Path, config: dict[str, Any], model: nn.Module, shar
     return folder
 
 
-def quantize_reference(config: dict[str, Any], model: nn.Module, bits: int, group_size: int) -> dict[str, Any]:
+def llama_config(**changes: Any) -> dict[str, Any]:
+    """The same as a Llama with every bias it may have."""
+    config = qwen2_config(architectures=["LlamaForCausalLM"], model_type="llama", attention_bias=True, mlp_bias=True)
+    return config | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64} | changes
+
+
+def quantize_reference(
+    config: dict[str, Any], model: nn.Module, bits: int, group_size: int, mode: str = "affine"
+) -> dict[str, Any]:
     """Quantize mlx-lm's model in place as mlx-lm does; return the config that says so."""
-    nn.quantize(model, group_size=group_size, bits=bits)
+    nn.quantize(model, group_size=group_size, bits=bits, mode=mode)
     mx.eval(model.parameters())
-    return config | {"quantization": {"group_size": group_size, "bits": bits}}
+    said = {"group_size": group_size, "bits": bits}
+    return config | {"quantization": said if mode == "affine" else said | {"mode": mode}}
 
 
-def pocket_reference(folder: Path) -> nn.Module:
-    """mlx-lm's qwen2 on a float checkpoint in float32; rope_theta given by hand: 0.32.2 ignores rope_parameters."""
+def load_reference(folder: Path) -> nn.Module:
+    """mlx-lm's model of a float checkpoint, in float32, with its rotary positions given by hand where it needs that.
+
+    mlx-lm 0.32.2 reads transformers 5's rope_parameters in qwen3 alone: elsewhere its theta is the default, and its
+    positions are plain. It takes dynamic's context from max_position_embeddings, as transformers does, and yarn's
+    original one from a default of its own where it is not said; a Mistral's window it does not look at.
+    """
     config = json.loads((folder / "config.json").read_text())
-    config["rope_theta"] = (config.get("rope_parameters") or config)["rope_theta"]
-    model = qwen2.Model(qwen2.ModelArgs.from_dict(config))
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    config["rope_theta"] = (rope if "rope_theta" in rope else config)["rope_theta"]
+    config["rope_scaling"] = rope or None
+    kind = KINDS[config["model_type"]]
+    model = kind.Model(kind.ModelArgs.from_dict(config))
     weights = {name: x.astype(mx.float32) for name, x in mx.load(str(folder / "model.safetensors")).items()}
     model.load_weights(list(model.sanitize(weights).items()))
     mx.eval(model.parameters())

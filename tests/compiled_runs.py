@@ -7,6 +7,8 @@ not to fuse, a setting of its C++ interface. Tracing, replaying and donating are
 
 import ctypes
 import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,11 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import kvant
 from kvant.engine import decode as decoding
 from kvant.engine.decode import decode
+from kvant.engine.load import find_model
 from kvant.engine.prefill import prefill
 from kvant.engine.sampling import greedy
 from kvant.engine.step import CompiledStep
-from kvant.models import Decoder
+from kvant.models import Decoder, load_decoder
 
 NO_FUSE = 2
 PROMPT = [(7 * i) % 1000 for i in range(100)]
@@ -61,6 +64,19 @@ def sampled(model: Decoder, seed: int, *, compiled: bool) -> list[int]:
     return tokens
 
 
+def turned(kind: str, **settings: Any) -> list[bool]:
+    """Whether the embedded model with other rotary positions says the same compiled, and other things than its own."""
+    folder = find_model("pocket")
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": kind, "rope_theta": 1e6, **settings}
+    with tempfile.TemporaryDirectory() as name:
+        shutil.copy(folder / "model.safetensors", name)
+        Path(name, "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+        model = load_decoder(Path(name))
+    eager, compiled = (generate(model, 60, compiled=c)[0] for c in (False, True))
+    return [compiled == eager, eager != generate(load_decoder(folder), 60, compiled=False)[0]]
+
+
 def main() -> None:
     """Everything that is checked."""
     library = ctypes.CDLL(str(Path(mx.__file__).parent / "lib" / "libmlx.so"))
@@ -72,6 +88,7 @@ def main() -> None:
         eager, *_ = generate(model, 600, compiled=False, bits=bits)
         compiled, grown, _ = generate(model, 600, compiled=True, bits=bits)
         found[f"{bits} bits"] = [compiled == eager, CountedStep.last.compilations, grown]
+    found["turned"] = [turned("yarn", factor=4.0, original_max_position_embeddings=512), turned("linear", factor=8.0)]
     found["1000 tokens"] = generate(model, 1000, compiled=True)[1]
     found["peaks"] = [generate(model, 60, compiled=True, rows=rows)[2] for rows in (2048, 131_072)]
 

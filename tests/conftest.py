@@ -1,6 +1,5 @@
 """What many tests share: the embedded model, loaded once, and held-out texts it was not trained on."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,13 +7,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from checkpoints import pocket_reference, qwen2_config, reference_model, save_checkpoint
+from checkpoints import load_reference, qwen2_config, reference_model, save_checkpoint
 
 import kvant
 from kvant.engine.load import POCKET, find_model
 from kvant.models import Decoder
-
-HELDOUT = Path(__file__).parent / "data" / "heldout.jsonl"
+from kvant.report.texts import heldout_documents
 
 
 @pytest.fixture(scope="session")
@@ -32,13 +30,13 @@ def pocket(pocket_folder: Path) -> tuple[Decoder, Any]:
 @pytest.fixture(scope="session")
 def pocket_mlx_lm(pocket_folder: Path) -> nn.Module:
     """mlx-lm's model on the embedded weights, in float32."""
-    return pocket_reference(pocket_folder)
+    return load_reference(pocket_folder)
 
 
 @pytest.fixture(scope="session")
 def heldout() -> list[dict[str, Any]]:
     """Held-out documents, by kind."""
-    return [json.loads(line) for line in HELDOUT.read_text(encoding="utf-8").splitlines()]
+    return list(heldout_documents())
 
 
 @pytest.fixture(scope="session")

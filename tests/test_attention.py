@@ -15,6 +15,7 @@ from oracle import Array
 from kvant.operators import attention
 from kvant.operators.attention import attend_live_rows, attend_rows
 from kvant.operators.bias_split import BiasSplit, rotation_table
+from kvant.operators.rotary import Rotary
 
 THETA = 1e4
 HEADS = [(1, 1), (4, 2), (7, 1), (16, 2)]  # H, K: ratios 1, 2, 7 and 8
@@ -46,7 +47,7 @@ class _Rows:
         self.split = BiasSplit(
             key_bias=mx.array(bias[..., list(pairs)]),
             pairs=pairs,
-            rotation=rotation_table(D, THETA, pairs, tokens + 3),
+            rotation=rotation_table(Rotary.plain(D, THETA), pairs, tokens + 3),
             value_bias=mx.array(self.value_bias[:, 0]),
         )
 

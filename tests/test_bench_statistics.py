@@ -1,5 +1,6 @@
 """Percentiles, slopes and ratios against hand-computed values and numpy's."""
 
+import math
 import time
 from random import Random
 
@@ -14,6 +15,11 @@ def test_percentiles_are_numpys(count: int) -> None:
     values = np.random.default_rng(count).lognormal(size=count)
     for percent in (0, 5, 25, 50, 75, 95, 99, 99.9, 100):
         assert percentile(values.tolist(), percent) == pytest.approx(np.percentile(values, percent), rel=1e-12)
+
+
+def test_percentiles_among_infinite_values_are_no_nan() -> None:
+    values = [1.0, math.inf, math.inf]
+    assert [percentile(values, percent) for percent in (0, 40, 50, 75, 100)] == [1.0, *[math.inf] * 4]
 
 
 @pytest.mark.parametrize(("values", "percent"), [([], 50), ([1.0], -1), ([1.0], 101)])

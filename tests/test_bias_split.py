@@ -12,12 +12,13 @@ import numpy as np
 import oracle
 import pytest
 from bias_split import plant
+from conftest import relative_error
 
 from kvant.cache import QuantizedKVCache
 from kvant.models import Decoder, load_decoder
 from kvant.operators import multi_head_cache_attention
 from kvant.operators.bias_split import MAX_SCORE_QUERIES, BiasSplit, rotation_table
-from kvant.operators.rotary import rotation
+from kvant.operators.rotary import Rotary
 
 Make = Callable[..., tuple[Path, nn.Module]]
 H, K, D, THETA = 4, 2, 64, 1e6
@@ -47,7 +48,7 @@ class _Layer:
         self.split = BiasSplit(
             key_bias=mx.array(key_bias.reshape(K, 2, D // 2)[..., list(pairs)].astype(np.float32)),
             pairs=pairs,
-            rotation=rotation_table(D, THETA, pairs, tokens + 3),
+            rotation=rotation_table(Rotary.plain(D, THETA), pairs, tokens + 3),
             value_bias=mx.array(self.value_bias.astype(np.float32)),
         )
         self.expected = oracle.attend(self.query, *self.whole, is_causal=True)
@@ -165,7 +166,7 @@ def test_attention_of_the_pocket_model_is_exact(
         tolerance = 8 * FLOAT32_EPSILON * max(1.0, scores) * np.abs(value).max()
         error = np.abs(np.array(mx.concatenate(given, axis=2)).transpose(0, 2, 1, 3) - expected).max()
         assert error < tolerance
-        x = layer(x, rotation(D, THETA, 0, 40, mx.float32), None)
+        x = layer(x, Rotary.plain(D, THETA).at(0, 40, mx.float32), None)
 
 
 def _with_large_key_bias(make: Make, size: float, elements: tuple[int, ...], **changes: Any) -> Decoder:
@@ -202,6 +203,33 @@ def test_models_agree_with_and_without(make_checkpoint: Make, size: float, bits:
         error = mx.abs(mx.concatenate(parts, axis=1) - expected).max() / mx.abs(expected).max()
         # Scores reach about 10 * size; their rounding moves the weights of the softmax by as much.
         assert error.item() < 40 * FLOAT32_EPSILON * max(1.0, 10 * size)
+
+
+ROPES = {
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "dynamic": {"factor": 4.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_models_with_other_rotary_positions_agree(make_checkpoint: Make, kind: str) -> None:
+    """A constant in a pair of the middle, which every one of these kinds turns by another angle than the plain one."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, **ROPES[kind]}
+    model = _with_large_key_bias(make_checkpoint, 30.0, (16, 48), rope_parameters=rope, max_position_embeddings=24)
+    assert all(16 in layer.self_attn.qkv_bias.pairs for layer in model.layers)
+    plain, turned = Rotary.plain(64, 1e4), model.config.rope.rotary(64, 40)
+    tables = [rotation_table(rotary, [16], 40) for rotary in (plain, turned)]
+    assert mx.abs(tables[0] - tables[1]).max().item() > 0.01
+    ids = mx.random.randint(0, 300, (1, 40), key=mx.random.key(3))
+    expected = model(ids)
+    for bounds in STEPS.values():
+        cache = model.make_cache(40, quant_bit=0)
+        parts = [model(ids[:, a:b], cache=cache) for a, b in pairwise(bounds)]
+        assert relative_error(mx.concatenate(parts, axis=1), expected) < 40 * FLOAT32_EPSILON * 10 * 30
 
 
 def test_split_off_stores_whole_keys_and_split_on_stores_none_of_the_bias(make_checkpoint: Make) -> None:

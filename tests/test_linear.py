@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvant.models import linear
-from kvant.models.config import Quantization
 from kvant.models.linear import QuantizedMatrix
+from kvant.models.quantization import Quantization
 from kvant.operators.streams import cpu_streams
 
 Array = np.ndarray

@@ -6,8 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvant.operators import rotary
-from kvant.operators.rotary import rotation
+from kvant.operators.rotary import Rotary
 
 Array = np.ndarray
 BATCH, HEADS = 2, 3
@@ -78,7 +77,7 @@ def rope_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_one_token(head_dim: int, theta: float, offset: int, form: str) -> None:
     heads = _heads(head_dim)
-    rotate = rotation(head_dim, theta, offset if form == "int" else mx.array(offset), 1, mx.float32)
+    rotate = Rotary.plain(head_dim, theta).at(offset if form == "int" else mx.array(offset), 1, mx.float32)
     expected = _turned(heads, theta, offset)
     output = rotate(heads)
     assert (output.dtype, output.shape) == (mx.float32, heads.shape)
@@ -94,7 +93,7 @@ def test_one_token(head_dim: int, theta: float, offset: int, form: str) -> None:
 def test_one_token_is_turned_as_several_are(head_dim: int, theta: float, offset: int) -> None:
     """Keys of a prompt and of a decoded token are in one cache. MLX rounds its frequencies some more."""
     heads = _heads(head_dim)
-    output = rotation(head_dim, theta, offset, 1, mx.float32)(heads)
+    output = Rotary.plain(head_dim, theta).at(offset, 1, mx.float32)(heads)
     expected = mx.fast.rope(heads, head_dim, traditional=False, base=theta, scale=1.0, offset=offset)
     difference = np.abs(np.array(output) - np.array(expected))
     assert (difference <= _tolerance(np.array(expected, np.float64), offset, 6)).all()
@@ -104,7 +103,7 @@ def test_one_token_is_turned_as_several_are(head_dim: int, theta: float, offset:
 @pytest.mark.parametrize(("head_dim", "theta", "offset"), [(64, 1e6, 0), (64, 1e4, 37), (128, 1e6, 4095)])
 def test_several_tokens(rope_calls: list[tuple[int, ...]], head_dim: int, theta: float, offset: int, form: str) -> None:
     heads = _heads(head_dim, new_tokens=5)
-    output = rotation(head_dim, theta, offset if form == "int" else mx.array(offset), 5, mx.float32)(heads)
+    output = Rotary.plain(head_dim, theta).at(offset if form == "int" else mx.array(offset), 5, mx.float32)(heads)
     expected = _turned(heads, theta, offset)
     assert (np.abs(np.array(output) - expected) <= _tolerance(expected, offset + 4, 6)).all()
     assert rope_calls == [(BATCH, HEADS, 5, head_dim)]
@@ -114,7 +113,7 @@ def test_several_tokens(rope_calls: list[tuple[int, ...]], head_dim: int, theta:
 def test_one_token_in_half_precision(rope_calls: list[tuple[int, ...]], dtype: mx.Dtype, bits: int) -> None:
     """By MLX's RoPE: in a matrix of its dtype the cosines would be rounded as well."""
     heads = _heads(64, dtype=dtype)
-    output = rotation(64, 1e6, 37, 1, dtype)(heads)
+    output = Rotary.plain(64, 1e6).at(37, 1, dtype)(heads)
     assert output.dtype == dtype
     assert len(rope_calls) == 1
     expected = _turned(heads, 1e6, 37)
@@ -125,12 +124,11 @@ def test_one_token_in_half_precision(rope_calls: list[tuple[int, ...]], dtype: m
 @on_a_cpu
 def test_a_position_that_is_not_known_yet() -> None:
     """The decode step is compiled once, with tables that may be made while it is."""
-    rotary._parts.cache_clear()
     heads = _heads(64)
-    step = mx.compile(lambda x, offset: rotation(64, 1e6, offset, 1, mx.float32)(x))
+    step = mx.compile(lambda x, offset: Rotary.plain(64, 1e6).at(offset, 1, mx.float32)(x))
     for offset in (5, 900):
         expected = _turned(heads, 1e6, offset)
         assert (np.abs(np.array(step(heads, mx.array(offset))) - expected) <= _tolerance(expected, offset, 2)).all()
     expected = _turned(heads, 1e6, 7)  # with the same tables, now outside
-    output = rotation(64, 1e6, 7, 1, mx.float32)(heads)
+    output = Rotary.plain(64, 1e6).at(7, 1, mx.float32)(heads)
     assert (np.abs(np.array(output) - expected) <= _tolerance(expected, 7, 2)).all()

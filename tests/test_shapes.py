@@ -15,6 +15,7 @@ from kvant.bench.shapes import SHAPES, Shape, random_model, shape_bytes, write_r
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import KvantError
 from kvant.models import ModelConfig, load_decoder
+from kvant.models.rope import Rope
 
 QWEN2 = Shape("tiny", "qwen2", 256, 2, 4, 2, 64, 384, 500, True, large_key_bias=True)
 QWEN3 = Shape("tiny3", "qwen3", 128, 2, 4, 2, 64, 384, 500, True)
@@ -90,9 +91,10 @@ def test_pocket_is_the_embedded_models_shape() -> None:
     shape, config = SHAPES[POCKET], ModelConfig.from_folder(find_model(POCKET))
     for name in (
         "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-        "intermediate_size", "vocab_size", "rope_theta", "rms_norm_eps", "tie_word_embeddings",
+        "intermediate_size", "vocab_size", "rms_norm_eps", "tie_word_embeddings",
     ):  # fmt: skip
         assert getattr(shape, name) == getattr(config, name)
+    assert config.rope == Rope(theta=shape.rope_theta)
     assert shape.max_position_embeddings >= 8192
 
 

@@ -21,6 +21,7 @@ from kvant.engine.sampling import greedy
 from kvant.engine.step import CompiledStep, row_bucket
 from kvant.models import Decoder
 from kvant.operators.bias_split import BiasSplit, rotation_table
+from kvant.operators.rotary import Rotary
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,10 @@ def test_600_tokens_are_compiled_once_a_bucket_and_are_the_same(runs: dict[str, 
     assert same
     assert compilations == 3  # of 256, 512 and 768 rows, for 101 to 699
     assert grown < 2**16
+
+
+def test_other_rotary_positions_are_compiled_too(runs: dict[str, Any]) -> None:
+    assert runs["turned"] == [[True, True]] * 2  # the same compiled, and not what plain positions give
 
 
 def test_memory_does_not_grow_over_1000_tokens(runs: dict[str, Any]) -> None:
@@ -108,7 +113,7 @@ def test_a_static_append_is_the_same_attention(shape: tuple[int, int, int], bits
         bias_split = BiasSplit(
             key_bias=mx.random.normal((K, 2, 2), key=mx.random.key(3)) * 30,
             pairs=pairs,
-            rotation=rotation_table(D, 1e4, pairs, 20),
+            rotation=rotation_table(Rotary.plain(D, 1e4), pairs, 20),
             value_bias=mx.random.normal((K, D), key=mx.random.key(4)),
         )
     group = 16

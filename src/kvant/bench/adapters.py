@@ -17,8 +17,9 @@ from kvant.cache import FullKVCache, QuantizedKVCache
 from kvant.engine.decode import decode
 from kvant.engine.prefill import prefill
 from kvant.engine.sampling import greedy, sample
-from kvant.models.checkpoint import load_decoder
-from kvant.models.config import ModelConfig
+from kvant.errors import CheckpointError
+from kvant.models.checkpoint import check_folder, load_decoder
+from kvant.models.files import read_json
 
 Tokens = Generator[int, None, None]
 
@@ -133,9 +134,15 @@ class MLXLM:
     def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
         from mlx_lm.utils import load_model
 
-        # 0.32.2 reads the rotary base from one of the two places where config.json may have it.
-        theta = ModelConfig.from_folder(folder).rope_theta
-        self._model, _ = load_model(folder, model_config={"rope_theta": theta})
+        config, tensors = check_folder(folder)
+        unnamed = {*folder.glob("model*.safetensors")} - {*tensors.files}
+        if unnamed:  # mlx-lm reads whatever is named like this, unchecked
+            raise CheckpointError(f"{min(unnamed)}: not among the model's files; mlx-lm would read it")
+        # Of the two places where config.json may have the rotary positions, 0.32.2 mostly reads one (docs/parity.md).
+        raw = read_json(folder / "config.json")
+        rope = {"rope_theta": config.rope.theta}
+        scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
+        self._model, _ = load_model(folder, model_config=rope | ({"rope_scaling": scaling} if scaling else {}))
         if spec.dtype is not None:
             self._model.set_dtype(getattr(mx, spec.dtype))
             mx.eval(self._model.parameters())

@@ -12,7 +12,7 @@ from kvant.errors import BenchError
 
 COPY_BYTES = 256 * 1024 * 1024  # far above any last-level cache; of two arrays this size
 REPEATS = 7
-COMMAND = [sys.executable, "-m", "kvant.bench.bandwidth"]
+COMMAND = [sys.executable, "-P", "-m", "kvant.bench.bandwidth"]
 
 
 def copy_bandwidth_gb_s(size: int = COPY_BYTES, repeats: int = REPEATS) -> float:

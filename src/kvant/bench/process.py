@@ -15,7 +15,8 @@ from typing import Any
 from kvant.bench.lines import shown
 from kvant.errors import BenchError
 
-WORKER_COMMAND = (sys.executable, "-m", "kvant.bench.worker")
+# -P: nothing is imported from the current folder, which may be a model's.
+WORKER_COMMAND = (sys.executable, "-P", "-m", "kvant.bench.worker")
 INTERRUPT_S = 2.0  # a worker that is interrupted says what it has within that time
 CLOSE_S = 2.0
 

@@ -38,6 +38,8 @@ def percentile(values: Iterable[float], percent: float) -> float:
         raise ValueError(f"percentile {percent} of {len(ordered)} values; expected 0 to 100, of at least one")
     place = (len(ordered) - 1) * percent / 100
     below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
+    if below == above:  # both infinite, too
+        return below
     return below + (above - below) * (place - math.floor(place))
 
 

@@ -11,7 +11,11 @@ from typer.exceptions import TyperException
 
 from kvant.cli import bench
 from kvant.cli.chat import chat
+from kvant.cli.convert import convert
 from kvant.cli.generate import generate
+from kvant.cli.models import models
+from kvant.cli.pull import pull
+from kvant.cli.report import report
 from kvant.errors import KvantError, one_line
 
 EXIT_FAILED = 1
@@ -19,7 +23,7 @@ EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     name="kvant",
-    help="Run Qwen2- and Qwen3-style language models on Apple MLX with a preallocated, quantized key/value cache.",
+    help="Run Qwen, Llama and Mistral language models on Apple MLX with a preallocated, quantized key/value cache.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -27,6 +31,10 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(convert)
+app.command()(report)
+app.command()(pull)
+app.command()(models)
 app.add_typer(bench.app, name="bench")
 
 

@@ -11,7 +11,7 @@ import typer
 
 from kvant.cli import bench_options, options
 from kvant.cli.options import BadValueError
-from kvant.engine.load import POCKET, load_tokenizer
+from kvant.engine.load import load_tokenizer
 
 if TYPE_CHECKING:
     from kvant.bench.recording import Header, Recording
@@ -31,7 +31,7 @@ def bench(
             "repeatable; default: kvant and mlx-lm."
         ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help=f"A model folder; default: '{POCKET}', the embedded model.")] = None,
+    model: Annotated[str | None, typer.Option(help=f"{options.MODEL_HELP}, the default.")] = None,
     random: Annotated[
         str | None,
         typer.Option(metavar="SHAPE", help=f"Random weights instead of a model: {bench_options.SHAPE_NAMES}."),

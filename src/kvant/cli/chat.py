@@ -23,6 +23,7 @@ HELP = (
 def chat(
     *,
     model: options.Model = POCKET,
+    adapter_path: options.AdapterPath = None,
     max_tokens: options.MaxTokens = 256,
     temp: options.Temp = 0.0,
     top_p: options.TopP = 1.0,
@@ -54,10 +55,11 @@ def chat(
     )
     options.check_counts(max_tokens=max_tokens, max_kv_size=max_kv_size, prefill_step_size=prefill_step_size)
     group_size = options.check_kv_format(kv_bits, kv_group_size)
-    options.check_text(model=model, system_prompt=system_prompt)
+    options.check_text(model=model, adapter_path=adapter_path, system_prompt=system_prompt)
     stops = options.check_stop(stop)
     session = open_session(
         model,
+        adapter_path=adapter_path,
         kv_bits=kv_bits,
         kv_group_size=group_size,
         kv_bias_split=kv_bias_split,

@@ -23,6 +23,7 @@ def generate(
     *,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt, instead of the argument.")] = None,
     model: options.Model = POCKET,
+    adapter_path: options.AdapterPath = None,
     max_tokens: options.MaxTokens = 256,
     temp: options.Temp = 0.0,
     top_p: options.TopP = 1.0,
@@ -58,7 +59,7 @@ def generate(
     )
     options.check_counts(max_tokens=max_tokens, max_kv_size=max_kv_size, prefill_step_size=prefill_step_size)
     group_size = options.check_kv_format(kv_bits, kv_group_size)
-    options.check_text(model=model, system_prompt=system_prompt)
+    options.check_text(model=model, adapter_path=adapter_path, system_prompt=system_prompt)
     stops = options.check_stop(stop)
     if ignore_chat_template and system_prompt is not None:
         raise BadValueError("--system-prompt needs the chat template that --ignore-chat-template leaves out")
@@ -66,6 +67,7 @@ def generate(
 
     session = open_session(
         model,
+        adapter_path=adapter_path,
         kv_bits=kv_bits,
         kv_group_size=group_size,
         kv_bias_split=kv_bias_split,

@@ -19,7 +19,11 @@ class BadValueError(TyperException):
 
 DEFAULT_KV_GROUP_SIZE = 32
 
-Model = Annotated[str, typer.Option(help=f"A model folder, or '{POCKET}', the embedded model.")]
+MODEL_HELP = f"A folder, a name (`kvant models`), owner/repository[@revision] after `kvant pull`, or '{POCKET}'"
+Model = Annotated[str, typer.Option(help=f"{MODEL_HELP}.")]
+AdapterPath = Annotated[
+    str | None, typer.Option(help="The folder of a LoRA or DoRA adapter as mlx_lm.lora writes it; applied at load.")
+]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", help="Generate at most this many tokens.")]
 Temp = Annotated[float, typer.Option(help="Sampling temperature; 0 always picks the likeliest token.")]
 TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that together have this probability.")]

@@ -43,12 +43,19 @@ class Session:
 
 
 def open_session(
-    model_name: str, *, kv_bits: int, kv_group_size: int, kv_bias_split: bool, max_kv_size: int | None, quiet: bool
+    model_name: str,
+    *,
+    adapter_path: str | None,
+    kv_bits: int,
+    kv_group_size: int,
+    kv_bias_split: bool,
+    max_kv_size: int | None,
+    quiet: bool,
 ) -> Session:
     """Load a model and reserve its cache; the reservation is printed before the first token is computed.
 
     Raises:
-        ModelError: a model that cannot be loaded.
+        ModelError: a model or adapter that cannot be loaded.
         ContextError: more tokens asked for than the model's context.
         BadValueError: a group size that does not divide the model's head dimension.
     """
@@ -58,7 +65,7 @@ def open_session(
     gc.disable()
     try:
         with LateProgress("loading", quiet=quiet) as progress:
-            model, tokenizer = load_folder(find_model(model_name), progress.update)
+            model, tokenizer = load_folder(find_model(model_name), progress.update, adapter_path=adapter_path)
     finally:
         gc.freeze()
         gc.enable()

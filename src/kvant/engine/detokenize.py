@@ -1,7 +1,9 @@
 """Tokens to text as they come: whole characters only, and never a part of a stop string."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+from kvant.errors import ModelError, foreign, one_line
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -22,16 +24,23 @@ class TextStream:
 
     def add(self, token: int) -> str:
         """Take a token; return the text that is now certain, which may be empty."""
-        self._detokenizer.add_token(token)
-        return self._release(self._detokenizer.last_segment)
+        return self._release(self._segment(lambda: self._detokenizer.add_token(token)))
 
     def finish(self) -> str:
         """Return the text that was held back, at the end of the sequence."""
-        self._detokenizer.finalize()
-        text = self._release(self._detokenizer.last_segment)
+        text = self._release(self._segment(self._detokenizer.finalize))
         if not self.stopped:
             text, self._held = text + self._held, ""
         return text
+
+    def _segment(self, advance: Callable[[], object]) -> str:
+        try:
+            advance()
+            return str(self._detokenizer.last_segment)
+        except BaseException as error:  # whatever a tokenizer's files make it do
+            if not foreign(error):
+                raise
+            raise ModelError(f"the tokenizer cannot decode what was generated: {one_line(error)}") from error
 
     def _release(self, segment: str) -> str:
         if self.stopped:

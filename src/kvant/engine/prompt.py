@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from kvant.errors import PromptError, one_line
+from kvant.errors import PromptError, foreign, one_line
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -51,7 +51,9 @@ def render_chat(tokenizer: "TokenizerWrapper", messages: Sequence[Message]) -> s
         raise PromptError("the model has no chat template")
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program: it can fail in any way
+    except PromptError:
+        raise
+    except Exception as error:  # what a tokenizer's files make transformers do around the template
         raise PromptError(f"the chat template failed: {one_line(error)}") from error
     return str(text)
 
@@ -64,7 +66,9 @@ def encode_rendered(tokenizer: "TokenizerWrapper", text: str) -> list[int]:
 def _encode(tokenizer: "TokenizerWrapper", text: str, *, add_special_tokens: bool) -> list[int]:
     try:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    except Exception as error:  # text that is no Unicode, or whatever a tokenizer's files make it do
+    except BaseException as error:  # text that is no Unicode, or whatever a tokenizer's files make it do
+        if not foreign(error):
+            raise
         raise PromptError(f"the prompt cannot be encoded: {one_line(error)}") from error
     return ids
 

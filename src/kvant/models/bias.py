@@ -45,14 +45,22 @@ def divide_bias(config: ModelConfig, qkv_proj: Linear, bias: mx.array, norm: mx.
         bias: (H D + 2 K D,).
         norm: (hidden,) weight of the RMSNorm before the projection.
     """
+    size, typical = pair_sizes(config, qkv_proj, bias, norm)
+    outweighs = (size > SPLIT_FROM * typical).any(axis=0)  # (D/2,), one choice for all heads of the layer
+    return split_pairs(config, bias, tuple(p for p in range(config.head_dim // 2) if outweighs[p].item()))
+
+
+def pair_sizes(config: ModelConfig, qkv_proj: Linear, bias: mx.array, norm: mx.array) -> tuple[mx.array, mx.array]:
+    """The keys' bias in each rotary pair, (K, D/2), and what the projection adds to a pair of that head, (K, 1).
+
+    The latter is a root mean square over pairs and inputs; arguments are those of :func:`divide_bias`.
+    """
     H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     keys = slice(H * D, (H + K) * D)
     weights = qkv_proj.rows(keys.start, keys.stop).astype(mx.float32) * norm.astype(mx.float32)  # (K D, hidden)
     spread = mx.square(weights).sum(axis=-1).reshape(K, 2, D // 2).sum(axis=1)  # of a pair, squared
     size = mx.square(bias[keys].astype(mx.float32)).reshape(K, 2, D // 2).sum(axis=1)
-    typical = spread.mean(axis=1, keepdims=True)  # (K, 1)
-    outweighs = (size > SPLIT_FROM**2 * typical).any(axis=0)  # (D/2,), one choice for all heads of the layer
-    return split_pairs(config, bias, tuple(p for p in range(D // 2) if outweighs[p].item()))
+    return mx.sqrt(size), mx.sqrt(spread.mean(axis=1, keepdims=True))
 
 
 def split_pairs(config: ModelConfig, bias: mx.array, pairs: tuple[int, ...]) -> ProjectionBias:

@@ -1,39 +1,45 @@
 """config.json as a frozen, validated dataclass."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kvant.errors import ModelError
-from kvant.models.files import read_json
+from kvant.models.fields import MAX_SIZE, flag, number, shown, size, strings, token_ids
+from kvant.models.files import read_json, refuse_code
+from kvant.models.quantization import Quantization, read_quantization
+from kvant.models.rope import Rope, read_rope
 
-ARCHITECTURES = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
-# Far above any published model, far below what would exhaust memory before a tensor is read.
-MAX_SIZE = 2**24
-
-
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """How MLX quantized a checkpoint's matrices: affine, ``bits`` a value, one scale and bias a group."""
-
-    bits: int
-    group_size: int
-
-    def __post_init__(self) -> None:
-        if self.bits not in (2, 3, 4, 5, 6, 8):
-            raise ModelError(f"config.json: quantization bits is {self.bits!r}; expected 2, 3, 4, 5, 6 or 8")
-        if self.group_size not in (32, 64, 128):
-            raise ModelError(f"config.json: quantization group_size is {self.group_size!r}; expected 32, 64 or 128")
+ARCHITECTURES = {
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+}
+# What a config.json leaves out is what transformers 5.23 takes for its architecture; None: made from other sizes.
+_DEFAULTS: dict[str, dict[str, int | None]] = {
+    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": None},
+    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+    "llama": {"max_position_embeddings": 2048, "num_key_value_heads": None, "head_dim": None},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": None},
+}
+_SLIDING_WINDOW = 4096  # in transformers, of qwen2, qwen3 and mistral
+_MAX_WINDOW_LAYERS = 28
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A Qwen2- or Qwen3-style decoder. Sizes are counts of elements.
+    """A Qwen2, Qwen3, Llama or Mistral decoder: one block, whose differences are fields. Sizes count elements.
 
     Attributes:
-        max_position_embeddings: the context in tokens.
-        attention_bias: q, k and v are projected with a bias (Qwen2).
+        max_position_embeddings: the context in tokens. Where layers see only the last tokens, it is no longer than
+            their window: within it such a model is computed exactly, for every token is still seen.
+        attention_bias: q, k and v are projected with a bias (Qwen2, Llama with attention_bias).
+        output_bias: so is the output of the attention (Llama with attention_bias).
+        mlp_bias: so are gate, up and down (Llama with mlp_bias).
         query_key_norm: RMSNorm of each query and key head before its rotation (Qwen3).
     """
 
@@ -47,9 +53,11 @@ class ModelConfig:
     vocab_size: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope_theta: float
+    rope: Rope
     tie_word_embeddings: bool | None  # None: not said; tied exactly where there is no lm_head
     attention_bias: bool = True
+    output_bias: bool = False
+    mlp_bias: bool = False
     query_key_norm: bool = False
     eos_token_ids: tuple[int, ...] = ()
     quantization: Quantization | None = None
@@ -69,9 +77,9 @@ class ModelConfig:
         except ModelError as error:
             raise ModelError(f"{folder / str(error)}") from error
         generation_file = folder / "generation_config.json"
-        if not generation_file.is_file():
+        if not os.path.lexists(generation_file):
             return config
-        eos = _token_ids(read_json(generation_file), generation_file.name)
+        eos = token_ids(read_json(generation_file), generation_file.name)
         return replace(config, eos_token_ids=eos) if eos else config
 
     @classmethod
@@ -82,36 +90,38 @@ class ModelConfig:
             ModelError: a key that is missing or malformed, or a setting kvant does not implement.
         """
         _refuse_unsupported(raw)
-        heads = _size(raw, "num_attention_heads")
-        hidden = _size(raw, "hidden_size")
-        kv_heads = _size(raw, "num_key_value_heads", default=heads)
+        kind = str(raw["model_type"])
+        heads = size(raw, "num_attention_heads")
+        hidden = size(raw, "hidden_size")
+        layers = size(raw, "num_hidden_layers", limit=4096)
+        kv_heads = size(raw, "num_key_value_heads", default=_default(raw, kind, "num_key_value_heads") or heads)
         if heads % kv_heads:
             raise ModelError(
                 f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
             )
-        qwen3 = raw["model_type"] == "qwen3"
-        if raw.get("head_dim") is None and hidden % heads and not qwen3:
-            raise ModelError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-        head_dim = _size(raw, "head_dim", default=None if qwen3 else hidden // heads)  # Qwen3's is a size of its own
-        if head_dim % 2:
-            raise ModelError(f"config.json: head_dim is {head_dim}; rotary positions need an even one")
-        default, overrides = _quantization(raw)
+        head_dim = _head_dim(raw, kind, hidden, heads)
+        positions = size(raw, "max_position_embeddings", default=_default(raw, kind, "max_position_embeddings"))
+        rope = read_rope(raw, head_dim, positions)
+        default, overrides = read_quantization(raw)
+        biased = kind == "llama" and bool(raw.get("attention_bias"))
         return cls(
-            model_type=str(raw["model_type"]),
+            model_type=kind,
             hidden_size=hidden,
-            num_hidden_layers=_size(raw, "num_hidden_layers", limit=4096),
-            intermediate_size=_size(raw, "intermediate_size"),
+            num_hidden_layers=layers,
+            intermediate_size=size(raw, "intermediate_size"),
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            vocab_size=_size(raw, "vocab_size"),
-            max_position_embeddings=_size(raw, "max_position_embeddings", default=32768),
-            rms_norm_eps=_positive(raw, "rms_norm_eps", 1e-6),
-            rope_theta=_rope_theta(raw),
-            tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
-            attention_bias=not qwen3,
-            query_key_norm=qwen3,
-            eos_token_ids=_token_ids(raw, "config.json"),
+            vocab_size=size(raw, "vocab_size"),
+            max_position_embeddings=min(rope.context(positions), _window(raw, kind, layers) or MAX_SIZE),
+            rms_norm_eps=number(raw, "rms_norm_eps", default=1e-6),
+            rope=rope,
+            tie_word_embeddings=flag(raw, "tie_word_embeddings"),
+            attention_bias=kind == "qwen2" or biased,
+            output_bias=biased,
+            mlp_bias=kind == "llama" and bool(raw.get("mlp_bias")),
+            query_key_norm=kind == "qwen3",
+            eos_token_ids=token_ids(raw, "config.json"),
             quantization=default,
             quantization_overrides=overrides,
         )
@@ -123,115 +133,75 @@ class ModelConfig:
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     """Refuse what would change the computation and is not implemented; nothing is ignored silently."""
-    names = _strings(raw, "architectures")
+    refuse_code(raw, "config.json")
+    names = strings(raw, "architectures")
     supported = ", ".join(ARCHITECTURES)
     kind = raw.get("model_type")
     if kind not in ARCHITECTURES.values() or any(name not in ARCHITECTURES for name in names):
-        given = ", ".join(map(str, names)) or f"model_type {kind!r}"
+        given = ", ".join(names)[:80] or f"model_type {shown(kind)}"
         raise ModelError(f"config.json: architecture {given} is not supported; supported: {supported}")
     for name in names:
         if ARCHITECTURES[name] != kind:
             raise ModelError(
                 f"config.json: architecture {name} with model_type {kind!r}; expected {ARCHITECTURES[name]!r}"
             )
-    if kind == "qwen3" and _flag(raw, "attention_bias"):
-        raise ModelError("config.json: attention_bias is true; supported for qwen3: false")
+    # A bias of Qwen3's keys would be normalized with them. transformers' Qwen2 and Mistral don't look at these keys.
+    for key, kinds in (("attention_bias", ("llama", "qwen2")), ("mlp_bias", ("llama",))):
+        if flag(raw, key) and kind not in kinds:
+            raise ModelError(f"config.json: {key} is true; supported for {kind}: false")
     if raw.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"config.json: hidden_act is {raw['hidden_act']!r}; expected 'silu'")
-    if _flag(raw, "use_sliding_window"):
-        raise ModelError("config.json: use_sliding_window is true; sliding-window attention is not supported")
-    for layer_type in _strings(raw, "layer_types"):
-        if layer_type != "full_attention":
-            raise ModelError(f"config.json: layer_types has {layer_type!r}; only 'full_attention' is supported")
+        raise ModelError(f"config.json: hidden_act is {shown(raw['hidden_act'])}; expected 'silu'")
     if raw.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(f"config.json: partial_rotary_factor is {raw['partial_rotary_factor']!r}; expected 1.0")
-    foreign = raw.get("quantization_config")
-    if isinstance(foreign, dict) and not raw.get("quantization") and "quant_method" in foreign:
-        raise ModelError(
-            f"config.json: quantization method {foreign['quant_method']!r} is not supported; "
-            "supported: float weights and MLX's affine quantization"
-        )
+        raise ModelError(f"config.json: partial_rotary_factor is {shown(raw['partial_rotary_factor'])}; expected 1.0")
+    if flag(raw, "rope_traditional"):
+        raise ModelError("config.json: rope_traditional is true; supported: false, pairs of p and p + head_dim / 2")
+    for key in _EXPERTS:
+        if raw.get(key):
+            raise ModelError(f"config.json: {key} is {shown(raw[key])}; mixtures of experts are not supported")
 
 
-def _rope_theta(raw: Mapping[str, Any]) -> float:
-    """The rotary base, where transformers 5 writes it or where older files do; other kinds of RoPE are refused."""
-    theta = raw
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = raw.get(key) or {}
-        if not isinstance(rope, dict):
-            raise ModelError(f"config.json: {key} is {rope!r}; expected an object")
-        for name in ("rope_type", "type"):
-            if rope.get(name, "default") != "default":
-                raise ModelError(f"config.json: rope type {rope[name]!r} is not supported; supported: 'default'")
-        for name, value in rope.items():
-            if name not in ("rope_type", "type", "rope_theta") and (name, value) != ("partial_rotary_factor", 1.0):
-                raise ModelError(f"config.json: {key} has {name} {value!r}, which is not supported")
-        theta = rope if "rope_theta" in rope else theta
-    base = _positive(theta, "rope_theta", 10000.0)
-    if base < 1:
-        raise ModelError(f"config.json: rope_theta is {base}; expected at least 1")
-    return base
+def _default(raw: Mapping[str, Any], kind: str, key: str) -> int | None:
+    """The architecture's own, for a key that is not there; null says that there is none."""
+    return None if key in raw else _DEFAULTS[kind][key]
 
 
-def _quantization(raw: Mapping[str, Any]) -> tuple[Quantization | None, dict[str, Quantization | None]]:
-    settings = raw.get("quantization") or raw.get("quantization_config")
-    if not settings:
-        return None, {}
-    if not isinstance(settings, dict):
-        raise ModelError(f"config.json: quantization is {settings!r}; expected an object")
-
-    def read(entry: Mapping[str, Any]) -> Quantization:
-        mode = entry.get("mode", "affine")
-        if mode != "affine":
-            raise ModelError(f"config.json: quantization mode {mode!r} is not supported; supported: 'affine'")
-        return Quantization(bits=_size(entry, "bits"), group_size=_size(entry, "group_size"))
-
-    overrides: dict[str, Quantization | None] = {}
-    for path, entry in settings.items():
-        if isinstance(entry, dict):
-            overrides[path] = read(entry)
-        elif entry is False and path not in ("bits", "group_size"):
-            overrides[path] = None
-        elif path not in ("bits", "group_size", "mode", "quant_method") and entry is not True:
-            raise ModelError(f"config.json: quantization has {path} {entry!r}; expected an object or false")
-    return read(settings), overrides
+def _head_dim(raw: Mapping[str, Any], kind: str, hidden: int, heads: int) -> int:
+    default = _default(raw, kind, "head_dim")
+    if raw.get("head_dim") is None and default is None and kind != "qwen3":  # Qwen3's is a size of its own
+        if hidden % heads:
+            raise ModelError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+        default = hidden // heads
+    head_dim = size(raw, "head_dim", default=default)
+    if head_dim % 2:
+        raise ModelError(f"config.json: head_dim is {head_dim}; rotary positions need an even one")
+    return head_dim
 
 
-def _size(raw: Mapping[str, Any], key: str, *, default: int | None = None, limit: int = MAX_SIZE) -> int:
-    value = raw.get(key)
-    if value is None:
-        if default is None:
-            raise ModelError(f"config.json: {key} is missing")
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
-        raise ModelError(f"config.json: {key} is {value!r}; expected an int from 1 to {limit}")
-    return value
-
-
-def _positive(raw: Mapping[str, Any], key: str, default: float) -> float:
-    value = raw.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-        raise ModelError(f"config.json: {key} is {str(value)[:40]}; expected a positive number below 1e30")
-    return float(value)
-
-
-def _flag(raw: Mapping[str, Any], key: str) -> bool | None:
-    value = raw.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise ModelError(f"config.json: {key} is {value!r}; expected true or false")
-    return value
-
-
-def _strings(raw: Mapping[str, Any], key: str) -> list[str]:
-    value = raw.get(key) or []
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ModelError(f"config.json: {key} is {str(value)[:80]}; expected a list of strings")
-    return value
-
-
-def _token_ids(raw: Mapping[str, Any], file: str) -> tuple[int, ...]:
-    value = raw.get("eos_token_id")
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
-        raise ModelError(f"{file}: eos_token_id is {value!r}; expected a token id or a list of them")
-    return tuple(ids)
+def _window(raw: Mapping[str, Any], kind: str, layers: int) -> int | None:
+    """The last tokens that some layer sees, itself included; None: every layer sees all."""
+    types = strings(raw, "layer_types")
+    for layer_type in types:
+        if layer_type not in ("full_attention", "sliding_attention"):
+            raise ModelError(
+                f"config.json: layer_types has {layer_type!r}; expected 'full_attention' or 'sliding_attention'"
+            )
+    if types and len(types) != layers:
+        raise ModelError(f"config.json: layer_types has {len(types)} layers; num_hidden_layers is {layers}")
+    slides = "sliding_attention" in types
+    if kind == "mistral":
+        on = "sliding_window" not in raw or raw["sliding_window"] is not None
+    elif kind == "llama":
+        on = slides  # transformers looks at neither; mlx-lm at both
+    else:
+        on = bool(flag(raw, "use_sliding_window")) and raw.get("sliding_window", _SLIDING_WINDOW) is not None
+    if slides and not on:
+        raise ModelError("config.json: layer_types has 'sliding_attention', but there is no sliding window")
+    if not on:
+        return None
+    if kind in ("qwen2", "qwen3") and not slides:
+        first = raw.get("max_window_layers", _MAX_WINDOW_LAYERS)
+        if isinstance(first, bool) or not isinstance(first, int):
+            raise ModelError(f"config.json: max_window_layers is {shown(first)}; expected an int")
+        if types or first >= layers:
+            return None
+    return size(raw, "sliding_window", default=None if kind == "llama" else _SLIDING_WINDOW)

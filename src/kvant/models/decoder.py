@@ -14,7 +14,7 @@ from kvant.models.linear import Linear, Matrix
 from kvant.operators.attention import attend_rows
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.normalization import rms_norm
-from kvant.operators.rotary import Rotate, rotation
+from kvant.operators.rotary import Rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Attention:
         return BiasSplit(
             key_bias=key_bias[..., mx.array(pairs, mx.int32)],
             pairs=pairs,
-            rotation=rotation_table(D, config.rope_theta, pairs, max_seq_len),
+            rotation=rotation_table(config.rope.rotary(D, max_seq_len), pairs, max_seq_len),
             value_bias=missing[(H + K) * D :].reshape(K, D),
         )
 
@@ -105,7 +105,7 @@ class Block:
 
 
 class Decoder:
-    """A Qwen2- or Qwen3-style language model.
+    """A Qwen2, Qwen3, Llama or Mistral language model.
 
     Attributes:
         config: what config.json said.
@@ -157,7 +157,10 @@ class Decoder:
         """
         if inputs.ndim != 2 or 0 in inputs.shape:
             raise ValueError(f"inputs has shape {tuple(inputs.shape)}; expected (B, S) token ids")
-        return self._run(inputs, self._start(offset, cache), [None] * len(self.layers) if cache is None else cache)
+        start = self._start(offset, cache)
+        reserved = None if cache is None else cache[0].max_seq_len
+        length = start + inputs.shape[1] if reserved is None else reserved
+        return self._run(inputs, start, length, [None] * len(self.layers) if cache is None else cache)
 
     def static_hidden_states(
         self, token: mx.array, offset: mx.array, rows: int, cache: Sequence[QuantizedKVCache]
@@ -175,7 +178,8 @@ class Decoder:
         Returns:
             (B, 1, hidden).
         """
-        return self._run(token, offset, [StaticAppend(layer, offset, rows) for layer in cache])
+        layers = [StaticAppend(layer, offset, rows) for layer in cache]
+        return self._run(token, offset, cache[0].max_seq_len, layers)
 
     def logits(self, hidden_states: mx.array) -> mx.array:
         """(..., hidden) -> (..., vocab)."""
@@ -231,10 +235,11 @@ class Decoder:
         head = [] if self._lm_head is None else self._lm_head.arrays
         return [*self._embed_tokens.arrays, *(a for layer in self.layers for a in layer.arrays), self._norm, *head]
 
-    def _run(self, inputs: mx.array, start: int | mx.array, caches: Sequence[Attends | None]) -> mx.array:
+    def _run(self, inputs: mx.array, start: int | mx.array, length: int, caches: Sequence[Attends | None]) -> mx.array:
+        """``length`` is that of the context, reserved or, where nothing is, with these tokens."""
         config = self.config
-        x = self._embed_tokens.rows(inputs)
-        rotate = rotation(config.head_dim, config.rope_theta, start, inputs.shape[1], self.dtype)
+        x = self._embed_tokens.rows(inputs).astype(self.dtype)
+        rotate = config.rope.rotary(config.head_dim, length).at(start, inputs.shape[1], self.dtype)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, rotate, cache)
         return rms_norm(x, self._norm, config.rms_norm_eps)

@@ -1,29 +1,106 @@
-"""Small files of a model folder, read with care."""
+"""Files of a model folder, opened with care: the folder may be anybody's."""
 
 import json
-from collections.abc import Mapping
+import os
+import stat
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvant.errors import ModelError, one_line
 
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
+CODE_KEYS = ("auto_map", "model_file")  # of transformers, of mlx-lm
 
 
-def read_json(path: Path) -> Mapping[str, Any]:
-    """A JSON object.
+def check_file(path: Path, folder: Path | None = None, error: type[ModelError] = ModelError) -> Path:
+    """The path, where a regular file of the model folder is there; every file of a folder goes through here first.
+
+    A link may lead to a file of the same folder or to what the Hugging Face cache itself makes:
+    models--owner--name/snapshots/<commit>/file is a link to models--owner--name/blobs/<digest>, and that may be one to
+    blobs/<..>/<digest> beside the repositories, which share it.
+
+    Args:
+        folder: the model folder; default: the one that holds the file.
+        error: what is raised.
 
     Raises:
-        ModelError: a file that is missing, too large, or no JSON object.
+        ModelError: nothing there, a link out of the folder, or no regular file, such as a pipe, which would never end.
     """
-    if not path.is_file():
-        raise ModelError(f"{path}: no such file; a model folder holds config.json, tokenizer files and safetensors")
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ModelError(f"{path}: {path.stat().st_size} bytes; expected at most {MAX_CONFIG_BYTES}")
+    folder = path.parent if folder is None else folder
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not JSON: {one_line(error)}") from error
+        real, root = path.resolve(strict=True), folder.resolve(strict=True)
+        mode = real.stat().st_mode
+    except FileNotFoundError as missing:
+        if path.is_symlink():
+            raise error(f"{path}: a link to {os.readlink(path)}, which is not there") from missing
+        raise error(
+            f"{path}: no such file; a model folder holds config.json, tokenizer files and safetensors"
+        ) from None
+    except (OSError, RuntimeError, ValueError) as failed:  # a loop of links, a name too long, a NUL
+        raise error(f"{path}: cannot be read: {one_line(failed)}") from failed
+    roots = [root]
+    if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
+        repository = root.parent.parent
+        roots += [repository / "blobs", repository.parent / "blobs"]
+    if not any(real.is_relative_to(allowed) for allowed in roots):
+        raise error(f"{path}: a link out of the model folder, to {real}; expected the file itself")
+    if not stat.S_ISREG(mode):
+        raise error(f"{path}: not a regular file")
+    return path
+
+
+def read_text(path: Path, limit: int, folder: Path | None = None, error: type[ModelError] = ModelError) -> str:
+    """The text of a file of the folder, at most ``limit`` bytes of UTF-8; other arguments as in :func:`check_file`.
+
+    Raises:
+        ModelError: as there, or a file that is too large, unreadable, or not UTF-8.
+    """
+    check_file(path, folder, error)
+    try:
+        if path.stat().st_size > limit:
+            raise error(f"{path}: {path.stat().st_size} bytes; expected at most {limit}")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as failed:
+        raise error(f"{path}: not text: {one_line(failed)}") from failed
+
+
+def read_json(path: Path, limit: int = MAX_CONFIG_BYTES, error: type[ModelError] = ModelError) -> Mapping[str, Any]:
+    """A JSON object, in which no key is there twice: readers disagree about which one counts.
+
+    Raises:
+        ModelError: a file that :func:`read_text` refuses, or that holds no such object.
+    """
+    text = read_text(path, limit, error=error)
+    try:
+        raw = json.loads(text, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as failed:
+        raise error(f"{path}: not JSON: {one_line(failed)}") from failed
     if not isinstance(raw, dict):
-        raise ModelError(f"{path}: a JSON {type(raw).__name__}; expected an object")
+        raise error(f"{path}: a JSON {type(raw).__name__}; expected an object")
     return raw
+
+
+def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object's pairs as a dict.
+
+    Raises:
+        ValueError: a key that is there twice.
+    """
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"{key[:80]!r} is there twice")
+        result[key] = value
+    return result
+
+
+def refuse_code(raw: Mapping[str, Any], file: str) -> None:
+    """Refuse a model that says it needs code of its own: it is never executed, and without it the model is another.
+
+    Raises:
+        ModelError: the file names code.
+    """
+    for key in CODE_KEYS:
+        if raw.get(key):
+            raise ModelError(f"{file}: {key} names code in the model folder, {raw[key]!r}; kvant executes none")

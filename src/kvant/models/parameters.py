@@ -30,6 +30,11 @@ def vectors(config: ModelConfig) -> dict[str, int]:
     if config.attention_bias:
         heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
         layer |= {f"self_attn.{name}_proj.bias": count * D for name, count in heads.items()}
+    if config.output_bias:
+        layer["self_attn.o_proj.bias"] = hidden
+    if config.mlp_bias:
+        inner = config.intermediate_size
+        layer |= {"mlp.gate_proj.bias": inner, "mlp.up_proj.bias": inner, "mlp.down_proj.bias": hidden}
     if config.query_key_norm:
         layer |= {f"self_attn.{name}_norm.weight": D for name in "qk"}
     blocks = {f"model.layers.{i}.{name}": size for i in range(config.num_hidden_layers) for name, size in layer.items()}

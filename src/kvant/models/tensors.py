@@ -1,38 +1,63 @@
 """The tensors of a model folder: safetensors only, shape and dtype checked before an array is made."""
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
 from kvant.errors import CheckpointError, one_line
+from kvant.models.files import check_file, read_json, unique_keys
 
 FLOATS = ("F32", "F16", "BF16")
 MAX_INDEX_BYTES = 64 * 1024 * 1024
+MAX_HEADER_BYTES = 16 * 1024 * 1024  # a header of 100,000 tensors
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+
+Expected = Mapping[str, tuple[tuple[int, ...], Sequence[str]]]  # a tensor's name to its shape and dtypes
 
 
 class TensorFiles:
     """The tensors of a model folder by name. Headers are validated by the safetensors library; data is read lazily."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: Sequence[Path] | None = None) -> None:
+        """Read the headers of ``files``; None: those of the folder's model."""
         self._file_of: dict[str, Path] = {}
         self._shape_of: dict[str, tuple[int, ...]] = {}
         self._dtype_of: dict[str, str] = {}
         self._loaded: dict[Path, dict[str, mx.array]] = {}
-        for path in _shards(folder):
-            try:
-                with safe_open(path, framework="np") as file:
-                    for name in file.keys():  # noqa: SIM118, the file is no mapping
-                        if name in self._file_of:
-                            raise CheckpointError(f"{path.name}: tensor {name} is also in {self._file_of[name].name}")
-                        header = file.get_slice(name)
-                        self._file_of[name] = path
-                        self._shape_of[name] = tuple(header.get_shape())
-                        self._dtype_of[name] = header.get_dtype()
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path}: not a whole safetensors file: {one_line(error)}") from error
+        self.files, owners = _shards(folder) if files is None else (list(files), {})
+        self._nbytes = 0
+        for path in self.files:
+            self._read_header(path)
+        for name, owner in owners.items():
+            if name not in self._file_of or self._file_of[name].name != owner:
+                raise CheckpointError(f"{folder / owner}: tensor {name} is missing; the index says it is there")
+
+    def _read_header(self, path: Path) -> None:
+        check_file(path, error=CheckpointError)
+        try:
+            # The library does not notice a name that is there twice: it and MLX, which reads the file again, must
+            # not have a choice.
+            with path.open("rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+                if MAX_HEADER_BYTES < length < path.stat().st_size:
+                    raise CheckpointError(f"{path}: a header of {length} bytes; expected at most {MAX_HEADER_BYTES}")
+                if length <= MAX_HEADER_BYTES:
+                    json.loads(stream.read(length), object_pairs_hook=unique_keys)
+            with safe_open(path, framework="np") as file:
+                for name in file.keys():  # noqa: SIM118, the file is no mapping
+                    if name in self._file_of:
+                        raise CheckpointError(f"{path.name}: tensor {name} is also in {self._file_of[name].name}")
+                    header = file.get_slice(name)
+                    self._file_of[name] = path
+                    self._shape_of[name] = tuple(header.get_shape())
+                    self._dtype_of[name] = header.get_dtype()
+            self._nbytes += path.stat().st_size
+        except (SafetensorError, OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: not a whole safetensors file: {one_line(error)}") from error
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -47,39 +72,64 @@ class TensorFiles:
         self._require(name)
         return self._dtype_of[name]
 
+    def check(self, expected: Expected) -> None:
+        """Refuse the checkpoint before any of it is read, unless every tensor expected is there and right.
+
+        Raises:
+            CheckpointError: a tensor that is missing or wrong, or more bytes than this machine has memory.
+        """
+        for name, (shape, dtypes) in expected.items():
+            self._check(name, shape, dtypes)
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if self._nbytes > memory:
+            raise CheckpointError(f"the tensors have {self._nbytes} bytes; this machine's memory has {memory}")
+
     def take(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = FLOATS) -> mx.array:
         """The tensor, checked against what is expected of it."""
+        self._check(name, shape, dtypes)
+        path = self._file_of[name]
+        try:
+            if path not in self._loaded:
+                self._loaded[path] = mx.load(str(path))  # type: ignore[assignment]
+            array = self._loaded[path].pop(name)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{path}: MLX does not read it: {one_line(error)}") from error
+        if array.shape != shape:  # MLX reads the header once more
+            raise CheckpointError(f"tensor {name} has shape {array.shape} when read; expected {shape}")
+        return array
+
+    def _check(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> None:
         self._require(name)
         if self._shape_of[name] != shape:
             raise CheckpointError(f"tensor {name} has shape {self._shape_of[name]}; expected {shape}")
         if self._dtype_of[name] not in dtypes:
             raise CheckpointError(f"tensor {name} has dtype {self._dtype_of[name]}; expected {' or '.join(dtypes)}")
-        path = self._file_of[name]
-        if path not in self._loaded:
-            self._loaded[path] = mx.load(str(path))  # type: ignore[assignment]
-        return self._loaded[path].pop(name)
 
     def _require(self, name: str) -> None:
         if name not in self._file_of:
             raise CheckpointError(f"tensor {name} is missing")
 
 
-def _shards(folder: Path) -> list[Path]:
-    """The safetensors files of a folder; a shard's name is a bare file name inside it, anything else is refused."""
+def _shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The safetensors files of a folder, and the file of each tensor where an index says so.
+
+    A shard's name is a bare file name inside the folder, anything else is refused; a file no index names is not opened.
+    """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        raise CheckpointError(f"{folder}: neither {single.name} nor {index.name} is there")
-    if index.stat().st_size > MAX_INDEX_BYTES:
-        raise CheckpointError(f"{index}: {index.stat().st_size} bytes; expected at most {MAX_INDEX_BYTES}")
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: no weight_map of tensor names to file names") from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+    if os.path.lexists(single):
+        return [single], {}
+    if not os.path.lexists(index):
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+        only = f"; {pickles[0]} is a pickle, which could execute anything and is never opened" if pickles else ""
+        raise CheckpointError(f"{folder}: neither {single.name} nor {index.name} is there{only}")
+    owners = read_json(index, MAX_INDEX_BYTES, CheckpointError).get("weight_map")
+    if not isinstance(owners, dict) or not owners:
+        raise CheckpointError(f"{index}: no weight_map of tensor names to file names")
+    for name in owners.values():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors") or "\0" in name:
             raise CheckpointError(f"{index}: shard {name!r}; expected the bare name of a .safetensors file")
-        if not (folder / name).is_file():
+    names = sorted(set(owners.values()))
+    for name in names:
+        if not os.path.lexists(folder / name):
             raise CheckpointError(f"{folder / name}: no such file; {index.name} names it")
-    return [folder / name for name in names]
+    return [folder / name for name in names], owners

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from kvant.operators.rotary import Rotary
+
 # Up to this many queries the bias is added to the scores; for more, it is cheaper to add it to the rows.
 MAX_SCORE_QUERIES = 8
 
@@ -25,7 +27,8 @@ class BiasSplit:
         key_bias: (K, 2, P) float32; the bias at the first and second element of each pair. The rest of the keys' bias
             is in the stored keys: the split is exact for any choice of pairs.
         pairs: the P pair indices.
-        rotation: (2, P, MaxS) float32; cosine and sine of the angle of each pair at row j.
+        rotation: (2, P, MaxS) float32; cosine and sine of the angle of each pair at row j, times what turned heads are
+            multiplied by.
         value_bias: (K, D) float32.
     """
 
@@ -40,12 +43,13 @@ class BiasSplit:
         return self.key_bias.nbytes + self.rotation.nbytes + self.value_bias.nbytes
 
 
-def rotation_table(head_dim: int, theta: float, pairs: Sequence[int], rows: int) -> mx.array:
-    """Cosine and sine of ``j * theta^(-2p/D)``, computed in float64: (2, P, rows) float32."""
+def rotation_table(rotary: Rotary, pairs: Sequence[int], rows: int) -> mx.array:
+    """Cosine and sine of each row's angle, as keys are turned by them, computed in float64: (2, P, rows) float32."""
     with mx.stream(mx.cpu):  # the only back end with float64
-        frequency = mx.array([theta ** (-2 * p / head_dim) for p in pairs], mx.float64)
+        frequency = mx.array([rotary.frequencies[p] for p in pairs], mx.float64)
         angle = frequency[:, None] * mx.arange(rows).astype(mx.float64)  # (P, rows)
-        return mx.stack([mx.cos(angle), mx.sin(angle)]).astype(mx.float32)
+        table = mx.stack([mx.cos(angle), mx.sin(angle)]) * mx.array(rotary.factor, mx.float64)
+        return table.astype(mx.float32)
 
 
 def score_bias(query: mx.array, split: BiasSplit, rows: int) -> mx.array:

@@ -1,0 +1,295 @@
+"""Mutates a small model folder, one seed a folder, and loads it, renders its template and generates: kvant must refuse
+in one line, or run, in bounded time and memory.
+
+    python scripts/fuzz.py [--seconds 120] [--seed 0] [--count 1]
+
+Each folder has a process of its own. A line for each finding: the seed, what was changed, and what happened: a
+traceback, a signal, a hang, too much memory, or words
+on standard output. --count 1 with a finding's --seed runs it again and shows it.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+import kvant
+from kvant.engine.load import POCKET, find_model
+from kvant.engine.prompt import render_chat
+from kvant.errors import KvantError
+from kvant.models import ModelConfig
+from kvant.models.parameters import matrices, vectors
+
+LIMIT_S = 60
+LIMIT_BYTES = 1_500_000_000  # more than libraries and a tiny model take
+VALUES: list[Any] = [None, True, False, -1, 0, 1, 2, 3, 7, 64, 2**24, 2**31, 2**32 - 1, 2**63, 10**4000, -0.0, 0.5]
+VALUES += [1e308, float("nan"), float("inf"), "", "x", "\0", "\ud800", "a\nb", "../x", "/dev/zero", "x" * 100_000]
+VALUES += [[], {}, [1], [[]], {"a": 1}, ["a", "b"], [None], "<unk>", "BPE", "WordLevel", "Sequence", "(a+)+$", "["]
+KEYS = ["auto_map", "model_file", "chat_template_type", "tool_parser_type", "tokenizer_class", "vocab_file", "head_dim"]
+KEYS += ["fast_tokenizer_files", "init_inputs", "tokenizer_object", "extra_special_tokens", "added_tokens_decoder"]
+KEYS += [
+    "quantization",
+    "rope_scaling",
+    "quantization_config",
+    "model_max_length",
+    "padding",
+    "truncation",
+    "__class__",
+]
+OFTEN = ("config.json", "tokenizer.json", "tokenizer_config.json")  # what the most libraries make the most of
+TEMPLATES = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 'a' * 10**10 }}",
+    "{{ 10**(10**10) }}",
+    "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "{{ ''.__class__.__mro__ }}",
+    "{{ messages[0].content.format(1) }}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "{{ [1] | batch(10**9, 0) | list }}",
+    "{{ '%s' | format(messages) }}",
+    "{{ raise_exception(messages) }}",
+    "{{ messages | tojson(indent=10**9) }}",
+    "{% for m in messages %}",
+    "{{ x.y.z }}",
+    "\ud800",
+]
+
+
+def base_folder(folder: Path) -> None:
+    """A model of two tiny layers with the embedded model's tokenizer."""
+    source = find_model(POCKET)
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, folder)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    raw = json.loads((source / "config.json").read_text()) | sizes | {"num_key_value_heads": 2, "head_dim": 32}
+    (folder / "config.json").write_text(json.dumps(raw))
+    config = ModelConfig.from_dict(raw)
+    shapes: dict[str, tuple[int, ...]] = {name: (size,) for name, size in vectors(config).items()}
+    shapes |= {f"{path}.weight": size for path, size in matrices(config).items() if path != "lm_head"}
+    rng = np.random.default_rng(0)
+    parts: list[dict[str, np.ndarray]] = [{}, {}]
+    for place, (name, shape) in enumerate(sorted(shapes.items())):
+        parts[place % 2][name] = rng.normal(0, 0.1, shape).astype(np.float32)
+    names = [f"model-{part + 1:05}-of-00002.safetensors" for part in range(2)]
+    for name, part in zip(names, parts, strict=True):
+        save_file(part, folder / name)
+    weight_map = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def mutate(folder: Path, rng: random.Random) -> str:
+    """Change the folder in a few ways; says how."""
+    done = []
+    for _ in range(rng.choice([1, 1, 1, 2, 4])):
+        files = sorted(path for path in folder.iterdir() if path.is_file() and not path.is_symlink())
+        path = rng.choice([*files, *(path for path in files if path.name in OFTEN)])
+        if rng.random() < 0.06:
+            how = replace_file(path, rng)
+        elif path.suffix == ".safetensors":
+            how = mutate_safetensors(path, rng)
+        elif rng.random() < 0.15:
+            how = mutate_bytes(path, rng, 0, path.stat().st_size)
+        elif path.name == "tokenizer_config.json" and rng.random() < 0.4:
+            how = mutate_template(path, rng)
+        else:
+            try:
+                raw = json.loads(path.read_bytes())
+            except ValueError:
+                continue
+            how = mutate_json(raw, rng)
+            path.write_text(json.dumps(raw))
+        done.append(f"{path.name}: {how}")
+    return "; ".join(done)
+
+
+def replace_file(path: Path, rng: random.Random) -> str:
+    """By something that is no file of the folder."""
+    path.unlink()
+    kind = rng.choice(["nothing", "fifo", "folder", "link", "loop", "device", "empty"])
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind != "nothing":
+        targets = {"link": "/etc/passwd", "loop": path, "device": "/dev/zero"}
+        path.symlink_to(targets[kind]) if kind in targets else path.touch()
+    return kind
+
+
+def mutate_bytes(path: Path, rng: random.Random, start: int, end: int) -> str:
+    """Flip, insert, cut or repeat bytes between two places."""
+    data = bytearray(path.read_bytes())
+    place = rng.randrange(start, max(start + 1, min(end, len(data))))
+    kind = rng.choice(["flip", "insert", "cut", "nest", "append", "repeat"])
+    if kind == "flip" and place < len(data):
+        data[place] ^= 1 << rng.randrange(8)
+    elif kind == "insert":
+        data[place:place] = rng.randbytes(rng.randrange(1, 9))
+    elif kind == "cut":
+        del data[place:]
+    elif kind == "nest":
+        data[place:place] = rng.choice([b"[", b'{"a":']) * rng.choice([10, 127, 900, 100_000])
+    elif kind == "append":
+        data += bytes(rng.randrange(1, 100))
+    else:
+        data[place:place] = data[start : start + rng.randrange(1, 200)]
+    path.write_bytes(data)
+    return f"{kind} at {place}"
+
+
+def mutate_json(raw: Any, rng: random.Random) -> str:
+    """Change one value somewhere."""
+    node, trail = raw, ""
+    while True:
+        keys: list[Any] = list(node) if isinstance(node, dict) else list(range(len(node)))
+        key = rng.choice(keys) if keys else None
+        inner = node[key] if keys else None
+        trail += f"/{key}"
+        if not isinstance(inner, dict | list) or not inner or rng.random() < 0.25:
+            break
+        node = inner
+    kind = rng.choice(["value", "value", "number", "delete", "add", "copy"])
+    value = rng.choice(VALUES)
+    if kind == "add" and isinstance(node, dict):
+        trail += f" {rng.choice(KEYS)}"
+        node[trail.split()[-1]] = value
+    elif key is None:
+        return f"{trail} is empty"
+    elif kind == "delete":
+        del node[key]
+    elif kind == "number" and isinstance(inner, int):
+        value = node[key] = rng.choice([-inner, inner + 1, inner * 2, inner * 10**6, inner + 2**32, float(inner)])
+    elif kind == "copy" and isinstance(node, dict):
+        node[str(key) + "x"] = inner
+    else:
+        node[key] = value
+    return f"{kind} {trail} {str(value)[:40]!r}"
+
+
+def mutate_safetensors(path: Path, rng: random.Random) -> str:
+    """Its length, its header or its data."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    if rng.random() < 0.4 or length > len(data):
+        return mutate_bytes(path, rng, 0, 8 + length)
+    try:
+        header = json.loads(data[8 : 8 + length])
+    except ValueError:
+        return mutate_bytes(path, rng, 0, len(data))
+    how = mutate_json(header, rng)
+    text = json.dumps(header).encode()
+    if rng.random() < 0.2:
+        text = text[:-1] + b"," + text[1:]  # everything twice
+        how += " twice"
+    size = rng.choice([len(text)] * 8 + [0, 1, 2**31, 10 * 10**9, 2**63, 2**64 - 1])
+    path.write_bytes(size.to_bytes(8, "little") + text + data[8 + length :])
+    return f"{how}, length {size - len(text):+}"
+
+
+def mutate_template(path: Path, rng: random.Random) -> str:
+    """Another chat template, or a piece of one in the middle of it."""
+    try:
+        raw = json.loads(path.read_bytes())
+        template = str(raw["chat_template"])
+    except (ValueError, KeyError, TypeError):
+        return mutate_bytes(path, rng, 0, path.stat().st_size)
+    piece = rng.choice([*TEMPLATES, rng.choice(["(", "{{", "{% if 1 %}", "-", "a.", "{#"]) * rng.choice([1, 9999])])
+    place = rng.randrange(len(template) + 1)
+    raw["chat_template"] = rng.choice([piece, template[:place] + piece + template[place:]])
+    path.write_text(json.dumps(raw))
+    return f"template {piece[:60]!r} at {place}"
+
+
+def use(folder: Path) -> None:
+    """What a user does with a folder."""
+    model, tokenizer = kvant.load(folder)
+    prompt = render_chat(tokenizer, [{"role": "user", "content": "Hello!"}])
+    kvant.generate(model, tokenizer, prompt[:2000], max_tokens=2)
+
+
+def run(folder: Path, work: Callable[[Path], None]) -> str:
+    """Work on a folder in a process of its own: "ok", "refused: ..." or what went wrong."""
+    output, printed = folder.with_suffix(".log"), folder.with_suffix(".out")
+    child = os.fork()
+    if not child:
+        code = 70
+        try:
+            with output.open("w") as log, printed.open("w") as out:
+                os.dup2(log.fileno(), 2)
+                os.dup2(out.fileno(), 1)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            signal.alarm(LIMIT_S)
+            work(folder)
+            code = 0
+        except KvantError as error:
+            code = 10 if str(error).isprintable() else 71
+            output.write_text(str(error))
+        except BaseException:
+            output.write_text(traceback.format_exc())
+        finally:
+            os._exit(code)
+    _, status, usage = os.wait4(child, 0)
+    peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    code = os.waitstatus_to_exitcode(status)
+    text = output.read_text(errors="replace").strip() if output.exists() else ""
+    last = text.splitlines()[-1][:300] if text else ""
+    if peak > LIMIT_BYTES:
+        return f"took {peak / 1e6:.0f} MB: {last}"
+    if code == -signal.SIGALRM:
+        return "hung"
+    if code < 0:
+        return f"died of {signal.Signals(-code).name}: {last}"
+    if printed.exists() and printed.stat().st_size:
+        return f"wrote to standard output: {printed.read_text(errors='replace')[:300]!r}"
+    return {0: "ok", 10: f"refused: {last}"}.get(code, f"raised: {last}")
+
+
+def main() -> int:
+    """Fuzz for a while; 1 where anything was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=None)
+    options = parser.parse_args()
+    # Imported once, for all children; nothing is computed here: MLX's threads would not be there after a fork.
+    from mlx_lm import tokenizer_utils  # noqa: F401
+    from transformers import AutoTokenizer  # noqa: F401
+
+    end, seed, outcomes, findings = time.monotonic() + options.seconds, options.seed, Counter[str](), 0
+    with tempfile.TemporaryDirectory() as place:
+        base = Path(place) / "base"
+        base.mkdir()
+        base_folder(base)
+        assert run(base, use) == "ok", run(base, use)
+        while time.monotonic() < end and (options.count is None or seed < options.seed + options.count):
+            folder = Path(place) / "model"
+            shutil.copytree(base, folder)
+            how = mutate(folder, random.Random(seed))
+            outcome = run(folder, use)
+            kind = outcome.split(":")[0]
+            outcomes[kind if kind in ("ok", "refused") else "finding"] += 1
+            if kind not in ("ok", "refused") or options.count is not None:
+                findings += kind not in ("ok", "refused")
+                print(f"seed {seed}: {how} -> {outcome}", flush=True)
+            shutil.rmtree(folder)
+            seed += 1
+    print(f"seeds {options.seed} to {seed - 1}: {dict(outcomes)}")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

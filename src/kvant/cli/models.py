@@ -1,0 +1,127 @@
+"""``kvant models``: what can be named, what its cache costs, and what is here."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+
+from kvant import weights
+from kvant.engine.load import POCKET, find_model
+from kvant.errors import ModelError
+from kvant.models.files import read_json
+
+GROUP = 32  # values that share a float16 scale
+CACHE_BITS = (16, 8, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A model; what is not known of it is None.
+
+    Attributes:
+        bytes: of all its files that are known.
+        context: in tokens.
+        cache_bytes_per_token: bits of a cached value -> bytes; below 16 bits in groups of 32 with float16 scales.
+        here: "embedded", "yes", "no", or "changed" since it was verified; only the first two can be loaded.
+        problem: what changed.
+    """
+
+    name: str
+    bytes: int
+    context: int | None
+    cache_bytes_per_token: dict[int, float] | None
+    license: str | None
+    here: str
+    problem: str | None = None
+
+
+def models(
+    json_rows: Annotated[bool, typer.Option("--json", help="Print the list as JSON instead of a table.")] = False,
+) -> None:
+    """List the models kvant knows by name, and what else was pulled."""
+    rows = _rows()
+    if json_rows:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, padding=0)
+    table.add_column("name", overflow="fold")
+    for title in ("MB", "context", *(f"{bits} bits" for bits in CACHE_BITS)):
+        table.add_column(title, justify="right")
+    table.add_column("license")
+    table.add_column("here")
+    for row in rows:
+        cache = row.cache_bytes_per_token or {}
+        table.add_row(
+            row.name,
+            _shown(row.bytes / 1e6),
+            _shown(row.context),
+            *(_shown(cache.get(bits)) for bits in CACHE_BITS),
+            row.license or "",
+            row.here,
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{', '.join(map(str, CACHE_BITS))} bits: bytes of cache a token, in groups of {GROUP} with float16 scales "
+        "below 16",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    for row in rows:
+        if row.problem is not None:
+            console.print(f"{row.name}: {row.problem}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _rows() -> list[Row]:
+    pocket = find_model(POCKET)
+    size = sum(path.stat().st_size for path in pocket.iterdir() if path.suffix in (".json", ".safetensors"))
+    rows = [_row(POCKET, read_json(pocket / "config.json"), size, "MIT", "embedded")]
+    here = {reference: found for found in weights.pulled() for reference in found.references}
+    for name, model in weights.known_models().items():
+        if name in here:
+            rows.append(_row_of(name, here.pop(name), model.config, model.license))
+        else:
+            size = sum(file.bytes for file in model.files if file.bytes is not None)
+            rows.append(_row(name, model.config, size, model.license, "no"))
+    for reference, found in here.items():
+        try:
+            config = read_json(found.folder / "config.json")
+        except ModelError:
+            config = {}
+        rows.append(_row_of(reference, found, config, None))
+    return rows
+
+
+def _row_of(name: str, found: weights.Pulled, config: Mapping[str, Any], terms: str | None) -> Row:
+    size = sum(file.bytes for file in found.files.values())
+    return _row(name, config, size, terms, "changed" if found.problem else "yes", found.problem)
+
+
+def _row(
+    name: str, config: Mapping[str, Any], size: int, terms: str | None, here: str, problem: str | None = None
+) -> Row:
+    context = config.get("max_position_embeddings")
+    return Row(name, size, context if isinstance(context, int) else None, cache_bytes(config), terms, here, problem)
+
+
+def cache_bytes(config: Mapping[str, Any]) -> dict[int, float] | None:
+    """Bytes a cached token takes, by bits of a value; None where the config does not say its shape."""
+    try:
+        heads = config["num_attention_heads"]
+        kv_heads = config.get("num_key_value_heads") or heads
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        values = int(2 * config["num_hidden_layers"] * kv_heads * head_dim)
+    except (KeyError, TypeError, ZeroDivisionError):
+        return None
+    return {bits: values * (bits / 8 + (0 if bits == 16 else 2 / GROUP)) for bits in CACHE_BITS}
+
+
+def _shown(number: float | None) -> str:
+    return "" if number is None else f"{number:,.0f}"

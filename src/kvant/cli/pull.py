@@ -1,0 +1,62 @@
+"""``kvant pull``: a model from the hub, verified."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from kvant import weights
+from kvant.cli import options
+from kvant.cli.options import BadValueError
+from kvant.engine.load import POCKET
+from kvant.errors import WeightsError
+
+
+def pull(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A name (`kvant models` lists them) or owner/repository[@revision]."),
+    ] = None,
+    *,
+    update: Annotated[
+        bool, typer.Option("--update", help="Move to where the branch is now; without it the first commit stays.")
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Download nothing; compute the digests of MODEL, or of all that was pulled."),
+    ] = False,
+) -> None:
+    """Download a model and verify it; its folder to standard output.
+
+    Weights as safetensors, JSON, tokenizers and templates only, into huggingface_hub's cache, shared with mlx-lm.
+    A repository without a name is pinned to the commit it resolves to.
+    """
+    options.check_text(model=model)
+    if verify and update:
+        raise BadValueError("--verify downloads nothing, --update does")
+    if model is None and not verify:
+        raise BadValueError("no model; `kvant models` lists names; owner/repository[@revision] is any other of the hub")
+    if model == POCKET:
+        raise BadValueError(f"'{POCKET}' is embedded in kvant; there is nothing to pull")
+    try:
+        if verify:
+            _verify(model)
+        else:
+            print(weights.pull(str(model), update=update))
+    except ValueError as error:
+        raise BadValueError(str(error)) from error
+
+
+def _verify(model: str | None) -> None:
+    """Report on standard error; one line a file that is wrong."""
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    results = weights.verify(model, progress=say)
+    wrong = [result for result in results if result.problem is not None]
+    for result in wrong[:-1]:
+        say(f"wrong: {result.problem}")
+    if wrong:
+        raise WeightsError(f"{len(wrong)} of {len(results)} files are wrong: {wrong[-1].problem}")
+    say(f"{len(results)} files are as they were verified" if results else "nothing was pulled yet")

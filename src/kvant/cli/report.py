@@ -1,0 +1,144 @@
+"""``kvant report``: what a cache format costs in quality, on a model and a text."""
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvant.cli import options
+from kvant.cli.options import BadValueError
+from kvant.cli.progress import LateProgress
+from kvant.engine.load import POCKET, find_model, load_folder
+from kvant.errors import KvantError
+
+if TYPE_CHECKING:
+    from kvant.models import Decoder
+    from kvant.report.formats import CacheFormat
+    from kvant.report.measure import FormatResult
+
+DEFAULT_TOKENS = 4096
+
+
+def report(
+    *,
+    model: options.Model = POCKET,
+    formats: Annotated[
+        str | None,
+        typer.Option(
+            metavar="F,F...",
+            help="Cache formats: bits, g, group, :nosplit for biases in the cache, such as 8g32,4g64:nosplit; 0 is the "
+            "reference; default: 8 and 4 bits in groups of 32 and 64, with and without the bias split.",
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A UTF-8 text; default: built-in conversations, and questions for pocket."),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(help="At most so many tokens of the text, and of each of pocket's question sets.")
+    ] = DEFAULT_TOKENS,
+    suggest: Annotated[
+        float | None,
+        typer.Option(
+            metavar="KLD", help="Name the smallest format with at most this mean KLD, in nats, and its flags."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png|svg", help="Draw KLD against bytes a token; needs matplotlib.")
+    ] = None,
+    json_object: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
+) -> None:
+    """Measure what cache formats cost in quality, against a cache that is not quantized.
+
+    Perplexity, KLD, agreement, each layer's attention error, bytes and time a token; the text is fed through every
+    cache as generation reads it.
+    """
+    if tokens < 2:
+        raise BadValueError(f"--tokens is {tokens}; expected at least 2")
+    if suggest is not None and not (math.isfinite(suggest) and suggest >= 0):
+        raise BadValueError(f"--suggest is {suggest}; expected a KLD in nats, 0 or more, such as 0.001")
+    options.check_text(model=model, text=None if text is None else str(text))
+
+    from kvant.report.formats import parse_formats
+    from kvant.report.measure import figures_json, measure
+    from kvant.report.questions import question_sets
+    from kvant.report.suggest import suggest as choose
+    from kvant.report.texts import built_in_text, text_file
+
+    try:
+        wanted = None if formats is None else parse_formats(formats)
+    except ValueError as error:
+        raise BadValueError(f"--formats: {error}") from error
+    if plot is not None:
+        _check_plot(plot)
+
+    folder = find_model(model)
+    with LateProgress("loading", quiet=quiet) as progress:
+        decoder, tokenizer = load_folder(folder, progress.update)
+    chosen = _formats(decoder, wanted)
+    config = decoder.config
+    context = min(tokens, config.max_position_embeddings)
+    if text is None:
+        read = built_in_text(tokenizer, context, tokens)
+    else:
+        read = text_file(text, tokenizer, config.vocab_size, context, tokens)
+    asked = question_sets(tokenizer, tokens) if text is None and folder == find_model(POCKET) else {}
+    with LateProgress("measuring", quiet=quiet) as progress:
+        found = measure(model, decoder, read, chosen, questions=asked, progress=progress.update)
+
+    fit = None if suggest is None else choose(found.results, suggest)
+    if json_object:
+        print(json.dumps(figures_json(found) | _suggestion(suggest, fit), indent=2, allow_nan=False))
+    else:
+        from rich.console import Console
+
+        from kvant.report.table import describe, tables
+
+        console = Console()
+        for line in describe(found):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(tables(found))
+        for finding in found.findings:
+            console.print(finding.text, markup=False, highlight=False, soft_wrap=True)
+        if fit is not None:
+            console.print(f"suggested: {fit.format.flags}", markup=False, highlight=False, soft_wrap=True)
+    if plot is not None:
+        from kvant.report.plot import plot as draw
+
+        draw(found, plot)
+    if suggest is not None and fit is None:
+        best = min(result.figures.mean_kld_nats for result in found.results)
+        raise KvantError(f"no format measured has a mean KLD of at most {suggest:g} nats; the lowest is {best:.2g}")
+
+
+def _formats(model: "Decoder", wanted: "list[CacheFormat] | None") -> "list[CacheFormat]":
+    """What to measure; a format the model's cache cannot have is a usage error."""
+    from kvant.report.formats import check_formats, default_formats
+
+    if wanted is None:
+        return default_formats(model)
+    try:
+        check_formats(wanted, model)
+    except ValueError as error:
+        raise BadValueError(f"--formats: {error}") from error
+    return wanted
+
+
+def _check_plot(path: Path) -> None:
+    from kvant.bench.plot import check_plot_path
+
+    try:
+        check_plot_path(path)
+    except ValueError as error:
+        raise BadValueError(f"--plot: {error}") from error
+
+
+def _suggestion(max_kld_nats: float | None, fit: "FormatResult | None") -> dict[str, Any]:
+    """Nothing where none was asked for; null where none fits."""
+    if max_kld_nats is None:
+        return {}
+    chosen = None if fit is None else {"format": fit.format.label, "flags": fit.format.flags}
+    return {"suggested": chosen, "suggested_max_kld_nats": max_kld_nats}

@@ -1,0 +1,158 @@
+"""The process that renders chat templates: a program of its own, run by its path; kvant.engine.template starts it.
+
+A chat template is a program from a model folder. Jinja's sandbox keeps it from files and from Python's insides, but
+neither from running for ever nor from taking all memory: only a process can be bounded in both.
+
+    {"template": its source, "variables": what it sees} -> {"text": what it wrote} or {"error": a line}
+
+One JSON line in, one out, after a first line that says the process is ready. It ends when its standard input does.
+"""
+
+import json
+import math
+import resource
+import sys
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+MAX_TEXT = 32 * 1024 * 1024  # characters; the longest context there is has less
+
+
+class Generation(Extension):
+    """``{% generation %}``: marks what the assistant said, for training; here it is what it holds."""
+
+    tags = {"generation"}  # noqa: RUF012, Jinja's own way
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The block as a macro's, which has a scope of its own."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Macro) -> str:
+        return str(caller())
+
+
+class PlainDict:
+    """``dict(...)`` and ``dict.fromkeys(...)``, without the attributes of the type."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """As dict's."""
+        return dict.fromkeys(*args)
+
+
+class PlainNamespace(Namespace):
+    """A namespace without names of Python's insides."""
+
+    def __init__(*args: Any, **values: Any) -> None:  # a template may have a value named self
+        self, *given = args
+        plain = dict(*given, **values)
+        for name in plain:
+            _check_name(name)
+        Namespace.__init__(self, plain)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot hold {name!r}")
+
+
+def raise_exception(message: object) -> None:
+    """How a template refuses messages."""
+    raise TemplateError(str(message))
+
+
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without Jinja's escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def strftime_now(form: str) -> str:
+    """The time it is."""
+    return datetime.now().strftime(form)
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """Jinja as transformers sets it up for chat templates; a test holds the two against each other."""
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    made.filters["tojson"] = tojson
+    made.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    made.globals |= {"dict": PlainDict(), "namespace": PlainNamespace}
+    return made
+
+
+@lru_cache(maxsize=8)
+def compiled(source: str) -> Template:
+    """The template, compiled once."""
+    return environment().from_string(source)
+
+
+def render(source: str, variables: dict[str, Any]) -> str:
+    """What the template writes."""
+    pieces, length = [], 0
+    for piece in compiled(source).generate(**variables):
+        length += len(piece)
+        if length > MAX_TEXT:
+            raise ValueError(f"it writes more than {MAX_TEXT} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def answer(line: bytes) -> dict[str, str]:
+    """The text, or a line that says why there is none."""
+    request = json.loads(line)
+    try:
+        return {"text": render(request["template"], request["variables"])}
+    except MemoryError:
+        return {"error": "it needs too much memory"}
+    except RecursionError:
+        return {"error": "it is nested too deeply"}
+    except Exception as error:  # a template is a program: it can fail in any way
+        lines = str(error).strip().splitlines()
+        return {"error": lines[0] if lines else type(error).__name__}
+
+
+def limit(what: int, value: int) -> None:
+    """Limit this process, unless it is limited more already."""
+    _, most = resource.getrlimit(what)
+    resource.setrlimit(what, (value if most == resource.RLIM_INFINITY else min(value, most), most))
+
+
+def main(time_limit_s: float, memory_limit: int) -> None:
+    """Serve standard input. The limits of the system are for a process whose parent died and cannot end it."""
+    limit(resource.RLIMIT_CORE, 0)
+    if memory_limit:
+        limit(resource.RLIMIT_AS, memory_limit)
+    sys.stdout.buffer.write(b"{}\n")
+    sys.stdout.buffer.flush()
+    for line in sys.stdin.buffer:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + time_limit_s) + 1)
+        sys.stdout.buffer.write(json.dumps(answer(line)).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,57 @@
+"""What a model's weights can be converted to."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+AFFINE_BITS, AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+BLOCK_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}  # mode -> bits and group, which it fixes
+MODES = ("affine", *BLOCK_MODES)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """What weights are converted to.
+
+    Attributes:
+        bits: a weight of a quantized matrix; 0: matrices stay in floating point.
+        group_size: weights that share a scale; 0 with 0 bits.
+        mode: MLX's quantization mode.
+        dtype: of what stays in floating point, scales included; None: as it is stored.
+    """
+
+    bits: int
+    group_size: int
+    mode: str = "affine"
+    dtype: str | None = None
+
+    @classmethod
+    def choose(
+        cls, bits: int | None = None, group_size: int | None = None, mode: str = "affine", dtype: str | None = None
+    ) -> "WeightFormat":
+        """The format, with what is None filled in: affine 4 bits in groups of 64, or what the mode fixes.
+
+        Raises:
+            ValueError: a format MLX does not have, or one that changes nothing; its first word is the argument's name.
+        """
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}; expected {', '.join(MODES)}")
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype!r}; expected {', '.join(DTYPES)}")
+        if bits == 0:
+            if mode != "affine" or group_size is not None:
+                given = f"group_size is {group_size}" if mode == "affine" else f"mode is {mode!r}"
+                raise ValueError(f"{given}, but 0 bits do not quantize")
+            if dtype is None:
+                raise ValueError("bits is 0 without a dtype, which changes nothing; expected one or the other")
+            return cls(0, 0, mode, dtype)
+        default_bits, default_group = BLOCK_MODES.get(mode, (4, 64))
+        bits = default_bits if bits is None else bits
+        group_size = default_group if group_size is None else group_size
+        allowed_bits = AFFINE_BITS if mode == "affine" else (default_bits,)
+        allowed_groups = AFFINE_GROUPS if mode == "affine" else (default_group,)
+        for name, value, allowed in (("bits", bits, allowed_bits), ("group_size", group_size, allowed_groups)):
+            if value not in allowed:
+                raise ValueError(f"{name} is {value}; expected for {mode}: {', '.join(map(str, allowed))}")
+        return cls(bits, group_size, mode, dtype)

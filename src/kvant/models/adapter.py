@@ -1,0 +1,201 @@
+"""LoRA and DoRA adapters in mlx-lm's format: what they change in a model's matrices, as these are loaded."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from kvant.errors import CheckpointError, ModelError
+from kvant.models.config import ModelConfig
+from kvant.models.files import read_json
+from kvant.models.parameters import matrices
+from kvant.models.tensors import TensorFiles
+
+CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapters.safetensors"
+PARTS = {"lora": ("lora_a", "lora_b"), "dora": ("lora_a", "lora_b", "m")}  # by fine_tune_type
+EMBEDDING = "model.embed_tokens"  # its lora_a is on the side of the tokens: the other way round than a projection's
+MAX_SCALE = 1e4  # mlx-lm's default is 20
+MAX_VALUE = 65504.0  # float16's largest
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What an adapter adds to an (out, in) matrix, ``(down @ up)^T``, and to what norms it then scales its rows.
+
+    Attributes:
+        down: (in, r) float32.
+        up: (r, out) float32, times the adapter's scale.
+        magnitude: (out,) float32, DoRA's norm of each row; None: LoRA, rows stay as they are.
+    """
+
+    down: mx.array
+    up: mx.array
+    magnitude: mx.array | None
+
+
+class Adapter:
+    """An adapter folder, read and checked whole. What is for a matrix is taken once, when the matrix is loaded."""
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        """Read ``adapter_config.json`` and ``adapters.safetensors``.
+
+        Args:
+            folder: as ``mlx_lm.lora`` writes it.
+            config: of the model the adapter is for.
+
+        Raises:
+            ModelError: no adapter folder, or one of another kind or format.
+            CheckpointError: tensors that are missing, not the model's, of the wrong shape or dtype, or without effect.
+        """
+        settings = _read_settings(folder, config.hidden_size)
+        if not (folder / TENSORS_FILE).is_file():
+            raise ModelError(f"{folder}: no {TENSORS_FILE}; an adapter folder holds it beside {CONFIG_FILE}")
+        tensors = TensorFiles(folder, [folder / TENSORS_FILE])
+        self._low_ranks: dict[str, LowRank] = {}
+        for path in _targets(tensors, settings, config):
+            self._low_ranks[path] = _read_low_rank(tensors, path, matrices(config)[path], settings)
+        if settings.kind == "lora" and not any(low.down.any() and low.up.any() for low in self._low_ranks.values()):
+            raise CheckpointError(f"{folder / TENSORS_FILE}: every lora_a or lora_b is zero; it would change nothing")
+
+    def fuse(self, path: str, weight: mx.array, dtype: mx.Dtype) -> mx.array:
+        """The (out, in) floating-point matrix at ``path`` with what the adapter changes in it.
+
+        Computed in float32. A matrix the adapter has nothing for comes back as it is.
+        """
+        low = self._low_ranks.pop(path, None)
+        if low is None:
+            return weight
+        fused = weight.astype(mx.float32) + (low.down @ low.up).T
+        if low.magnitude is not None:
+            fused *= (low.magnitude / mx.linalg.norm(fused, axis=1))[:, None]
+        fused = fused.astype(dtype)
+        if not mx.isfinite(fused).all().item():
+            raise CheckpointError(f"{path}: not finite with the adapter's part in it")
+        return fused
+
+    def take(self, sizes: Mapping[str, int], dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
+        """Factors of what is added to quantized matrices (path -> outputs) that lie side by side as one.
+
+        Returns:
+            ``down`` (in, R) and ``up`` (R, sum of outputs), R the sum of the ranks; None: nothing is added to any.
+        """
+        low_ranks = {path: self._low_ranks.pop(path) for path in sizes if path in self._low_ranks}
+        if not low_ranks:
+            return None
+        ups, first, total = [], 0, sum(sizes.values())
+        for path, out in sizes.items():
+            if path in low_ranks:
+                if low_ranks[path].magnitude is not None:
+                    raise ModelError(f"{path} is quantized; a DoRA adapter scales rows of floating-point matrices only")
+                ups.append(mx.pad(low_ranks[path].up, [(0, 0), (first, total - first - out)]))  # zero for the others
+            first += out
+        down = mx.concatenate([low.down for low in low_ranks.values()], axis=1)
+        return down.astype(dtype), mx.concatenate(ups, axis=0).astype(dtype)
+
+    def check_taken(self) -> None:
+        """Refuse what no matrix of the loaded model took, such as an output head that is tied."""
+        for path in self._low_ranks:
+            raise CheckpointError(f"adapter tensor {path}.lora_a: the model has no matrix {path} of its own")
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """adapter_config.json, as far as it says what is computed."""
+
+    kind: str
+    num_layers: int
+    rank: int
+    scale: float
+    keys: tuple[str, ...] | None
+
+
+def _read_settings(folder: Path, max_rank: int) -> _Settings:
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise ModelError(f"{folder}: no {CONFIG_FILE}; an adapter folder holds it beside {TENSORS_FILE}")
+    raw = read_json(path)
+    if "peft_type" in raw or (folder / "adapter_model.safetensors").exists():
+        raise ModelError(f"{folder}: an adapter in PEFT's format; expected mlx-lm's: {CONFIG_FILE} and {TENSORS_FILE}")
+    kind = raw.get("fine_tune_type", "lora")
+    if kind == "full":
+        raise ModelError(
+            f"{path}: fine_tune_type is 'full': whole tensors, no adapter; mlx_lm.fuse makes a model of it"
+        )
+    if not isinstance(kind, str) or kind not in PARTS:
+        raise ModelError(f"{path}: fine_tune_type is {kind!r}; expected 'lora' or 'dora'")
+    parameters = raw.get("lora_parameters")
+    if not isinstance(parameters, dict):
+        raise ModelError(f"{path}: lora_parameters is {parameters!r}; expected an object with rank and scale")
+    rank, num_layers = parameters.get("rank"), raw.get("num_layers")
+    if type(rank) is not int or not 1 <= rank <= max_rank:
+        raise ModelError(f"{path}: rank is {rank!r}; expected an int from 1 to the model's hidden_size, {max_rank}")
+    if type(num_layers) is not int:
+        raise ModelError(f"{path}: num_layers is {num_layers!r}; expected an int, the number of adapted layers")
+    scale = parameters.get("scale")
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < abs(scale) <= MAX_SCALE:
+        raise ModelError(f"{path}: scale is {scale!r}; expected a number other than 0, at most {MAX_SCALE:g}")
+    return _Settings(kind, num_layers, rank, float(scale), _read_keys(path, parameters))
+
+
+def _read_keys(path: Path, parameters: Mapping[str, Any]) -> tuple[str, ...] | None:
+    keys = parameters.get("keys")
+    if keys is None:
+        return None
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise ModelError(f"{path}: keys is {str(keys)[:80]}; expected a list of module paths")
+    return tuple(keys)
+
+
+def _targets(tensors: TensorFiles, settings: _Settings, config: ModelConfig) -> list[str]:
+    """The adapted matrices' paths. The file holds tensors for exactly those that adapter_config.json describes.
+
+    As in mlx-lm, a key is a path inside each of the last ``num_layers`` layers, all of them where that is not positive,
+    or from the model's root; without keys it is any projection in these layers, and which ones is the file's affair.
+    """
+    depth, sizes = config.num_hidden_layers, matrices(config)
+    first = max(0, depth - settings.num_layers) if settings.num_layers > 0 else 0
+    layers = [f"model.layers.{index}." for index in range(first, depth)]
+    if settings.keys is None:
+        described = {path for path in sizes if path.startswith(tuple(layers))}
+    else:
+        described = {prefix + key for key in settings.keys for prefix in ("", *layers)} & sizes.keys()
+    paths = {name.rpartition(".")[0] for name in tensors.names}
+    if not paths:
+        raise CheckpointError(f"{TENSORS_FILE} holds no tensors; it would change nothing")
+    for name in sorted(tensors.names):
+        path, _, part = name.rpartition(".")
+        if part not in PARTS[settings.kind]:
+            parts = ", ".join(PARTS[settings.kind])
+            raise CheckpointError(f"unexpected adapter tensor {name}; expected for {settings.kind}: {parts}")
+        if path not in sizes:
+            raise CheckpointError(f"adapter tensor {name}: the model has no matrix {path}")
+        if path not in described:
+            raise CheckpointError(f"adapter tensor {name}: {CONFIG_FILE}'s num_layers and keys do not include {path}")
+    missing = sorted(described - paths - {"lm_head"}) if settings.keys is not None else []  # a tied head is no matrix
+    if missing:
+        raise CheckpointError(f"adapter tensor {missing[0]}.lora_a is missing; {CONFIG_FILE} describes it")
+    return sorted(paths)
+
+
+def _read_low_rank(tensors: TensorFiles, path: str, size: tuple[int, int], settings: _Settings) -> LowRank:
+    out, width = size
+    rank = settings.rank
+    ends = (out, width) if path == EMBEDDING else (width, out)
+    a = _read(tensors, f"{path}.lora_a", (ends[0], rank))
+    b = _read(tensors, f"{path}.lora_b", (rank, ends[1]))
+    down, up = (b.T, a.T) if path == EMBEDDING else (a, b)
+    magnitude = _read(tensors, f"{path}.m", (out,)) if settings.kind == "dora" else None
+    return LowRank(down, _bounded(f"{path}.lora_b times the scale", up * settings.scale), magnitude)
+
+
+def _read(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> mx.array:
+    return _bounded(name, tensors.take(name, shape).astype(mx.float32))
+
+
+def _bounded(name: str, array: mx.array) -> mx.array:
+    largest = mx.abs(array).max().item()
+    if not largest <= MAX_VALUE:  # type: ignore[operator]  # not >, which is false for NaN
+        raise CheckpointError(f"adapter tensor {name} reaches {largest}; expected finite values up to {MAX_VALUE:g}")
+    return array

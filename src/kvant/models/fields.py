@@ -1,0 +1,80 @@
+"""Values of a config.json, each checked when it is read; what is missing or null takes the default."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvant.errors import ModelError
+
+# Far above any published model, far below what would exhaust memory before a tensor is read.
+MAX_SIZE = 2**24
+
+
+def size(raw: Mapping[str, Any], key: str, *, default: int | None = None, limit: int = MAX_SIZE) -> int:
+    """An int from 1 to ``limit``; None as the default: required.
+
+    Raises:
+        ModelError: anything else; so do the other functions.
+    """
+    value = raw.get(key)
+    if value is None:
+        if default is None:
+            raise ModelError(f"config.json: {key} is missing")
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+        raise ModelError(f"config.json: {key} is {shown(value)}; expected an int from 1 to {limit}")
+    return value
+
+
+def number(
+    raw: Mapping[str, Any], key: str, *, default: float | None = None, least: float = 0.0, where: str = ""
+) -> float:
+    """A number above 0, at least ``least`` and below 1e30; None as the default: required; ``where`` the object is."""
+    value = raw.get(key)
+    if value is None:
+        if default is None:
+            raise ModelError(f"config.json: {where}{key} is missing")
+        return default
+    # In this order: NaN fails every comparison, and a huge int cannot be made a float.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30 or value < least:
+        expected = f"a number from {least:g}" if least else "a positive number"
+        raise ModelError(f"config.json: {where}{key} is {str(value)[:40]}; expected {expected} below 1e30")
+    return float(value)
+
+
+def flag(raw: Mapping[str, Any], key: str) -> bool | None:
+    """True, false, or None where it is not said."""
+    value = raw.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ModelError(f"config.json: {key} is {shown(value)}; expected true or false")
+    return value
+
+
+def strings(raw: Mapping[str, Any], key: str) -> list[str]:
+    """A list of strings; empty where it is not said."""
+    value = raw.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ModelError(f"config.json: {key} is {str(value)[:80]}; expected a list of strings")
+    return value
+
+
+def mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object; empty where it is not said."""
+    value = raw.get(key) or {}
+    if not isinstance(value, dict):
+        raise ModelError(f"config.json: {key} is {shown(value)}; expected an object")
+    return value
+
+
+def token_ids(raw: Mapping[str, Any], file: str) -> tuple[int, ...]:
+    """The end-of-text tokens: one id or a list of them."""
+    value = raw.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
+        raise ModelError(f"{file}: eos_token_id is {shown(value)}; expected a token id or a list of them")
+    return tuple(ids)
+
+
+def shown(value: object) -> str:
+    """The value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,0 +1,84 @@
+"""How MLX quantized a checkpoint's matrices, as config.json says it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvant.errors import ModelError
+from kvant.models.fields import shown, size
+
+# The floating-point formats: each has one number of bits and one group size.
+FLOAT_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The format of a matrix: ``bits`` a value, and for each group of a row one scale.
+
+    ``affine`` has float scales and biases. The other modes are those of :data:`FLOAT_MODES`: small floating-point
+    numbers (OCP microscaling, and NVIDIA's variant of it), with scales of one byte and no biases.
+    """
+
+    bits: int
+    group_size: int
+    mode: str = "affine"
+
+    def __post_init__(self) -> None:
+        if self.mode in FLOAT_MODES:
+            if (self.bits, self.group_size) != FLOAT_MODES[self.mode]:
+                bits, group = FLOAT_MODES[self.mode]
+                raise ModelError(
+                    f"config.json: quantization mode {self.mode} with bits {self.bits} and group_size "
+                    f"{self.group_size}; expected bits {bits} and group_size {group}"
+                )
+            return
+        if self.mode != "affine":
+            modes = ", ".join(map(repr, ("affine", *FLOAT_MODES)))
+            raise ModelError(f"config.json: quantization mode {shown(self.mode)} is not supported; supported: {modes}")
+        if self.bits not in (2, 3, 4, 5, 6, 8):
+            raise ModelError(f"config.json: quantization bits is {self.bits!r}; expected 2, 3, 4, 5, 6 or 8")
+        if self.group_size not in (32, 64, 128):
+            raise ModelError(f"config.json: quantization group_size is {self.group_size!r}; expected 32, 64 or 128")
+
+    @property
+    def has_biases(self) -> bool:
+        """Whether groups have a bias beside their scale."""
+        return self.mode == "affine"
+
+
+def read_quantization(raw: Mapping[str, Any]) -> tuple[Quantization | None, dict[str, Quantization | None]]:
+    """The format of every matrix, and those of single ones by module path; None: floating point.
+
+    Raises:
+        ModelError: a format that is not MLX's, or one it does not have.
+    """
+    foreign = raw.get("quantization_config")
+    if isinstance(foreign, dict) and not raw.get("quantization") and "quant_method" in foreign:
+        raise ModelError(
+            f"config.json: quantization method {shown(foreign['quant_method'])} is not supported; "
+            "supported: float weights and MLX's quantization"
+        )
+    settings = raw.get("quantization") or foreign
+    if not settings:
+        return None, {}
+    if not isinstance(settings, dict):
+        raise ModelError(f"config.json: quantization is {shown(settings)}; expected an object")
+    overrides: dict[str, Quantization | None] = {}
+    for path, entry in settings.items():
+        if isinstance(entry, dict):
+            for name in entry:
+                if name not in ("bits", "group_size", "mode"):
+                    raise ModelError(f"config.json: quantization of {path} has {name} {shown(entry[name])}")
+            overrides[path] = _format(entry)
+        elif entry is False and path not in ("bits", "group_size"):
+            overrides[path] = None
+        elif path not in ("bits", "group_size", "mode", "quant_method") and entry is not True:
+            raise ModelError(f"config.json: quantization has {path} {shown(entry)}; expected an object or false")
+    return _format(settings), overrides
+
+
+def _format(entry: Mapping[str, Any]) -> Quantization:
+    mode = entry.get("mode", "affine")
+    if not isinstance(mode, str):
+        raise ModelError(f"config.json: quantization mode is {shown(mode)}; expected a string")
+    return Quantization(bits=size(entry, "bits"), group_size=size(entry, "group_size"), mode=mode)

@@ -1,0 +1,204 @@
+"""The kinds of rotary position embedding a config.json may ask for, each as transformers 5.23 computes it."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from kvant.errors import ModelError
+from kvant.models.fields import MAX_SIZE, mapping, number, shown, size
+from kvant.operators.rotary import Rotary, plain_frequencies
+
+DEFAULT_THETA = 10000.0  # of every architecture
+_ORIGINAL = "original_max_position_embeddings"
+_YARN = ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+# What each kind is made from, besides rope_theta; any other key is refused, for it would mean another computation.
+_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
+    "yarn": _YARN,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """How positions turn the heads. theta^(-2p/D) is the frequency of pair p, in radians a token, which is changed so:
+
+    - default: not at all;
+    - linear: divided by ``factor`` (kaiokendev's position interpolation, arXiv 2306.15595);
+    - dynamic: theta grows with the length of the context, once that is longer than ``original_context`` (NTK-aware);
+    - llama3: slow pairs divided by ``factor``, fast ones kept, a ramp between (Llama 3.1);
+    - yarn: the same by pair number, and all heads made longer by ``attention_factor`` (arXiv 2309.00071).
+
+    Attributes:
+        original_context: tokens the model was trained on before its context was made longer.
+        low_freq_factor, high_freq_factor: of llama3: pairs that turn fewer times than the one in the original context
+            are slow, those that turn more often than the other are fast.
+        beta_fast, beta_slow: of yarn: the same, the ramp's ends rounded outward to whole pairs where ``truncate``.
+    """
+
+    kind: str = "default"
+    theta: float = DEFAULT_THETA
+    factor: float = 1.0
+    original_context: int = 1
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+    def context(self, max_position_embeddings: int) -> int:
+        """Tokens the model is good for: dynamic means ``factor`` times what config.json says, every other kind that.
+
+        Raises:
+            ModelError: a factor that makes it larger than any model's.
+        """
+        if self.kind != "dynamic":
+            return max_position_embeddings
+        context = self.factor * max_position_embeddings
+        if context > MAX_SIZE:
+            raise ModelError(f"config.json: rope factor {self.factor:g} makes a context of more than {MAX_SIZE} tokens")
+        return int(context)
+
+    def rotary(self, head_dim: int, length: int) -> Rotary:
+        """Tables for a context of ``length`` tokens, which matters to dynamic alone.
+
+        transformers turns keys by the frequencies of the length they were cached at, and leaves them so when it grows:
+        what a model says then depends on how its prompt was cut. With the length known before the first token it does
+        not; it is what transformers computes for that many tokens in one pass.
+        """
+        return _rotary(self, head_dim, self._theta(head_dim, length))
+
+    def frequencies(self, head_dim: int, theta: float) -> list[float]:
+        """(D/2) radians a token, in float64; ``theta`` is the field, or what dynamic made of it."""
+        plain = plain_frequencies(head_dim, theta)
+        if self.kind == "linear":
+            return [f / self.factor for f in plain]
+        if self.kind == "llama3":
+            return [self._llama3(f) for f in plain]
+        if self.kind == "yarn":
+            return self._yarn(plain)
+        return plain
+
+    def _theta(self, head_dim: int, length: int) -> float:
+        if self.kind != "dynamic" or length <= self.original_context:
+            return self.theta
+        growth = self.factor * length / self.original_context - (self.factor - 1)
+        return float(self.theta * growth ** (head_dim / (head_dim - 2)))
+
+    def _llama3(self, frequency: float) -> float:
+        turns = self.original_context * frequency / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = min(max(kept, 0.0), 1.0)
+        return (1 - kept) * frequency / self.factor + kept * frequency
+
+    def _yarn(self, plain: list[float]) -> list[float]:
+        D = 2 * len(plain)
+
+        def pair_that_turns(times: float) -> float:
+            return D * math.log(self.original_context / (times * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        first, last = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, D - 1)
+        if first == last:
+            last += 0.001  # transformers' way around a ramp without length
+        divided = [min(max((p - first) / (last - first), 0.0), 1.0) for p in range(len(plain))]
+        return [f / self.factor * d + f * (1 - d) for f, d in zip(plain, divided, strict=True)]
+
+
+@lru_cache(maxsize=8)
+def _rotary(rope: Rope, head_dim: int, theta: float) -> Rotary:
+    if rope.kind == "default":
+        return Rotary.plain(head_dim, theta)
+    return Rotary(rope.frequencies(head_dim, theta), rope.attention_factor)
+
+
+def read_rope(raw: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> Rope:
+    """The RoPE of a config.json, where transformers 5 writes it (``rope_parameters``) or where older files have it.
+
+    Raises:
+        ModelError: a kind or a key that is not implemented, or a value without meaning.
+    """
+    where, rope = _settings(raw)
+    kind = _kind(where, rope)
+    for name, value in rope.items():
+        known = name in ("rope_type", "type", "rope_theta", *_KEYS[kind])
+        if not known and (name, value) != ("partial_rotary_factor", 1.0):
+            raise ModelError(
+                f"config.json: {where} has {name} {shown(value)}, which is not supported for rope type {kind!r}"
+            )
+    theta = number(rope if "rope_theta" in rope else raw, "rope_theta", default=DEFAULT_THETA, least=1.0)
+    if kind == "default":
+        return Rope(theta=theta)
+    prefix = f"{where}."
+    factor = number(rope, "factor", least=1.0, where=prefix)
+    if kind == "linear":
+        return Rope(kind, theta, factor)
+    if kind == "dynamic":
+        if head_dim < 4:
+            raise ModelError(f"config.json: head_dim is {head_dim}; rope type 'dynamic' needs at least 4")
+        return Rope(kind, theta, factor, max_position_embeddings)
+    # transformers lets one beside the object win.
+    holder = raw if raw.get(_ORIGINAL) is not None else rope
+    original = size(holder, _ORIGINAL, default=max_position_embeddings)
+    if kind == "llama3":
+        low, high = (number(rope, f"{name}_freq_factor", where=prefix) for name in ("low", "high"))
+        if low >= high:
+            raise ModelError(f"config.json: {prefix}low_freq_factor is {low:g}; expected less than high's, {high:g}")
+        return Rope(kind, theta, factor, original, low, high)
+    return _read_yarn(rope, prefix, theta, factor, original)
+
+
+def _settings(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The key that holds the settings, and those that are not null."""
+    older, newer = mapping(raw, "rope_scaling"), mapping(raw, "rope_parameters")
+    if older and newer and older != newer:
+        raise ModelError("config.json: rope_scaling and rope_parameters differ; expected one of them")
+    where = "rope_scaling" if older else "rope_parameters"
+    return where, {name: value for name, value in (older or newer).items() if value is not None}
+
+
+def _kind(where: str, rope: Mapping[str, Any]) -> str:
+    kinds = [rope[name] for name in ("rope_type", "type") if name in rope] or ["default"]
+    for kind in kinds:
+        if not isinstance(kind, str) or kind not in _KEYS:
+            raise ModelError(
+                f"config.json: rope type {shown(kind)} is not supported; supported: {', '.join(map(repr, _KEYS))}"
+            )
+        if kind != kinds[0]:
+            raise ModelError(f"config.json: {where} has rope type {kinds[0]!r} and rope type {kind!r}; expected one")
+    return str(kinds[0])
+
+
+def _read_yarn(rope: Mapping[str, Any], prefix: str, theta: float, factor: float, original: int) -> Rope:
+    if theta == 1.0:
+        raise ModelError("config.json: rope_theta is 1.0; rope type 'yarn' needs more")
+    fast = number(rope, "beta_fast", default=32.0, least=1e-6, where=prefix)
+    slow = number(rope, "beta_slow", default=1.0, least=1e-6, where=prefix)
+    if fast < slow:
+        raise ModelError(f"config.json: {prefix}beta_fast is {fast:g}; expected at least beta_slow, {slow:g}")
+    truncate = rope.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise ModelError(f"config.json: {prefix}truncate is {shown(truncate)}; expected true or false")
+    lengthening = 0.1 * math.log(factor)
+    default = lengthening + 1
+    if rope.get("mscale") and rope.get("mscale_all_dim"):  # one alone is without effect
+        above, below = (number(rope, name, where=prefix) for name in ("mscale", "mscale_all_dim"))
+        default = (above * lengthening + 1) / (below * lengthening + 1)
+    attention_factor = number(rope, "attention_factor", default=default, where=prefix)
+    return Rope(
+        "yarn",
+        theta,
+        factor,
+        original,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=truncate,
+        attention_factor=attention_factor,
+    )

@@ -1,0 +1,100 @@
+"""Cache formats: how the report names them, which a model can have, and their caches."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvant.cache import QuantizedKVCache
+from kvant.models import Decoder
+from kvant.operators.quantization import check_quantization
+
+NOTATION = "0, or BITSgGROUP with 8 or 4 bits, such as 8g32 or 4g64:nosplit"
+DEFAULT_BITS, DEFAULT_GROUPS = (8, 4), (32, 64)
+
+_PATTERN = re.compile(r"(?P<bits>\d{1,3})g(?P<group>\d{1,6})(?P<whole>:nosplit)?")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFormat:
+    """How a cache stores keys and values.
+
+    Attributes:
+        bits: 8, 4, or 0 for no quantization.
+        group: elements that share one scale; without meaning at 0 bits.
+        split: whether the projections' biases stay out of the cache.
+    """
+
+    bits: int
+    group: int = 32
+    split: bool = True
+
+    @property
+    def label(self) -> str:
+        """The format as it is given: 8g32, 4g32:nosplit, 0."""
+        return f"{self.bits}g{self.group}{'' if self.split else ':nosplit'}" if self.bits else "0"
+
+    @property
+    def flags(self) -> str:
+        """What makes ``kvant generate`` and ``kvant chat`` use it."""
+        if not self.bits:
+            return "--kv-bits 0"
+        return f"--kv-bits {self.bits} --kv-group-size {self.group}{'' if self.split else ' --no-kv-bias-split'}"
+
+    def make_cache(self, model: Decoder, max_seq_len: int) -> list[QuantizedKVCache]:
+        """One cache a layer; errors as those of :meth:`Decoder.make_cache`."""
+        return model.make_cache(max_seq_len, quant_bit=self.bits, quant_group=self.group, bias_split=self.split)
+
+    def bytes_per_token(self, model: Decoder) -> int:
+        """Bytes that each token more takes in all layers; what does not grow with the tokens is left out."""
+        one, two = (sum(layer.nbytes for layer in self.make_cache(model, tokens)) for tokens in (1, 2))
+        return two - one
+
+
+# What every format is held against: keys and values as the model computes them, in the compute dtype.
+REFERENCE = CacheFormat(0, split=False)
+
+
+def parse_formats(text: str) -> list[CacheFormat]:
+    """Formats between commas, each once.
+
+    Raises:
+        ValueError: one that is written otherwise, or is there twice.
+    """
+    found: list[CacheFormat] = []
+    for part in text.split(","):
+        name = part.strip()
+        match = _PATTERN.fullmatch(name)
+        if name == "0":
+            parsed = REFERENCE
+        elif match and match["bits"] in ("8", "4"):
+            parsed = CacheFormat(int(match["bits"]), int(match["group"]), match["whole"] is None)
+        else:
+            raise ValueError(f"format {name[:40]!r} is unknown; expected {NOTATION}")
+        if parsed in found:
+            raise ValueError(f"format {parsed.label} is there twice")
+        found.append(parsed)
+    return found
+
+
+def check_formats(formats: Sequence[CacheFormat], model: Decoder) -> None:
+    """Raise a ValueError, naming the format, where a model's cache cannot have one."""
+    for candidate in formats:
+        try:
+            check_quantization(candidate.bits, candidate.group, model.config.head_dim)
+        except ValueError as error:
+            raise ValueError(f"format {candidate.label}: {error}") from error
+        if candidate.bits and not candidate.split and not has_bias(model):
+            raise ValueError(f"format {candidate.label}: the model's keys and values have no bias to split off")
+
+
+def default_formats(model: Decoder) -> list[CacheFormat]:
+    """8 and 4 bits in groups of 32 and 64, with and without the bias split where there is something to split."""
+    head_dim = model.config.head_dim
+    groups = [group for group in DEFAULT_GROUPS if head_dim % group == 0] or [head_dim]
+    splits = (True, False) if has_bias(model) else (True,)
+    return [CacheFormat(bits, group, split) for bits in DEFAULT_BITS for group in groups for split in splits]
+
+
+def has_bias(model: Decoder) -> bool:
+    """Whether keys and values have biases that a cache can do without."""
+    return any(layer.self_attn.qkv_bias is not None for layer in model.layers)

@@ -1,0 +1,126 @@
+"""The record of what was pulled and verified: a JSON file a repository in the user's cache.
+
+Where it holds no entry for a commit, nothing of that commit is loaded: so a pull that was cut short, or brought
+something wrong, leaves nothing behind that could be.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvant.errors import WeightsError
+from kvant.weights.reference import COMMIT, REPOSITORY, is_revision
+
+FORMAT = 1
+DEFAULT_BRANCH = ""  # the pin of a repository without a revision
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A file as it was when its digest was computed; while size and time stay, it counts as unchanged."""
+
+    bytes: int
+    mtime_ns: int
+    sha256: str
+
+
+@dataclass(slots=True)
+class Lock:
+    """What is recorded of a repository.
+
+    Attributes:
+        pins: revision as it was written (DEFAULT_BRANCH: none) -> the commit it resolved to when it was pulled.
+        snapshots: commit -> its files by name, every one of which was verified.
+    """
+
+    repository: str
+    pins: dict[str, str] = field(default_factory=dict)
+    snapshots: dict[str, dict[str, Verified]] = field(default_factory=dict)
+
+
+def read_lock(repository: str) -> Lock:
+    """What is recorded of a repository; an empty lock if nothing is.
+
+    Raises:
+        WeightsError: a file that kvant did not write.
+    """
+    path = _path(repository)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return Lock(repository)
+    try:
+        lock = _parse(json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise WeightsError(f"{path}: not a lock that kvant wrote; remove it and pull {repository} again") from error
+    if lock.repository != repository:  # on a disk that does not tell capital letters from small ones
+        raise WeightsError(f"{path}: the lock of {lock.repository!r}; expected {repository!r}")
+    return lock
+
+
+def read_locks() -> Iterator[Lock]:
+    """Every repository's lock, by name."""
+    for path in sorted(_folder().glob("*.json")):
+        yield read_lock(path.stem.replace("--", "/"))
+
+
+def write_lock(lock: Lock) -> None:
+    """Record it, at once: another process finds the old record or the new one.
+
+    Raises:
+        OSError: the cache folder cannot be written.
+    """
+    path = _path(lock.repository)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    snapshots = {
+        commit: {
+            name: {"bytes": file.bytes, "mtime_ns": file.mtime_ns, "sha256": file.sha256}
+            for name, file in sorted(files.items())
+        }
+        for commit, files in sorted(lock.snapshots.items())
+    }
+    record = {"format": FORMAT, "repository": lock.repository, "pins": lock.pins, "snapshots": snapshots}
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")  # its mode is 0600
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(record, file, indent=1)
+        os.replace(scratch, path)
+    except BaseException:
+        os.unlink(scratch)
+        raise
+
+
+def _folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # by its specification a relative one counts for nothing
+        base = os.path.expanduser("~/.cache")
+    return Path(base) / "kvant" / "weights"
+
+
+def _path(repository: str) -> Path:
+    return _folder() / f"{repository.replace('/', '--')}.json"
+
+
+def _parse(record: Mapping[str, Any]) -> Lock:
+    """Every name in it becomes part of a path, so all are checked."""
+    repository, pins, snapshots = record["repository"], record["pins"], record["snapshots"]
+    commits = [*pins.values(), *snapshots]
+    if record["format"] != FORMAT or not REPOSITORY.fullmatch(repository) or not all(map(COMMIT.fullmatch, commits)):
+        raise ValueError("of another format")
+    if not all(pin == DEFAULT_BRANCH or is_revision(pin) for pin in pins):
+        raise ValueError("not a revision")
+    return Lock(
+        repository,
+        dict(pins),
+        {commit: {name: _verified(name, file) for name, file in files.items()} for commit, files in snapshots.items()},
+    )
+
+
+def _verified(name: str, file: Mapping[str, Any]) -> Verified:
+    if name != os.path.basename(name) or name in ("", ".", ".."):
+        raise ValueError("not a file's name")
+    return Verified(int(file["bytes"]), int(file["mtime_ns"]), str(file["sha256"]))

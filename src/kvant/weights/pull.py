@@ -1,0 +1,167 @@
+"""From the hub into huggingface_hub's cache, verified and recorded."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvant.errors import WeightsError, one_line
+from kvant.weights.hub import Listing, UnreachableError, download, list_files
+from kvant.weights.known import File, known_files
+from kvant.weights.lock import DEFAULT_BRANCH, Lock, Verified, read_lock, write_lock
+from kvant.weights.reference import Reference, parse_reference
+from kvant.weights.resolve import compare, expect, pinned_commit, resolve
+from kvant.weights.snapshot import measure, snapshot_folder
+
+MAX_CONFIG_BYTES = 4 * 1024 * 1024
+
+Say = Callable[[str], None]  # takes a line for a person
+
+
+def print_line(line: str) -> None:
+    """To standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def pull(text: str, revision: str | None = None, *, update: bool = False, progress: Say = print_line) -> Path:
+    """Download a model, verify every file, record it; what is here already is not fetched again.
+
+    A branch or tag is pinned to the commit it resolves to. Pulled again after it moved, the pin stays and the change
+    is reported, unless ``update`` is set.
+
+    Args:
+        text: a known name, owner/repository or owner/repository@revision.
+        revision: a commit, branch or tag; default: a known model's own, else the default branch.
+        update: move the pin to where the branch is now.
+        progress: takes what happens, a line at a time; a bar a file is drawn where standard error is a terminal.
+
+    Returns:
+        The folder to load from.
+
+    Raises:
+        WeightsError: it cannot be had, or what came is not what it should be; then nothing of it can be loaded.
+        ValueError: text that cannot name a model, or update of what cannot move.
+        OSError: the lock cannot be written.
+    """
+    reference = parse_reference(text, revision)
+    if update and reference.commit is not None:
+        raise ValueError(f"{reference} is pinned to commit {reference.commit}; only a branch or a tag can be updated")
+    lock = read_lock(reference.repository)
+    pinned = pinned_commit(reference, lock)
+    listing = None
+    if reference.commit is None:
+        try:
+            listing = list_files(reference.repository, reference.revision)
+        except UnreachableError as error:
+            if pinned is None or (folder := _here(reference)) is None:
+                raise
+            why = one_line(error.__cause__ or error)
+            progress(f"{reference} is here, pinned to {pinned}; whether it moved cannot be asked: {why}")
+            return folder
+        if pinned is not None and listing.commit != pinned:
+            if update:
+                progress(f"{reference}: updated from {pinned} to {listing.commit}")
+            else:
+                progress(
+                    f"{reference}: upstream moved from {pinned} to {listing.commit}; "
+                    f"the former stays until `kvant pull {reference} --update`"
+                )
+                listing = None
+    commit = listing.commit if listing else pinned
+    assert commit is not None
+    if commit == pinned and (folder := _here(reference)) is not None:
+        progress(f"{reference} is here, verified")
+        return folder
+    return _fetch(reference, lock, listing or list_files(reference.repository, commit), progress)
+
+
+def remote_facts(text: str, revision: str | None = None) -> tuple[Mapping[str, Any], dict[str, int]]:
+    """What can be known of a model before its weights are downloaded.
+
+    Returns:
+        Its config.json, and the bytes of every file that :func:`pull` would bring, by name.
+
+    Raises:
+        WeightsError: the hub refuses or cannot be reached, or the config is none.
+        ValueError: text that cannot name a model.
+    """
+    reference = parse_reference(text, revision)
+    lock = read_lock(reference.repository)
+    listing = list_files(reference.repository, pinned_commit(reference, lock) or reference.revision)
+    size = listing.files["config.json"].bytes
+    if size > MAX_CONFIG_BYTES:
+        raise WeightsError(f"{reference}: config.json has {size} bytes; expected at most {MAX_CONFIG_BYTES}")
+    folder = snapshot_folder(reference.repository, listing.commit)
+    download(reference.repository, listing.commit, "config.json", folder)
+    _verified(reference.repository, listing, "config.json", lock, folder)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{reference}: config.json is not JSON: {one_line(error)}") from error
+    if not isinstance(config, dict):
+        raise WeightsError(f"{reference}: config.json is a JSON {type(config).__name__}; expected an object")
+    return config, {name: file.bytes for name, file in listing.files.items()}
+
+
+def _here(reference: Reference) -> Path | None:
+    """Its folder, if everything of it is there and verified; a file that changed or is gone is pull's to report."""
+    try:
+        return resolve(str(reference))
+    except WeightsError:
+        return None
+
+
+def _fetch(reference: Reference, lock: Lock, listing: Listing, progress: Say) -> Path:
+    repository, commit = reference.repository, listing.commit
+    folder = snapshot_folder(repository, commit)
+    _refuse_contradictions(repository, listing, lock)
+    missing = [name for name in listing.files if not (folder / name).is_file()]
+    _refuse_without_space(reference, folder, sum(listing.files[name].bytes for name in missing))
+    for name in missing:
+        progress(f"fetching {reference}, {name}: {listing.files[name].bytes / 1e6:,.2f} MB")
+        download(repository, commit, name, folder)
+    progress(f"verifying {reference}: {len(listing.files)} files")
+    verified = {name: _verified(repository, listing, name, lock, folder) for name in listing.files}
+    lock = read_lock(repository)  # again: another pull may have ended since
+    lock.snapshots[commit] = verified
+    if reference.commit is None:
+        lock.pins[reference.revision or DEFAULT_BRANCH] = commit
+    write_lock(lock)
+    return folder
+
+
+def _refuse_contradictions(repository: str, listing: Listing, lock: Lock) -> None:
+    """Refuse, before a byte is fetched, what the hub itself says is not what is known of the commit."""
+    recorded: Mapping[str, Verified | File] = lock.snapshots.get(listing.commit, {})
+    for name, known in {**recorded, **known_files(repository, listing.commit)}.items():
+        listed = listing.files.get(name)
+        if listed is None:
+            raise WeightsError(f"{repository}@{listing.commit}: the hub lists no {name}; expected it")
+        if known.bytes is not None and listed.bytes != known.bytes:
+            raise WeightsError(
+                f"{repository}@{listing.commit}: the hub lists {name} with {listed.bytes} bytes; expected {known.bytes}"
+            )
+        if known.sha256 is not None and listed.sha256 not in (None, known.sha256):
+            raise WeightsError(
+                f"{repository}@{listing.commit}: the hub lists {name} with sha256 {listed.sha256}; "
+                f"expected {known.sha256}"
+            )
+
+
+def _refuse_without_space(reference: Reference, folder: Path, needed: int) -> None:
+    place = next(parent for parent in folder.parents if parent.is_dir())
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise WeightsError(f"{reference} needs {needed / 1e9:.2f} GB in {place}; {free / 1e9:.2f} GB are free")
+
+
+def _verified(repository: str, listing: Listing, name: str, lock: Lock, folder: Path) -> Verified:
+    """A file's digest, held against weights.toml, an earlier pull, and what the hub states."""
+    measured = measure(folder, name)
+    recorded = lock.snapshots.get(listing.commit, {}).get(name)
+    compare(folder, name, measured, recorded, known_files(repository, listing.commit).get(name))
+    listed = listing.files[name]
+    expect(folder, name, measured, listed.bytes, listed.sha256, "as the hub states")
+    return measured

@@ -1,0 +1,77 @@
+"""What a user writes to name a model: a known name, or owner/repository[@revision]."""
+
+import re
+from dataclasses import dataclass
+
+from kvant.weights.known import known_models
+
+# The hub's own rules, and lengths that fit a file name.
+REPOSITORY = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
+REVISION = re.compile(r"[A-Za-z0-9_][\w./-]{0,127}", re.ASCII)  # a commit, branch or tag
+COMMIT = re.compile(r"[0-9a-f]{40}")
+MAX_SHOWN = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A model on the hub.
+
+    Attributes:
+        name: its name in weights.toml, or None.
+        repository: owner/repository.
+        revision: a commit, branch or tag; a listed model's commit where none was given; None: the default branch.
+    """
+
+    name: str | None
+    repository: str
+    revision: str | None
+
+    @property
+    def commit(self) -> str | None:
+        """The revision where it is a full commit."""
+        return self.revision if self.revision and COMMIT.fullmatch(self.revision) else None
+
+    def __str__(self) -> str:
+        """As a user would write it."""
+        return self.name or (f"{self.repository}@{self.revision}" if self.revision else self.repository)
+
+
+def parse_reference(text: str, revision: str | None = None) -> Reference:
+    """A known name, ``owner/repository`` or ``owner/repository@revision``.
+
+    A listed repository is its listed model as long as no other revision is given: pinned, with the same digests.
+
+    Raises:
+        ValueError: text or a revision that cannot name anything, or two revisions that differ.
+    """
+    repository, at, written = text.partition("@")
+    if at and revision is not None and written != revision:
+        raise ValueError(f"{_shown(text)} has a revision of its own, but revision is {_shown(revision)}")
+    wanted = written if at else revision
+    model = known_models().get(repository)
+    if model is not None:
+        repository = model.repository
+    elif not REPOSITORY.fullmatch(repository) or not all(map(_hub_accepts, repository.split("/"))):
+        raise ValueError(
+            f"{_shown(text)} is no known model; expected {', '.join(known_models())} or owner/repository[@revision]"
+        )
+    if wanted is not None and not is_revision(wanted):
+        raise ValueError(f"revision is {_shown(wanted)}; expected a commit, a branch or a tag")
+    for listed in known_models().values():
+        if listed.repository == repository and wanted in (None, listed.revision):
+            return Reference(listed.name, repository, listed.revision)
+    return Reference(None, repository, wanted)
+
+
+def is_revision(text: str) -> bool:
+    """Whether it can name a commit, a branch or a tag."""
+    odd = ".." in text or "//" in text or text.endswith(("/", "."))
+    return not odd and REVISION.fullmatch(text) is not None
+
+
+def _hub_accepts(part: str) -> bool:
+    return not (".." in part or "--" in part or part.endswith((".", "-", ".git")))
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")

@@ -1,0 +1,182 @@
+"""What is here: a reference to the folder of verified files, without the network."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvant.errors import WeightsError
+from kvant.weights.known import File, known_files
+from kvant.weights.lock import DEFAULT_BRANCH, Lock, Verified, read_lock, read_locks, write_lock
+from kvant.weights.reference import Reference, parse_reference
+from kvant.weights.snapshot import is_unchanged, measure, real_file, refuse_others, snapshot_folder
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A pulled file whose digest was computed again; problem: None, or what is wrong with it."""
+
+    repository: str
+    revision: str
+    file: str
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A commit that was pulled.
+
+    Attributes:
+        references: what loads it: its name in weights.toml, or the repository with the revisions pinned to it.
+        problem: None, or why it cannot be loaded as it is; sizes and times are compared, nothing is hashed.
+    """
+
+    references: tuple[str, ...]
+    repository: str
+    revision: str
+    folder: Path
+    files: dict[str, Verified]
+    problem: str | None
+
+
+def resolve(text: str, revision: str | None = None) -> Path:
+    """The folder of a model that was pulled and verified.
+
+    Sizes and times are compared with those of the verified files; a file whose time differs is hashed again.
+
+    Raises:
+        WeightsError: it is not here, not whole, or a file of it changed.
+        ValueError: text that cannot name a model.
+    """
+    lock, commit = _find(text, revision)
+    folder = snapshot_folder(lock.repository, commit)
+    recorded = lock.snapshots[commit]
+    known = known_files(lock.repository, commit)
+    checked = {name: _check(folder, name, file, known.get(name)) for name, file in recorded.items()}
+    refuse_others(folder, recorded)
+    if checked != recorded:
+        lock.snapshots[commit] = checked
+        with suppress(OSError):  # a cache that cannot be written costs a digest next time
+            write_lock(lock)
+    return folder
+
+
+def verify(
+    text: str | None = None, revision: str | None = None, progress: Callable[[str], None] | None = None
+) -> list[Checked]:
+    """Compute the digest of every file of a model, or (None) of everything that was pulled.
+
+    Raises:
+        WeightsError: it was never pulled.
+        ValueError: text that cannot name a model.
+    """
+    if text is None:
+        commits = [(lock, commit) for lock in read_locks() for commit in lock.snapshots]
+    else:
+        commits = [_find(text, revision)]
+    results = []
+    for lock, commit in commits:
+        folder = snapshot_folder(lock.repository, commit)
+        known = known_files(lock.repository, commit)
+        for name, recorded in lock.snapshots[commit].items():
+            if progress:
+                progress(f"verifying {lock.repository}@{commit[:12]}, {name}")
+            problem = _problem(_check_again, folder, name, recorded, known.get(name))
+            results.append(Checked(lock.repository, commit, name, problem))
+        if others := _problem(refuse_others, folder, lock.snapshots[commit]):
+            results.append(Checked(lock.repository, commit, "", others))
+    return results
+
+
+def pulled() -> list[Pulled]:
+    """Everything that was pulled; sizes and times are compared, nothing is hashed.
+
+    Raises:
+        WeightsError: a lock that cannot be read.
+    """
+    found = []
+    for lock in read_locks():
+        for commit, files in lock.snapshots.items():
+            folder = snapshot_folder(lock.repository, commit)
+            found.append(
+                Pulled(
+                    references=_references(lock, commit),
+                    repository=lock.repository,
+                    revision=commit,
+                    folder=folder,
+                    files=files,
+                    problem=_problem(_glance, folder, files),
+                )
+            )
+    return found
+
+
+def pinned_commit(reference: Reference, lock: Lock) -> str | None:
+    """The commit a reference means here, or None if it was never pulled."""
+    return reference.commit or lock.pins.get(reference.revision or DEFAULT_BRANCH)
+
+
+def compare(folder: Path, name: str, measured: Verified, recorded: Verified | None, known: File | None) -> None:
+    """Hold a file against what is known of it.
+
+    Raises:
+        WeightsError: it differs; the text names the file, what was given and what was expected.
+    """
+    if recorded is not None:
+        expect(folder, name, measured, recorded.bytes, recorded.sha256, "as when it was pulled")
+    if known is not None:
+        expect(folder, name, measured, known.bytes, known.sha256, "as weights.toml says")
+
+
+def expect(folder: Path, name: str, measured: Verified, size: int | None, sha256: str | None, source: str) -> None:
+    """Hold a file against one source's size and digest.
+
+    Raises:
+        WeightsError: it differs.
+    """
+    remedy = f"nothing was deleted; remove {real_file(folder, name)} and pull again to fetch it anew"
+    if size is not None and measured.bytes != size:
+        raise WeightsError(f"{folder / name}: {measured.bytes} bytes; expected {size}, {source}; {remedy}")
+    if sha256 is not None and measured.sha256 != sha256:
+        raise WeightsError(f"{folder / name}: sha256 {measured.sha256}; expected {sha256}, {source}; {remedy}")
+
+
+def _find(text: str, revision: str | None) -> tuple[Lock, str]:
+    """The lock and the commit of something that was pulled."""
+    reference = parse_reference(text, revision)
+    lock = read_lock(reference.repository)
+    commit = pinned_commit(reference, lock)
+    if commit is None or commit not in lock.snapshots or not snapshot_folder(reference.repository, commit).is_dir():
+        raise WeightsError(f"{reference} is not here; `kvant pull {reference}` fetches it")
+    return lock, commit
+
+
+def _check(folder: Path, name: str, recorded: Verified, known: File | None) -> Verified:
+    measured = recorded if is_unchanged(folder, name, recorded) else measure(folder, name)
+    compare(folder, name, measured, recorded, known)
+    return measured
+
+
+def _check_again(folder: Path, name: str, recorded: Verified, known: File | None) -> None:
+    compare(folder, name, measure(folder, name), recorded, known)
+
+
+def _glance(folder: Path, recorded: dict[str, Verified]) -> None:
+    for name, file in recorded.items():
+        if not is_unchanged(folder, name, file):
+            raise WeightsError(f"{folder / name}: changed since it was verified")
+    refuse_others(folder, recorded)
+
+
+def _references(lock: Lock, commit: str) -> tuple[str, ...]:
+    pins = [pin for pin, pinned in lock.pins.items() if pinned == commit] or [commit]
+    written = [lock.repository if pin == DEFAULT_BRANCH else f"{lock.repository}@{pin}" for pin in pins]
+    return tuple(dict.fromkeys(str(parse_reference(text)) for text in written))
+
+
+def _problem(check: Callable[..., None], *arguments: object) -> str | None:
+    try:
+        check(*arguments)
+    except (WeightsError, OSError) as error:
+        return str(error)
+    return None

@@ -1,0 +1,249 @@
+"""Chat templates, which anybody may have written: bounded, and otherwise what transformers makes of them."""
+
+import copy
+import gc
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
+
+from kvant.engine import template as bounded
+from kvant.engine import template_process
+from kvant.engine.prompt import render_chat
+from kvant.engine.template import TemplateProcess
+from kvant.errors import PromptError
+
+MESSAGES = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi <there>", "reasoning": "why"}]
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+GROW = "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[TemplateProcess]:
+    made = TemplateProcess()
+    yield made
+    made._end()
+
+
+HOSTILE = [
+    ("{{ 'a' * 10**10 }}", "too much memory"),
+    (GROW, "too much memory"),
+    ("{{ 'x' | center(10**10) }}", "too much memory"),
+    ("{{ '%10000000000d' % 1 }}", "too much memory"),
+    ("{{ '{:>10000000000}'.format(1) }}", "too much memory"),
+    ("{{ [1] | batch(10**10, 0) | list }}", "too much memory"),
+    ("{{ {'a': [1]} | tojson(indent=10**10) }}", "too much memory"),
+    ("{% for i in range(40) %}{{ 'a' * 10**6 }}{% endfor %}", "it writes more than 33554432 characters"),
+    ("{% for i in range(10**6) %}{% endfor %}", "Range too big"),
+    ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ("{{ (''|attr('__class__')).__mro__ }}", "unsafe|undefined"),
+    ("{{ cycler.__init__.__globals__ }}", "unsafe"),
+    ("{{ ''['__class__'].mro() }}", "unsafe"),
+    ("{{ '{0.__class__.__mro__}'.format(1) }}", "unsafe"),
+    ("{{ namespace(__class__=1) }}", "a namespace cannot hold '__class__'"),
+    ("{% set n = namespace() %}{% set n._x = 1 %}", "a namespace cannot hold '_x'"),
+    ("{{ messages.append(1) }}", "unsafe"),
+    ("{% include '/etc/passwd' %}", "no loader"),
+    ("{% import 'os' as os %}", "no loader"),
+    ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "nested too deeply"),
+    ("{{" + "(" * 100_000, "nested too deeply"),
+    ("{% if 1 %}" * 5000, "nested too deeply|too many"),
+    ("{{ " + "-" * 30_000 + "1 }}", "nested too deeply"),
+    ("{% if %}", "failed: "),
+    ("{{ nothing.of.this }}", "'nothing' is undefined"),
+    ("{{ raise_exception('first\nsecond') }}", "failed: first$"),
+    ("{{ messages | tojson }}{{ 1 / 0 }}", "division by zero"),
+    ("x" * (bounded.MAX_TEMPLATE + 1), "1048577 characters; expected at most 1048576"),
+]
+
+
+@pytest.mark.parametrize(("source", "message"), HOSTILE, ids=[source[:40] for source, _ in HOSTILE])
+def test_a_hostile_template(process: TemplateProcess, source: str, message: str) -> None:
+    with pytest.raises(PromptError, match=message) as caught:
+        process.render(source, {"messages": [{}]})
+    assert str(caught.value).isprintable()
+    assert process.render("{{ a }}", {"a": "still there"}) == "still there"
+
+
+@pytest.mark.parametrize("source", [LOOP, "{{ 9 ** (9 ** (9 ** 9)) }}", "{{ lipsum(n=10**9) }}"])
+def test_a_template_that_does_not_end(monkeypatch: pytest.MonkeyPatch, process: TemplateProcess, source: str) -> None:
+    """Neither in Jinja's loops nor in one of Python's own operations, which nothing in its process could stop."""
+    monkeypatch.setattr(bounded, "TIME_LIMIT_S", 0.5)
+    started = time.monotonic()
+    with pytest.raises(PromptError, match=r"it takes longer than 0\.5 s|too much memory"):
+        process.render(source, {})
+    assert time.monotonic() - started < 20
+    monkeypatch.undo()
+    assert process.render("{{ a }}", {"a": "still there"}) == "still there"
+
+
+def test_memory_where_the_system_does_not_limit_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS: it is looked at."""
+    monkeypatch.setattr(bounded, "ADDRESS_LIMIT", 0)
+    monkeypatch.setattr(bounded, "MEMORY_LIMIT", 60_000_000)
+    process = TemplateProcess()
+    grow = "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = n.x + ['a' * 10**6 ~ i] %}{% endfor %}"
+    with pytest.raises(PromptError, match="too much memory"):
+        process.render("{% for i in range(300) %}{% set x = 'a' * 10**4 %}{% endfor %}" + grow, {})
+    assert process.render("{{ a }}", {"a": 1}) == "1"
+
+
+def test_the_process_ends_with_its_object() -> None:
+    process = TemplateProcess()
+    assert process.render("a", {}) == "a"
+    pid = process._process.pid
+    del process
+    gc.collect()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_process_that_was_killed_is_started_again(process: TemplateProcess) -> None:
+    process._process.kill()
+    process._process.wait()
+    assert process.render("{{ a }}", {"a": 1}) == "1"
+
+
+def test_an_interrupted_answer_is_not_the_next_one(monkeypatch: pytest.MonkeyPatch, process: TemplateProcess) -> None:
+    assert process.render("first", {}) == "first"
+
+    def interrupt(limit_s: float) -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "_read", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        process.render("second", {})
+    monkeypatch.undo()
+    assert process.render("third", {}) == "third"
+
+
+def test_a_fork_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as a process can tell that it is the child of a fork: by its number."""
+    process = TemplateProcess()
+    parents, end = process._process, process._end
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert process.render("{{ a }}", {"a": 1}) == "1"
+    assert process._process is not parents
+    assert parents.poll() is None
+    end.detach()
+    bounded._end(parents)
+
+
+def test_threads(process: TemplateProcess) -> None:
+    answers: dict[int, str] = {}
+
+    def render(number: int) -> None:
+        answers[number] = process.render("{{ a }}", {"a": "x" * 100_000 + str(number)})
+
+    threads = [threading.Thread(target=render, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {number: "x" * 100_000 + str(number) for number in range(8)}
+
+
+def test_no_modules_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("jinja2", "json", "datetime", "sitecustomize"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    assert TemplateProcess().render("{{ a }}", {"a": 1}) == "1"
+    assert not (tmp_path / "executed").exists()
+
+
+# What it otherwise does: what transformers does.
+
+
+def test_the_environment_is_transformers() -> None:
+    ours, theirs = template_process.environment(), chat_template_utils._compile_jinja_template("").environment
+    for name in ("filters", "globals", "tests"):
+        assert getattr(ours, name).keys() == getattr(theirs, name).keys(), name
+    for name in ("filters", "tests"):
+        given, expected = getattr(ours, name), getattr(theirs, name)
+        assert {key for key in given if given[key] is not expected[key]} <= {"tojson"}
+    flags = ("trim_blocks", "lstrip_blocks", "keep_trailing_newline", "autoescape", "undefined", "finalize", "policies")
+    assert [getattr(ours, flag) for flag in flags] == [getattr(theirs, flag) for flag in flags]
+    tags = [{tag for extension in made.extensions.values() for tag in extension.tags} for made in (ours, theirs)]
+    assert tags[0] == tags[1] == {"generation", "break", "continue"}
+    assert isinstance(ours, chat_template_utils.ImmutableSandboxedEnvironment)
+
+
+TEMPLATES = [
+    "{% for m in messages %}\n  {{ m.role }}: {{ m['content'] | trim }}\n{% endfor %}\n",
+    "{{ messages | tojson }}|{{ messages[0] | tojson(indent=2) }}|{{ messages | tojson(separators=(',', ':')) }}",
+    "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.content }}{% break %}{% endfor %}",
+    "{% set n = namespace(a=1, self=2) %}{% for i in range(3) %}{% set n.a = n.a * 2 %}{% endfor %}{{ [n.a, n.self] }}",
+    "{% for m in messages %}{% generation %}{% set x = 1 %}{{ m.content }}{% endgeneration %}{% endfor %}{{ x }}",
+    "{{ dict(a=1) }}{{ dict.fromkeys([1, 2], 3) }}{{ strftime_now('%Y') }}",
+    "{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m(messages[0].content) }}{{ messages[1].reasoning_content }}",
+    "{{ bos_token }}{{ eos_token }}{{ add_generation_prompt }}{{ tools is none }}{{ documents }}{{ custom.a }}",
+    "{% if tools %}{% for t in tools %}{{ t.function.name }}{{ t | tojson(sort_keys=true) }}{% endfor %}{% endif %}",
+    "{{ '\U0001f600 \u00fc' }}{{ messages[0].content.split('l')[-1].upper() }}{{ '%s-%d' | format('a', 3) }}",
+]
+
+
+def weather(city: str) -> str:
+    """The weather.
+
+    Args:
+        city: where
+    """
+    return city
+
+
+@pytest.mark.parametrize("source", TEMPLATES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"add_generation_prompt": True, "custom": {"a": [1, 2.5, None]}},
+        {"tools": [weather], "documents": [{"a": 1}]},
+    ],
+)
+def test_every_option_is_transformers(pocket: tuple[Any, Any], source: str, options: dict[str, Any]) -> None:
+    """transformers' own method, which renders in this process, is what the class has."""
+    inner = pocket[1]._tokenizer
+    options = {"chat_template": source, "custom": {}, "tokenize": False} | options
+    expected = PreTrainedTokenizerBase.apply_chat_template(inner, MESSAGES, **options)
+    assert inner.apply_chat_template(MESSAGES, **options) == expected
+    assert pocket[1].apply_chat_template(MESSAGES, **options) == expected
+
+
+def test_conversations_tokens_and_beginnings_of_answers(pocket: tuple[Any, Any]) -> None:
+    inner = pocket[1]._tokenizer
+    for conversation, options in [
+        (MESSAGES, {"continue_final_message": True, "tokenize": False}),
+        (MESSAGES, {"tokenize": True, "return_dict": True}),
+        ([MESSAGES, MESSAGES[:1]], {"tokenize": False}),
+    ]:
+        expected = PreTrainedTokenizerBase.apply_chat_template(inner, conversation, **options)
+        assert inner.apply_chat_template(conversation, **options) == expected
+
+
+@pytest.mark.parametrize("name", ["sanitize_control_tokens", "return_assistant_tokens_mask"])
+def test_options_that_would_compile_the_template_here(pocket: tuple[Any, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is True; it is not supported"):
+        pocket[1].apply_chat_template(MESSAGES, **{name: True})
+
+
+def test_copies_are_bounded_too(pocket: tuple[Any, Any]) -> None:
+    tokenizer = copy.deepcopy(pocket[1])
+    tokenizer.chat_template = "{{ 'a' * 10**10 }}"
+    for render in (tokenizer.apply_chat_template, tokenizer._tokenizer.apply_chat_template):
+        with pytest.raises(PromptError, match="too much memory"):
+            render(MESSAGES, tokenize=False)
+    with pytest.raises(PromptError, match=r"^the chat template failed: it needs too much memory$"):
+        render_chat(tokenizer, MESSAGES)
+    assert "Hello!" in render_chat(pocket[1], MESSAGES)
+
+
+def test_text_that_is_no_unicode_comes_back(process: TemplateProcess) -> None:
+    text = json.loads('"\\ud800 a\\u2028b\\n"')
+    assert process.render("{{ a }}", {"a": text}) == text
