@@ -100,7 +100,7 @@ def kernel_library(compiler: Compiler, name: str, text: str) -> Path:
     path = _cached(compiler, text, flags, ".so")
     if not path.exists():
         compile_it = [*compiler.command, *flags, "-c", "{source}", "-o", "{object}"]
-        link_it = [*compiler.command, "-shared", "{object}", "-o", "{target}", "-lm"]
+        link_it = [*compiler.command, "-O2", "-shared", "{object}", "-o", "{target}", "-lm"]
         _make(path, name, text, [compile_it, link_it])
     return path
 

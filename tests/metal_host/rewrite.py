@@ -54,8 +54,12 @@ def _threadgroup_arrays(name: str, text: str, plain: str, spaces: bool) -> str:
 
 
 def _check_pointers(name: str, text: str, plain: str) -> None:
-    """Metal wants an address space on every pointer and reference; a host compiler accepts one without."""
-    types = {*_SCALARS, *re.findall(r"\btypename\s+(\w+)", plain)}
+    """Metal wants an address space on every pointer and reference; a host compiler accepts one without.
+
+    A template's own parameter is left to the compiler: its argument may hold the address space.
+    """
+    own = re.search(r"^template <(.*)>\n\[\[kernel\]\]", plain, re.MULTILINE)
+    types = {*_SCALARS, *re.findall(r"typename (\w+)", own[1] if own else "")}
     pointer = re.compile(rf"((?:\b\w+\s+)*)\b(?:{'|'.join(types)})\b((?:\s+\w+)*)\s*[*&]+\s*(?:const\s+)?\w*\s*[,)=;>{{]")
     for found in pointer.finditer(plain):
         if not _SPACES & {*found[1].split(), *found[2].split()}:

@@ -17,7 +17,7 @@ from metal_host.compiler import check_spaces, find_compiler, kernel_library
 from metal_host.errors import Race
 from metal_host.rewrite import host_text
 from metal_host.source import KernelCall, kernel_call, traced
-from metal_host.worker import Buffer, Worker
+from metal_host.process import Buffer, Worker
 
 FORWARD, REVERSE = 0, 1  # any larger number seeds a shuffle
 ORDERS = (FORWARD, REVERSE)

@@ -92,15 +92,16 @@ inline Region* region_at(uintptr_t address) {
   const char* what = write ? "write" : "read";
   const Region* nearest = nullptr;
   size_t distance = SIZE_MAX;
+  const char* side = "";
   for (Region* r = regions; r < regions + num_regions; r++) {
-    uintptr_t end = uintptr_t(r->base) + r->bytes;
-    size_t d = address >= uintptr_t(r->base) ? (address >= end ? address - end : 0) : uintptr_t(r->base) - address;
-    if (d < distance) distance = d, nearest = r;
+    uintptr_t start = uintptr_t(r->base), end = start + r->bytes;
+    size_t d = address < start ? start - address : address >= end ? address - end : 0;
+    if (d >= distance) continue;
+    distance = d, nearest = r;
+    side = address < start ? "before the start" : address >= end ? "past the end" : "across the end";
   }
   if (!nearest || distance > (size_t(1) << 36))
     fail("OutOfBounds", pc, "%s of %zu bytes at %p, far from every buffer", what, size, (void*)address);
-  const char* side = address < uintptr_t(nearest->base) ? "before the start" : "past the end";
-  if (distance == 0) side = "across the end";
   fail("OutOfBounds", pc, "%s of %zu bytes, %zu bytes %s of `%s`, which has %zu bytes", what, size, distance, side,
        nearest->name, nearest->bytes);
 }
@@ -143,14 +144,24 @@ inline void record(Region& r, uintptr_t address, size_t size, bool write, void* 
   }
 }
 
+// A constant table of the kernel's own, say: the compiler's index checks guard its bounds.
+inline bool in_a_module(uintptr_t address) {
+  static uintptr_t known[64];
+  uintptr_t page = address >> 12;
+  if (known[page % 64] == page) return true;
+  Dl_info info;
+  if (!dladdr((void*)address, &info)) return false;
+  known[page % 64] = page;
+  return true;
+}
+
 // Called for every load and store of the kernel that could reach memory other than a register's.
 inline void touch(const void* pointer, size_t size, bool write, void* pc) {
   uintptr_t address = uintptr_t(pointer);
   if (on_a_stack(address)) return;
   Region* r = region_at(address);
   if (!r) {
-    Dl_info info;  // a constant table of the kernel's own; index checks of the compiler guard its bounds
-    if (dladdr(pointer, &info)) return;
+    if (in_a_module(address)) return;
     fail_outside(address, size, write, pc);
   }
   if (address + size > uintptr_t(r->base) + r->bytes) fail_outside(address, size, write, pc);

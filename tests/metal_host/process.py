@@ -1,6 +1,7 @@
 """The process in which kernels run: a kernel that goes wrong ends it, and the next run starts another."""
 
 import atexit
+import contextlib
 import re
 import shutil
 import subprocess
@@ -68,9 +69,11 @@ class Worker:
         """Ends the process."""
         if self._process is not None:
             assert self._process.stdin and self._process.stdout and self._complaints
-            self._process.stdout.close()
             self._process.kill()
             self._process.wait()
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+            self._process.stdout.close()
             self._complaints.close()
             self._process = self._complaints = None
 
