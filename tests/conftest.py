@@ -9,12 +9,19 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from checkpoints import pocket_reference, qwen2_config, reference_model, save_checkpoint
+from metal_host import summary
 
 import kvant
 from kvant.engine.load import POCKET, find_model
 from kvant.models import Decoder
 
 HELDOUT = Path(__file__).parent / "data" / "heldout.jsonl"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says with which compiler Metal kernels ran on the host, for .ci/run to check that they did."""
+    if line := summary():
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

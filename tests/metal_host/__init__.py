@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from metal_host.errors import HostError
-from metal_host.run import FORWARD, REVERSE, HostKernel, on_host, run_on_host, worker
+from metal_host.run import FORWARD, REVERSE, HostKernel, on_host, run_on_host, summary, worker
 from metal_host.source import KernelCall, kernel_call, traced
 
 # On a Mac Metal itself compiles and runs the kernels; everywhere else a host run that cannot happen is a failure.
@@ -21,6 +21,7 @@ __all__ = [
     "kernel_call",
     "on_host",
     "run_on_host",
+    "summary",
     "traced",
     "worker",
 ]

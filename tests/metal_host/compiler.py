@@ -26,12 +26,29 @@ VARIABLE = "KVANT_HOST_CXX"
 SOURCES = Path(__file__).parent / "cpp"
 COMPILE_LIMIT_S = 300
 
-_LANGUAGE = ["-x", "c++", "-std=c++17", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off", "-fno-math-errno", f"-I{SOURCES}"]
+_LANGUAGE = [
+    "-x",
+    "c++",
+    "-std=c++17",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    f"-I{SOURCES}",
+]
 _KERNEL = ["-Wno-unknown-attributes", "-Wno-ignored-attributes", "-Wno-duplicate-decl-specifier"]
 _SINGLE = "-Werror=double-promotion"  # a literal without f is a float in Metal and a double in CUDA
-_UNDEFINED = "-fsanitize=bounds,alignment,shift-exponent,integer-divide-by-zero,float-cast-overflow,signed-integer-overflow"
+_UNDEFINED = (
+    "-fsanitize=bounds,alignment,shift-exponent,integer-divide-by-zero,float-cast-overflow,signed-integer-overflow"
+)
 # Neither instrumentation may leave out the load of `x += 1`: it is where a missing value or barrier is seen.
-_ASAN = ["-fsanitize=address", "-mllvm", "-asan-opt-same-temp=0", "-mllvm", "-asan-instrumentation-with-call-threshold=0"]
+_ASAN = [
+    "-fsanitize=address",
+    "-mllvm",
+    "-asan-opt-same-temp=0",
+    "-mllvm",
+    "-asan-instrumentation-with-call-threshold=0",
+]
 _ASAN += ["-mllvm", "-asan-memory-access-callback-prefix=metal_host_", "-mllvm", "-asan-use-after-return=never"]
 _TSAN = ["-fsanitize=thread", "-mllvm", "-tsan-instrument-read-before-write=1"]
 _TSAN += ["-mllvm", "-tsan-instrument-func-entry-exit=0"]
@@ -77,7 +94,9 @@ def _clang(path: str) -> Compiler | None:
 @cache
 def _ziglang() -> Compiler:
     if find_spec("ziglang") is None:
-        raise NoCompiler("the host run of Metal kernels needs the extra `test` (its ziglang), and clang to run under ASan")
+        raise NoCompiler(
+            "the host run of Metal kernels needs the extra `test` (its ziglang), and clang to run under ASan"
+        )
     command = (sys.executable, "-m", "ziglang")
     done = subprocess.run([*command, "version"], capture_output=True, text=True)
     if done.returncode:
@@ -96,7 +115,17 @@ def check_spaces(name: str, text: str) -> None:
 def kernel_library(compiler: Compiler, name: str, text: str) -> Path:
     """The text compiled to run, as a shared library. Raises CompileFailed."""
     checks = [*_ASAN, _UNDEFINED] if compiler.kind == "clang" else [*_TSAN, _UNDEFINED, "-fno-sanitize-trap=all"]
-    flags = [*_LANGUAGE, *_KERNEL, _SINGLE, *_machine(), "-O1", "-gline-tables-only", "-fPIC", *checks, "-fno-sanitize-recover=all"]
+    flags = [
+        *_LANGUAGE,
+        *_KERNEL,
+        _SINGLE,
+        *_machine(),
+        "-O1",
+        "-gline-tables-only",
+        "-fPIC",
+        *checks,
+        "-fno-sanitize-recover=all",
+    ]
     path = _cached(compiler, text, flags, ".so")
     if not path.exists():
         compile_it = [*compiler.command, *flags, "-c", "{source}", "-o", "{object}"]

@@ -14,6 +14,8 @@ HostError
 └── Hang               no end within the time limit
 """
 
+# ruff: noqa: N818  the names say what is wrong, which is always an error
+
 
 class HostError(Exception):
     """A mistake in a kernel; the message names kernel, thread and line where they are known."""

@@ -13,6 +13,7 @@ from typing import IO
 from metal_host import compiler as compilers
 from metal_host.compiler import Compiler
 from metal_host.errors import BY_NAME, HostError, OutOfBounds, Undefined
+from metal_host.rewrite import FILE
 
 HANG_S = 60
 
@@ -49,7 +50,8 @@ class Worker:
     ) -> list[bytes]:
         """The writable buffers' bytes afterwards. order: 0 forward, 1 reverse, else a seed. Raises a HostError."""
         process = self._started()
-        assert process.stdin and process.stdout
+        assert process.stdin
+        assert process.stdout
         numbers = [*grid, *threadgroup, order, HANG_S, len(buffers)]
         request = [f"run {library} {' '.join(map(str, numbers))}\n".encode()]
         for b in buffers:
@@ -68,7 +70,9 @@ class Worker:
     def close(self) -> None:
         """Ends the process."""
         if self._process is not None:
-            assert self._process.stdin and self._process.stdout and self._complaints
+            assert self._process.stdin
+            assert self._process.stdout
+            assert self._complaints
             self._process.kill()
             self._process.wait()
             with contextlib.suppress(BrokenPipeError):
@@ -79,23 +83,28 @@ class Worker:
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            self._complaints = tempfile.TemporaryFile()
+            self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
             self._process = subprocess.Popen(
                 [compilers.worker_program(self.compiler)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._complaints,
-                env={"ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0", "PATH": "/usr/local/bin:/usr/bin:/bin"},
+                env={
+                    "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+                    "PATH": "/usr/local/bin:/usr/bin:/bin",
+                },
             )
         return self._process
 
     def _error(self, name: str, text: str, library: Path, head: bytes) -> HostError:
-        assert self._process and self._process.stdout and self._complaints
+        assert self._process
+        assert self._process.stdout
+        assert self._complaints
         if head.startswith(b"error "):
             _, kind, offset, line, size = head.decode().split()
             message = self._process.stdout.read(int(size)).decode()
             self.close()
-            at = _line_of(library, int(offset), name)
+            at = _line_of(library, int(offset))
             where = _shown(text, at) if at else _shown(text, int(line), "" if offset == "0" else "after ")
             return BY_NAME[kind](f"{name}, {message}{where}")
         self._process.wait()
@@ -103,12 +112,14 @@ class Worker:
         complaints = self._complaints.read().decode(errors="replace")
         status = self._process.returncode
         self.close()
-        return _sanitizer_error(name, text, complaints) or HostError(f"{name}: the worker ended, {status}: {complaints}")
+        return _sanitizer_error(name, text, complaints) or HostError(
+            f"{name}: the worker ended, {status}: {complaints}"
+        )
 
 
 def _sanitizer_error(name: str, text: str, complaints: str) -> HostError | None:
     """AddressSanitizer's report, or the undefined-behaviour check's, as one of ours."""
-    undefined = re.search(re.escape(name) + r":(\d+):\d+: runtime error: (.*)", complaints)
+    undefined = re.search(re.escape(FILE) + r":(\d+):\d+: runtime error: (.*)", complaints)
     if undefined:
         kind = OutOfBounds if "out of bounds" in undefined[2] else Undefined
         return kind(f"{name}: {undefined[2]}{_shown(text, int(undefined[1]))}")
@@ -118,19 +129,19 @@ def _sanitizer_error(name: str, text: str, complaints: str) -> HostError | None:
     thread = re.search(r"metal_host: (.*)", complaints)
     access = re.search(r"^(?:READ|WRITE) of size \d+", complaints, re.MULTILINE)
     place = re.search(r"is located .*", complaints)
-    line = re.search(re.escape(name) + r":(\d+)", complaints)
+    line = re.search(re.escape(FILE) + r":(\d+)", complaints)
     parts = [m[0] for m in (access, place) if m]
     message = f"{name}, {thread[1] if thread else 'outside a thread'}: AddressSanitizer: {found[1]}, {', '.join(parts)}"
     return OutOfBounds(message + (_shown(text, int(line[1])) if line else ""))
 
 
-def _line_of(library: Path, offset: int, name: str) -> int:
+def _line_of(library: Path, offset: int) -> int:
     """The line of an address in the library; 0 where no tool on this machine can say."""
     tool = shutil.which("llvm-symbolizer") or shutil.which("addr2line")
     if not offset or tool is None:
         return 0
     done = subprocess.run([tool, "-i", "-e", library, hex(offset)], capture_output=True, text=True)
-    found = re.search(re.escape(name) + r":(\d+)", done.stdout)
+    found = re.search(re.escape(FILE) + r":(\d+)", done.stdout)
     return int(found[1]) if found else 0
 
 

@@ -9,15 +9,15 @@ import re
 from metal_host.errors import CompileFailed
 from metal_host.source import KernelCall
 
+FILE = "kernel.metal"  # the text's name in the compiler's messages
 _COMMENT_OR_STRING = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
 _INSTANCE = re.compile(r'^template \[\[host_name\("\w+"\)\]\] \[\[kernel\]\] (?=decltype\()', re.MULTILINE)
 _SHARED = re.compile(r"\bthreadgroup\s+(\w+(?:\s*<[\w\s,]*>)?)\s+(\w+)\s*((?:\[[^\[\]]+\]\s*)*);")
 _POINTER = re.compile(r"\bthreadgroup\s+(?:const\s+)?\w+(?:\s*<[\w\s,]*>)?(?:\s+const)?\s*[*&]")
+_DEFINE = re.compile(r"^[ \t]*#define[ \t]+(\w+)[ \t]+(.*)$", re.MULTILINE)
 _SPACES = {"device", "constant", "threadgroup", "thread"}
-_SCALARS = (
-    "float half bfloat float16_t bfloat16_t bool char uchar short ushort int uint long ulong "
-    "int8_t uint8_t int16_t uint16_t int32_t uint32_t int64_t uint64_t"
-).split()
+_SCALARS = {"float", "half", "bfloat", "float16_t", "bfloat16_t", "bool", "char", "short", "int", "long"}
+_SCALARS |= {"uchar", "ushort", "uint", "ulong", *(f"{u}int{bits}_t" for u in ("", "u") for bits in (8, 16, 32, 64))}
 
 
 def host_text(call: KernelCall, *, spaces: bool) -> str:
@@ -31,23 +31,27 @@ def host_text(call: KernelCall, *, spaces: bool) -> str:
         raise CompileFailed(f"{call.name}: {instances} instantiations in the text; expected {int(bool(call.template))}")
     face = "#define METAL_HOST_SPACES\n" if spaces else ""
     entry = "" if spaces else _entry(call)
-    return f'{face}#include "shim.h"\n#line 1 "{call.name}"\n{text}\n{entry}'
+    return f'{face}#include "shim.h"\n#line 1 "{FILE}"\n{text}\n{entry}'
 
 
 def _threadgroup_arrays(name: str, text: str, plain: str, spaces: bool) -> str:
     """`threadgroup float tile[32];` -> a checked reference, or a static array in the address space."""
     parts, done = [], 0
+    kernel = plain.index("[[kernel]] void ")
     for word in re.finditer(r"\bthreadgroup\b", plain):
         found = _SHARED.match(plain, word.start())
         if found is None:
             if _POINTER.match(plain, word.start()):
                 continue
             raise CompileFailed(_at(name, text, word.start(), "a use of `threadgroup` that is not understood"))
+        if found.start() < kernel:
+            raise CompileFailed(_at(name, text, found.start(), "a threadgroup array outside of the kernel's function"))
         element, array, dims = found.groups()
         if spaces:
             new = f"static threadgroup {element} {array}{dims};"
         else:
-            new = f'auto& {array} = metal_host::shared<{element} {dims}>("{array}", __LINE__);'
+            kind = f"metal_host_type_of_{array}"
+            new = f'typedef {element} {kind}{dims}; auto& {array} = metal_host::shared<{kind}>("{array}", __LINE__);'
         parts += [text[done : found.start()], new]
         done = found.end()
     return "".join(parts) + text[done:]
@@ -59,10 +63,13 @@ def _check_pointers(name: str, text: str, plain: str) -> None:
     A template's own parameter is left to the compiler: its argument may hold the address space.
     """
     own = re.search(r"^template <(.*)>\n\[\[kernel\]\]", plain, re.MULTILINE)
+    named = {macro[1] for macro in _DEFINE.finditer(plain) if _SPACES & {*macro[2].split()}}
     types = {*_SCALARS, *re.findall(r"typename (\w+)", own[1] if own else "")}
-    pointer = re.compile(rf"((?:\b\w+\s+)*)\b(?:{'|'.join(types)})\b((?:\s+\w+)*)\s*[*&]+\s*(?:const\s+)?\w*\s*[,)=;>{{]")
+    pointer = re.compile(
+        rf"((?:\b\w+\s+)*)\b(?:{'|'.join(types)})\b((?:\s+\w+)*)\s*[*&]+\s*(?:const\s+)?\w*\s*[,)=;>{{]"
+    )
     for found in pointer.finditer(plain):
-        if not _SPACES & {*found[1].split(), *found[2].split()}:
+        if not (_SPACES | named) & {*found[1].split(), *found[2].split()}:
             raise CompileFailed(_at(name, text, found.end() - 1, "a pointer without an address space"))
 
 

@@ -1,9 +1,9 @@
 """Metal kernels on the host: MLX's own text, compiled, run with every access and every wait checked.
 
-    call = kernel_call(kernel, inputs=[x], template=..., grid=..., threadgroup=..., output_shapes=..., output_dtypes=...)
-    HostKernel(call).run([x])     MLX arrays in, MLX arrays out; raises a HostError
-    on_host(kernel)               takes the place of what mx.fast.metal_kernel returned
-    run_on_host(function, *arrays)  for a function that only calls kernels
+call = kernel_call(kernel, inputs=[x], template=..., grid=..., threadgroup=..., output_shapes=..., output_dtypes=...)
+HostKernel(call).run([x])     MLX arrays in, MLX arrays out; raises a HostError
+on_host(kernel)               takes the place of what mx.fast.metal_kernel returned
+run_on_host(function, *arrays)  for a function that only calls kernels
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +15,9 @@ import numpy as np
 
 from metal_host.compiler import check_spaces, find_compiler, kernel_library
 from metal_host.errors import Race
+from metal_host.process import Buffer, Worker
 from metal_host.rewrite import host_text
 from metal_host.source import KernelCall, kernel_call, traced
-from metal_host.process import Buffer, Worker
 
 FORWARD, REVERSE = 0, 1  # any larger number seeds a shuffle
 ORDERS = (FORWARD, REVERSE)
@@ -27,6 +27,14 @@ ORDERS = (FORWARD, REVERSE)
 def worker() -> Worker:
     """The process that runs this session's kernels."""
     return Worker(find_compiler())
+
+
+def summary() -> str:
+    """How often and by which compiler kernels ran in this process; nothing where none did."""
+    if not worker.cache_info().currsize or not worker().num_runs:
+        return ""
+    compiler = worker().compiler
+    return f"Metal host run: {worker().num_runs} runs with {compiler.kind} ({compiler})"
 
 
 class HostKernel:

@@ -99,7 +99,9 @@ def _arrays(triples: list[tuple[str, Shape, mx.Dtype]]) -> tuple[Array, ...]:
 
 def _call(record: dict[str, Any]) -> KernelCall:
     # name, source, grid (3), threadgroup (3), shape_infos, ensure_row_contiguous, scalars, precompiled, ...
-    name, text, gx, gy, gz, tx, ty, tz, shape_infos, *_ = record["arguments"]
+    name, text, gx, gy, gz, tx, ty, tz, shape_infos, ensure_row_contiguous, *_ = record["arguments"]
+    if not ensure_row_contiguous:
+        raise ValueError(f"{name}: with ensure_row_contiguous=False a kernel gets strides that are not traced")
     inputs, outputs = _arrays(record["inputs"]), _arrays(record["outputs"])
     template = re.search(re.escape(f"decltype({name}") + r"(<[^;]*>)\)", text)
     return KernelCall(
@@ -141,7 +143,9 @@ def _parameters(
         buffer, attribute = _BUFFER.fullmatch(line.strip()), _ATTRIBUTE.fullmatch(line.strip())
         if buffer and position < len(expected):
             space, element, pointer, own_name = buffer.groups()
-            parameters.append(Parameter(*expected[position][:1], own_name, expected[position][1], element, space, pointer == "&"))
+            parameters.append(
+                Parameter(*expected[position][:1], own_name, expected[position][1], element, space, pointer == "&")
+            )
         elif attribute and attribute[2] == attribute[3] and position >= len(expected):
             parameters.append(Parameter("attribute", attribute[2], -1, attribute[1], "", False))
         else:

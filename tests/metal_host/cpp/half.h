@@ -72,3 +72,6 @@ METAL_HOST_OPERATOR(-)
 METAL_HOST_OPERATOR(*)
 METAL_HOST_OPERATOR(/)
 template <class A, typename metal_host_if<metal_host_is_small<A>>::type = 0> inline A operator-(A a) { return A(-float(a)); }
+
+struct half2 { half x, y; };  // to be taken apart, no arithmetic
+struct half4 { half x, y, z, w; };

@@ -12,6 +12,8 @@
 #define threadgroup __attribute__((address_space(3)))
 typedef _Float16 half;
 typedef __bf16 bfloat;
+typedef half half2 __attribute__((ext_vector_type(2)));
+typedef half half4 __attribute__((ext_vector_type(4)));
 template <class T> constexpr bool metal_host_is_float = __is_same(T, float) || __is_same(T, half) || __is_same(T, bfloat);
 #else
 #define device

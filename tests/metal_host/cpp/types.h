@@ -1,4 +1,4 @@
-// Scalars and vectors by Metal's names. No half vectors: a kernel that uses one does not compile here.
+// Scalars and vectors by Metal's names; vectors of half and bfloat are in half.h and shim.h.
 #pragma once
 
 typedef signed char int8_t;

@@ -25,8 +25,10 @@ SEEN void* metal_host_shared(const char* name, uint line, size_t bytes) {
 void __asan_loadN(void*, uintptr_t);
 void __asan_storeN(void*, uintptr_t);
 #define ACCESS(n)                                                                                          \
-  SEEN void metal_host_load##n(void* p) { __asan_loadN(p, n); touch(p, n, false, PC); }                    \
-  SEEN void metal_host_store##n(void* p) { __asan_storeN(p, n); touch(p, n, true, PC); }
+  void __asan_load##n(void*);                                                                              \
+  void __asan_store##n(void*);                                                                             \
+  SEEN void metal_host_load##n(void* p) { __asan_load##n(p); touch(p, n, false, PC); }                     \
+  SEEN void metal_host_store##n(void* p) { __asan_store##n(p); touch(p, n, true, PC); }
 ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
 SEEN void metal_host_loadN(void* p, size_t n) { __asan_loadN(p, n); touch(p, n, false, PC); }
 SEEN void metal_host_storeN(void* p, size_t n) { __asan_storeN(p, n); touch(p, n, true, PC); }
