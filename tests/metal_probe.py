@@ -18,12 +18,13 @@ def launch(
     dtype: mx.Dtype = mx.float32,
     header: str = "",
     orders: tuple[int, ...] = (FORWARD, REVERSE),
+    unreadable: dict[str, np.ndarray] | None = None,
     **options: Any,
 ) -> mx.array:
     """Runs a kernel of inputs x, y, ... and one output, out."""
     kernel = metal_kernel(source, len(inputs), header)
     launch_options = {"grid": grid, "threadgroup": threadgroup, "output_shapes": [shape], "output_dtypes": [dtype]}
-    return on_host(kernel, orders=orders)(inputs=list(inputs), **launch_options, **options)[0]
+    return on_host(kernel, orders=orders, unreadable=unreadable)(inputs=list(inputs), **launch_options, **options)[0]
 
 
 def metal_kernel(source: str, num_inputs: int, header: str = "") -> Any:

@@ -7,6 +7,7 @@ import re
 import sys
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from metal_host import host_pytest_skip, worker
 from metal_host.errors import (
@@ -19,6 +20,7 @@ from metal_host.errors import (
     ThreadgroupMemory,
     Undefined,
     Uninitialised,
+    Unreadable,
     WriteToInput,
 )
 from metal_probe import REDUCTION, launch, normal, reduce, same
@@ -147,6 +149,39 @@ def test_an_access_outside_is_described() -> None:
     else:
         assert "AddressSanitizer: heap-buffer-overflow, READ of size 4, is located 0 bytes to the right" in text
         assert "out[i] = x[i + 1];" in text
+
+
+def test_a_read_of_what_must_not_be_read() -> None:
+    x, past = normal(64, 3), np.arange(64)[:, None] >= 60
+    source = "uint i = thread_position_in_grid.x; out[i] = i < {} ? x[3 * i + 2] : 0;"
+    same(launch(source.format(60), x, unreadable={"x": past}), mx.where(mx.arange(64) < 60, x[:, 2], 0))
+    with pytest.raises(Unreadable, match=r"thread \(60, 0, 0\).*`x` at byte 728, which must not be read"):
+        launch(source.format(61), x, unreadable={"x": past})
+    with pytest.raises(ValueError, match="unreadable names"):
+        launch(source.format(60), x, unreadable={"y": past})
+
+
+WIDE = """
+  threadgroup float tile[512];
+  uint i = thread_index_in_threadgroup;
+  float row[8];
+  for (int e = 0; e < 8; e++) row[e] = 2 * x[8 * i + e];
+  for (int e = 0; e < 8; e++) tile[8 * i + e] = row[e];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int e = 0; e < 8; e++) row[e] = tile[8 * (63 - i) + e];
+  for (int e = 0; e < 8; e++) out[8 * i + e] = row[e];
+"""
+
+
+def test_what_the_compiler_makes_one_wide_access_of_is_seen() -> None:
+    x = normal(512)
+    same(launch(WIDE, x, shape=(512,)), 2 * x.reshape(64, 8)[::-1].reshape(512))
+    with pytest.raises(Uninitialised, match="`tile`"):
+        launch(WIDE.replace("threadgroup_barrier(mem_flags::mem_threadgroup);", ""), x, shape=(512,))
+    with pytest.raises(OutOfBounds):
+        launch(WIDE, x[:511], shape=(512,))
+    with pytest.raises(OutOfBounds):
+        launch(WIDE, x, shape=(511,))
 
 
 def test_unwritten_threadgroup_memory() -> None:

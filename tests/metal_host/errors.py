@@ -6,6 +6,7 @@ HostError
 ├── CompileFailed      not Metal: a missing address space, a double, an unknown function
 ├── OutOfBounds        an access outside every buffer and array
 ├── WriteToInput       a store into an input, its const cast away
+├── Unreadable         a read of an element the caller said must not be read
 ├── Uninitialised      a read of what no thread has written
 ├── Race               two accesses to one byte that no barrier orders; outputs that depend on the threads' order
 ├── Divergence         a barrier or simdgroup operation that not all threads reach
@@ -34,6 +35,9 @@ class OutOfBounds(HostError): ...
 
 
 class WriteToInput(HostError): ...
+
+
+class Unreadable(HostError): ...
 
 
 class Uninitialised(HostError): ...

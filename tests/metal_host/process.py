@@ -20,12 +20,16 @@ HANG_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory a kernel sees: bytes are given to an input and to an output that starts with values."""
+    """Memory a kernel sees: bytes are given to an input and to an output that starts with values.
+
+    unreadable is empty, or holds a byte for each byte of an input: not 0 where it must not be read.
+    """
 
     name: str
     writable: bool
     num_bytes: int
     given: bytes
+    unreadable: bytes = b""
 
 
 class Worker:
@@ -55,7 +59,8 @@ class Worker:
         numbers = [*grid, *threadgroup, order, HANG_S, len(buffers)]
         request = [f"run {library} {' '.join(map(str, numbers))}\n".encode()]
         for b in buffers:
-            request += [f"{b.name} {int(b.writable)} {b.num_bytes} {len(b.given)}\n".encode(), b.given]
+            sizes = f"{b.num_bytes} {len(b.given)} {len(b.unreadable)}"
+            request += [f"{b.name} {int(b.writable)} {sizes}\n".encode(), b.given, b.unreadable]
         try:
             process.stdin.write(b"".join(request))
             process.stdin.flush()

@@ -6,7 +6,7 @@ on_host(kernel)               takes the place of what mx.fast.metal_kernel retur
 run_on_host(function, *arrays)  for a function that only calls kernels
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -46,18 +46,24 @@ class HostKernel:
         self._library = kernel_library(find_compiler(), call.name, host_text(call, spaces=False))
 
     def run(
-        self, inputs: Sequence[mx.array], *, orders: Sequence[int] = ORDERS, init_value: float | None = None
+        self,
+        inputs: Sequence[mx.array],
+        *,
+        orders: Sequence[int] = ORDERS,
+        init_value: float | None = None,
+        unreadable: Mapping[str, np.ndarray] | None = None,
     ) -> list[mx.array]:
         """The outputs for inputs of the call's shapes and dtypes.
 
         orders: in which the threads take their turns; outputs must not depend on it, to the bit. init_value: what the
-        outputs hold before; by default they are poisoned and reading them is an error.
+        outputs hold before; by default they are poisoned and reading them is an error. unreadable: by an input's name,
+        booleans that broadcast to its shape; reading an element where one is true is an error.
         """
         given = [(tuple(x.shape), x.dtype) for x in inputs]
         expected = [(x.shape, x.dtype) for x in self.call.inputs]
         if given != expected:
             raise ValueError(f"{self.call.name} is given {given}; compiled for {expected}")
-        buffers = self._buffers(inputs, init_value)
+        buffers = self._buffers(inputs, init_value, unreadable or {})
         results = [self._run(buffers, order) for order in orders]
         for order, result in zip(orders[1:], results[1:], strict=True):
             for output, ours, first in zip(self._outputs(), result, results[0], strict=True):
@@ -72,8 +78,13 @@ class HostKernel:
     def _outputs(self) -> list[str]:
         return [p.name for p in self.call.parameters if p.kind == "output"]
 
-    def _buffers(self, inputs: Sequence[mx.array], init_value: float | None) -> list[Buffer]:
+    def _buffers(
+        self, inputs: Sequence[mx.array], init_value: float | None, unreadable: Mapping[str, np.ndarray]
+    ) -> list[Buffer]:
         buffers = []
+        names = {p.name for p in self.call.parameters if p.kind == "input"}
+        if not unreadable.keys() <= names:
+            raise ValueError(f"unreadable names {sorted(unreadable)}; the inputs are {sorted(names)}")
         for p in self.call.parameters:
             if p.kind == "attribute":
                 continue
@@ -92,7 +103,9 @@ class HostKernel:
                 data = (np.cumprod([1, *x.shape[:0:-1]])[::-1]).astype(np.int64).tobytes()
             else:
                 data = np.array(x.ndim, np.int32).tobytes()
-            buffers.append(Buffer(p.name, False, len(data), data))
+            mask = unreadable.get(p.name) if p.kind == "input" else None
+            forbidden = b"" if mask is None else np.repeat(np.broadcast_to(mask, x.shape), x.dtype.size).tobytes()
+            buffers.append(Buffer(p.name, False, len(data), data, forbidden))
         return buffers
 
 
@@ -102,14 +115,20 @@ def compiled(call: KernelCall) -> HostKernel:
     return HostKernel(call)
 
 
-def on_host(kernel: Callable[..., Any], *, orders: Sequence[int] = ORDERS) -> Callable[..., list[mx.array]]:
+def on_host(
+    kernel: Callable[..., Any],
+    *,
+    orders: Sequence[int] = ORDERS,
+    unreadable: Mapping[str, np.ndarray] | None = None,
+) -> Callable[..., list[mx.array]]:
     """A function with the arguments and results of `kernel`, an mx.fast.metal_kernel, that runs it on the host."""
 
     def launch(
         *, inputs: list[Any], stream: Any = None, init_value: float | None = None, **rest: Any
     ) -> list[mx.array]:
         arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
-        return compiled(kernel_call(kernel, arrays, **rest)).run(arrays, orders=orders, init_value=init_value)
+        host = compiled(kernel_call(kernel, arrays, **rest))
+        return host.run(arrays, orders=orders, init_value=init_value, unreadable=unreadable)
 
     return launch
 

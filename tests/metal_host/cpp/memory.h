@@ -33,7 +33,7 @@ struct Region {
   bool writable;
   Space space;
   uint32_t line;  // where a threadgroup array is declared
-  Cell* cells;    // one a byte; none for what is only read
+  Cell* cells;    // one a byte; none for an input that may be read all over
 };
 
 inline Region regions[128];
@@ -122,6 +122,7 @@ inline void record(Region& r, uintptr_t address, size_t size, bool write, void* 
     Cell& cell = r.cells[i];
     bool own_write = cell.write.thread == current && cell.write.epoch >= group_start[r.space];
     if (cell.write.thread == NOBODY) {
+      if (!write && !r.writable) fail("Unreadable", pc, "read of `%s` at byte %zu, which must not be read", r.name, i);
       if (!write) fail("Uninitialised", pc, "read of `%s` at byte %zu, which nobody has written", r.name, i);
     } else if (!own_write && cell.write.thread != BEFORE_THE_LAUNCH && !ordered(cell.write, now, r.space)) {
       fail("Race", pc, "%s of `%s` at byte %zu, which %s %s with no barrier in between", write ? "write" : "read", r.name, i,

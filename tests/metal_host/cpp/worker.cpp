@@ -1,5 +1,6 @@
 // Loads compiled kernels and runs them as asked on standard input, until it is closed. One request:
-//   run LIBRARY GRID(3) THREADGROUP(3) ORDER BUFFERS \n  then for each buffer  NAME WRITABLE BYTES GIVEN \n and GIVEN bytes
+//   run LIBRARY GRID(3) THREADGROUP(3) ORDER BUFFERS \n  then for each buffer  NAME WRITABLE BYTES GIVEN MASKED \n, GIVEN bytes
+//   of values and MASKED bytes, of which one that is not 0 forbids to read the byte at its place
 // Answer: "ok\n" and the writable buffers' bytes, or "error KIND CODE_OFFSET LINE BYTES\n" and a message, and the end.
 #include <signal.h>
 
@@ -20,35 +21,54 @@ SEEN void* metal_host_shared(const char* name, uint line, size_t bytes) {
 }
 
 #define PC __builtin_return_address(0)
+// The compiler was told to report accesses under this prefix. AddressSanitizer, where it is linked, judges first.
 #ifdef METAL_HOST_ASAN
-// The compiler was told to report accesses under this prefix; AddressSanitizer judges first, by its own book.
-void __asan_loadN(void*, uintptr_t);
-void __asan_storeN(void*, uintptr_t);
+void __asan_loadN(const void*, uintptr_t);
+void __asan_storeN(const void*, uintptr_t);
+#define ASAN_TOO(function, ...) function(__VA_ARGS__)
 #define ACCESS(n)                                                                                          \
-  void __asan_load##n(void*);                                                                              \
-  void __asan_store##n(void*);                                                                             \
-  SEEN void metal_host_load##n(void* p) { __asan_load##n(p); touch(p, n, false, PC); }                     \
-  SEEN void metal_host_store##n(void* p) { __asan_store##n(p); touch(p, n, true, PC); }
+  void __asan_load##n(const void*);                                                                        \
+  void __asan_store##n(const void*);                                                                       \
+  ACCESS_OF(n)
+#else
+#define ASAN_TOO(function, ...)
+#define ACCESS(n) ACCESS_OF(n)
+#endif
+#define ACCESS_OF(n)                                                                                       \
+  SEEN void metal_host_load##n(void* p) { ASAN_TOO(__asan_load##n, p); touch(p, n, false, PC); }           \
+  SEEN void metal_host_store##n(void* p) { ASAN_TOO(__asan_store##n, p); touch(p, n, true, PC); }
 ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
-SEEN void metal_host_loadN(void* p, size_t n) { __asan_loadN(p, n); touch(p, n, false, PC); }
-SEEN void metal_host_storeN(void* p, size_t n) { __asan_storeN(p, n); touch(p, n, true, PC); }
-#define COPY(name) metal_host_##name
+SEEN void metal_host_loadN(void* p, size_t n) { ASAN_TOO(__asan_loadN, p, n); touch(p, n, false, PC); }
+SEEN void metal_host_storeN(void* p, size_t n) { ASAN_TOO(__asan_storeN, p, n); touch(p, n, true, PC); }
+SEEN void* metal_host_memcpy(void* to, const void* from, size_t n) {
+  ASAN_TOO(__asan_loadN, from, n);
+  ASAN_TOO(__asan_storeN, to, n);
+  touch(from, n, false, PC);
+  touch(to, n, true, PC);
+  return memmove(to, from, n);
+}
+SEEN void* metal_host_memmove(void* to, const void* from, size_t n) { return metal_host_memcpy(to, from, n); }
+SEEN void* metal_host_memset(void* to, int byte, size_t n) {
+  ASAN_TOO(__asan_storeN, to, n);
+  touch(to, n, true, PC);
+  return memset(to, byte, n);
+}
+
+#ifdef METAL_HOST_ASAN
 // Printed above AddressSanitizer's report.
 SEEN void __asan_on_error() {
   char text[64];
-  if (current >= 0)
-    fprintf(stderr, "metal_host: %s of threadgroup (%u, %u, %u), last at line %d\n", thread_text(text, sizeof text, current),
-            group_position[0], group_position[1], group_position[2], fibers[current].line);
+  if (current < 0) return;
+  fprintf(stderr, "metal_host: %s of threadgroup (%u, %u, %u), last at line %d\n", thread_text(text, sizeof text, current),
+          group_position[0], group_position[1], group_position[2], fibers[current].line);
 }
 #else
-#define ACCESS(n)                                                                                          \
-  SEEN void __tsan_read##n(void* p) { touch(p, n, false, PC); }                                            \
-  SEEN void __tsan_write##n(void* p) { touch(p, n, true, PC); }                                            \
-  SEEN void __tsan_unaligned_read##n(void* p) { touch(p, n, false, PC); }                                  \
-  SEEN void __tsan_unaligned_write##n(void* p) { touch(p, n, true, PC); }
-ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
-SEEN void __tsan_init() {}
-#define COPY(name) __tsan_##name
+// What instrumented code wants of AddressSanitizer's library besides.
+SEEN void __asan_init() {}
+SEEN void __asan_version_mismatch_check_v8() {}
+SEEN void __asan_handle_no_return() {}
+SEEN void __asan_register_elf_globals(void*, void*, void*) {}
+SEEN void __asan_unregister_elf_globals(void*, void*, void*) {}
 // The undefined behaviour that the compiler itself looks for; every report begins with where in the text it is.
 struct Place {
   const char* file;
@@ -67,20 +87,6 @@ UNDEFINED(sub_overflow, "Undefined", "overflow of a signed difference")
 UNDEFINED(mul_overflow, "Undefined", "overflow of a signed product")
 UNDEFINED(negate_overflow, "Undefined", "overflow of a signed negation")
 #endif
-SEEN void* COPY(memcpy)(void* to, const void* from, size_t n) {
-  touch(from, n, false, PC);
-  touch(to, n, true, PC);
-  return memcpy(to, from, n);
-}
-SEEN void* COPY(memmove)(void* to, const void* from, size_t n) {
-  touch(from, n, false, PC);
-  touch(to, n, true, PC);
-  return memmove(to, from, n);
-}
-SEEN void* COPY(memset)(void* to, int byte, size_t n) {
-  touch(to, n, true, PC);
-  return memset(to, byte, n);
-}
 }
 
 static void run_grid(uint3 grid, uint3 threadgroup, uint32_t order_kind) {
@@ -133,16 +139,18 @@ int main() {
     for (uint32_t i = 0; i < count; i++) {
       Region& r = regions[i];
       unsigned writable;
-      size_t given;
-      if (scanf(" %63s %u %zu %zu", r.name, &writable, &r.bytes, &given) != 4 || getchar() != '\n') return 2;
+      size_t given, masked;
+      if (scanf(" %63s %u %zu %zu %zu", r.name, &writable, &r.bytes, &given, &masked) != 5 || getchar() != '\n') return 2;
       buffers[i] = r.base = (uint8_t*)malloc(r.bytes);
       memset(r.base, 0xff, r.bytes);  // an output's poison: NaN, whatever the float type
       if (fread(r.base, 1, given, stdin) != given) return 2;
       r.writable = writable;
       r.space = DEVICE;
-      r.cells = writable ? (Cell*)malloc(r.bytes * sizeof(Cell)) : nullptr;
-      for (size_t b = 0; writable && b < r.bytes; b++)
-        r.cells[b] = {{given ? BEFORE_THE_LAUNCH : NOBODY, 0, 0, 0}, {NOBODY, 0, 0, 0}};
+      r.cells = writable || masked ? (Cell*)malloc(r.bytes * sizeof(Cell)) : nullptr;
+      for (size_t b = 0; r.cells && b < r.bytes; b++) {
+        bool readable = given && (!masked || getchar() == 0);
+        r.cells[b] = {{readable ? BEFORE_THE_LAUNCH : NOBODY, 0, 0, 0}, {NOBODY, 0, 0, 0}};
+      }
     }
     memset(epochs, 0, sizeof epochs);
     entry = load(library);
