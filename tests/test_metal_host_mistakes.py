@@ -284,6 +284,14 @@ def test_too_much_threadgroup_memory() -> None:
         launch(source.format(8193), normal(64), grid=(1, 1, 1))
 
 
+def test_too_many_threads() -> None:
+    source = "out[thread_position_in_grid.x] = simd_sum(1.0f);"
+    grid = {"grid": (2048, 1, 1), "shape": (2048,)}
+    same(launch(source, normal(64), threadgroup=(1024, 1, 1), **grid), mx.full((2048,), 32.0))
+    with pytest.raises(CompileFailed, match="up to 1024 threads"):
+        launch(source, normal(64), threadgroup=(1025, 1, 1), **grid)
+
+
 UNDEFINED = {
     "misaligned": "out[i] = float(*(const device uint*)((const device uchar*)x + i));",
     "shift": "out[i] = float(1u << i);",

@@ -34,7 +34,8 @@ _LANGUAGE = [
     "-fno-rtti",
     "-ffp-contract=off",
     "-fno-math-errno",
-    f"-I{SOURCES}",
+    "-iquote",
+    str(SOURCES),
 ]
 _KERNEL = ["-Wno-unknown-attributes", "-Wno-ignored-attributes", "-Wno-duplicate-decl-specifier"]
 _SINGLE = "-Werror=double-promotion"  # a literal without f is a float in Metal and a double in CUDA

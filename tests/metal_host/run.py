@@ -6,6 +6,7 @@ on_host(kernel)               takes the place of what mx.fast.metal_kernel retur
 run_on_host(function, *arrays)  for a function that only calls kernels
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -14,13 +15,14 @@ import mlx.core as mx
 import numpy as np
 
 from metal_host.compiler import check_spaces, find_compiler, kernel_library
-from metal_host.errors import Race
+from metal_host.errors import CompileFailed, Race
 from metal_host.process import Buffer, Worker
 from metal_host.rewrite import host_text
 from metal_host.source import KernelCall, kernel_call, traced
 
 FORWARD, REVERSE = 0, 1  # any larger number seeds a shuffle
 ORDERS = (FORWARD, REVERSE)
+MAX_THREADS = 1024  # of a threadgroup
 
 
 @cache
@@ -42,6 +44,10 @@ class HostKernel:
 
     def __init__(self, call: KernelCall) -> None:
         self.call = call
+        if math.prod(call.threadgroup) > MAX_THREADS:
+            raise CompileFailed(
+                f"{call.name}: a threadgroup of {call.threadgroup}; Metal takes up to {MAX_THREADS} threads"
+            )
         check_spaces(call.name, host_text(call, spaces=True))
         self._library = kernel_library(find_compiler(), call.name, host_text(call, spaces=False))
 

@@ -38,7 +38,7 @@ struct Fiber {
   void* fake_stack;
 };
 
-inline Fiber fibers[MAX_THREADS];
+inline Fiber fibers[MAX_THREADS + 1];  // one more, so that every thread has a next
 inline Fiber scheduler_fiber;
 inline uint8_t* stacks;  // MAX_THREADS of STACK_GUARD + STACK_BYTES
 inline void (*thread_main)();

@@ -39,7 +39,7 @@ template <class To, class From> inline To as_type(From x) {
 #define M_LOG2E_F 1.44269502162933349609f
 #define M_LN2_F 0.693147182464599609375f
 
-#include "math.h"
+#include "functions.h"
 #include "simd.h"
 
 #ifndef METAL_HOST_SPACES
