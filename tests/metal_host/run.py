@@ -8,6 +8,7 @@ run_on_host(function, *arrays)  for a function that only calls kernels
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -48,8 +49,11 @@ class HostKernel:
             raise CompileFailed(
                 f"{call.name}: a threadgroup of {call.threadgroup}; Metal takes up to {MAX_THREADS} threads"
             )
-        check_spaces(call.name, host_text(call, spaces=True))
-        self._library = kernel_library(find_compiler(), call.name, host_text(call, spaces=False))
+        with ThreadPoolExecutor() as pool:  # two compilers at once
+            spaces = pool.submit(check_spaces, call.name, host_text(call, spaces=True))
+            library = pool.submit(kernel_library, find_compiler(), call.name, host_text(call, spaces=False))
+        spaces.result()  # first: a missing address space is told in its own words
+        self._library = library.result()
 
     def run(
         self,
