@@ -114,7 +114,12 @@ def quantize_rows(
         backend,
         [key, value],
         template={
-            "T": key.dtype, "S": scale_dtype, "BITS": quant_bit, "DIM": D, "GROUP": quant_group, "NEW": S,
+            "T": key.dtype,
+            "S": scale_dtype,
+            "BITS": quant_bit,
+            "DIM": D,
+            "GROUP": quant_group,
+            "NEW": S,
         },
         grid=(-(-groups // APPEND_THREADS), 1, 1),
         threads=APPEND_THREADS,
@@ -123,7 +128,9 @@ def quantize_rows(
     return words.view(mx.uint8 if quant_bit == 4 else mx.int8), scales
 
 
-def refusal(query_shape: tuple[int, ...], num_kv_heads: int, *, quant_bit: int, quant_group: int, pairs: int = 0) -> str | None:
+def refusal(
+    query_shape: tuple[int, ...], num_kv_heads: int, *, quant_bit: int, quant_group: int, pairs: int = 0
+) -> str | None:
     """Why the kernel does not take such a call; None: it does.
 
     Args:
@@ -141,7 +148,9 @@ def refusal(query_shape: tuple[int, ...], num_kv_heads: int, *, quant_bit: int, 
     if quant_bit and quant_group not in GROUPS:
         return f"groups of {quant_group}; it takes {', '.join(map(str, GROUPS))}"
     if queries * pairs * 8 > ANGLE_BYTES:
-        return f"a bias split of {pairs} pairs with {queries} queries a kv head; its angles take over {ANGLE_BYTES} bytes"
+        return (
+            f"a bias split of {pairs} pairs with {queries} queries a kv head; its angles take over {ANGLE_BYTES} bytes"
+        )
     return None
 
 

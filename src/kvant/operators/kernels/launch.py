@@ -1,7 +1,7 @@
 """The kernels' text, and MLX's two ways of running it."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -49,7 +49,7 @@ def launch(
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _kernel(name: str, backend: str) -> Kernel:
     make = mx.fast.metal_kernel if backend == "metal" else mx.fast.cuda_kernel
     return make(
