@@ -1,5 +1,8 @@
 """Attention of a few new tokens to a quantized cache, in two launches that read its bytes and write no row."""
 
+from functools import cache as kept
+from typing import Any
+
 import mlx.core as mx
 
 from kvant.operators.attention import alibi_slopes
@@ -49,7 +52,7 @@ def attend(
     queries, teams = crew_shape(H // K * S, D)
     crews = -(-(H // K * S) // queries)
     pairs = len(bias_split.pairs) if bias_split is not None else 0
-    nothing = mx.zeros((1,), mx.float32)
+    nothing = _constant((0.0,), mx.float32)
     constants = {"DIM": D, "HEADS": H // K, "NEW": S, "SPLITS": splits}
     partial = ((B, H, S, splits, D), mx.float32)
     statistic = ((B, H, S, splits), mx.float32)
@@ -61,11 +64,11 @@ def attend(
             cache,
             nothing if scale is None else scale,
             offset.reshape(1).astype(mx.int32),
-            nothing.reshape(1, 1, 1, 1) if mask is None else _added(mask),
+            _constant(((((0.0,),),),), mx.float32) if mask is None else _added(mask),
             bias_split.key_bias if bias_split is not None and pairs else nothing,
-            mx.array(bias_split.pairs if bias_split is not None and pairs else [0], mx.int32),
-            bias_split.rotation if bias_split is not None and pairs else nothing.reshape(1, 1, 1),
-            mx.array(alibi_slopes(H)) if is_alibi else nothing,
+            _constant(bias_split.pairs if bias_split is not None and pairs else (0,), mx.int32),
+            bias_split.rotation if bias_split is not None and pairs else _constant((((0.0,),),), mx.float32),
+            _constant(tuple(alibi_slopes(H)), mx.float32) if is_alibi else nothing,
         ],
         template=constants
         | {
@@ -176,3 +179,9 @@ def _added(mask: mx.array) -> mx.array:
     """The mask as (B or 1, H or 1, S, T) float32 that is added to the scores."""
     mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
     return mx.where(mask, 0.0, -mx.inf) if mask.dtype == mx.bool_ else mask.astype(mx.float32)
+
+
+@kept
+def _constant(values: tuple[Any, ...], dtype: mx.Dtype) -> mx.array:
+    """Numbers as an array, made once instead of at every token in every layer."""
+    return mx.array(values, dtype)

@@ -51,7 +51,7 @@ def launch(
 
 @cache
 def _kernel(name: str, backend: str) -> Kernel:
-    make = mx.fast.metal_kernel if backend == "metal" else mx.fast.cuda_kernel
+    make: Callable[..., Kernel] = mx.fast.metal_kernel if backend == "metal" else mx.fast.cuda_kernel
     return make(
         name=f"kvant_{name}",
         input_names=list(INPUTS[name]),
