@@ -90,6 +90,7 @@ def bench(
         weight_group_size=weight_group_size,
     )
     options.check_text(model=model, server=server, server_model=server_model)
+    options.check_kernels()  # the workers' environment is this process's
     bench_options.check_seed(seed)
     bench_options.check_files(output, plot)
     if plot is not None and max_tokens == 1:

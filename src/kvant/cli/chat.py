@@ -39,6 +39,7 @@ def chat(
     kv_group_size: options.KvGroupSize = None,
     kv_bias_split: options.KvBiasSplit = True,
     max_kv_size: options.MaxKvSize = None,
+    kernels: options.Kernels = None,
     prefill_step_size: options.PrefillStepSize = 512,
     quiet: options.Quiet = False,
 ) -> None:
@@ -55,6 +56,7 @@ def chat(
     )
     options.check_counts(max_tokens=max_tokens, max_kv_size=max_kv_size, prefill_step_size=prefill_step_size)
     group_size = options.check_kv_format(kv_bits, kv_group_size)
+    options.check_kernels(kernels)
     options.check_text(model=model, adapter_path=adapter_path, system_prompt=system_prompt)
     stops = options.check_stop(stop)
     session = open_session(
@@ -64,6 +66,7 @@ def chat(
         kv_group_size=group_size,
         kv_bias_split=kv_bias_split,
         max_kv_size=max_kv_size,
+        kernels=kernels,
         quiet=quiet,
     )
     sampler, processors = options.build_sampling(sampling, session.model.config.vocab_size)

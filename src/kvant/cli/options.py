@@ -1,5 +1,6 @@
 """Flags that several commands share, and what is made of them. Names and defaults follow mlx-lm."""
 
+import os
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -8,6 +9,7 @@ from typer.exceptions import TyperException
 
 from kvant.engine.load import POCKET
 from kvant.engine.sampling import LogitsProcessor, Sampler, SamplingOptions
+from kvant.operators.kernels.dispatch import VARIABLE, choose
 from kvant.operators.quantization import QUANT_BITS
 
 
@@ -47,6 +49,13 @@ KvBiasSplit = Annotated[
     bool,
     typer.Option(
         "--kv-bias-split/--no-kv-bias-split", help="Keep the projections' biases out of the cache; attention adds them."
+    ),
+]
+Kernels = Annotated[
+    str | None,
+    typer.Option(
+        metavar="composed|fused",
+        help="How attention reads the cache; default: KVANT_KERNELS, else the fused kernel on a GPU that it works on.",
     ),
 ]
 MaxKvSize = Annotated[
@@ -110,6 +119,21 @@ def check_kv_format(kv_bits: int, kv_group_size: int | None) -> int:
         raise BadValueError(f"--kv-group-size is {kv_group_size}, but --kv-bits 0 does not quantize")
     check_counts(kv_group_size=kv_group_size)
     return DEFAULT_KV_GROUP_SIZE if kv_group_size is None else kv_group_size
+
+
+def check_kernels(kernels: str | None = None) -> None:
+    """Refuse a --kernels, or a KVANT_KERNELS without one, that is unknown or cannot be had on this machine.
+
+    Raises:
+        RuntimeError: the fused kernel is asked for and failed its self-check.
+    """
+    if kernels is None and not os.environ.get(VARIABLE):
+        return  # nothing is asked for
+    try:
+        choose(kernels)
+    except ValueError as error:
+        text = str(error)
+        raise BadValueError(text if kernels is None else f"--{text}") from error
 
 
 def check_text(**texts: str | None) -> None:

@@ -50,6 +50,7 @@ def open_session(
     kv_group_size: int,
     kv_bias_split: bool,
     max_kv_size: int | None,
+    kernels: str | None,
     quiet: bool,
 ) -> Session:
     """Load a model and reserve its cache; the reservation is printed before the first token is computed.
@@ -57,7 +58,8 @@ def open_session(
     Raises:
         ModelError: a model or adapter that cannot be loaded.
         ContextError: more tokens asked for than the model's context.
-        BadValueError: a group size that does not divide the model's head dimension.
+        BadValueError: a group size that does not divide the model's head dimension, or a format that a kernel asked
+            for does not take.
     """
     started = time.perf_counter()
     # Collecting garbage while transformers is imported takes a tenth of that time and finds none; frozen, what it left
@@ -74,7 +76,9 @@ def open_session(
         raise ContextError(f"--max-kv-size is {max_kv_size}; the model's context is {context} tokens")
     try:
         tokens = max_kv_size or min(DEFAULT_MAX_KV_SIZE, context)
-        cache = model.make_cache(tokens, quant_bit=kv_bits, quant_group=kv_group_size, bias_split=kv_bias_split)
+        cache = model.make_cache(
+            tokens, quant_bit=kv_bits, quant_group=kv_group_size, bias_split=kv_bias_split, kernels=kernels
+        )
     except ValueError as error:
         raise BadValueError(f"--kv-bits {kv_bits} --kv-group-size {kv_group_size}: {error}") from error
     session = Session(model, tokenizer, cache, time.perf_counter() - started)

@@ -66,7 +66,7 @@ def choose(kernels: str | None = None) -> Choice:
         return Choice(None, asked)
     backend = gpu_backend()
     if backend is None:
-        reason = f"MLX's default device is {mx.default_device()}; the fused kernel runs on a GPU with Metal or CUDA"
+        reason = "MLX's default device is no GPU with Metal or CUDA, which the fused kernel runs on"
         if wanted is not None:
             raise ValueError(f"{asked}; {reason}")
         return Choice(None, reason)
