@@ -104,6 +104,9 @@ def test_the_flag() -> None:
         done = run("generate", "hi", "--kernels", "fused")
         assert done.returncode == 2
         assert done.stderr.startswith("kvant: error: --kernels is 'fused'; MLX's default device is no GPU")
+        done = run("bench", "--engine", "kvant:fused")
+        assert done.returncode == 2
+        assert "--engine kvant's setting is 'fused'; MLX's default device is no GPU" in done.stderr
     done = run("generate", "hi", "--kernels", "composed", "-m", "2", KVANT_KERNELS="fused")  # the flag wins
     assert done.returncode == 0
 

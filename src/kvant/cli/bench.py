@@ -26,9 +26,9 @@ def bench(
     engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="kvant, mlx-lm, mlx-lm:float32 (its weights cast), mlx-lm:openblas (kvant's BLAS lent to it), concat "
-            "(kvant with a cache that grows) or none (no cache: everything computed again for every token); "
-            "repeatable; default: kvant and mlx-lm."
+            help="kvant, kvant:composed or kvant:fused (its kernels), mlx-lm, mlx-lm:float32 (its weights cast), "
+            "mlx-lm:openblas (kvant's BLAS lent to it), concat (kvant with a cache that grows) or none (no cache: "
+            "everything computed again for every token); repeatable; default: kvant and mlx-lm."
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help=f"{options.MODEL_HELP}, the default.")] = None,

@@ -121,8 +121,10 @@ def check_kv_format(kv_bits: int, kv_group_size: int | None) -> int:
     return DEFAULT_KV_GROUP_SIZE if kv_group_size is None else kv_group_size
 
 
-def check_kernels(kernels: str | None = None) -> None:
-    """Refuse a --kernels, or a KVANT_KERNELS without one, that is unknown or cannot be had on this machine.
+def check_kernels(kernels: str | None = None, flag: str = "--kernels") -> None:
+    """Refuse kernels, or a KVANT_KERNELS without them, that are unknown or cannot be had on this machine.
+
+    ``flag`` is how the user named them.
 
     Raises:
         RuntimeError: the fused kernel is asked for and failed its self-check.
@@ -132,8 +134,7 @@ def check_kernels(kernels: str | None = None) -> None:
     try:
         choose(kernels)
     except ValueError as error:
-        text = str(error)
-        raise BadValueError(text if kernels is None else f"--{text}") from error
+        raise BadValueError(str(error) if kernels is None else str(error).replace("kernels", flag, 1)) from error
 
 
 def check_text(**texts: str | None) -> None:
