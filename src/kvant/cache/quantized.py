@@ -18,6 +18,10 @@ class QuantizedKVCache:
 
     Rows are appended in place. That needs the arrays to themselves: whoever holds ``cache`` or ``scale``, or a slice
     of them, makes MLX copy the whole buffer at the next append.
+
+    Attributes:
+        quant_bit, quant_group, bias_split: as given.
+        backend: what runs the fused kernel for calls that it takes; None: all are composed.
     """
 
     def __init__(
@@ -66,6 +70,8 @@ class QuantizedKVCache:
         ):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name} is {number!r}; expected a positive int")
+        if num_heads is not None and (type(num_heads) is not int or num_heads < 1 or num_heads % num_kv_heads):
+            raise ValueError(f"num_heads is {num_heads!r}; expected a multiple of the {num_kv_heads} kv heads")
         check_quantization(quant_bit, quant_group, head_dim)
         if dtype not in FLOAT_DTYPES or scale_dtype not in SCALE_DTYPES:
             raise ValueError(f"dtype is {dtype}, scale_dtype {scale_dtype}; expected floats, the scale's not bfloat16")
