@@ -170,9 +170,10 @@ def threadgroup_shape(queries: int, pairs: int, backend: str) -> tuple[int, int,
     most = QUERIES[backend] * MAX_CREWS
     if pairs:
         most = min(most, ANGLE_BYTES // (8 * pairs))
-    parts = -(-queries // most)
-    crews = -(-queries // (parts * QUERIES[backend]))
-    return parts, crews, max(1, 4 // crews), -(-queries // (parts * crews))
+    part = -(-queries // -(-queries // most))  # parts as equal as can be, and their crews
+    crews = -(-part // QUERIES[backend])
+    crew = -(-part // crews)
+    return -(-queries // (crews * crew)), crews, max(1, 4 // crews), crew
 
 
 def _added(mask: mx.array) -> mx.array:
