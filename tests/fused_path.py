@@ -69,7 +69,7 @@ def composed_launch(
         partial, _, _, value_bias = inputs
         output = partial[..., 0, :]
         if template["VALUE_BIAS"]:
-            output = output + mx.repeat(value_bias, output.shape[1] // template["KV_HEADS"], axis=0)[:, None]
+            output = output + mx.repeat(value_bias, output.shape[1] // value_bias.shape[0], axis=0)[:, None]
         return [output.astype(template["T"])]
     query, cache, scale, offset = inputs[:4]
     assert template["NEW"] == 1

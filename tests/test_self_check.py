@@ -99,9 +99,8 @@ def test_random_cases_are_taken_and_vary() -> None:
     cases = list(check.random_cases(60, 1))
     assert cases == list(check.random_cases(60, 1)) != list(check.random_cases(60, 2))
     for case in [*cases, *check.SELF_CHECK]:
-        pairs = len(case.pairs or ())
         shape = (case.B, case.H, case.S, case.D)
-        assert refusal(shape, case.K, quant_bit=case.quant_bit, quant_group=case.quant_group, pairs=pairs) is None
+        assert refusal(shape, quant_bit=case.quant_bit, quant_group=case.quant_group) is None
         assert 0 <= case.offset <= case.max_seq_len - case.S
     for field, count in {"D": 4, "quant_bit": 3, "dtype": 3, "is_alibi": 2, "K": 4, "quant_group": 5}.items():
         assert len({getattr(case, field) for case in cases}) == count

@@ -36,7 +36,6 @@ class QuantizedKVCache:
         dtype: mx.Dtype = mx.float16,
         scale_dtype: mx.Dtype = mx.float16,
         bias_split: BiasSplit | None = None,
-        num_heads: int | None = None,
         kernels: str | None = None,
     ) -> None:
         """Allocate the cache.
@@ -51,15 +50,13 @@ class QuantizedKVCache:
             dtype: dtype of the rows at 0 bits; without meaning otherwise.
             scale_dtype: float16 or float32.
             bias_split: what keys and values will lack of their biases, its table as long as the cache.
-            num_heads: H of the queries to come, as far as it is known; default: K.
             kernels: "composed" or "fused" forces how attention is computed; None: the environment variable
                 KVANT_KERNELS does, or else it is the fused kernel on a GPU. Decided now, for the cache's life. Calls of
-                more new tokens than the kernel takes (8, and 64 queries a kv head), as in a prefill, are composed
-                whatever this says.
+                more new tokens than the kernel takes (8), as in a prefill, are composed whatever this says.
 
         Raises:
             ValueError: a size below 1, a group that does not divide D, an unsupported bit or dtype; a kernel forced for
-                a format or heads that it does not take, or where there is no GPU.
+                a format that it does not take, or where there is no GPU.
             RuntimeError: a forced kernel that failed its self-check on this device.
         """
         for name, number in (
@@ -70,16 +67,13 @@ class QuantizedKVCache:
         ):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name} is {number!r}; expected a positive int")
-        if num_heads is not None and (type(num_heads) is not int or num_heads < 1 or num_heads % num_kv_heads):
-            raise ValueError(f"num_heads is {num_heads!r}; expected a multiple of the {num_kv_heads} kv heads")
         check_quantization(quant_bit, quant_group, head_dim)
         if dtype not in FLOAT_DTYPES or scale_dtype not in SCALE_DTYPES:
             raise ValueError(f"dtype is {dtype}, scale_dtype {scale_dtype}; expected floats, the scale's not bfloat16")
         self.quant_bit = quant_bit
         self.quant_group = quant_group
         self.bias_split = bias_split
-        newest = (batch, num_heads or num_kv_heads, 1, head_dim)  # the query of a decode step
-        self.backend = resolve(kernels, self._refusal(newest, num_kv_heads))
+        self.backend = resolve(kernels, self._refusal((batch, num_kv_heads, 1, head_dim)))
         self._max_seq_len = max_seq_len
         self._offset = 0
         shape = (1, batch, 2, num_kv_heads, max_seq_len)
@@ -103,7 +97,7 @@ class QuantizedKVCache:
 
     def backend_for(self, query: mx.array) -> Backend | None:
         """What runs the fused kernel for a (B, H, S, D) query; None: it is composed."""
-        takes = self.backend is not None and self._refusal(query.shape, self.cache.shape[3]) is None
+        takes = self.backend is not None and self._refusal(query.shape) is None
         return self.backend if takes else None
 
     @property
@@ -178,9 +172,8 @@ class QuantizedKVCache:
         """Forget every token; the memory stays reserved."""
         self._offset = 0
 
-    def _refusal(self, query_shape: tuple[int, ...], num_kv_heads: int) -> str | None:
-        pairs = 0 if self.bias_split is None else len(self.bias_split.pairs)
-        return refusal(query_shape, num_kv_heads, quant_bit=self.quant_bit, quant_group=self.quant_group, pairs=pairs)
+    def _refusal(self, query_shape: tuple[int, ...]) -> str | None:
+        return refusal(query_shape, quant_bit=self.quant_bit, quant_group=self.quant_group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,7 +224,6 @@ class Decoder:
                 quant_group=quant_group,
                 dtype=self.dtype,
                 bias_split=layer.self_attn.bias_split(max_seq_len) if bias_split else None,
-                num_heads=config.num_attention_heads,
                 kernels=kernels,
             )
             for layer in self.layers

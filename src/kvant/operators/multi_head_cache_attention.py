@@ -83,13 +83,8 @@ def multi_head_cache_attention(
     )
     check_bias_split(bias_split, call, num_kv_heads or num_heads)
     if cache_layout == 1 and num_layer == 1:
-        reason = refusal(
-            (call.batch, num_heads, call.new_tokens, head_dim),
-            num_kv_heads or num_heads,
-            quant_bit=quant_bit,
-            quant_group=quant_group,
-            pairs=0 if bias_split is None else len(bias_split.pairs),
-        )
+        shape = (call.batch, num_heads, call.new_tokens, head_dim)
+        reason = refusal(shape, quant_bit=quant_bit, quant_group=quant_group)
     else:
         reason = f"cache_layout {cache_layout} with num_layer {num_layer}; it takes layout 1 with one layer"
     backend = resolve(kernels, reason)

@@ -1,4 +1,5 @@
-// Attention of a few new tokens to a cache, first pass: one threadgroup for a kv head and a split of its rows.
+// Attention of a few new tokens to a cache, first pass: one threadgroup for a kv head and a split of its rows; PARTS of
+// them where a kv head has more queries than one threadgroup takes.
 //
 // Inputs: query (B, H, NEW, DIM) T; cache (1, B, 2, K, MaxS, stored); scale (1, B, 2, K, MaxS, DIM / GROUP), any array
 // where BITS is 0; offset (1,) int: rows before the new ones, which are in the cache already; and where they are used
@@ -7,11 +8,11 @@
 // Outputs, float: partial (B, H, NEW, SPLITS, DIM), the sum of values by weight exp(score - most); sums, most (B, H, NEW, SPLITS).
 //
 // A simdgroup has QUERIES queries, their outputs and SLOTS rows at a time in its registers; LANES lanes share a row. TEAMS
-// simdgroups share the rows of the same queries. Where one simdgroup can't have all queries of the kv head, CREWS of them
-// do, and the rows are turned to float once, in threadgroup memory.
+// simdgroups share the rows of the same queries. Where one simdgroup can't have all queries of the threadgroup, CREWS of
+// them do, and the rows are turned to float once, in threadgroup memory.
 
-constexpr int ALL = HEADS * NEW;
-constexpr int CREWS = (ALL + QUERIES - 1) / QUERIES;
+constexpr int ALL = HEADS * NEW;        // queries of a kv head
+constexpr int HERE = CREWS * QUERIES;   // of a threadgroup; the last may have places without a query
 constexpr int LANES = DIM <= 64 ? 8 : (DIM <= 128 ? 16 : 32);  // of 96 elements' lanes four are idle
 constexpr int SLOTS = 32 / LANES;
 constexpr int STEP = TEAMS * SLOTS * AHEAD;  // rows between two looks at the maximum
@@ -27,7 +28,7 @@ constexpr int SOME_PAIRS = PAIRS > 0 ? PAIRS : 1;  // to divide by
 constexpr float LEAST = -3.402823466e+38f;
 
 threadgroup float shared[SHARED > 0 ? SHARED : 1];
-threadgroup float angles[PAIRS > 0 ? ALL * 2 * PAIRS : 1];  // what cosines and sines of the split-off bias are multiplied with
+threadgroup float angles[PAIRS > 0 ? HERE * 2 * PAIRS : 1];  // what cosines and sines of the split-off bias are multiplied with
 
 const uint me = thread_index_in_threadgroup;
 const uint lane = thread_index_in_simdgroup;
@@ -36,7 +37,8 @@ const uint crew = simdgroup_index_in_threadgroup / TEAMS;
 const uint slot = lane / LANES;
 const uint chunk = lane % LANES;
 const bool active = chunk < CHUNKS;
-const uint head = threadgroup_position_in_grid.x;
+const uint head = threadgroup_position_in_grid.x / PARTS;
+const int part = int(threadgroup_position_in_grid.x % PARTS);
 const uint batch = threadgroup_position_in_grid.y;
 const uint split = threadgroup_position_in_grid.z;
 const uint heads = cache_shape[3];
@@ -61,8 +63,10 @@ float q[QUERIES][KVANT_WIDTH];
 float o[QUERIES][KVANT_WIDTH];
 float most_so_far[QUERIES];
 float sum[QUERIES];
+const int my_query = int(crew) * QUERIES;  // the first, in the threadgroup
+const int first_query = part * HERE + my_query;  // the same, of the kv head's
 for (int j = 0; j < QUERIES; j++) {
-    const int a = int(crew) * QUERIES + j;
+    const int a = first_query + j;
     for (int e = 0; e < KVANT_WIDTH; e++) {
         q[j][e] = active && a < ALL ? by * float(queries[a * DIM + int(chunk) * KVANT_WIDTH + e]) : 0.0f;
         o[j][e] = 0.0f;
@@ -71,15 +75,16 @@ for (int j = 0; j < QUERIES; j++) {
     sum[j] = 0.0f;
 }
 if (PAIRS > 0) {
-    for (int i = int(me); i < ALL * PAIRS; i += THREADS) {
-        const int a = i / SOME_PAIRS;
+    for (int i = int(me); i < HERE * PAIRS && part * HERE + i / SOME_PAIRS < ALL; i += THREADS) {
+        const int mine = i / SOME_PAIRS;
         const int p = i % SOME_PAIRS;
-        const float q1 = by * float(queries[a * DIM + pairs[p]]);
-        const float q2 = by * float(queries[a * DIM + pairs[p] + DIM / 2]);
+        const int pair = (part * HERE + mine) * DIM + pairs[p];
+        const float q1 = by * float(queries[pair]);
+        const float q2 = by * float(queries[pair + DIM / 2]);
         const float b1 = key_bias[(head * 2) * PAIRS + p];
         const float b2 = key_bias[(head * 2 + 1) * PAIRS + p];
-        angles[a * 2 * PAIRS + p] = q1 * b1 + q2 * b2;
-        angles[a * 2 * PAIRS + PAIRS + p] = q2 * b1 - q1 * b2;
+        angles[mine * 2 * PAIRS + p] = q1 * b1 + q2 * b2;
+        angles[mine * 2 * PAIRS + PAIRS + p] = q2 * b1 - q1 * b2;
     }
     KVANT_BARRIER;
 }
@@ -134,7 +139,7 @@ for (int base = first; base < last; base += STEP) {
             }
         }
         for (int j = 0; j < QUERIES; j++) {
-            const int a = int(crew) * QUERIES + j;
+            const int a = first_query + j;
             float dot = 0.0f;
             for (int e = 0; e < KVANT_WIDTH; e++) {
                 dot += q[j][e] * x[e];
@@ -142,9 +147,10 @@ for (int base = first; base < last; base += STEP) {
             dot *= by_scale;
             if (PAIRS > 0 && a < ALL && row < last) {
                 for (int p = int(chunk); p < PAIRS; p += LANES) {
-                    const size_t turned = size_t(p) * rotation_shape[2] + row;
-                    dot += angles[a * 2 * PAIRS + p] * rotation[turned];
-                    dot += angles[a * 2 * PAIRS + PAIRS + p] * rotation[turned + size_t(PAIRS) * rotation_shape[2]];
+                    const size_t cosine = size_t(p) * rotation_shape[2] + row;
+                    const size_t sine = cosine + size_t(PAIRS) * rotation_shape[2];
+                    const int angle = (my_query + j) * 2 * PAIRS + p;
+                    dot += angles[angle] * rotation[cosine] + angles[angle + PAIRS] * rotation[sine];
                 }
             }
             for (uint other = LANES / 2; other > 0; other /= 2) {
@@ -225,7 +231,7 @@ for (int j = 0; j < QUERIES; j++) {
     }
 }
 for (int j = 0; j < QUERIES; j++) {
-    const int a = int(crew) * QUERIES + j;
+    const int a = first_query + j;
     if (TEAMS > 1) {
         const uint mine = simdgroup_index_in_threadgroup * (DIM + 2);
         KVANT_BARRIER;  // what was there has been read

@@ -12,7 +12,9 @@ from kvant.operators.kernels.launch import launch
 HEAD_DIMS = (64, 96, 128, 256)
 GROUPS = (8, 16, 32, 64, 128)
 MAX_NEW_TOKENS = 8
-MAX_QUERIES = 64  # of a kv head: query heads times new tokens
+# Queries a simdgroup has in registers, 16 and more each: Apple's GPUs have 128 a thread, NVIDIA's 255.
+QUERIES = {"metal": 4, "cuda": 8}
+MAX_CREWS = 8  # 256 threads a threadgroup: of so many registers each Apple's GPUs take no more than 384
 ANGLE_BYTES = 8 * 1024  # threadgroup memory for the split-off bias; the stage of rows takes up to 16 KiB of Metal's 32
 LEAST_ROWS = 64  # of a split: fewer are not worth a threadgroup
 APPEND_THREADS = 64
@@ -32,7 +34,7 @@ def attend(
     bias_split: BiasSplit | None = None,
     backend: str,
 ) -> mx.array:
-    """Attention of S new tokens whose rows the cache already holds; unchecked but for :func:`refusal`.
+    """Attention of S new tokens whose rows the cache already holds; unchecked: :func:`refusal` says what it takes.
 
     Args:
         query: (B, H, S, D).
@@ -49,11 +51,9 @@ def attend(
     B, H, S, D = query.shape
     K, max_rows = cache.shape[3:5]
     splits = num_splits(max_rows, B * K)
-    queries, teams = crew_shape(H // K * S, D)
-    crews = -(-(H // K * S) // queries)
     pairs = len(bias_split.pairs) if bias_split is not None else 0
+    parts, crews, teams, queries = threadgroup_shape(H // K * S, pairs, backend)
     nothing = _constant((0.0,), mx.float32)
-    constants = {"DIM": D, "HEADS": H // K, "NEW": S, "SPLITS": splits}
     partial = ((B, H, S, splits, D), mx.float32)
     statistic = ((B, H, S, splits), mx.float32)
     results = launch(
@@ -70,14 +70,19 @@ def attend(
             bias_split.rotation if bias_split is not None and pairs else _constant((((0.0,),),), mx.float32),
             _constant(tuple(alibi_slopes(H)), mx.float32) if is_alibi else nothing,
         ],
-        template=constants
-        | {
+        template={
+            "DIM": D,
+            "HEADS": H // K,
+            "NEW": S,
+            "SPLITS": splits,
             "T": query.dtype,
             "C": cache.dtype,
             "BITS": quant_bit,
             "GROUP": quant_group if quant_bit else D,
             "QUERIES": queries,
+            "CREWS": crews,
             "TEAMS": teams,
+            "PARTS": parts,
             "AHEAD": 2 if queries > 4 else 4,
             "LEAST_ROWS": LEAST_ROWS,
             "PAIRS": pairs,
@@ -85,7 +90,7 @@ def attend(
             "ALIBI": is_alibi,
             "MASK": mask is not None,
         },
-        grid=(K, B, splits),
+        grid=(K * parts, B, splits),
         threads=32 * teams * crews,
         outputs=[partial, statistic, statistic],
     )
@@ -94,7 +99,7 @@ def attend(
         "combine",
         backend,
         [*results, value_bias],
-        template=constants | {"T": query.dtype, "KV_HEADS": K, "VALUE_BIAS": bias_split is not None},
+        template={"T": query.dtype, "VALUE_BIAS": bias_split is not None},
         grid=(B * H * S, 1, 1),
         threads=D,
         outputs=[((B, H, S, D), query.dtype)],
@@ -111,8 +116,8 @@ def quantize_rows(
         levels (B, 2, K, S, D') and scales (B, 2, K, S, D/G), 8 or 4 bits.
     """
     B, K, S, D = key.shape
-    groups = B * 2 * K * S * (D // quant_group)
-    words, scales = launch(
+    words = B * 2 * K * S * (D * quant_bit // 32)
+    levels, scales = launch(
         "append",
         backend,
         [key, value],
@@ -124,36 +129,26 @@ def quantize_rows(
             "GROUP": quant_group,
             "NEW": S,
         },
-        grid=(-(-groups // APPEND_THREADS), 1, 1),
+        grid=(-(-words // APPEND_THREADS), 1, 1),
         threads=APPEND_THREADS,
         outputs=[((B, 2, K, S, D * quant_bit // 32), mx.uint32), ((B, 2, K, S, D // quant_group), scale_dtype)],
     )
-    return words.view(mx.uint8 if quant_bit == 4 else mx.int8), scales
+    return levels.view(mx.uint8 if quant_bit == 4 else mx.int8), scales
 
 
-def refusal(
-    query_shape: tuple[int, ...], num_kv_heads: int, *, quant_bit: int, quant_group: int, pairs: int = 0
-) -> str | None:
-    """Why the kernel does not take such a call; None: it does.
+def refusal(query_shape: tuple[int, ...], *, quant_bit: int, quant_group: int) -> str | None:
+    """Why the kernel does not take such a call; None: it does. Any number of heads, kv heads and rows is taken.
 
     Args:
         query_shape: (B, H, S, D).
-        pairs: of the bias split.
     """
-    _, H, S, D = query_shape
+    _, _, S, D = query_shape
     if D not in HEAD_DIMS:
         return f"head_dim {D}; it takes {', '.join(map(str, HEAD_DIMS))}"
     if S > MAX_NEW_TOKENS:
         return f"{S} new tokens; it takes up to {MAX_NEW_TOKENS}"
-    queries = H // num_kv_heads * S
-    if queries > MAX_QUERIES:
-        return f"{queries} queries a kv head; it takes up to {MAX_QUERIES}"
     if quant_bit and quant_group not in GROUPS:
         return f"groups of {quant_group}; it takes {', '.join(map(str, GROUPS))}"
-    if queries * pairs * 8 > ANGLE_BYTES:
-        return (
-            f"a bias split of {pairs} pairs with {queries} queries a kv head; its angles take over {ANGLE_BYTES} bytes"
-        )
     return None
 
 
@@ -166,13 +161,22 @@ def num_splits(max_rows: int, heads: int) -> int:
     return 1 << max(0, min(wanted, 128).bit_length() - 1)
 
 
-def crew_shape(queries: int, head_dim: int) -> tuple[int, int]:
-    """Queries a simdgroup has in its registers, and simdgroups that share the rows of the same queries."""
-    most = 8 if head_dim <= 128 else 4
-    if queries <= most:
-        return queries, 4
-    crews = -(-queries // 4)
-    return 4, max(1, 4 // crews)
+def threadgroup_shape(queries: int, pairs: int, backend: str) -> tuple[int, int, int, int]:
+    """How the queries of a kv head, query heads times new tokens, are dealt out.
+
+    Returns:
+        parts: threadgroups that read the same rows, each for a part of the queries; 1 for up to 32 of them on Metal.
+        crews: simdgroups of a threadgroup with queries of their own.
+        teams: simdgroups with the same queries and every teams-th row.
+        queries: of a simdgroup.
+    """
+    most = QUERIES[backend] * MAX_CREWS
+    if pairs:
+        most = min(most, ANGLE_BYTES // (8 * pairs))
+    part = -(-queries // -(-queries // most))  # parts as equal as can be, and their crews
+    crews = -(-part // QUERIES[backend])
+    crew = -(-part // crews)
+    return -(-queries // (crews * crew)), crews, max(1, 4 // crews), crew
 
 
 def _added(mask: mx.array) -> mx.array:

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from kvant.operators.attention import attend_rows
 from kvant.operators.bias_split import BiasSplit, rotation_table
-from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, MAX_NEW_TOKENS, refusal
+from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, MAX_NEW_TOKENS
 from kvant.operators.kernels.dispatch import Backend
 from kvant.operators.key_value_cache import quantized_parts, read_rows, write_rows
 from kvant.operators.multi_head_cache_attention import append_and_attend
@@ -196,13 +196,13 @@ def self_check(backend: Backend) -> str | None:
 def random_cases(count: int, seed: int) -> Iterator[Case]:
     """Cases over what the kernel takes, the same for the same seed."""
     draw = random.Random(seed)
-    while count:
+    for _ in range(count):
         K, ratio, D = draw.choice((1, 2, 4, 8)), draw.choice((1, 2, 4, 7, 8)), draw.choice(HEAD_DIMS)
         S = draw.choice((1, 1, 1, draw.randint(2, MAX_NEW_TOKENS)))
         max_seq_len = draw.randint(S, 6000)
         is_alibi = draw.random() < 0.2
         pairs = tuple(draw.sample(range(D // 2), draw.randint(0, 6))) if draw.random() < 0.4 else None
-        case = Case(
+        yield Case(
             B=draw.choice((1, 1, 2, 4)),
             H=K * ratio,
             K=K,
@@ -217,11 +217,6 @@ def random_cases(count: int, seed: int) -> Iterator[Case]:
             pairs=pairs,
             seed=draw.getrandbits(32),
         )
-        shape = (case.B, case.H, case.S, case.D)
-        taken = refusal(shape, K, quant_bit=case.quant_bit, quant_group=case.quant_group, pairs=len(pairs or ()))
-        if taken is None:
-            count -= 1
-            yield case
 
 
 def _number(x: mx.array) -> float:

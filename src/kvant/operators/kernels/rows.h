@@ -3,6 +3,9 @@
 
 KVANT_CONSTANT int KVANT_WIDTH = 8;
 
+// The larger of two, NaN if one is: max() may drop it.
+KVANT_FUNCTION float kvant_larger(float x, float y) { return x >= y || x != x ? x : y; }
+
 template <int BITS, typename C>
 struct Eight {
     KVANT_FUNCTION void read(const KVANT_DEVICE uint* row, uint i, KVANT_THREAD float* x) {
