@@ -19,8 +19,6 @@ from kvant.doctor import diagnosis, kernels, look_ahead, machine
 from kvant.operators.kernels import attend, launch
 from kvant.operators.kernels.check import SELF_CHECK
 
-pytestmark = host_pytest_skip
-
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command, without a wish of this process's environment."""
@@ -134,6 +132,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return int(code or 0), capsys.readouterr().out
 
 
+@host_pytest_skip
 def test_a_kernel_that_is_right(host_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = doctor(capsys, "--json")
     assert code == 0
@@ -167,6 +166,7 @@ def _broken(run: Callable[..., list[mx.array]]) -> Callable[..., list[mx.array]]
     return broken
 
 
+@host_pytest_skip
 @pytest.mark.parametrize(("change", "wrong", "said"), [(_off, 2, "off by"), (_broken, 4, "Unable to build metal")])
 @pytest.mark.parametrize("forced", [False, True])
 def test_a_kernel_that_is_wrong(
@@ -199,6 +199,7 @@ def test_a_kernel_that_is_wrong(
     assert f"{4 - wrong} of 4 cases agree" in text
 
 
+@host_pytest_skip
 def test_a_number_that_is_none_is_null_in_json(
     host_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
