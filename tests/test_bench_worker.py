@@ -244,6 +244,15 @@ def test_engines_and_their_labels() -> None:
     ]
     assert [spec.kv_group_size for spec in engine_specs(["kvant", "mlx-lm"], [8], 128, 128)] == [128, 128]
     assert [spec.kv_group_size for spec in engine_specs(["mlx-lm"], [8], None, 96)] == [32]
+    specs = engine_specs(["kvant", "kvant:composed", "kvant:fused"], [0, 8], None, 64)
+    assert [(spec.label, spec.kernels) for spec in specs] == [
+        ("kvant full", None),
+        ("kvant 8-bit", None),
+        ("kvant full composed", "composed"),
+        ("kvant 8-bit composed", "composed"),
+        ("kvant full fused", "fused"),
+        ("kvant 8-bit fused", "fused"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -255,6 +264,8 @@ def test_engines_and_their_labels() -> None:
         (["mlx-lm:int8"], None, 64, "engine is 'mlx-lm:int8'; only mlx-lm takes a dtype: float32, float16, bfloat16"),
         (["kvant:float32"], None, 64, "engine is 'kvant:float32'; only mlx-lm takes a dtype"),
         (["kvant", "none", "kvant"], None, 64, "engine 'kvant' is named twice"),
+        (["concat:composed"], None, 64, "engine is 'concat:composed'; only kvant takes composed or fused"),
+        (["kvant:composed:fused"], None, 64, "engine is 'kvant:composed:fused'"),
         (["kvant"], 24, 64, "kv group size is 24; expected a divisor of the head dimension 64"),
         (["kvant"], None, 48, "kv group size is 32; expected a divisor of the head dimension 48"),
         (["mlx-lm"], 16, 64, "kv group size is 16; expected a divisor of the head dimension 64, .* 32, 64, 128"),

@@ -111,8 +111,8 @@ class Kvant:
         bits, group = self._spec.kv_bits, self._spec.kv_group_size
         assert bits is not None  # kvant's spec has it
         if group is None:
-            return self._model.make_cache(max_seq_len, quant_bit=bits)
-        return self._model.make_cache(max_seq_len, quant_bit=bits, quant_group=group)
+            return self._model.make_cache(max_seq_len, quant_bit=bits, kernels=self._spec.kernels)
+        return self._model.make_cache(max_seq_len, quant_bit=bits, quant_group=group, kernels=self._spec.kernels)
 
 
 class Recompute(Kvant):
