@@ -52,7 +52,7 @@ def open_session(
     *,
     adapter_path: str | None = None,
     max_kv_size: KvSize,
-    kernels: str | None,
+    kernels: str | None = None,
     wired: bool,
     quiet: bool,
 ) -> Session:
