@@ -34,9 +34,9 @@ def goals(recording: dict[str, Any]) -> list[dict[str, Any]]:
 def table(recording: dict[str, Any]) -> str:
     """All results, and the goals, as Markdown."""
     lines = [
-        f"{recording['device']}, {recording['cores']} cores; MLX {recording['mlx']}, mlx-lm {recording['mlx_lm']}, "
-        f"kvant {recording['kvant']}, BLAS {recording['blas']}; {recording['dtype']}, copies "
-        f"{recording['copy_bandwidth_gb_s']:.1f} GB/s, {recording['rounds']} rounds",
+        f"{recording['device']}, {recording['cores']} cores, load {recording['load_average']}; MLX {recording['mlx']}, "
+        f"mlx-lm {recording['mlx_lm']}, kvant {recording['kvant']}, BLAS {recording['blas']}; {recording['dtype']}, "
+        f"copies {recording['copy_bandwidth_gb_s']:.1f} GB/s, {recording['rounds']} rounds",
     ]
     columns = ("context", "variant", "ms a layer", "to MLX", "GB/s", "of copy", "model: MB read", "written", "launches")
     for shape in dict.fromkeys(result["shape"] for result in recording["results"]):

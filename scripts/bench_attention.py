@@ -296,6 +296,7 @@ def _about(arguments: Sequence[str] | None) -> dict[str, Any]:
         "command": shlex.join(["scripts/bench_attention.py", *(sys.argv[1:] if arguments is None else arguments)]),
         "device": f"{mx.device_info().get('device_name', 'unknown')} ({kind})",
         "cores": os.cpu_count() or 1,
+        "load_average": round(os.getloadavg()[0], 2),  # of the last minute: how busy others kept the machine
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "kvant": version("kvant"),
