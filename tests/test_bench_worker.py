@@ -124,6 +124,13 @@ def test_a_local_engine(worker: Process, name: str, make_checkpoint: Callable[..
     assert done["tokens"] == len(done["token_ids"]) == len(done["latencies_ms"]) == 4
     assert done["peak_memory_bytes"] > ready["weight_bytes"]
     row = 2 * 2 * 64 * 4
+    moved = [done[f"attention_{what}"] for what in ("bytes_read", "bytes_written", "launches")]
+    if name == "none":
+        assert moved == [None, None, None]
+    else:  # every cached row at least once; with 22 rows the rest is of the same size
+        assert 22 * row <= moved[0] <= 5 * 22 * row
+        assert row <= moved[1]
+        assert moved[2] >= 6
     if name == "none":
         assert (done["cache_bytes"], done["cache_bytes_per_token"]) == (0, 0.0)
     elif name == "kvant":  # with the table of the bias split, read for every row, and biases, which are not
