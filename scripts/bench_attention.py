@@ -39,6 +39,7 @@ from kvant.bench.bandwidth import COPY_BYTES, copy_bandwidth_gb_s
 from kvant.bench.plot import check_plot_path
 from kvant.bench.statistics import Spread, paired_ratio
 from kvant.errors import KvantError
+from kvant.operators.kernels.dispatch import gpu_backend
 
 CONTEXTS = {"gpu": "1k,2k,4k,8k,16k,32k,64k,128k", "cpu": "1k,4k,16k"}
 CHAIN_BYTES = {"gpu": 2**30, "cpu": 2**27}  # of unquantized rows: layers of a chain are fewer where this is exceeded
@@ -174,13 +175,6 @@ def _results(
     return found
 
 
-def backend() -> str | None:
-    """What runs the fused kernel on the default device; None: nothing."""
-    if mx.default_device().type != mx.gpu:
-        return None
-    return "metal" if mx.metal.is_available() else "cuda"
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", help=f"cached tokens; default {CONTEXTS['gpu']}, on a CPU {CONTEXTS['cpu']}")
@@ -211,7 +205,7 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
         ValueError, KvantError: what cannot be.
     """
     kind = "gpu" if mx.default_device().type == mx.gpu else "cpu"
-    where = backend()
+    where = gpu_backend()
     paths = (options.paths or ("fused" if where else "composed")).split(",")
     shapes, bits = options.shapes.split(","), [int(n) for n in _numbers("--bits", options.bits)]
     for name, given, allowed in (

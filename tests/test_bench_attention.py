@@ -132,7 +132,7 @@ def test_a_wrong_variant_is_not_timed(
 def test_what_cannot_be_is_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_attention, "backend", lambda: None)
+    monkeypatch.setattr(bench_attention, "gpu_backend", lambda: None)
     with pytest.raises(SystemExit) as caught:
         bench_attention.main(arguments)
     assert caught.value.code == 2
@@ -166,7 +166,7 @@ def test_the_fused_path_on_the_host(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     """The kernel's Metal text, run by the host: the same rows as the other variants, in tables and JSON."""
     make = launching._kernel
     monkeypatch.setattr(launching, "_kernel", cache(lambda name, backend: on_host(make(name, backend))))
-    monkeypatch.setattr(bench_attention, "backend", lambda: "metal")
+    monkeypatch.setattr(bench_attention, "gpu_backend", lambda: "metal")
     code, out, err = _run(capsys, "--contexts", "70", "--bits", "8", "--paths", "fused,composed", "--json")
     assert code == 0, err
     results = {result["variant"]: result for result in json.loads(out)["results"]}

@@ -127,11 +127,12 @@ class Kvant:
             if isinstance(layer, FullKVCache):
                 traffic += model.total(model.concatenated(step))
                 continue
-            if on_gpu:
+            fused = layer.backend is not None
+            if on_gpu and not fused:
                 return None
             pairs = None if layer.bias_split is None else len(layer.bias_split.pairs)
             step = replace(step, bits=layer.quant_bit, group=layer.quant_group, pairs=pairs)
-            traffic += model.total(model.composed(step))
+            traffic += model.total(model.fused(step) if fused else model.composed(step))
         return traffic
 
     def _make_cache(self, max_seq_len: int) -> Sequence[QuantizedKVCache] | Sequence[FullKVCache]:
