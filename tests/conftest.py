@@ -8,11 +8,19 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from checkpoints import load_reference, qwen2_config, reference_model, save_checkpoint
+from fused_path import checked_gpu, gpu, launches  # noqa: F401, fixtures
+from metal_host import summary
 
 import kvant
 from kvant.engine.load import POCKET, find_model
 from kvant.models import Decoder
 from kvant.report.texts import heldout_documents
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says with which compiler Metal kernels ran on the host, for .ci/run to check that they did."""
+    if line := summary():
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ ROOT = Path(kvant.__file__).parent
 # From the ground up. A module imports its own package and those before it.
 FLOORS = [
     "errors", "sizes", "weights", "blas", "operators", "cache", "models", "engine", "memory", "chat", "__init__",
-    "bench", "report", "cli", "__main__",
+    "bench", "report", "doctor", "cli", "__main__",
 ]  # fmt: skip
 DATA = ["pocket"]  # files, no code
 

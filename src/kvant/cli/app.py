@@ -12,6 +12,7 @@ from typer.exceptions import TyperException
 from kvant.cli import bench
 from kvant.cli.chat import chat
 from kvant.cli.convert import convert
+from kvant.cli.doctor import doctor
 from kvant.cli.generate import generate
 from kvant.cli.models import models
 from kvant.cli.plan import plan
@@ -37,6 +38,7 @@ app.command()(convert)
 app.command()(report)
 app.command()(pull)
 app.command()(models)
+app.command()(doctor)
 app.add_typer(bench.app, name="bench")
 
 

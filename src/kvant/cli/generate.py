@@ -43,6 +43,7 @@ def generate(
     kv_group_size: options.KvGroupSize = None,
     kv_bias_split: options.KvBiasSplit = True,
     max_kv_size: options.MaxKvSize = None,
+    kernels: options.Kernels = None,
     prefill_step_size: options.PrefillStepSize = 512,
     wired: options.Wired = False,
     json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object a token instead of text.")] = False,
@@ -62,6 +63,7 @@ def generate(
     options.check_counts(max_tokens=max_tokens, prefill_step_size=prefill_step_size)
     reserved = options.kv_size(max_kv_size)
     group_size = options.check_kv_format(kv_bits, kv_group_size)
+    options.check_kernels(kernels)
     options.check_text(model=model, adapter_path=adapter_path, system_prompt=system_prompt)
     stops = options.check_stop(stop)
     if ignore_chat_template and system_prompt is not None:
@@ -73,6 +75,7 @@ def generate(
         Settings(kv_bits, group_size, kv_bias_split, prefill_step_size),
         adapter_path=adapter_path,
         max_kv_size=reserved,
+        kernels=kernels,
         wired=wired,
         quiet=quiet,
     )

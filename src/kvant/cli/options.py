@@ -1,5 +1,6 @@
 """Flags that several commands share, and what is made of them. Names and defaults follow mlx-lm."""
 
+import os
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -8,6 +9,7 @@ from typer.exceptions import TyperException
 
 from kvant.engine.load import POCKET
 from kvant.engine.sampling import LogitsProcessor, Sampler, SamplingOptions
+from kvant.operators.kernels.dispatch import VARIABLE, choose
 from kvant.operators.quantization import QUANT_BITS
 
 
@@ -49,6 +51,13 @@ KvBiasSplit = Annotated[
     bool,
     typer.Option(
         "--kv-bias-split/--no-kv-bias-split", help="Keep the projections' biases out of the cache; attention adds them."
+    ),
+]
+Kernels = Annotated[
+    str | None,
+    typer.Option(
+        metavar="composed|fused",
+        help="How attention reads the cache; default: KVANT_KERNELS, else the fused kernel on a GPU that it works on.",
     ),
 ]
 MaxKvSize = Annotated[
@@ -130,6 +139,22 @@ def check_kv_format(kv_bits: int, kv_group_size: int | None) -> int:
         raise BadValueError(f"--kv-group-size is {kv_group_size}, but --kv-bits 0 does not quantize")
     check_counts(kv_group_size=kv_group_size)
     return DEFAULT_KV_GROUP_SIZE if kv_group_size is None else kv_group_size
+
+
+def check_kernels(kernels: str | None = None, flag: str = "--kernels") -> None:
+    """Refuse kernels, or a KVANT_KERNELS without them, that are unknown or cannot be had on this machine.
+
+    ``flag`` is how the user named them.
+
+    Raises:
+        RuntimeError: the fused kernel is asked for and failed its self-check.
+    """
+    if kernels is None and not os.environ.get(VARIABLE):
+        return  # nothing is asked for
+    try:
+        choose(kernels)
+    except ValueError as error:
+        raise BadValueError(str(error) if kernels is None else str(error).replace("kernels", flag, 1)) from error
 
 
 def check_text(**texts: str | None) -> None:

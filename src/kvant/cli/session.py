@@ -13,6 +13,7 @@ from kvant.cli.fitting import plan_that_fits
 from kvant.cli.options import BadValueError, KvSize
 from kvant.cli.progress import LateProgress
 from kvant.engine.load import find_adapter, find_model, load_folder
+from kvant.errors import ContextError
 from kvant.memory import Checkpoint, Settings, split_pairs, this_machine
 from kvant.memory.machine import default_device
 from kvant.models import Decoder
@@ -51,6 +52,7 @@ def open_session(
     *,
     adapter_path: str | None = None,
     max_kv_size: KvSize,
+    kernels: str | None = None,
     wired: bool,
     quiet: bool,
 ) -> Session:
@@ -61,13 +63,15 @@ def open_session(
         settings: of the cache and of reading the prompt.
         adapter_path: the folder of an adapter for it.
         max_kv_size: tokens to reserve, "auto" for as many as fit, None for the default.
+        kernels: "composed" or "fused"; None: what the device has.
         wired: keep the planned memory resident.
         quiet: print nothing.
 
     Raises:
         ModelError: a model or adapter that cannot be loaded.
         ContextError: more tokens asked for than the model's context, or a plan that does not fit into this machine.
-        BadValueError: a group size that does not divide the model's head dimension, or memory that cannot be wired.
+        BadValueError: a group size that does not divide the model's head dimension, a format that a kernel asked for
+            does not take, or memory that cannot be wired.
     """
     started = time.perf_counter()
     folder = find_model(model_name)
@@ -89,12 +93,20 @@ def open_session(
         gc.enable()
     # Only the weights say how much of their biases stays out of the cache: what was planned before was a guess of it.
     planned = plan_that_fits(checkpoint, settings, max_kv_size, machine, split_pairs(model))
-    cache = model.make_cache(
-        planned.max_kv_size,
-        quant_bit=settings.kv_bits,
-        quant_group=settings.kv_group_size,
-        bias_split=settings.kv_bias_split,
-    )
+    try:
+        cache = model.make_cache(
+            planned.max_kv_size,
+            quant_bit=settings.kv_bits,
+            quant_group=settings.kv_group_size,
+            bias_split=settings.kv_bias_split,
+            kernels=kernels,
+        )
+    except ContextError:
+        raise
+    except ValueError as error:  # the format itself was looked at with the plan
+        raise BadValueError(
+            f"--kv-bits {settings.kv_bits} --kv-group-size {settings.kv_group_size}: {error}"
+        ) from error
     session = Session(model, tokenizer, cache, time.perf_counter() - started)
     if not quiet:
         print(f"cache: {session.describe_cache()}", file=sys.stderr)

@@ -1,0 +1,177 @@
+"""Compiles the CUDA text of custom kernels with nvcc and prints what each takes: registers, spills, shared memory.
+
+    python scripts/compile_cuda.py kernel.cu ...
+
+mx.fast.cuda_kernel refuses to make a kernel where MLX has no CUDA back end, so the text is put together here, after
+MLX 0.32's mlx/backend/cuda/custom_kernel.cpp; `recording` stands in for mx.fast.cuda_kernel and collects it. nvcc takes
+a function without __device__ for the host's; MLX compiles with NVRTC, which takes it for the device's: mark them.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+ARCHITECTURE = "sm_90"
+INCLUDE = Path(__file__).parent / "cuda"  # a stand-in for MLX's own header
+HEADER = '#include "mlx/backend/cuda/device/utils.cuh"\n\n#include <cooperative_groups.h>\n\n'
+CUDA_TYPES = {mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.float32: "float", mx.bool_: "bool"}
+CUDA_TYPES |= {
+    t: f"{str(t).rpartition('.')[2]}_t"
+    for t in (mx.int8, mx.int16, mx.int32, mx.int64, mx.uint8, mx.uint16, mx.uint32, mx.uint64)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What ptxas says of one kernel: registers and bytes a thread, shared bytes a block."""
+
+    kernel: str
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    shared_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.registers:4d} registers {self.spill_bytes:6d} B spilled {self.stack_bytes:6d} B stack "
+            f"{self.shared_bytes:6d} B shared  {self.kernel}"
+        )
+
+
+def cuda_text(
+    *,
+    name: str,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    source: str,
+    header: str,
+    inputs: Sequence[mx.array],
+    output_dtypes: Sequence[mx.Dtype],
+    template: Sequence[tuple[str, Any]] = (),
+) -> tuple[str, str]:
+    """The function's name and the whole translation unit, as MLX would hand it to NVRTC."""
+    suffix, constants = "", []
+    for key, value in template:
+        if isinstance(value, bool):
+            suffix, line = f"{suffix}_{'t' if value else 'f'}", f"constexpr bool {key} = {str(value).lower()};"
+        elif isinstance(value, int):
+            suffix, line = f"{suffix}_{value}", f"constexpr int {key} = {value};"
+        else:
+            suffix, line = f"{suffix}_{_metal_type(value)}", f"using {key} = {CUDA_TYPES[value]};"
+        constants.append(f"  {line}\n")
+    parameters = []
+    for array_name, array in zip(input_names, inputs, strict=True):
+        parameters.append(f"const {CUDA_TYPES[array.dtype]}* {array_name}")
+        for what, kind in (("shape", "Shape"), ("strides", "Strides"), ("ndim", "int")):
+            if array.ndim and f"{array_name}_{what}" in source:
+                parameters.append(f"const __grid_constant__ {kind} {array_name}_{what}")
+    parameters += [f"{CUDA_TYPES[dtype]}* {n}" for n, dtype in zip(output_names, output_dtypes, strict=True)]
+    function = f"custom_kernel_{name}{suffix}"
+    signature = f"__global__ void {function}(\n    " + ",\n    ".join(parameters) + ") {\n"
+    body = signature + "".join(constants) + "\n" + source + "\n}\n"
+    space = (
+        f"namespace mlx::core::cu {{\n\nnamespace cg = cooperative_groups;\n\n{body}\n}} // namespace mlx::core::cu\n"
+    )
+    return function, HEADER + header + space
+
+
+def _metal_type(dtype: mx.Dtype) -> str:
+    """The dtype as MLX writes it into names, for both back ends."""
+    return {mx.float16: "float16_t", mx.bfloat16: "bfloat16_t"}.get(dtype, CUDA_TYPES[dtype])
+
+
+def recording(texts: dict[str, str]) -> Callable[..., Callable[..., list[mx.array]]]:
+    """A stand-in for mx.fast.cuda_kernel: its kernels put their text into `texts` by name and return zeros."""
+
+    def cuda_kernel(
+        *, name: str, input_names: Sequence[str], output_names: Sequence[str], source: str, header: str = "", **_: Any
+    ) -> Callable[..., list[mx.array]]:
+        def launch(
+            *,
+            inputs: Sequence[mx.array],
+            output_shapes: Sequence[Sequence[int]],
+            output_dtypes: Sequence[mx.Dtype],
+            template: Sequence[tuple[str, Any]] = (),
+            **_: Any,
+        ) -> list[mx.array]:
+            function, text = cuda_text(
+                name=name,
+                input_names=input_names,
+                output_names=output_names,
+                source=source,
+                header=header,
+                inputs=[mx.array(x) for x in inputs],
+                output_dtypes=output_dtypes,
+                template=template or (),
+            )
+            texts[function] = text
+            return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+
+        return launch
+
+    return cuda_kernel
+
+
+def compile_cuda(text: str, architecture: str = ARCHITECTURE) -> list[Resources]:
+    """What each kernel of the text takes. Raises RuntimeError with nvcc's words where it does not compile."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.cu"
+        source.write_text(text)
+        command = ["nvcc", f"-arch={architecture}", "-std=c++17", "-cubin", "-Xptxas", "-v", f"-I{INCLUDE}"]
+        command += ["-o", f"{source}bin", str(source)]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"nvcc: {done.stderr.strip()}")
+    return parse_resources(done.stderr)
+
+
+def parse_resources(output: str) -> list[Resources]:
+    """Reads what `ptxas -v` prints."""
+    found = []
+    for part in re.split(r"Compiling entry function '", output)[1:]:
+        stack, stores, loads = _numbers(
+            part, r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+        )
+        (registers,) = _numbers(part, r"Used (\d+) registers")
+        shared = re.search(r"(\d+) bytes smem", part)
+        name = re.search(r"custom_kernel_\w+?(?=E?P|$)", part.split("'")[0])
+        found.append(
+            Resources(
+                kernel=name[0] if name else part.split("'")[0],
+                registers=registers,
+                stack_bytes=stack,
+                spill_bytes=stores + loads,
+                shared_bytes=int(shared[1]) if shared else 0,
+            )
+        )
+    return found
+
+
+def _numbers(text: str, pattern: str) -> tuple[int, ...]:
+    found = re.search(pattern, text)
+    if found is None:
+        raise RuntimeError(f"ptxas does not say `{pattern}`: {text}")
+    return tuple(int(number) for number in found.groups())
+
+
+def main() -> int:
+    """Compiles the files named; 1 where one does not compile or spills."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path, help="CUDA sources")
+    parser.add_argument("--arch", default=ARCHITECTURE, help=f"what to compile for (default {ARCHITECTURE})")
+    arguments = parser.parse_args()
+    kernels = [kernel for file in arguments.files for kernel in compile_cuda(file.read_text(), arguments.arch)]
+    print(*kernels, sep="\n")
+    return int(any(kernel.spill_bytes for kernel in kernels))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The fused decode kernel: quantized bytes in, attention out. One source for Metal and CUDA."""

@@ -1,0 +1,66 @@
+"""The kernels' text, and MLX's two ways of running it."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import mlx.core as mx
+
+Kernel = Callable[..., list[mx.array]]
+INPUTS = {
+    "attend": ("query", "cache", "scale", "offset", "mask", "key_bias", "pairs", "rotation", "slopes"),
+    "combine": ("partial", "sums", "most", "value_bias"),
+    "append": ("key", "value"),
+}
+OUTPUTS = {"attend": ("partial", "sums", "most"), "combine": ("out",), "append": ("levels", "scales")}
+BACKENDS = ("metal", "cuda")
+
+
+def launch(
+    name: str,
+    backend: str,
+    inputs: Sequence[mx.array],
+    *,
+    template: dict[str, Any],
+    grid: tuple[int, int, int],
+    threads: int,
+    outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
+) -> list[mx.array]:
+    """Run a kernel on the GPU.
+
+    Args:
+        name: attend, combine or append; each is described at the head of its file.
+        backend: metal or cuda.
+        inputs: as ``INPUTS`` names them.
+        template: the compile-time constants; another value is another compilation.
+        grid: threadgroups in each direction.
+        threads: of a threadgroup.
+        outputs: shape and dtype of each.
+    """
+    return _kernel(name, backend)(
+        inputs=list(inputs),
+        template=list(template.items()),
+        grid=(grid[0] * threads, grid[1], grid[2]),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[shape for shape, _ in outputs],
+        output_dtypes=[dtype for _, dtype in outputs],
+        stream=mx.gpu,
+    )
+
+
+@cache
+def _kernel(name: str, backend: str) -> Kernel:
+    make: Callable[..., Any] = mx.fast.metal_kernel if backend == "metal" else mx.fast.cuda_kernel
+    kernel: Kernel = make(
+        name=f"kvant_{name}",
+        input_names=list(INPUTS[name]),
+        output_names=list(OUTPUTS[name]),
+        header=_text(f"{backend}.h") + _text("rows.h"),
+        source=_text(f"{name}.h"),
+    )
+    return kernel
+
+
+def _text(file: str) -> str:
+    return (resources.files("kvant.operators.kernels") / file).read_text(encoding="utf-8")

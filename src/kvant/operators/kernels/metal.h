@@ -1,0 +1,13 @@
+// What the kernels need of Metal.
+#define KVANT_FUNCTION static inline
+#define KVANT_DEVICE device
+#define KVANT_THREAD thread
+#define KVANT_CONSTANT constant constexpr
+#define KVANT_BARRIER threadgroup_barrier(mem_flags::mem_threadgroup)
+
+KVANT_FUNCTION float kvant_exp(float x) { return metal::fast::exp(x); }
+KVANT_FUNCTION float kvant_float(uint bits) { return as_type<float>(bits); }
+KVANT_FUNCTION float kvant_low(uint word, float16_t) { return float(as_type<half2>(word).x); }
+KVANT_FUNCTION float kvant_high(uint word, float16_t) { return float(as_type<half2>(word).y); }
+KVANT_FUNCTION float kvant_low(uint word, bfloat16_t) { return as_type<float>(word << 16); }
+KVANT_FUNCTION float kvant_high(uint word, bfloat16_t) { return as_type<float>(word & 0xffff0000u); }
