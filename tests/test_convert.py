@@ -131,7 +131,7 @@ def test_block_modes(make_source: Callable[..., Path], tmp_path: Path, mode: str
     convert_folder(make_source(), dest, WeightFormat.choose(mode=mode))
     expected = _reference()
     nn.quantize(expected, group_size, bits, mode=mode)
-    assert relative_error(_mlx_lm_logits(dest), reference_logits(expected, IDS)) < TOLERANCE
+    assert relative_error(_check_loads(dest), reference_logits(expected, IDS)) < TOLERANCE
     config = json.loads((dest / "config.json").read_text())
     assert config["quantization"] == {"group_size": group_size, "bits": bits, "mode": mode}
 
@@ -291,7 +291,7 @@ def test_destinations_in_use(make_source: Callable[..., Path], tmp_path: Path) -
 def test_no_room(make_source: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
-    _refused(make_source(), tmp_path, ConvertError, r"out: 0\.00 GB are needed, 0\.00 GB are free")
+    _refused(make_source(), tmp_path, ConvertError, r"out: .* [kM]B are needed, 1.00 kB are free")
 
 
 @pytest.mark.parametrize("moment", ["mlx_lm.utils.save_model", "mlx_lm.utils.save_config", "shutil.copyfile"])

@@ -21,7 +21,7 @@ from checkpoints import (
 
 from kvant.bench.shapes import SHAPES, Shape, write_random
 from kvant.errors import ModelError
-from kvant.memory import Checkpoint, LongestContext, Settings, longest_context, plan, split_pairs
+from kvant.memory import Checkpoint, LongestContext, Settings, longest_context, plan, scratch, split_pairs
 from kvant.memory.plan import as_record
 from kvant.memory.tape import Tape
 from kvant.models import Decoder, ModelConfig, load_decoder
@@ -248,3 +248,22 @@ def test_a_plan_is_made_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for tokens in (512, 32768):
         plan(Checkpoint(_config(shape), 2, False), max_kv_size=tokens, device="cpu")
     assert max(sizes) < 300
+    sizes.clear()
+    plan(Checkpoint(_config(shape), 2, False).quantized(4, 64), max_kv_size=32768, device="cpu")
+    real = max(sizes)
+    sizes.clear()
+    absurd = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "head_dim"), 2**24)
+    absurd |= {"num_key_value_heads": 2**24, "num_hidden_layers": 4096, "max_position_embeddings": 2**24}
+    checkpoint = Checkpoint.from_facts(qwen2_config(**absurd, quantization={"bits": 4, "group_size": 64}))
+    assert longest_context(checkpoint, 10**12, device="cpu").tokens == 0
+    assert max(sizes) < 10 * real
+
+
+def test_a_quantized_matrix_in_more_parts_than_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking at the last parts alone changes nothing for the largest of published models, and little anywhere."""
+    checkpoint = Checkpoint(_config(SHAPES["qwen2.5-7b"]), 2, False).quantized(4, 64)
+    given = plan(checkpoint, max_kv_size=4096, device="cpu").scratch
+    monkeypatch.setattr(scratch, "PARTS", 10**6)
+    assert plan(checkpoint, max_kv_size=4096, device="cpu").scratch == given
+    monkeypatch.setattr(scratch, "PARTS", 16)
+    assert plan(checkpoint, max_kv_size=4096, device="cpu").scratch == pytest.approx(given, rel=0.05)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -12,7 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from checkpoints import qwen2_config
+from checkpoints import qwen2_config, qwen3_config, reference_model, save_checkpoint
+from mlx.utils import tree_flatten
 
 import kvant
 from kvant import weights
@@ -20,8 +22,10 @@ from kvant.bench.shapes import SHAPES, write_random
 from kvant.cli import fitting, main, session
 from kvant.cli import plan as command
 from kvant.errors import ContextError, ModelError
-from kvant.memory import Checkpoint, Machine, Settings, plan
+from kvant.memory import Checkpoint, Machine, Settings, plan, split_pairs
 from kvant.memory.machine import Device
+from kvant.models import Decoder
+from kvant.sizes import format_bytes
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -151,6 +155,8 @@ def test_remote(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         (["--weight-bits", "7"], "--weight-bits is 7; expected"),
         (["--weight-bits", "4", "--weight-group-size", "48"], "--weight-group-size is 48; expected"),
         (["a b", "--remote"], "'a b' is no known model"),
+        (["pocket", "--remote"], "'pocket' is embedded"),
+        (["--weight-bits", "0"], "--weight-bits is 0; expected bits of a quantized weight"),
         (["--prefill-step-size", "0"], "--prefill-step-size is 0"),
     ],
 )
@@ -166,6 +172,8 @@ def test_bad_values(capsys: pytest.CaptureFixture[str], flags: list[str], messag
     [
         (["--max-kv-size", "4096"], "--max-kv-size is 4096; the model's context is 2048 tokens"),
         (["no/such/folder"], "no/such/folder"),
+        (["--adapter-path", "no/such"], "adapter 'no/such' is not a folder"),
+        (["--adapter-path", str(Path(kvant.__file__).parent)], "kvant: no adapters.safetensors; an adapter folder"),
     ],
 )
 def test_what_the_model_cannot_have(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
@@ -217,7 +225,7 @@ def test_nothing_fits() -> None:
 
 
 def test_auto_reserves_the_longest_that_fits(
-    capsys: pytest.CaptureFixture[str], small: Any, pocket_folder: Path
+    capsys: pytest.CaptureFixture[str], small: Any, pocket_folder: Path, pocket: tuple[Decoder, Any]
 ) -> None:
     small(10**10)
     code, _, err = call(capsys, "generate", "Hello", "-m", "2", "--max-kv-size", "auto")
@@ -229,8 +237,12 @@ def test_auto_reserves_the_longest_that_fits(
     assert code == 0
     reserved = int(re.findall(r"^cache: (\d+) tokens reserved", err, re.MULTILINE)[0])
     assert reserved >= 700
-    totals = [plan(checkpoint, max_kv_size=tokens, device="cpu").total for tokens in (700, reserved, reserved + 1)]
-    assert totals[1] <= totals[0] < totals[2]
+    pairs = split_pairs(pocket[0])
+    most, *totals = (
+        plan(checkpoint, max_kv_size=tokens, device="cpu", split_pairs=split).total
+        for tokens, split in ((700, None), (reserved, pairs), (reserved + 1, pairs))
+    )
+    assert totals[0] <= most < totals[1]
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="Metal wires memory")
@@ -267,6 +279,71 @@ def test_a_download_is_not_needed(tmp_path: Path) -> None:
     assert done.returncode == 1  # 15 GB of bfloat16 weights
     assert "15,231,49" in done.stdout
     assert done.stderr == ""
+
+
+def test_an_adapter_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "adapters.safetensors").write_bytes(bytes(1000))
+    without, with_it = (
+        json.loads(call(capsys, "plan", "--json", "--device", "cpu", *flags)[1])["bytes"]["weights"]
+        for flags in ([], ["--adapter-path", str(tmp_path)])
+    )
+    assert with_it == without + 3000
+
+
+def test_what_is_planned_is_what_generate_reserves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To the byte, where no bias decides of tables."""
+    config = qwen3_config(vocab_size=1280)
+    folder = save_checkpoint(tmp_path / "model", config, reference_model(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(kvant.__file__).parent / "pocket" / name, folder)
+    for flags in (["--kv-bits", "4"], ["--max-kv-size", "auto"], ["--max-kv-size", "33", "--kv-group-size", "8"]):
+        made = json.loads(call(capsys, "plan", str(folder), "--json", *flags)[1])
+        code, _, err = call(capsys, "generate", "Hello", "--model", str(folder), "-m", "1", *flags)
+        assert code == 0, err
+        line = f"cache: {made['max_kv_size']} tokens reserved, {made['kv_bits']} bits in groups of"
+        assert err.startswith(f"{line} {made['kv_group_size']}, {format_bytes(made['bytes']['cache'])}\n")
+
+
+def test_what_the_weights_split_off_is_planned_again_once_it_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], small: Any
+) -> None:
+    """Large biases in every rotary pair: their tables are many times what was guessed from config.json."""
+    config = qwen2_config(vocab_size=1280)
+    model = reference_model(config)
+    model.load_weights([(k, 1e4 * v) for k, v in tree_flatten(model.parameters()) if k.endswith("k_proj.bias")], False)
+    folder = save_checkpoint(tmp_path / "model", config, model)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(kvant.__file__).parent / "pocket" / name, folder)
+    checkpoint, settings = Checkpoint.from_folder(folder), Settings(prefill_step_size=8)
+    guessed, known = (
+        plan(checkpoint, max_kv_size=1024, settings=settings, device="cpu", split_pairs=pairs)
+        for pairs in (None, [config["hidden_size"] // config["num_attention_heads"] // 2] * 2)
+    )
+    small((guessed.total + known.total) // 2)
+    run = ["generate", "Hello", "--model", str(folder), "-m", "1", "--prefill-step-size", "8"]
+    code, out, err = call(capsys, *run)
+    assert (code, out) == (1, "")
+    flag = re.search("; --max-kv-size [0-9]+", err)
+    assert f"1024 tokens need {format_bytes(known.total)}" in err
+    assert flag is not None
+    for flags in (flag[0].split()[1:], ["--max-kv-size", "auto"]):
+        code, _, err = call(capsys, *run, *flags)
+        assert code == 0, err
+        assert err.startswith(f"cache: {flag[0].split()[2]} tokens reserved")
+
+
+def test_a_config_alone_says_no_less_than_its_files_would(tmp_path: Path) -> None:
+    """Without files a head counts as untied, as with a config.json from the hub."""
+    raw = _raw("qwen2.5-0.5b")
+    del raw["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert Checkpoint.from_folder(tmp_path) == Checkpoint.from_facts(raw)
+    assert not Checkpoint.from_folder(tmp_path).tied
+    (tmp_path / "model-00001-of-00001.safetensors").touch()
+    os.truncate(tmp_path / "model-00001-of-00001.safetensors", 988_097_824)
+    (tmp_path / "consolidated.safetensors").touch()  # the same weights in another format, which are not read
+    os.truncate(tmp_path / "consolidated.safetensors", 988_097_824)
+    assert Checkpoint.from_folder(tmp_path).tied
 
 
 def test_help_says_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:

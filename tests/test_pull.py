@@ -60,7 +60,7 @@ for line in requests:
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         try:
             if arguments[0] == "find":
-                find_model(arguments[1])
+                find_model(*arguments[1:])
             else:
                 sys.argv = ["kvant", *arguments]
                 main()
@@ -220,6 +220,9 @@ def test_pulled_verified_and_used_offline(machine: Machine, hub: Hub, files: dic
     assert (rows[REPOSITORY]["here"], rows["qwen2.5-0.5b"]["here"]) == ("yes", "no")
     assert rows[REPOSITORY]["cache_bytes_per_token"] == rows["pocket"]["cache_bytes_per_token"]
     assert machine.pull(REPOSITORY, **offline) == machine.pull(f"{REPOSITORY}@{commit}", **offline) == folder
+    assert machine.run("find", REPOSITORY, commit, **offline).stdout == ""
+    why = machine.run("find", REPOSITORY, "main", **offline).stdout  # pinned under the name it was pulled by
+    assert why == f"{REPOSITORY}@main is not here; `kvant pull {REPOSITORY}@main` fetches it\n"
     assert "HF_HUB_OFFLINE keeps it" in machine.refuses("pull", "somebody/other", **offline)
     assert "`kvant pull somebody/other` fetches it" in machine.refuses(*prompt, "--model", "somebody/other", **offline)
     assert len(hub.requests) == count
@@ -390,7 +393,7 @@ def test_a_file_that_changed_on_disk(machine: Machine, hub: Hub, files: dict[str
             "f._chmod_and_move = full",
             "No space left on device",
         ),
-        ("import shutil; shutil.disk_usage = lambda place: shutil._ntuple_diskusage(9, 9, 9)", "0.00 GB are free"),
+        ("import shutil; shutil.disk_usage = lambda place: shutil._ntuple_diskusage(9, 9, 9)", "; 9 bytes are free"),
     ],
 )
 def test_a_full_disk(machine: Machine, hub: Hub, files: dict[str, bytes], prelude: str, line: str) -> None:
@@ -398,6 +401,21 @@ def test_a_full_disk(machine: Machine, hub: Hub, files: dict[str, bytes], prelud
     assert line in machine.refuses("pull", REPOSITORY, PRELUDE=prelude)
     assert not machine.lock.exists()
     assert "is not here" in (machine.resolves() or "")
+
+
+def test_a_cache_that_cannot_be_written_is_told_before_the_download(
+    machine: Machine, hub: Hub, files: dict[str, bytes]
+) -> None:
+    hub.add(REPOSITORY, files)
+    (machine.home / "cache").write_text("no folder")
+    line = machine.refuses("pull", REPOSITORY)
+    assert "the record of what was pulled cannot be read: Not a directory" in line
+    (machine.home / "cache").unlink()
+    read_only = "import os; os.access = lambda *a, **k: False"  # whoever runs tests may be root
+    line = machine.refuses("pull", REPOSITORY, PRELUDE=read_only)
+    assert line.endswith("kvant/weights: what is pulled cannot be recorded there: Permission denied")
+    assert not hub.fetched("config.json")
+    assert machine.resolves() is not None
 
 
 REFUSALS = [

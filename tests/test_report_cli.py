@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapters import adapter_config, save_adapter
+from checkpoints import load_reference
 
 from kvant.cli import main
 
@@ -51,6 +53,21 @@ def test_tables_a_plot_and_a_suggestion(tmp_path: Path) -> None:
     drawn = plot.read_text()
     for text in ("8g32", "4g64", "KLD, nats", "cache, bytes a token"):
         assert drawn.count(f">{text}<") == 1
+
+
+def test_an_adapter(run: Run, pocket_folder: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", adapter_config(), load_reference(pocket_folder))
+    arguments = ["--tokens", "32", "--formats", "8g32", "--json"]
+    found = []
+    for flags in ([], ["--adapter-path", str(adapter)]):
+        code, output, errors = run(*arguments, *flags)
+        assert (code, errors) == (0, "")
+        found.append(json.loads(output))
+    assert [one["model"] for one in found] == ["pocket", f"pocket with {adapter}"]
+    assert found[0]["reference"]["perplexity"] != found[1]["reference"]["perplexity"]
+    code, _, errors = run(*arguments, "--adapter-path", "no/such")
+    assert (code, errors.count("\n")) == (1, 1)
+    assert "adapter 'no/such' is not a folder" in errors
 
 
 def test_json_of_a_text(run: Run, tmp_path: Path) -> None:

@@ -215,6 +215,11 @@ def test_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path.write_text(good.replace(old, new))
         with pytest.raises(WeightsError, match="not a lock that kvant wrote; remove it and pull a/b again"):
             read_lock("a/b")
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(WeightsError, match=r"a--b\.json: the record of what was pulled cannot be read"):
+        find_model("a/b")
+    path.rmdir()
     path.write_text(good.replace("a/b", "a/B"))
     with pytest.raises(WeightsError, match="the lock of 'a/B'; expected 'a/b'"):
         read_lock("a/b")

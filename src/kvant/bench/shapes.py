@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.errors import KvantError, one_line
+from kvant.sizes import format_bytes
 
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 DRAW_BYTES = 16 * 1024 * 1024  # random bytes drawn at once: bounds the memory beside the array they go to
@@ -112,7 +113,7 @@ def write_random(
     needed = shape_bytes(shape, bits, group_size) + DISK_RESERVE_BYTES
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise KvantError(f"{folder}: {shape.name} needs {needed / 1e9:.2f} GB of disk; {free / 1e9:.2f} GB are free")
+        raise KvantError(f"{folder}: {shape.name} needs {format_bytes(needed)} of disk; {format_bytes(free)} are free")
     weights = _RandomWeights(shape, bits, group_size, seed)
     parts = _parts(shape)
     files = [folder / f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]

@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 
 from kvant.cli import options
-from kvant.cli.fitting import format_bytes
 from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
 from kvant.engine.convert import convert_folder
 from kvant.engine.load import find_model
 from kvant.engine.weight_format import WeightFormat
+from kvant.sizes import format_bytes
 
 
 def convert(

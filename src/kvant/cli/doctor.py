@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvant.cli import options
-from kvant.cli.fitting import format_bytes
 from kvant.cli.progress import LateProgress
+from kvant.sizes import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -1,28 +1,42 @@
 """Plans held against a machine, and what to say where one does not fit."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kvant.cli.options import AUTO, BadValueError, KvSize
 from kvant.errors import ContextError
 from kvant.memory import Checkpoint, Machine, MemoryPlan, Settings, longest_context, plan
+from kvant.sizes import format_bytes
 
 DEFAULT_MAX_KV_SIZE = 4096
 
 
-def plan_that_fits(checkpoint: Checkpoint, settings: Settings, max_kv_size: KvSize, machine: Machine) -> MemoryPlan:
-    """The plan of a run that fits into a machine.
+def plan_that_fits(
+    checkpoint: Checkpoint,
+    settings: Settings,
+    max_kv_size: KvSize,
+    machine: Machine,
+    split_pairs: Sequence[int] | None = None,
+) -> MemoryPlan:
+    """The plan of a run that fits into a machine; ``split_pairs`` as in :func:`kvant.memory.plan`.
 
     Raises:
         ContextError: more tokens than the model's context, or a plan that does not fit; it says what would.
         BadValueError: a cache format the model cannot have.
     """
-    made = plan_for(checkpoint, settings, max_kv_size, machine)
+    made = plan_for(checkpoint, settings, max_kv_size, machine, split_pairs)
     if made.total > machine.limit_bytes:
-        raise ContextError(f"{describe(made, machine)}; {what_fits(checkpoint, made, machine)}")
+        raise ContextError(f"{describe(made, machine)}; {what_fits(checkpoint, made, machine, split_pairs)}")
     return made
 
 
-def plan_for(checkpoint: Checkpoint, settings: Settings, max_kv_size: KvSize, machine: Machine) -> MemoryPlan:
+def plan_for(
+    checkpoint: Checkpoint,
+    settings: Settings,
+    max_kv_size: KvSize,
+    machine: Machine,
+    split_pairs: Sequence[int] | None = None,
+) -> MemoryPlan:
     """The plan of a run, whether it fits or not; for "auto", of the longest context that does, or of a single token.
 
     Raises:
@@ -33,11 +47,13 @@ def plan_for(checkpoint: Checkpoint, settings: Settings, max_kv_size: KvSize, ma
         raise ContextError(f"--max-kv-size is {max_kv_size}; the model's context is {context} tokens")
     try:
         if max_kv_size == AUTO:
-            fitting = longest_context(checkpoint, machine.limit_bytes, settings=settings, device=machine.device)
+            fitting = longest_context(
+                checkpoint, machine.limit_bytes, settings=settings, device=machine.device, split_pairs=split_pairs
+            )
             tokens = max(1, fitting.tokens)
         else:
             tokens = max_kv_size or min(DEFAULT_MAX_KV_SIZE, context)
-        return plan(checkpoint, max_kv_size=tokens, settings=settings, device=machine.device)
+        return plan(checkpoint, max_kv_size=tokens, settings=settings, device=machine.device, split_pairs=split_pairs)
     except ValueError as error:
         bits, group = settings.kv_bits, settings.kv_group_size
         raise BadValueError(f"--kv-bits {bits} --kv-group-size {group}: {error}") from error
@@ -57,12 +73,16 @@ def describe(made: MemoryPlan, machine: Machine) -> str:
     )
 
 
-def what_fits(checkpoint: Checkpoint, made: MemoryPlan, machine: Machine) -> str:
+def what_fits(
+    checkpoint: Checkpoint, made: MemoryPlan, machine: Machine, split_pairs: Sequence[int] | None = None
+) -> str:
     """The flags that would make a plan fit, or that none would."""
 
     def longest(bits: int) -> int:
         settings = replace(made.settings, kv_bits=bits)
-        return longest_context(checkpoint, machine.limit_bytes, settings=settings, device=machine.device).tokens
+        return longest_context(
+            checkpoint, machine.limit_bytes, settings=settings, device=machine.device, split_pairs=split_pairs
+        ).tokens
 
     ways = []
     tokens = longest(made.settings.kv_bits)
@@ -78,11 +98,3 @@ def what_fits(checkpoint: Checkpoint, made: MemoryPlan, machine: Machine) -> str
     if tokens:
         return f"--kv-bits 4 --max-kv-size {tokens} would fit"
     return "no context fits, whatever the cache: the model needs smaller weights or a larger machine"
-
-
-def format_bytes(count: int) -> str:
-    """Decimal units, as Activity Monitor counts."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} bytes"

@@ -9,14 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from kvant.cli import options
-from kvant.cli.fitting import format_bytes, plan_for
+from kvant.cli.fitting import plan_for
 from kvant.cli.options import BadValueError
-from kvant.engine.load import POCKET, find_model
+from kvant.engine.load import POCKET, find_adapter, find_model
 from kvant.engine.weight_format import WeightFormat
 from kvant.errors import ModelError
 from kvant.memory import Checkpoint, LongestContext, Machine, MemoryPlan, Settings, longest_context
 from kvant.memory.machine import Device, default_device, machine_with, this_machine
 from kvant.memory.plan import FLOAT32, as_record
+from kvant.sizes import format_bytes
 
 BITS = (0, 8, 4)  # of a cache whose longest context is told; 0 is the compute dtype's 16 or 32
 DOES_NOT_FIT = 1
@@ -25,6 +26,7 @@ DOES_NOT_FIT = 1
 def plan(
     model: Annotated[str, typer.Argument(help=f"{options.MODEL_HELP}; with --remote before it too.")] = POCKET,
     *,
+    adapter_path: options.AdapterPath = None,
     max_kv_size: options.MaxKvSize = None,
     kv_bits: options.KvBits = 8,
     kv_group_size: options.KvGroupSize = None,
@@ -57,12 +59,14 @@ def plan(
     options.check_counts(prefill_step_size=prefill_step_size)
     settings = Settings(kv_bits, options.check_kv_format(kv_bits, kv_group_size), kv_bias_split, prefill_step_size)
     reserved = options.kv_size(max_kv_size)
-    options.check_text(model=model)
+    options.check_text(model=model, adapter_path=adapter_path)
     weight_format = _weight_format(weight_bits, weight_group_size)
     machine = _machine(device, memory)
     checkpoint = _checkpoint(model, remote)
     if weight_format is not None:
         checkpoint = checkpoint.quantized(weight_format.bits, weight_format.group_size)
+    if adapter_path is not None:
+        checkpoint = checkpoint.adapted(find_adapter(adapter_path))
     made = plan_for(checkpoint, settings, reserved, machine)
     longest = {
         bits: longest_context(
@@ -86,6 +90,8 @@ def _weight_format(bits: int | None, group_size: int | None) -> WeightFormat | N
             raise BadValueError(f"--weight-group-size is {group_size}, but without --weight-bits nothing is converted")
         return None
     try:
+        if bits == 0:
+            raise ValueError("bits is 0; expected bits of a quantized weight")
         return WeightFormat.choose(bits, group_size)
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
@@ -128,6 +134,8 @@ def _checkpoint(model: str, remote: bool) -> Checkpoint:
     from kvant import weights
 
     if remote:
+        if model == POCKET:
+            raise BadValueError(f"--remote asks the hub, and '{POCKET}' is embedded in kvant")
         try:
             raw, sizes = weights.remote_facts(model)
         except ValueError as error:  # text that cannot name anything
@@ -155,6 +163,8 @@ def _tensor_bytes(sizes: Mapping[str, int | None]) -> int | None:
 def _describe_weights(checkpoint: Checkpoint, machine: Machine) -> str:
     quantization = checkpoint.config.quantization
     head = "tied" if checkpoint.tied else "untied"
+    if quantization is not None and not quantization.has_biases:
+        return f"{quantization.mode}, {head}"
     if quantization is not None:
         return f"{quantization.bits} bits, groups of {quantization.group_size}, {head}"
     return f"{_float_bits(checkpoint, machine)} bits, {head}"

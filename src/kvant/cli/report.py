@@ -24,6 +24,7 @@ DEFAULT_TOKENS = 4096
 def report(
     *,
     model: options.Model = POCKET,
+    adapter_path: options.AdapterPath = None,
     formats: Annotated[
         str | None,
         typer.Option(
@@ -60,7 +61,7 @@ def report(
         raise BadValueError(f"--tokens is {tokens}; expected at least 2")
     if suggest is not None and not (math.isfinite(suggest) and suggest >= 0):
         raise BadValueError(f"--suggest is {suggest}; expected a KLD in nats, 0 or more, such as 0.001")
-    options.check_text(model=model, text=None if text is None else str(text))
+    options.check_text(model=model, adapter_path=adapter_path, text=None if text is None else str(text))
     options.check_kernels()
 
     from kvant.report.formats import parse_formats
@@ -78,7 +79,7 @@ def report(
 
     folder = find_model(model)
     with LateProgress("loading", quiet=quiet) as progress:
-        decoder, tokenizer = load_folder(folder, progress.update)
+        decoder, tokenizer = load_folder(folder, progress.update, adapter_path=adapter_path)
     chosen = _formats(decoder, wanted)
     config = decoder.config
     context = min(tokens, config.max_position_embeddings)
@@ -88,7 +89,7 @@ def report(
         read = text_file(text, tokenizer, config.vocab_size, context, tokens)
     asked = question_sets(tokenizer, tokens) if text is None and folder == find_model(POCKET) else {}
     with LateProgress("measuring", quiet=quiet) as progress:
-        found = measure(model, decoder, read, chosen, questions=asked, progress=progress.update)
+        found = measure(_name(model, adapter_path), decoder, read, chosen, questions=asked, progress=progress.update)
 
     fit = None if suggest is None else choose(found.results, suggest)
     if json_object:
@@ -113,6 +114,10 @@ def report(
     if suggest is not None and fit is None:
         best = min(result.figures.mean_kld_nats for result in found.results)
         raise KvantError(f"no format measured has a mean KLD of at most {suggest:g} nats; the lowest is {best:.2g}")
+
+
+def _name(model: str, adapter_path: str | None) -> str:
+    return model if adapter_path is None else f"{model} with {adapter_path}"
 
 
 def _formats(model: "Decoder", wanted: "list[CacheFormat] | None") -> "list[CacheFormat]":

@@ -4,20 +4,20 @@ import gc
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from kvant.cache import QuantizedKVCache
-from kvant.cli.fitting import format_bytes, plan_that_fits
+from kvant.cli.fitting import plan_that_fits
 from kvant.cli.options import BadValueError, KvSize
 from kvant.cli.progress import LateProgress
-from kvant.engine.load import find_model, load_folder
+from kvant.engine.load import find_adapter, find_model, load_folder
 from kvant.errors import ContextError
-from kvant.memory import Checkpoint, Settings, this_machine
+from kvant.memory import Checkpoint, Settings, split_pairs, this_machine
 from kvant.memory.machine import default_device
 from kvant.models import Decoder
+from kvant.sizes import format_bytes
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -75,8 +75,11 @@ def open_session(
     """
     started = time.perf_counter()
     folder = find_model(model_name)
-    checkpoint = Checkpoint.from_folder(folder, None if adapter_path is None else Path(adapter_path))
-    planned = plan_that_fits(checkpoint, settings, max_kv_size, this_machine())
+    checkpoint = Checkpoint.from_folder(folder)
+    if adapter_path is not None:
+        checkpoint = checkpoint.adapted(find_adapter(adapter_path))
+    machine = this_machine()
+    planned = plan_that_fits(checkpoint, settings, max_kv_size, machine)
     if wired:
         wire(planned.total)
     # Collecting garbage while transformers is imported takes a tenth of that time and finds none; frozen, what it left
@@ -88,6 +91,8 @@ def open_session(
     finally:
         gc.freeze()
         gc.enable()
+    # Only the weights say how much of their biases stays out of the cache: what was planned before was a guess of it.
+    planned = plan_that_fits(checkpoint, settings, max_kv_size, machine, split_pairs(model))
     try:
         cache = model.make_cache(
             planned.max_kv_size,

@@ -3,9 +3,9 @@
 import statistics
 from dataclasses import dataclass, field
 
-from kvant.cli.fitting import format_bytes
 from kvant.cli.session import Session
 from kvant.engine.generate import GenerationResponse
+from kvant.sizes import format_bytes
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from kvant import __version__, blas
 from kvant.operators.kernels.dispatch import gpu_backend
+from kvant.sizes import physical_memory
 
 GPU_COMPILERS = {"metal": "Metal's, while it runs", "cuda": "NVRTC, while it runs"}
 # How MLX's device_info calls the memory a GPU can use, on Metal and on CUDA.
@@ -58,7 +59,7 @@ def look_at_machine() -> Machine:
         kind="cpu" if on_cpu else gpu_backend() or "gpu",
         device_info=dict(info),
         cores=os.cpu_count() or 1,
-        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        memory_bytes=physical_memory(),
         gpu_memory_bytes=gpu,
         blas=blas.loaded(),
         compiler=GPU_COMPILERS[backend] if (backend := gpu_backend()) else _host_compiler(),

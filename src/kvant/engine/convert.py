@@ -19,20 +19,21 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from kvant.engine.load import load_tokenizer
+from kvant.engine.tokenizer_files import TEMPLATES
 from kvant.engine.weight_format import DTYPES, WeightFormat
-from kvant.errors import CheckpointError, ConvertError, ModelError, one_line
+from kvant.errors import CheckpointError, ConvertError, one_line
 from kvant.models.checkpoint import IGNORED_SUFFIXES, Progress
 from kvant.models.config import ModelConfig
 from kvant.models.files import read_json
 from kvant.models.parameters import matrices, vectors
 from kvant.models.tensors import TensorFiles
+from kvant.sizes import format_bytes
 
 CARRIED = (  # to the new folder, byte for byte
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
     *("chat_template.jinja", "chat_template.json"),
 )
-TEMPLATES = "additional_chat_templates"  # a folder of further ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,6 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
     """
     dest = _check_dest(dest)
     raw = read_json(source / "config.json")
-    if raw.get("model_file") is not None:
-        raise ModelError(f"{source / 'config.json'}: model_file is {raw['model_file']!r}; no code is executed")
     config = ModelConfig.from_folder(source)
     load_tokenizer(source)  # what could not be used afterwards is refused now
     _check_finite(source, config, to, progress or (lambda done, total: None))
@@ -196,7 +195,7 @@ def _bits_per_weight(model: Any) -> float:
 def _check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise ConvertError(f"{folder}: {needed / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free")
+        raise ConvertError(f"{folder}: {format_bytes(needed)} are needed, {format_bytes(free)} are free")
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def load_folder(
     folder: Path, progress: Progress | None = None, *, adapter_path: str | Path | None = None
 ) -> tuple[Decoder, "TokenizerWrapper"]:
     """Load from a folder, transformers' slow import beside the weights; ``progress`` as in ``load_decoder``."""
-    adapter = None if adapter_path is None else _find_adapter(adapter_path)
+    adapter = None if adapter_path is None else find_adapter(adapter_path)
     with ThreadPoolExecutor(max_workers=1) as pool:
         imported = pool.submit(_import_transformers)
         model = load_decoder(folder, progress, adapter)
@@ -82,7 +82,12 @@ def find_model(path_or_name: str | Path, revision: str | None = None) -> Path:
     return folder
 
 
-def _find_adapter(path: str | Path) -> Path:
+def find_adapter(path: str | Path) -> Path:
+    """An adapter's folder.
+
+    Raises:
+        ModelError: no such folder.
+    """
     try:
         folder = Path(path).expanduser()
         if str(path) and folder.is_dir():

@@ -17,7 +17,7 @@ SETTINGS = ("special_tokens_map.json", "added_tokens.json", "chat_template.json"
 OTHERS = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "tiktoken.model", "tekken.json")
 TOKEN_KEYS = {"__type", "id", "content", "single_word", "lstrip", "rstrip", "normalized", "special"}
 MAX_GROWTH = 64  # of a text by all replacements one after another; published tokenizers have 1
-TEMPLATES = "additional_chat_templates"
+TEMPLATES = "additional_chat_templates"  # a folder of further ones
 
 
 def check_tokenizer(folder: Path) -> None:

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from kvant.models.quantization import AFFINE_BITS, AFFINE_GROUPS, FLOAT_MODES
+
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
-AFFINE_BITS, AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
-BLOCK_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}  # mode -> bits and group, which it fixes
-MODES = ("affine", *BLOCK_MODES)
+MODES = ("affine", *FLOAT_MODES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class WeightFormat:
             if dtype is None:
                 raise ValueError("bits is 0 without a dtype, which changes nothing; expected one or the other")
             return cls(0, 0, mode, dtype)
-        default_bits, default_group = BLOCK_MODES.get(mode, (4, 64))
+        default_bits, default_group = FLOAT_MODES.get(mode, (4, 64))
         bits = default_bits if bits is None else bits
         group_size = default_group if group_size is None else group_size
         allowed_bits = AFFINE_BITS if mode == "affine" else (default_bits,)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import ModelError
-from kvant.models.adapter import TENSORS_FILE
+from kvant.models.adapter import tensors_file
 from kvant.models.config import ModelConfig
 from kvant.models.files import read_json
 from kvant.models.parameters import matrices, vectors
@@ -65,20 +65,25 @@ class Checkpoint:
         return min(possible, key=lambda checkpoint: abs(checkpoint.stored_bytes - file_bytes))
 
     @classmethod
-    def from_folder(cls, folder: Path, adapter: Path | None = None) -> "Checkpoint":
-        """From a model folder, and an adapter's where there is one.
+    def from_folder(cls, folder: Path) -> "Checkpoint":
+        """From a model folder.
 
         Raises:
             ModelError: a config.json that is missing or malformed, or a model kvant does not support.
         """
         try:
-            found = cls.from_facts(read_json(folder / "config.json"), folder_bytes(folder))
-            tensors = None if adapter is None else adapter / TENSORS_FILE
-            known = tensors is not None and tensors.is_file()  # whether it can be loaded is said when it is
-            return replace(found, adapter_bytes=tensors.stat().st_size) if tensors and known else found
+            return cls.from_facts(read_json(folder / "config.json"), folder_bytes(folder))
         except ModelError as error:
             text = str(error)
             raise ModelError(f"{folder / text}" if text.startswith("config.json") else text) from error
+
+    def adapted(self, folder: Path) -> "Checkpoint":
+        """With an adapter's folder; whether that can be loaded is said when it is.
+
+        Raises:
+            ModelError: it holds no tensors.
+        """
+        return replace(self, adapter_bytes=tensors_file(folder).stat().st_size)
 
     def quantized(self, bits: int, group_size: int) -> "Checkpoint":
         """As if converted by mlx-lm: every matrix, the embedding and the head too, but where a group does not divide.
@@ -174,8 +179,11 @@ class Checkpoint:
         return sum(size * times.get(name, 1) for name, size in named) * itemsize
 
 
-def folder_bytes(folder: Path) -> int:
-    """Bytes of a folder's safetensors files; where a whole one is there, of that alone, as it alone is read."""
+def folder_bytes(folder: Path) -> int | None:
+    """Bytes of a folder's safetensors files; where a whole one is there, of that alone, as it alone is read.
+
+    None: there are none, and nothing can be learnt from them.
+    """
     single = folder / "model.safetensors"
-    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    return sum(file.stat().st_size for file in files)
+    files = [single] if single.is_file() else sorted(folder.glob("model*.safetensors"))
+    return sum(file.stat().st_size for file in files) or None

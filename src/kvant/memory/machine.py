@@ -1,11 +1,12 @@
 """What a machine has: its memory, and how much of it a plan may use."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import mlx.core as mx
+
+from kvant.sizes import physical_memory
 
 Device = Literal["cpu", "gpu"]
 
@@ -48,7 +49,7 @@ def this_machine(device: Device | None = None) -> Machine:
         if not mx.is_available(mx.gpu):
             raise ValueError("MLX has no GPU here")
         return _gpu()
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    physical = physical_memory()
     limit = cgroup_limit()
     if limit is not None and limit < physical:
         return Machine("cpu", physical, limit, "the control group's limit")

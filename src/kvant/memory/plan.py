@@ -1,6 +1,6 @@
 """How much memory a run takes, before it begins: weights, cache, and what a prompt's chunks need beside them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -113,48 +113,29 @@ def plan(
         ValueError: a max_kv_size or prefill_step_size below 1, or a cache format the model cannot have.
     """
     settings = settings or Settings()
-    config = checkpoint.config
-    check_quantization(settings.kv_bits, settings.kv_group_size, config.head_dim)
-    for name, count in (("max_kv_size", max_kv_size), ("prefill_step_size", settings.prefill_step_size)):
-        if count < 1:
-            raise ValueError(f"{name} is {count}; expected at least 1")
-    on_cpu = (device or default_device()) == "cpu"
-    itemsize = FLOAT32 if on_cpu else checkpoint.float_bytes
-    pairs = _pairs(config, settings, split_pairs)
-    weights = checkpoint.held_bytes(itemsize)
-    loading = checkpoint.loading_bytes(itemsize, on_cpu=on_cpu)
-    cache = _cache_bytes(config, settings, max_kv_size, itemsize, pairs)
-
-    def chunk(new: int) -> int:
-        widest = max(pairs) if pairs else None
-        return Chunk(config, itemsize, on_cpu, settings.kv_bits, widest, new, max_kv_size).scratch()
-
-    scratch = max(
-        chunk(min(settings.prefill_step_size, max_kv_size)), chunk(1) + LOGITS_COPIES * FLOAT32 * config.vocab_size
-    )
-    arrays = max(weights + cache + scratch, loading)
-    return MemoryPlan(
-        max_kv_size=max_kv_size,
-        settings=settings,
-        weights=weights,
-        cache=cache,
-        scratch=scratch,
-        loading=loading,
-        process=PROCESS_BYTES + TOKENIZER_BYTES * config.vocab_size if on_cpu else 0,
-        headroom=round(ACCURACY * arrays),
-    )
+    if max_kv_size < 1:
+        raise ValueError(f"max_kv_size is {max_kv_size}; expected at least 1")
+    return _planner(checkpoint, settings, device, split_pairs)(max_kv_size)
 
 
 def longest_context(
-    checkpoint: Checkpoint, limit_bytes: int, *, settings: Settings | None = None, device: Device | None = None
+    checkpoint: Checkpoint,
+    limit_bytes: int,
+    *,
+    settings: Settings | None = None,
+    device: Device | None = None,
+    split_pairs: Sequence[int] | None = None,
 ) -> LongestContext:
     """The tokens whose plan fits into ``limit_bytes`` where one more doesn't, or the model has no more.
 
     A longer context reads its prompt in more and smaller blocks, so that a little past the end one may fit again.
+    Other arguments as those of :func:`plan`.
     """
 
+    planned = _planner(checkpoint, settings or Settings(), device, split_pairs)
+
     def fits(tokens: int) -> bool:
-        return plan(checkpoint, max_kv_size=tokens, settings=settings, device=device).total <= limit_bytes
+        return planned(tokens).total <= limit_bytes
 
     context = checkpoint.config.max_position_embeddings
     if fits(context):
@@ -173,6 +154,43 @@ def split_pairs(model: Decoder) -> list[int]:
     """Of each layer of a loaded model, the rotary pairs whose key bias stays out of the cache."""
     biases = (layer.self_attn.qkv_bias for layer in model.layers)
     return [0 if bias is None else len(bias.pairs) for bias in biases]
+
+
+def _planner(
+    checkpoint: Checkpoint, settings: Settings, device: Device | None, split_pairs: Sequence[int] | None
+) -> Callable[[int], MemoryPlan]:
+    """The plan by tokens reserved; what does not depend on them is added up once."""
+    config = checkpoint.config
+    check_quantization(settings.kv_bits, settings.kv_group_size, config.head_dim)
+    if settings.prefill_step_size < 1:
+        raise ValueError(f"prefill_step_size is {settings.prefill_step_size}; expected at least 1")
+    on_cpu = (device or default_device()) == "cpu"
+    itemsize = FLOAT32 if on_cpu else checkpoint.float_bytes
+    pairs = _pairs(config, settings, split_pairs)
+    weights = checkpoint.held_bytes(itemsize)
+    loading = checkpoint.loading_bytes(itemsize, on_cpu=on_cpu)
+    widest = max(pairs) if pairs else None
+
+    def planned(tokens: int) -> MemoryPlan:
+        def chunk(new: int) -> int:
+            return Chunk(config, itemsize, on_cpu, settings.kv_bits, widest, new, tokens).scratch()
+
+        cache = _cache_bytes(config, settings, tokens, itemsize, pairs)
+        scratch = max(
+            chunk(min(settings.prefill_step_size, tokens)), chunk(1) + LOGITS_COPIES * FLOAT32 * config.vocab_size
+        )
+        return MemoryPlan(
+            max_kv_size=tokens,
+            settings=settings,
+            weights=weights,
+            cache=cache,
+            scratch=scratch,
+            loading=loading,
+            process=PROCESS_BYTES + TOKENIZER_BYTES * config.vocab_size if on_cpu else 0,
+            headroom=round(ACCURACY * max(weights + cache + scratch, loading)),
+        )
+
+    return planned
 
 
 def _pairs(config: ModelConfig, settings: Settings, known: Sequence[int] | None) -> list[int] | None:

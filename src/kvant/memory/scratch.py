@@ -23,6 +23,7 @@ QUEUED_WITH_SECOND = 5
 QUEUED_WITH_FURTHER = 20  # each
 LAYERS = 2  # the widest place may be where one layer ends and the next begins
 BLOCKS = 8  # of the attention, the last ones: no more are held at once
+PARTS = 64  # of a quantized matrix, the last ones, in whole rounds of streams; Qwen2.5-7B's largest has 34
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,10 @@ class Chunk:
         size = -(-out // (rounds * streams))
         starts = range(0, out, size)
         parts: list[Buffer] = []
+        last = max(PARTS // streams, 1) * streams
+        if len(starts) > last:
+            parts.append(tape.make(self._features(starts[-last]), x))  # the earlier ones' results
+            starts = starts[-last:]
         for first in range(0, len(starts), streams):
             sizes = [min(size, out - start) for start in starts[first : first + streams]]
             parts += self._dequantized_parts(tape, x, width, sizes, quantization)

@@ -50,9 +50,7 @@ class Adapter:
             CheckpointError: tensors that are missing, not the model's, of the wrong shape or dtype, or without effect.
         """
         settings = _read_settings(folder, config.hidden_size)
-        if not (folder / TENSORS_FILE).is_file():
-            raise ModelError(f"{folder}: no {TENSORS_FILE}; an adapter folder holds it beside {CONFIG_FILE}")
-        tensors = TensorFiles(folder, [folder / TENSORS_FILE])
+        tensors = TensorFiles(folder, [tensors_file(folder)])
         self._low_ranks: dict[str, LowRank] = {}
         for path in _targets(tensors, settings, config):
             self._low_ranks[path] = _read_low_rank(tensors, path, matrices(config)[path], settings)
@@ -98,6 +96,18 @@ class Adapter:
         """Refuse what no matrix of the loaded model took, such as an output head that is tied."""
         for path in self._low_ranks:
             raise CheckpointError(f"adapter tensor {path}.lora_a: the model has no matrix {path} of its own")
+
+
+def tensors_file(folder: Path) -> Path:
+    """The file of an adapter's tensors.
+
+    Raises:
+        ModelError: there is none.
+    """
+    path = folder / TENSORS_FILE
+    if not path.is_file():
+        raise ModelError(f"{folder}: no {TENSORS_FILE}; an adapter folder holds it beside {CONFIG_FILE}")
+    return path
 
 
 @dataclass(frozen=True, slots=True)

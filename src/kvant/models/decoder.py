@@ -1,6 +1,5 @@
 """The block stack: token ids in, logits out. B batch, S new tokens, H query heads, K kv heads, D head_dim."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from kvant.operators.attention import attend_rows
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.normalization import rms_norm
 from kvant.operators.rotary import Rotate
+from kvant.sizes import format_bytes, physical_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +209,9 @@ class Decoder:
         config = self.config
         row_bits = config.head_dim * (quant_bit or 8 * self.dtype.size)  # levels alone: a lower bound is enough here
         least = max_seq_len * batch * len(self.layers) * 2 * config.num_key_value_heads * row_bits // 8
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if least > memory:
+        if least > (memory := physical_memory()):
             raise ContextError(
-                f"a cache of {max_seq_len} tokens needs {least / 1e9:.1f} GB; this machine has {memory / 1e9:.1f}"
+                f"a cache of {max_seq_len} tokens needs {format_bytes(least)}; this machine has {format_bytes(memory)}"
             )
         return [
             QuantizedKVCache(

@@ -7,6 +7,7 @@ from typing import Any
 from kvant.errors import ModelError
 from kvant.models.fields import shown, size
 
+AFFINE_BITS, AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 # The floating-point formats: each has one number of bits and one group size.
 FLOAT_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 
@@ -35,9 +36,9 @@ class Quantization:
         if self.mode != "affine":
             modes = ", ".join(map(repr, ("affine", *FLOAT_MODES)))
             raise ModelError(f"config.json: quantization mode {shown(self.mode)} is not supported; supported: {modes}")
-        if self.bits not in (2, 3, 4, 5, 6, 8):
+        if self.bits not in AFFINE_BITS:
             raise ModelError(f"config.json: quantization bits is {self.bits!r}; expected 2, 3, 4, 5, 6 or 8")
-        if self.group_size not in (32, 64, 128):
+        if self.group_size not in AFFINE_GROUPS:
             raise ModelError(f"config.json: quantization group_size is {self.group_size!r}; expected 32, 64 or 128")
 
     @property

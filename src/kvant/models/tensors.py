@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvant.errors import CheckpointError, one_line
 from kvant.models.files import check_file, read_json, unique_keys
+from kvant.sizes import format_bytes, physical_memory
 
 FLOATS = ("F32", "F16", "BF16")
 MAX_INDEX_BYTES = 64 * 1024 * 1024
@@ -80,9 +81,10 @@ class TensorFiles:
         """
         for name, (shape, dtypes) in expected.items():
             self._check(name, shape, dtypes)
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if self._nbytes > memory:
-            raise CheckpointError(f"the tensors have {self._nbytes} bytes; this machine's memory has {memory}")
+        if self._nbytes > physical_memory():
+            raise CheckpointError(
+                f"the tensors have {format_bytes(self._nbytes)}; this machine has {format_bytes(physical_memory())}"
+            )
 
     def take(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = FLOATS) -> mx.array:
         """The tensor, checked against what is expected of it."""

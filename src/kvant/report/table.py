@@ -48,7 +48,7 @@ def _figures(results: Sequence[FormatResult]) -> Table:
         worst = max(result.layer_errors)
         table.add_row(
             Line(result.format.label),
-            f"{figures.perplexity:.4f}",
+            f"{figures.perplexity:.4f}" if figures.perplexity < 1e5 else f"{figures.perplexity:.3e}",
             "-" if reference else _small(figures.mean_kld_nats),
             "-" if reference else _small(figures.p99_kld_nats),
             "-" if reference else f"{100 * figures.top1:.2f}",

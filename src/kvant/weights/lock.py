@@ -4,6 +4,7 @@ Where it holds no entry for a commit, nothing of that commit is loaded: so a pul
 something wrong, leaves nothing behind that could be.
 """
 
+import errno
 import json
 import os
 import tempfile
@@ -46,15 +47,15 @@ def read_lock(repository: str) -> Lock:
     """What is recorded of a repository; an empty lock if nothing is.
 
     Raises:
-        WeightsError: a file that kvant did not write.
+        WeightsError: a file that cannot be read, or that kvant did not write.
     """
     path = _path(repository)
     try:
-        text = path.read_text(encoding="utf-8")
+        lock = _parse(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return Lock(repository)
-    try:
-        lock = _parse(json.loads(text))
+    except OSError as error:
+        raise WeightsError(f"{path}: the record of what was pulled cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f"{path}: not a lock that kvant wrote; remove it and pull {repository} again") from error
     if lock.repository != repository:  # on a disk that does not tell capital letters from small ones
@@ -66,6 +67,21 @@ def read_locks() -> Iterator[Lock]:
     """Every repository's lock, by name."""
     for path in sorted(_folder().glob("*.json")):
         yield read_lock(path.stem.replace("--", "/"))
+
+
+def check_writable() -> None:
+    """Find out before a download, rather than after it, that it could not be recorded.
+
+    Raises:
+        WeightsError: kvant's cache folder cannot be written.
+    """
+    folder = _folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise WeightsError(f"{folder}: what is pulled cannot be recorded there: {error.strerror}") from error
 
 
 def write_lock(lock: Lock) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import WeightsError, one_line
+from kvant.sizes import format_bytes
 from kvant.weights.hub import Listing, UnreachableError, download, list_files
 from kvant.weights.known import File, known_files
-from kvant.weights.lock import DEFAULT_BRANCH, Lock, Verified, read_lock, write_lock
+from kvant.weights.lock import DEFAULT_BRANCH, Lock, Verified, check_writable, read_lock, write_lock
 from kvant.weights.reference import Reference, parse_reference
 from kvant.weights.resolve import compare, expect, pinned_commit, resolve
 from kvant.weights.snapshot import measure, snapshot_folder
@@ -115,12 +116,13 @@ def _here(reference: Reference) -> Path | None:
 
 def _fetch(reference: Reference, lock: Lock, listing: Listing, progress: Say) -> Path:
     repository, commit = reference.repository, listing.commit
+    check_writable()
     folder = snapshot_folder(repository, commit)
     _refuse_contradictions(repository, listing, lock)
     missing = [name for name in listing.files if not (folder / name).is_file()]
     _refuse_without_space(reference, folder, sum(listing.files[name].bytes for name in missing))
     for name in missing:
-        progress(f"fetching {reference}, {name}: {listing.files[name].bytes / 1e6:,.2f} MB")
+        progress(f"fetching {reference}, {name}: {format_bytes(listing.files[name].bytes)}")
         download(repository, commit, name, folder)
     progress(f"verifying {reference}: {len(listing.files)} files")
     verified = {name: _verified(repository, listing, name, lock, folder) for name in listing.files}
@@ -154,7 +156,7 @@ def _refuse_without_space(reference: Reference, folder: Path, needed: int) -> No
     place = next(parent for parent in folder.parents if parent.is_dir())
     free = shutil.disk_usage(place).free
     if free < needed:
-        raise WeightsError(f"{reference} needs {needed / 1e9:.2f} GB in {place}; {free / 1e9:.2f} GB are free")
+        raise WeightsError(f"{reference} needs {format_bytes(needed)} in {place}; {format_bytes(free)} are free")
 
 
 def _verified(repository: str, listing: Listing, name: str, lock: Lock, folder: Path) -> Verified:

@@ -43,7 +43,7 @@ def real_file(folder: Path, name: str) -> Path:
     path = folder / name
     try:
         real = path.resolve(strict=True)
-        roots = (folder.parents[1], folder.parents[2] / "blobs")
+        roots = (folder, folder.parents[1] / "blobs", folder.parents[2] / "blobs")  # as models.files has them
     except (OSError, RuntimeError) as error:
         raise WeightsError(f"{path}: no such file; pull it again") from error
     if not any(real.is_relative_to(root) for root in roots):
