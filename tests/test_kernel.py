@@ -1,6 +1,6 @@
 """The fused kernel, run on the host, against the float64 oracle over its whole parameter space.
 
-Every access is checked while it runs: rows past the offset are poison and, besides, must not be touched; docs/host-run.md.
+Every access is checked while it runs: rows past the offset are poison and must not be touched (docs/host-run.md).
 """
 
 from dataclasses import replace
@@ -42,7 +42,9 @@ def test_the_cases_cover_what_they_say() -> None:
     shapes = {case: threadgroup_shape(case.ratio * case.new_tokens, case.pairs or 0, case.crews) for case in cases}
     assert {crews for _, crews, _, _ in shapes.values()} >= {1, 2, 3, 4, 8}
     assert any(parts > 1 for parts, _, _, _ in shapes.values())
-    assert any(np.prod([*shapes[c]]) // shapes[c][2] > c.ratio * c.new_tokens for c in cases), "no place without a query"
+    assert any(np.prod([*shapes[c]]) // shapes[c][2] > c.ratio * c.new_tokens for c in cases), (
+        "no place without a query"
+    )
     share = {case: max(-(-case.num_keys // case.splits), case.least_rows) for case in cases}
     assert any(case.num_keys % share[case] == 1 and case.splits > 1 for case in cases), "no split of one row"
     assert any(share[case] * (case.splits - 1) >= case.num_keys for case in cases), "no empty split"
@@ -142,7 +144,7 @@ def test_what_is_refused(shape: tuple[int, ...], options: dict[str, int], reason
 
 
 def test_splits() -> None:
-    """A power of two, by the cache's size alone: a threadgroup has 256 rows of a full cache, and a GPU has thousands."""
+    """A power of two, by the cache's size alone: 256 rows or more of a full cache each."""
     sizes = {(1, 8): 1, (511, 8): 1, (512, 8): 2, (4096, 8): 16, (131072, 8): 128, (131072, 64): 64, (131072, 5000): 1}
     assert {(rows, heads): num_splits(rows, heads) for rows, heads in sizes} == sizes
 

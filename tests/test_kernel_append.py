@@ -98,7 +98,7 @@ def test_levels_and_scales_are_the_oracle_s(dtype: str) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_no_number_is_not_hidden(bad: float, bits: int, dtype: str) -> None:
-    """A NaN anywhere in a group makes its scale NaN, an infinity infinite, as the composed operator does; no other's."""
+    """A NaN anywhere in a group makes its scale NaN, an infinity infinite, as the operator's; no other's."""
     rng = np.random.default_rng(3)
     x = rng.standard_normal((1, 2, 1, 64))
     for place in (0, 17, 63):
