@@ -1,5 +1,8 @@
 """Attention of a few new tokens to a quantized cache, in two launches that read its bytes and write no row."""
 
+from functools import cache as kept
+from typing import Any
+
 import mlx.core as mx
 
 from kvant.operators.attention import alibi_slopes
@@ -50,7 +53,7 @@ def attend(
     splits = num_splits(max_rows, B * K)
     pairs = len(bias_split.pairs) if bias_split is not None else 0
     parts, crews, teams, queries = threadgroup_shape(H // K * S, pairs, backend)
-    nothing, nothing_3d, nothing_4d = mx.array([0.0]), mx.array([[[0.0]]]), mx.array([[[[0.0]]]])
+    nothing = _constant((0.0,), mx.float32)
     partial = ((B, H, S, splits, D), mx.float32)
     statistic = ((B, H, S, splits), mx.float32)
     results = launch(
@@ -61,11 +64,11 @@ def attend(
             cache,
             nothing if scale is None else scale,
             offset.reshape(1).astype(mx.int32),
-            nothing_4d if mask is None else _added(mask),
+            _constant(((((0.0,),),),), mx.float32) if mask is None else _added(mask),
             bias_split.key_bias if bias_split is not None and pairs else nothing,
-            mx.array(bias_split.pairs if bias_split is not None and pairs else [0], mx.int32),
-            bias_split.rotation if bias_split is not None and pairs else nothing_3d,
-            mx.array(alibi_slopes(H)) if is_alibi else nothing,
+            _constant(bias_split.pairs if bias_split is not None and pairs else (0,), mx.int32),
+            bias_split.rotation if bias_split is not None and pairs else _constant((((0.0,),),), mx.float32),
+            _constant(tuple(alibi_slopes(H)), mx.float32) if is_alibi else nothing,
         ],
         template={
             "DIM": D,
@@ -120,11 +123,10 @@ def quantize_rows(
         [key, value],
         template={
             "T": key.dtype,
-            "S": scale_dtype,
+            "SCALE": scale_dtype,
             "BITS": quant_bit,
             "DIM": D,
             "GROUP": quant_group,
-            "NEW": S,
         },
         grid=(-(-words // APPEND_THREADS), 1, 1),
         threads=APPEND_THREADS,
@@ -180,3 +182,9 @@ def _added(mask: mx.array) -> mx.array:
     """The mask as (B or 1, H or 1, S, T) float32 that is added to the scores."""
     mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
     return mx.where(mask, 0.0, -mx.inf) if mask.dtype == mx.bool_ else mask.astype(mx.float32)
+
+
+@kept
+def _constant(values: tuple[Any, ...], dtype: mx.Dtype) -> mx.array:
+    """Numbers as an array, made once instead of at every token in every layer."""
+    return mx.array(values, dtype)
