@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from fused_path import composed_launch
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import kvant
@@ -23,6 +24,7 @@ from kvant.engine.prefill import prefill
 from kvant.engine.sampling import greedy
 from kvant.engine.step import CompiledStep
 from kvant.models import Decoder, load_decoder
+from kvant.operators.kernels import attend, dispatch
 
 NO_FUSE = 2
 PROMPT = [(7 * i) % 1000 for i in range(100)]
@@ -77,6 +79,12 @@ def turned(kind: str, **settings: Any) -> list[bool]:
     return [compiled == eager, eager != generate(load_decoder(folder), 60, compiled=False)[0]]
 
 
+def fused(model: Decoder, bits: int, expected: list[int]) -> list[Any]:
+    """A run through the fused path, compiled: whether tokens are as expected, compilations, bytes it grew by."""
+    given, grown, _ = generate(model, 200, compiled=True, bits=bits, rows=512)
+    return [given == expected[:200], CountedStep.last.compilations, grown]
+
+
 def main() -> None:
     """Everything that is checked."""
     library = ctypes.CDLL(str(Path(mx.__file__).parent / "lib" / "libmlx.so"))
@@ -84,10 +92,10 @@ def main() -> None:
     decoding.CompiledStep = CountedStep  # type: ignore[misc]
     model, _ = kvant.load("pocket")
     found: dict[str, Any] = {}
-    for bits in (8, 4, 0):
-        eager, *_ = generate(model, 600, compiled=False, bits=bits)
+    eager = {bits: generate(model, 600, compiled=False, bits=bits)[0] for bits in (8, 4, 0)}
+    for bits, tokens in eager.items():
         compiled, grown, _ = generate(model, 600, compiled=True, bits=bits)
-        found[f"{bits} bits"] = [compiled == eager, CountedStep.last.compilations, grown]
+        found[f"{bits} bits"] = [compiled == tokens, CountedStep.last.compilations, grown]
     found["turned"] = [turned("yarn", factor=4.0, original_max_position_embeddings=512), turned("linear", factor=8.0)]
     found["1000 tokens"] = generate(model, 1000, compiled=True)[1]
     found["peaks"] = [generate(model, 60, compiled=True, rows=rows)[2] for rows in (2048, 131_072)]
@@ -109,6 +117,11 @@ def main() -> None:
         CountedStep.last.compilations,
         CountedStep.last.samples,
     ]
+
+    dispatch.gpu_backend = lambda: "metal"
+    dispatch.self_check_failure = lambda backend: None
+    attend.launch = composed_launch
+    found["fused"] = {bits: fused(model, bits, tokens) for bits, tokens in eager.items()}
     print(json.dumps(found))
 
 

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from checkpoints import load_reference, qwen2_config, reference_model, save_checkpoint
+from fused_path import checked_gpu, gpu, launches  # noqa: F401, fixtures
 from metal_host import summary
 
 import kvant

@@ -124,6 +124,13 @@ def test_a_local_engine(worker: Process, name: str, make_checkpoint: Callable[..
     assert done["tokens"] == len(done["token_ids"]) == len(done["latencies_ms"]) == 4
     assert done["peak_memory_bytes"] > ready["weight_bytes"]
     row = 2 * 2 * 64 * 4
+    moved = [done[f"attention_{what}"] for what in ("bytes_read", "bytes_written", "launches")]
+    if name == "none":
+        assert moved == [None, None, None]
+    else:  # every cached row at least once; with 22 rows the rest is of the same size
+        assert 22 * row <= moved[0] <= 5 * 22 * row
+        assert row <= moved[1]
+        assert moved[2] >= 6
     if name == "none":
         assert (done["cache_bytes"], done["cache_bytes_per_token"]) == (0, 0.0)
     elif name == "kvant":  # with the table of the bias split, read for every row, and biases, which are not
@@ -244,6 +251,15 @@ def test_engines_and_their_labels() -> None:
     ]
     assert [spec.kv_group_size for spec in engine_specs(["kvant", "mlx-lm"], [8], 128, 128)] == [128, 128]
     assert [spec.kv_group_size for spec in engine_specs(["mlx-lm"], [8], None, 96)] == [32]
+    specs = engine_specs(["kvant", "kvant:composed", "kvant:fused"], [0, 8], None, 64)
+    assert [(spec.label, spec.kernels) for spec in specs] == [
+        ("kvant full", None),
+        ("kvant 8-bit", None),
+        ("kvant full composed", "composed"),
+        ("kvant 8-bit composed", "composed"),
+        ("kvant full fused", "fused"),
+        ("kvant 8-bit fused", "fused"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -255,6 +271,8 @@ def test_engines_and_their_labels() -> None:
         (["mlx-lm:int8"], None, 64, "engine is 'mlx-lm:int8'; only mlx-lm takes a dtype: float32, float16, bfloat16"),
         (["kvant:float32"], None, 64, "engine is 'kvant:float32'; only mlx-lm takes a dtype"),
         (["kvant", "none", "kvant"], None, 64, "engine 'kvant' is named twice"),
+        (["concat:composed"], None, 64, "engine is 'concat:composed'; only kvant takes composed or fused"),
+        (["kvant:composed:fused"], None, 64, "engine is 'kvant:composed:fused'"),
         (["kvant"], 24, 64, "kv group size is 24; expected a divisor of the head dimension 64"),
         (["kvant"], None, 48, "kv group size is 32; expected a divisor of the head dimension 48"),
         (["mlx-lm"], 16, 64, "kv group size is 16; expected a divisor of the head dimension 64, .* 32, 64, 128"),

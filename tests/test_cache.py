@@ -142,7 +142,8 @@ def test_full_cache_contract() -> None:
     "arguments",
     [
         {"max_seq_len": 0}, {"num_kv_heads": -1}, {"head_dim": True}, {"batch": 0}, {"quant_bit": 3},
-        {"quant_group": 48}, {"quant_group": 0}, {"scale_dtype": mx.bfloat16}, {"dtype": mx.int8},
+        {"quant_group": 48}, {"quant_group": 0}, {"scale_dtype": mx.bfloat16},
+        {"dtype": mx.int8},
     ],
 )  # fmt: skip
 def test_bad_arguments(arguments: dict[str, object]) -> None:

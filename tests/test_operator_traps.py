@@ -275,7 +275,7 @@ def test_signature(operator: Callable[..., Any]) -> None:
         positional = {"query": required, **positional, "attn_mask": None}
         keywords = {**common, **dict.fromkeys(("num_heads", "head_dim", "is_causal"), required)}
         keywords |= {"is_alibi": False, "num_kv_heads": 0}
-        keywords["bias_split"] = None  # kvant's extension; absent, the operator is PMX's
+        keywords |= {"bias_split": None, "kernels": None}  # kvant's extensions; absent, the operator is PMX's
     parameters = inspect.signature(operator).parameters.values()
     kinds = inspect.Parameter
     found = {p.name: p.default for p in parameters if p.kind is kinds.POSITIONAL_OR_KEYWORD}

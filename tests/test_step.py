@@ -51,6 +51,15 @@ def test_600_tokens_are_compiled_once_a_bucket_and_are_the_same(runs: dict[str, 
     assert grown < 2**16
 
 
+@pytest.mark.parametrize("bits", ["8", "4", "0"])
+def test_through_the_fused_kernel_it_is_compiled_once(runs: dict[str, Any], bits: str) -> None:
+    """From 101 rows to 300, with a stand-in for the kernel: the structure, not the kernel, is what is seen here."""
+    same, compilations, grown = runs["fused"][bits]
+    assert same
+    assert compilations == 1
+    assert grown < 2**16
+
+
 def test_other_rotary_positions_are_compiled_too(runs: dict[str, Any]) -> None:
     assert runs["turned"] == [[True, True]] * 2  # the same compiled, and not what plain positions give
 

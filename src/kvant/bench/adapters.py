@@ -6,12 +6,14 @@ mlx-lm queues it before it hands that token over; kvant is made to do so too.
 
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
 
+from kvant.bench import bytes as model
+from kvant.bench.bytes import AttentionStep, Traffic
 from kvant.bench.engines import EngineSpec
 from kvant.cache import FullKVCache, QuantizedKVCache
 from kvant.engine.decode import decode
@@ -48,6 +50,9 @@ class Adapter(Protocol):
 
     def cache_size(self) -> CacheSize:
         """Of the cache of the last run; waits until the device has done all it was given."""
+
+    def attention_traffic(self, rows: int) -> Traffic | None:
+        """What attention of all layers moves in one decode step over ``rows`` cached tokens; None: not modelled."""
 
 
 def load_adapter(spec: EngineSpec, folder: Path, prefill_step_size: int) -> Adapter:
@@ -105,14 +110,39 @@ class Kvant:
                 per_token += sum(part.nbytes for part in parts) / layer.max_seq_len
         return CacheSize(sum(layer.nbytes for layer in self._cache), per_token)
 
+    def attention_traffic(self, rows: int) -> Traffic | None:
+        """By the path a layer takes; that in MLX operations is compiled on a GPU, where MLX joins some of them."""
+        on_gpu = mx.default_device().type == mx.gpu
+        traffic = Traffic()
+        for layer in self._cache:
+            step = AttentionStep(
+                heads=self._model.config.num_attention_heads,
+                kv_heads=self._model.config.num_key_value_heads,
+                head_dim=self._model.config.head_dim,
+                rows=rows,
+                max_rows=layer.max_seq_len or rows,
+                dtype=self._model.dtype,
+                on_gpu=on_gpu,
+            )
+            if isinstance(layer, FullKVCache):
+                traffic += model.total(model.concatenated(step))
+                continue
+            fused = layer.backend is not None
+            if on_gpu and not fused:
+                return None
+            pairs = None if layer.bias_split is None else len(layer.bias_split.pairs)
+            step = replace(step, bits=layer.quant_bit, group=layer.quant_group, pairs=pairs)
+            traffic += model.total(model.fused(step) if fused else model.composed(step))
+        return traffic
+
     def _make_cache(self, max_seq_len: int) -> Sequence[QuantizedKVCache] | Sequence[FullKVCache]:
         if self._spec.name == "concat":
             return [FullKVCache() for _ in self._model.layers]
         bits, group = self._spec.kv_bits, self._spec.kv_group_size
         assert bits is not None  # kvant's spec has it
         if group is None:
-            return self._model.make_cache(max_seq_len, quant_bit=bits)
-        return self._model.make_cache(max_seq_len, quant_bit=bits, quant_group=group)
+            return self._model.make_cache(max_seq_len, quant_bit=bits, kernels=self._spec.kernels)
+        return self._model.make_cache(max_seq_len, quant_bit=bits, quant_group=group, kernels=self._spec.kernels)
 
 
 class Recompute(Kvant):
@@ -126,6 +156,9 @@ class Recompute(Kvant):
             token, _ = sample(logits, None, greedy, ())
             ids.append(int(token.item()))  # type: ignore[arg-type]
             yield ids[-1]
+
+    def attention_traffic(self, rows: int) -> None:
+        """Not modelled: it is no decode step."""
 
 
 class MLXLM:
@@ -201,6 +234,26 @@ class MLXLM:
             keys = layer.keys if isinstance(layer.keys, mx.array) else layer.keys[0]  # levels, scales, biases
             per_token += layer.nbytes / keys.shape[2]
         return CacheSize(sum(layer.nbytes for layer in self._cache), per_token)
+
+    def attention_traffic(self, rows: int) -> Traffic | None:
+        """Of its quantized pair of products or of MLX's attention."""
+        bits, group = self._spec.kv_bits or 0, self._spec.kv_group_size or 1
+        traffic = Traffic()
+        for layer in self._cache:
+            keys, kind = (layer.keys[0], layer.keys[1]) if bits else (layer.keys, layer.keys)
+            step = AttentionStep(
+                heads=self._model.args.num_attention_heads,
+                kv_heads=keys.shape[1],
+                head_dim=keys.shape[3] * (32 // bits if bits else 1),
+                rows=rows,
+                max_rows=rows,
+                bits=bits,
+                group=group,
+                dtype=kind.dtype,
+                on_gpu=mx.default_device().type == mx.gpu,
+            )
+            traffic += model.total(model.mlx_lm_quantized(step) if bits else model.mlx_rows(step))
+        return traffic
 
 
 def dtype_name(dtype: mx.Dtype) -> str:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvant.operators.kernels.dispatch import KERNELS
+
 LOCAL = ("kvant", "mlx-lm", "concat", "none")  # engines that load the model themselves; the other is a server
 DTYPES = ("float32", "float16", "bfloat16")
 OPENBLAS = "openblas"
@@ -21,6 +23,7 @@ class EngineSpec:
         kv_group_size: cached values that share a scale; None without quantization.
         dtype: what mlx-lm's floating-point weights are cast to; None leaves the checkpoint's.
         openblas: lend mlx-lm the BLAS that kvant brings (kvant.blas); without, it has MLX's own, as its users have.
+        kernels: of kvant: "composed" or "fused"; None: the environment variable KVANT_KERNELS and the device decide.
         url: of a server.
         server_model: the name a server knows the model by; None: it is not said.
 
@@ -33,6 +36,7 @@ class EngineSpec:
     kv_group_size: int | None = None
     dtype: str | None = None
     openblas: bool = False
+    kernels: str | None = None
     url: str | None = None
     server_model: str | None = None
 
@@ -45,6 +49,10 @@ class EngineSpec:
             )
         if self.openblas and self.name != "mlx-lm":
             raise ValueError(f"engine is '{self.name}:{OPENBLAS}'; kvant's engines have it, only mlx-lm is lent it")
+        if self.kernels is not None and (self.name != "kvant" or self.kernels not in KERNELS):
+            raise ValueError(
+                f"engine is '{self.name}:{self.kernels}'; only kvant takes {' or '.join(KERNELS)} after a colon"
+            )
         if (self.url is not None) != (self.name == "server") or (self.server_model is not None and self.url is None):
             raise ValueError(f"engine {self.name} with URL {self.url!r}, model {self.server_model!r} there")
         if (self.kv_bits is not None) != (self.name in WITH_KV_BITS):
@@ -58,7 +66,8 @@ class EngineSpec:
     def label(self) -> str:
         """How tables, recordings and errors call it."""
         if self.name == "kvant":
-            return f"kvant {self.kv_bits}-bit" if self.kv_bits else "kvant full"
+            own = f"kvant {self.kv_bits}-bit" if self.kv_bits else "kvant full"
+            return f"{own} {self.kernels}" if self.kernels else own
         bits = f"{self.kv_bits}-bit" if self.kv_bits else None
         return " ".join(part for part in (self.name, self.dtype, self.openblas and "OpenBLAS", bits) if part)
 
@@ -69,7 +78,8 @@ def engine_specs(
     """The engines to run: each that quantizes its cache once for every number of bits, the others once.
 
     Args:
-        names: engines of LOCAL, mlx-lm also with a dtype, kvant's BLAS or both: ``mlx-lm:float32:openblas``.
+        names: engines of LOCAL, mlx-lm also with a dtype, kvant's BLAS or both: ``mlx-lm:float32:openblas``; kvant also
+            with the kernels it uses: ``kvant:composed``.
         kv_bits: 0, 8 or 4.
         kv_group_size: for every engine; None: each engine's own default.
         head_dim: of the model, which a group must divide.
@@ -80,12 +90,26 @@ def engine_specs(
     specs: list[EngineSpec] = []
     for given in names:
         name, *settings = given.split(":")
-        dtypes = [setting for setting in settings if setting != OPENBLAS]
-        if "" in settings or len(dtypes) > 1 or len(set(settings)) < len(settings) or name == "server":
+        kernels = [setting for setting in settings if setting in KERNELS]
+        dtypes = [setting for setting in settings if setting != OPENBLAS and setting not in KERNELS]
+        if (
+            "" in settings
+            or len(dtypes) > 1
+            or len(kernels) > 1
+            or len(set(settings)) < len(settings)
+            or name == "server"
+        ):
             raise ValueError(f"engine is {given!r}; expected one of {', '.join(LOCAL)}; a server is named by its URL")
         for bits in kv_bits if name in WITH_KV_BITS else [None]:
             group = _group_size(name, kv_group_size, head_dim) if bits else None
-            spec = EngineSpec(name, bits, group, dtypes[0] if dtypes else None, OPENBLAS in settings)
+            spec = EngineSpec(
+                name,
+                bits,
+                group,
+                dtypes[0] if dtypes else None,
+                OPENBLAS in settings,
+                kernels[0] if kernels else None,
+            )
             if spec in specs:
                 raise ValueError(f"engine {given!r} is named twice")
             specs.append(spec)

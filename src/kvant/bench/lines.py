@@ -8,6 +8,8 @@ VERSION = 1
 ENGINES = ("kvant", "mlx-lm", "concat", "none", "server")
 WIDEST = 2**63 - 1  # the largest number a line may hold
 
+ATTENTION = ("attention_bytes_read", "attention_bytes_written", "attention_launches")
+
 Case = tuple[str, int, int]  # engine label, round, prompt tokens: what one run is known by
 
 
@@ -104,6 +106,8 @@ class Run:
         peak_memory_bytes: the most memory held.
         cache_bytes: held by the cache at the end.
         cache_bytes_per_token: read for each cached token in one decode step.
+        attention_bytes_read, attention_bytes_written, attention_launches: of one decode step in the middle of the
+            tokens after the first, all layers, by the byte model (kvant.bench.bytes). Older recordings lack them.
     """
 
     engine: str
@@ -114,13 +118,17 @@ class Run:
     peak_memory_bytes: int | None
     cache_bytes: int | None
     cache_bytes_per_token: float | None
+    attention_bytes_read: float | None = None
+    attention_bytes_written: float | None = None
+    attention_launches: float | None = None
 
     def __post_init__(self) -> None:
         _check_case(self)
         _check_whole(self, "tokens", 1)
         _check_whole(self, "peak_memory_bytes", 0, optional=True)
         _check_whole(self, "cache_bytes", 0, optional=True)
-        _check_number(self, "cache_bytes_per_token", positive=False, optional=True)
+        for name in ("cache_bytes_per_token", *ATTENTION):
+            _check_number(self, name, positive=False, optional=True)
         ids = self.token_ids
         if ids is None:
             return

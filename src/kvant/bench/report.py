@@ -58,15 +58,25 @@ def table(summaries: Sequence[Summary]) -> Group:
         ("read\nGB/s", lambda s: _number(s.achieved_gb_per_s)),
         ("of copy\n%", lambda s: _scaled(s.copy_bandwidth_share, 100)),
     ]
+    model: list[tuple[str, Cell]] = [
+        ("read\nMB/token", lambda s: _scaled(s.model_bytes_read, 1e-6)),
+        ("written\nMB/token", lambda s: _scaled(s.model_bytes_written, 1e-6)),
+        ("launches\na token", lambda s: _number(s.attention_launches)),
+    ]
     paired = (
         "Median over rounds of this engine's time by the baseline's of the same round, and the range; below 1 is "
         "faster."
     )
     read = "Read: the weights and cached tokens of one step, by p50; of copy: of the device's measured copy bandwidth."
+    moved = (
+        "Computed, not measured: the weights, and what each operation of attention and of the cache reads and writes "
+        "in one step, where dequantized rows and scores count too; launches: those operations."
+    )
     shown: list[Table | str] = [_table(summaries, "Time", times, _times_caption(summaries))]
     for title, columns, caption in (
         ("Time against the baseline", ratios, paired),
         ("Memory and bandwidth", memory, read),
+        ("Attention's operations, by the byte model", model, moved),
     ):
         more = _table(summaries, title, columns, caption)
         if len(more.columns) > 2:

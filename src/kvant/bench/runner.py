@@ -9,6 +9,7 @@ from typing import Any
 
 from kvant import blas
 from kvant.bench.engines import EngineSpec
+from kvant.bench.lines import ATTENTION
 from kvant.bench.process import WORKER_COMMAND, Worker
 from kvant.bench.prompts import Prompt, Prompts
 from kvant.bench.recording import Engine, Recorder, Run, Token
@@ -108,6 +109,7 @@ def _measure_run(
                 peak_memory_bytes=done["peak_memory_bytes"],
                 cache_bytes=done["cache_bytes"],
                 cache_bytes_per_token=done["cache_bytes_per_token"],
+                **{name: done[name] for name in ATTENTION},
             )
         )
     return latencies

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from kvant.bench.lines import ATTENTION
 from kvant.bench.recording import Engine, Recording, Run, Token
 from kvant.bench.statistics import Spread, paired_ratio, percentile, theil_sen
 
@@ -29,6 +30,9 @@ class Summary:
         bytes_read_per_token: weights and cached tokens that one decode step reads, on average.
         achieved_gb_per_s: that by the median latency, in 1e9 bytes.
         copy_bandwidth_share: that by the device's copy bandwidth.
+        model_bytes_read, model_bytes_written: of one decode step, by the byte model: the weights, and whatever the
+            operations of attention and of the cache read and write; the rest of the step is left out.
+        attention_launches: operations of attention and of the cache in one decode step, by the same.
         ratio, first_token_ratio: this engine's median latency and first-token time to the baseline's of the same
             round; below 1 is faster.
     """
@@ -49,6 +53,9 @@ class Summary:
     bytes_read_per_token: float | None = None
     achieved_gb_per_s: float | None = None
     copy_bandwidth_share: float | None = None
+    model_bytes_read: float | None = None
+    model_bytes_written: float | None = None
+    attention_launches: float | None = None
     ratio: Spread | None = None
     first_token_ratio: Spread | None = None
 
@@ -121,6 +128,10 @@ def _figures(runs: Runs, engine: Engine, bandwidth: float | None) -> dict[str, A
         figures["bytes_read_per_token"] = read = engine.weight_bytes_read + median(per_cached) * cached
         figures["achieved_gb_per_s"] = achieved = read / figures["latency_p50_ms"] / 1e6
         figures["copy_bandwidth_share"] = achieved / bandwidth if bandwidth else None
+    by_model = [_median(getattr(run, name) for run, _ in runs) for name in ATTENTION]
+    if engine.weight_bytes_read is not None and by_model[0] is not None:
+        figures["model_bytes_read"] = engine.weight_bytes_read + by_model[0]
+        figures["model_bytes_written"], figures["attention_launches"] = by_model[1:]
     return figures
 
 
@@ -146,6 +157,12 @@ def _firsts(runs: Runs) -> dict[int, float]:
 def _p50s(runs: Runs) -> dict[int, float]:
     """Median latency by round, the first token left out."""
     return {run.run: median(t.latency_ms for t in tokens[1:]) for run, tokens in runs if tokens[1:]}
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    """The median of what is known."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 def _largest(values: Iterable[int | None]) -> int | None:

@@ -4,7 +4,7 @@
         -> {"kind": "ready", "dtype", "weight_bytes", "weight_bytes_read"}
     {"command": "run", "prompt": token ids, "text": the same as text or null, "max_tokens"}
         -> {"kind": "done", "latencies_ms", "token_ids", "tokens", "peak_memory_bytes", "cache_bytes",
-            "cache_bytes_per_token"}
+            "cache_bytes_per_token", "attention_bytes_read", "attention_bytes_written", "attention_launches"}
         -> {"kind": "interrupted", "latencies_ms"} after a SIGINT
     anything that fails -> {"kind": "error", "message"}
 
@@ -27,6 +27,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from kvant.bench.lines import ATTENTION
 from kvant.errors import BenchError, one_line
 
 EVENTS_A_TOKEN = 0.9  # at least: a character of several tokens comes in one
@@ -92,6 +93,8 @@ class LocalEngine:
         finally:
             gc.enable()
         cache = self._adapter.cache_size()
+        # The step that makes the token of position p attends to p tokens; positions are counted from the prompt's end.
+        traffic = self._adapter.attention_traffic(len(command["prompt"]) + count // 2)
         if len(timing.items) < count:
             raise BenchError(f"generated {len(timing.items)} tokens; expected {count}")
         return {
@@ -100,6 +103,9 @@ class LocalEngine:
             "peak_memory_bytes": mx.get_peak_memory(),
             "cache_bytes": cache.nbytes,
             "cache_bytes_per_token": cache.nbytes_per_token,
+            "attention_bytes_read": None if traffic is None else traffic.bytes_read,
+            "attention_bytes_written": None if traffic is None else traffic.bytes_written,
+            "attention_launches": None if traffic is None else traffic.launches,
         }
 
 
@@ -134,7 +140,7 @@ class ServerEngine:
                 f"the server sent {events} events for {tokens} tokens, of {command['max_tokens']} asked for; "
                 "a token's latency can only be measured where an event is a token"
             )
-        unknown = ("token_ids", "peak_memory_bytes", "cache_bytes", "cache_bytes_per_token")
+        unknown = ("token_ids", "peak_memory_bytes", "cache_bytes", "cache_bytes_per_token", *ATTENTION)
         return {"tokens": tokens} | dict.fromkeys(unknown)
 
 

@@ -6,6 +6,8 @@ import mlx.core as mx
 
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
+from kvant.operators.kernels.attend import refusal
+from kvant.operators.kernels.dispatch import Backend, resolve
 from kvant.operators.multi_head_cache_attention import append_and_attend, append_and_attend_static
 from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization, levels_dtype
 from kvant.operators.validation import check_rows
@@ -16,6 +18,10 @@ class QuantizedKVCache:
 
     Rows are appended in place. That needs the arrays to themselves: whoever holds ``cache`` or ``scale``, or a slice
     of them, makes MLX copy the whole buffer at the next append.
+
+    Attributes:
+        quant_bit, quant_group, bias_split: as given.
+        backend: what runs the fused kernel for calls that it takes; None: all are composed.
     """
 
     def __init__(
@@ -30,6 +36,7 @@ class QuantizedKVCache:
         dtype: mx.Dtype = mx.float16,
         scale_dtype: mx.Dtype = mx.float16,
         bias_split: BiasSplit | None = None,
+        kernels: str | None = None,
     ) -> None:
         """Allocate the cache.
 
@@ -43,9 +50,14 @@ class QuantizedKVCache:
             dtype: dtype of the rows at 0 bits; without meaning otherwise.
             scale_dtype: float16 or float32.
             bias_split: what keys and values will lack of their biases, its table as long as the cache.
+            kernels: "composed" or "fused" forces how attention is computed; None: the environment variable
+                KVANT_KERNELS does, or else it is the fused kernel on a GPU. Decided now, for the cache's life. Calls of
+                more new tokens than the kernel takes (8), as in a prefill, are composed whatever this says.
 
         Raises:
-            ValueError: a size below 1, a group that does not divide D, an unsupported bit or dtype.
+            ValueError: a size below 1, a group that does not divide D, an unsupported bit or dtype; a kernel forced for
+                a format that it does not take, or where there is no GPU.
+            RuntimeError: a forced kernel that failed its self-check on this device.
         """
         for name, number in (
             ("max_seq_len", max_seq_len),
@@ -61,6 +73,7 @@ class QuantizedKVCache:
         self.quant_bit = quant_bit
         self.quant_group = quant_group
         self.bias_split = bias_split
+        self.backend = resolve(kernels, self._refusal((batch, num_kv_heads, 1, head_dim)))
         self._max_seq_len = max_seq_len
         self._offset = 0
         shape = (1, batch, 2, num_kv_heads, max_seq_len)
@@ -81,6 +94,11 @@ class QuantizedKVCache:
     def scale(self) -> mx.array | None:
         """Scales: (1, B, 2, K, max_seq_len, D/G); None at 0 bits."""
         return self.arrays[1] if self.quant_bit else None
+
+    def backend_for(self, query: mx.array) -> Backend | None:
+        """What runs the fused kernel for a (B, H, S, D) query; None: it is composed."""
+        takes = self.backend is not None and self._refusal(query.shape) is None
+        return self.backend if takes else None
 
     @property
     def offset(self) -> int:
@@ -123,6 +141,7 @@ class QuantizedKVCache:
             quant_group=self.quant_group,
             product_dtype=mx.float32,
             bias_split=self.bias_split,
+            backend=self.backend_for(query),
         )
         self._offset += S
         return output
@@ -153,6 +172,9 @@ class QuantizedKVCache:
         """Forget every token; the memory stays reserved."""
         self._offset = 0
 
+    def _refusal(self, query_shape: tuple[int, ...]) -> str | None:
+        return refusal(query_shape, quant_bit=self.quant_bit, quant_group=self.quant_group)
+
 
 @dataclass(frozen=True, slots=True)
 class StaticAppend:
@@ -163,7 +185,8 @@ class StaticAppend:
     Attributes:
         cache: appended to.
         offset: () integer array: where the new row goes; it must be below the cache's max_seq_len.
-        rows: rows to read, more than ``offset`` and at most max_seq_len; those past the new one are ignored.
+        rows: rows to read, more than ``offset`` and at most max_seq_len; those past the new one are ignored. The fused
+            kernel reads up to the new one, whatever this says.
     """
 
     cache: QuantizedKVCache
@@ -190,5 +213,6 @@ class StaticAppend:
             quant_group=self.cache.quant_group,
             product_dtype=mx.float32,
             bias_split=self.bias_split,
+            backend=self.cache.backend_for(query),
         )
         return output

@@ -12,8 +12,10 @@ from typer.exceptions import TyperException
 from kvant.cli import bench
 from kvant.cli.chat import chat
 from kvant.cli.convert import convert
+from kvant.cli.doctor import doctor
 from kvant.cli.generate import generate
 from kvant.cli.models import models
+from kvant.cli.plan import plan
 from kvant.cli.pull import pull
 from kvant.cli.report import report
 from kvant.errors import KvantError, one_line
@@ -31,10 +33,12 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(plan)
 app.command()(convert)
 app.command()(report)
 app.command()(pull)
 app.command()(models)
+app.command()(doctor)
 app.add_typer(bench.app, name="bench")
 
 

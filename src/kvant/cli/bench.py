@@ -26,9 +26,9 @@ def bench(
     engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="kvant, mlx-lm, mlx-lm:float32 (its weights cast), mlx-lm:openblas (kvant's BLAS lent to it), concat "
-            "(kvant with a cache that grows) or none (no cache: everything computed again for every token); "
-            "repeatable; default: kvant and mlx-lm."
+            help="kvant, kvant:composed or kvant:fused (its kernels), mlx-lm, mlx-lm:float32 (its weights cast), "
+            "mlx-lm:openblas (kvant's BLAS lent to it), concat (kvant with a cache that grows) or none (no cache: "
+            "everything computed again for every token); repeatable; default: kvant and mlx-lm."
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help=f"{options.MODEL_HELP}, the default.")] = None,
@@ -90,6 +90,7 @@ def bench(
         weight_group_size=weight_group_size,
     )
     options.check_text(model=model, server=server, server_model=server_model)
+    options.check_kernels()  # the workers' environment is this process's
     bench_options.check_seed(seed)
     bench_options.check_files(output, plot)
     if plot is not None and max_tokens == 1:

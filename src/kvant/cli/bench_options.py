@@ -10,7 +10,7 @@ import typer
 
 from kvant import blas
 from kvant.bench.engines import OPENBLAS, WITH_KV_BITS, EngineSpec, engine_specs
-from kvant.cli.options import BadValueError
+from kvant.cli.options import BadValueError, check_kernels
 from kvant.engine.load import POCKET, find_model
 from kvant.models.config import ModelConfig
 from kvant.operators.quantization import QUANT_BITS
@@ -127,6 +127,9 @@ def specs(
         found = engine_specs(names, bits, kv_group_size, sizes.head_dim)
     except ValueError as error:
         raise BadValueError(str(error)) from error
+    for spec in found:
+        if spec.kernels is not None:
+            check_kernels(spec.kernels, "--engine kvant's setting")
     if any(spec.openblas for spec in found) and blas.loaded().startswith(blas.OWN):
         raise BadValueError(f"an engine is to have {OPENBLAS}, but kvant has none to lend here ({blas.loaded()})")
     return found

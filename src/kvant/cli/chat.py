@@ -13,6 +13,7 @@ from kvant.cli.session import Session, open_session
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.load import POCKET
 from kvant.errors import ContextError, KvantError, PromptError
+from kvant.memory import Settings
 
 HELP = (
     "/reset forgets the conversation, /stats shows its numbers, /help this line, /quit ends; "
@@ -39,7 +40,9 @@ def chat(
     kv_group_size: options.KvGroupSize = None,
     kv_bias_split: options.KvBiasSplit = True,
     max_kv_size: options.MaxKvSize = None,
+    kernels: options.Kernels = None,
     prefill_step_size: options.PrefillStepSize = 512,
+    wired: options.Wired = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Talk with a model; the history stays in the cache, and a turn feeds only its own tokens."""
@@ -53,17 +56,19 @@ def chat(
         logit_bias=logit_bias,
         seed=seed,
     )
-    options.check_counts(max_tokens=max_tokens, max_kv_size=max_kv_size, prefill_step_size=prefill_step_size)
+    options.check_counts(max_tokens=max_tokens, prefill_step_size=prefill_step_size)
+    reserved = options.kv_size(max_kv_size)
     group_size = options.check_kv_format(kv_bits, kv_group_size)
+    options.check_kernels(kernels)
     options.check_text(model=model, adapter_path=adapter_path, system_prompt=system_prompt)
     stops = options.check_stop(stop)
     session = open_session(
         model,
+        Settings(kv_bits, group_size, kv_bias_split, prefill_step_size),
         adapter_path=adapter_path,
-        kv_bits=kv_bits,
-        kv_group_size=group_size,
-        kv_bias_split=kv_bias_split,
-        max_kv_size=max_kv_size,
+        max_kv_size=reserved,
+        kernels=kernels,
+        wired=wired,
         quiet=quiet,
     )
     sampler, processors = options.build_sampling(sampling, session.model.config.vocab_size)

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from kvant.cli import options
+from kvant.cli.fitting import format_bytes
 from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
-from kvant.cli.session import format_bytes
 from kvant.engine.convert import convert_folder
 from kvant.engine.load import find_model
 from kvant.engine.weight_format import WeightFormat

@@ -16,6 +16,7 @@ from kvant.engine.generate import GenerationResponse, stream_generate
 from kvant.engine.load import POCKET
 from kvant.engine.prompt import encode_rendered, render_chat
 from kvant.errors import PromptError
+from kvant.memory import Settings
 
 
 def generate(
@@ -42,7 +43,9 @@ def generate(
     kv_group_size: options.KvGroupSize = None,
     kv_bias_split: options.KvBiasSplit = True,
     max_kv_size: options.MaxKvSize = None,
+    kernels: options.Kernels = None,
     prefill_step_size: options.PrefillStepSize = 512,
+    wired: options.Wired = False,
     json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object a token instead of text.")] = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -57,8 +60,10 @@ def generate(
         logit_bias=logit_bias,
         seed=seed,
     )
-    options.check_counts(max_tokens=max_tokens, max_kv_size=max_kv_size, prefill_step_size=prefill_step_size)
+    options.check_counts(max_tokens=max_tokens, prefill_step_size=prefill_step_size)
+    reserved = options.kv_size(max_kv_size)
     group_size = options.check_kv_format(kv_bits, kv_group_size)
+    options.check_kernels(kernels)
     options.check_text(model=model, adapter_path=adapter_path, system_prompt=system_prompt)
     stops = options.check_stop(stop)
     if ignore_chat_template and system_prompt is not None:
@@ -67,11 +72,11 @@ def generate(
 
     session = open_session(
         model,
+        Settings(kv_bits, group_size, kv_bias_split, prefill_step_size),
         adapter_path=adapter_path,
-        kv_bits=kv_bits,
-        kv_group_size=group_size,
-        kv_bias_split=kv_bias_split,
-        max_kv_size=max_kv_size,
+        max_kv_size=reserved,
+        kernels=kernels,
+        wired=wired,
         quiet=quiet,
     )
     sampler, processors = options.build_sampling(sampling, session.model.config.vocab_size)

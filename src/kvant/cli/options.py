@@ -1,13 +1,15 @@
 """Flags that several commands share, and what is made of them. Names and defaults follow mlx-lm."""
 
+import os
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from typer.exceptions import TyperException
 
 from kvant.engine.load import POCKET
 from kvant.engine.sampling import LogitsProcessor, Sampler, SamplingOptions
+from kvant.operators.kernels.dispatch import VARIABLE, choose
 from kvant.operators.quantization import QUANT_BITS
 
 
@@ -18,6 +20,8 @@ class BadValueError(TyperException):
 
 
 DEFAULT_KV_GROUP_SIZE = 32
+AUTO: Literal["auto"] = "auto"
+KvSize = int | Literal["auto"] | None  # tokens; as many as fit; the default
 
 MODEL_HELP = f"A folder, a name (`kvant models`), owner/repository[@revision] after `kvant pull`, or '{POCKET}'"
 Model = Annotated[str, typer.Option(help=f"{MODEL_HELP}.")]
@@ -49,9 +53,22 @@ KvBiasSplit = Annotated[
         "--kv-bias-split/--no-kv-bias-split", help="Keep the projections' biases out of the cache; attention adds them."
     ),
 ]
+Kernels = Annotated[
+    str | None,
+    typer.Option(
+        metavar="composed|fused",
+        help="How attention reads the cache; default: KVANT_KERNELS, else the fused kernel on a GPU that it works on.",
+    ),
+]
 MaxKvSize = Annotated[
-    int | None,
-    typer.Option(help="Tokens reserved in the cache; default: the smaller of 4096 and the model's context."),
+    str | None,
+    typer.Option(
+        metavar="TOKENS|auto",
+        help="Tokens reserved in the cache, or auto: as many as fit; default: the smaller of 4096 and the context.",
+    ),
+]
+Wired = Annotated[
+    bool, typer.Option("--wired", help="Keep the planned memory from being paged out; on Macs only, macOS 15 or later.")
 ]
 PrefillStepSize = Annotated[int, typer.Option(help="Prompt tokens fed at a time; smaller takes less memory.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no statistics and no progress.")]
@@ -102,6 +119,18 @@ def check_counts(**counts: int | None) -> None:
             raise BadValueError(f"--{name.replace('_', '-')} is {count}; expected at least 1")
 
 
+def kv_size(text: str | None) -> KvSize:
+    """A --max-kv-size as it was written; one that is no count of tokens is a usage error."""
+    if text is None or text == AUTO:
+        return text
+    try:
+        count = int(text)
+    except ValueError:
+        raise BadValueError(f"--max-kv-size is {text[:80]!r}; expected a number of tokens, or auto") from None
+    check_counts(max_kv_size=count)
+    return count
+
+
 def check_kv_format(kv_bits: int, kv_group_size: int | None) -> int:
     """The group size; refuses what no model's cache can have. Whether it divides a head is the model's affair."""
     if kv_bits not in QUANT_BITS:
@@ -110,6 +139,22 @@ def check_kv_format(kv_bits: int, kv_group_size: int | None) -> int:
         raise BadValueError(f"--kv-group-size is {kv_group_size}, but --kv-bits 0 does not quantize")
     check_counts(kv_group_size=kv_group_size)
     return DEFAULT_KV_GROUP_SIZE if kv_group_size is None else kv_group_size
+
+
+def check_kernels(kernels: str | None = None, flag: str = "--kernels") -> None:
+    """Refuse kernels, or a KVANT_KERNELS without them, that are unknown or cannot be had on this machine.
+
+    ``flag`` is how the user named them.
+
+    Raises:
+        RuntimeError: the fused kernel is asked for and failed its self-check.
+    """
+    if kernels is None and not os.environ.get(VARIABLE):
+        return  # nothing is asked for
+    try:
+        choose(kernels)
+    except ValueError as error:
+        raise BadValueError(str(error) if kernels is None else str(error).replace("kernels", flag, 1)) from error
 
 
 def check_text(**texts: str | None) -> None:

@@ -61,6 +61,7 @@ def report(
     if suggest is not None and not (math.isfinite(suggest) and suggest >= 0):
         raise BadValueError(f"--suggest is {suggest}; expected a KLD in nats, 0 or more, such as 0.001")
     options.check_text(model=model, text=None if text is None else str(text))
+    options.check_kernels()
 
     from kvant.report.formats import parse_formats
     from kvant.report.measure import figures_json, measure

@@ -4,19 +4,23 @@ import gc
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import mlx.core as mx
+
 from kvant.cache import QuantizedKVCache
-from kvant.cli.options import BadValueError
+from kvant.cli.fitting import format_bytes, plan_that_fits
+from kvant.cli.options import BadValueError, KvSize
 from kvant.cli.progress import LateProgress
 from kvant.engine.load import find_model, load_folder
 from kvant.errors import ContextError
+from kvant.memory import Checkpoint, Settings, this_machine
+from kvant.memory.machine import default_device
 from kvant.models import Decoder
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-DEFAULT_MAX_KV_SIZE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,48 +48,74 @@ class Session:
 
 def open_session(
     model_name: str,
+    settings: Settings,
     *,
-    adapter_path: str | None,
-    kv_bits: int,
-    kv_group_size: int,
-    kv_bias_split: bool,
-    max_kv_size: int | None,
+    adapter_path: str | None = None,
+    max_kv_size: KvSize,
+    kernels: str | None = None,
+    wired: bool,
     quiet: bool,
 ) -> Session:
-    """Load a model and reserve its cache; the reservation is printed before the first token is computed.
+    """Plan the memory, load a model and reserve its cache; the reservation is printed before the first token.
+
+    Args:
+        model_name: a model folder or name.
+        settings: of the cache and of reading the prompt.
+        adapter_path: the folder of an adapter for it.
+        max_kv_size: tokens to reserve, "auto" for as many as fit, None for the default.
+        kernels: "composed" or "fused"; None: what the device has.
+        wired: keep the planned memory resident.
+        quiet: print nothing.
 
     Raises:
         ModelError: a model or adapter that cannot be loaded.
-        ContextError: more tokens asked for than the model's context.
-        BadValueError: a group size that does not divide the model's head dimension.
+        ContextError: more tokens asked for than the model's context, or a plan that does not fit into this machine.
+        BadValueError: a group size that does not divide the model's head dimension, a format that a kernel asked for
+            does not take, or memory that cannot be wired.
     """
     started = time.perf_counter()
+    folder = find_model(model_name)
+    checkpoint = Checkpoint.from_folder(folder, None if adapter_path is None else Path(adapter_path))
+    planned = plan_that_fits(checkpoint, settings, max_kv_size, this_machine())
+    if wired:
+        wire(planned.total)
     # Collecting garbage while transformers is imported takes a tenth of that time and finds none; frozen, what it left
     # is not gone through again between tokens.
     gc.disable()
     try:
         with LateProgress("loading", quiet=quiet) as progress:
-            model, tokenizer = load_folder(find_model(model_name), progress.update, adapter_path=adapter_path)
+            model, tokenizer = load_folder(folder, progress.update, adapter_path=adapter_path)
     finally:
         gc.freeze()
         gc.enable()
-    context = model.config.max_position_embeddings
-    if max_kv_size is not None and max_kv_size > context:
-        raise ContextError(f"--max-kv-size is {max_kv_size}; the model's context is {context} tokens")
     try:
-        tokens = max_kv_size or min(DEFAULT_MAX_KV_SIZE, context)
-        cache = model.make_cache(tokens, quant_bit=kv_bits, quant_group=kv_group_size, bias_split=kv_bias_split)
-    except ValueError as error:
-        raise BadValueError(f"--kv-bits {kv_bits} --kv-group-size {kv_group_size}: {error}") from error
+        cache = model.make_cache(
+            planned.max_kv_size,
+            quant_bit=settings.kv_bits,
+            quant_group=settings.kv_group_size,
+            bias_split=settings.kv_bias_split,
+            kernels=kernels,
+        )
+    except ContextError:
+        raise
+    except ValueError as error:  # the format itself was looked at with the plan
+        raise BadValueError(
+            f"--kv-bits {settings.kv_bits} --kv-group-size {settings.kv_group_size}: {error}"
+        ) from error
     session = Session(model, tokenizer, cache, time.perf_counter() - started)
     if not quiet:
         print(f"cache: {session.describe_cache()}", file=sys.stderr)
     return session
 
 
-def format_bytes(count: int) -> str:
-    """Decimal units, as Activity Monitor counts."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} bytes"
+def wire(count: int) -> None:
+    """Keep up to ``count`` bytes of MLX's memory resident.
+
+    Raises:
+        BadValueError: a device that cannot.
+    """
+    if not mx.metal.is_available() or default_device() != "gpu":
+        raise BadValueError(
+            f"--wired: only a Mac's GPU has memory to wire; MLX computes on the {default_device()} here"
+        )
+    mx.set_wired_limit(count)

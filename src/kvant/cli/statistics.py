@@ -3,7 +3,8 @@
 import statistics
 from dataclasses import dataclass, field
 
-from kvant.cli.session import Session, format_bytes
+from kvant.cli.fitting import format_bytes
+from kvant.cli.session import Session
 from kvant.engine.generate import GenerationResponse
 
 

@@ -32,7 +32,8 @@ def row_bucket(rows: int, max_seq_len: int) -> int:
 
 
 class CompiledStep:
-    """A function of token and offset that changes the cache; traced once a row bucket.
+    """A function of token and offset that changes the cache; traced once a row bucket, and once where the fused kernel
+    reads the cache, which goes by the offset itself.
 
     A sampler that may look at its values or keep state, and logits processors, run after it, uncompiled.
 
@@ -72,7 +73,8 @@ class CompiledStep:
         # Checked here, in Python: past the reservation a compiled write would be lost without a word.
         if layer.offset >= layer.max_seq_len:
             raise AssertionError(f"row {layer.offset} is past the {layer.max_seq_len} reserved ones")
-        bucket = row_bucket(layer.offset + 1, layer.max_seq_len)
+        fused = all(layer.backend is not None for layer in self._cache)
+        bucket = layer.max_seq_len if fused else row_bucket(layer.offset + 1, layer.max_seq_len)
         held = [list(layer.arrays) for layer in self._cache]
         key = mx.random.state[0]  # type: ignore[index]
         try:

@@ -186,15 +186,24 @@ class Decoder:
         return (self._lm_head or self._embed_tokens).project(hidden_states)
 
     def make_cache(
-        self, max_seq_len: int, *, batch: int = 1, quant_bit: int = 8, quant_group: int = 32, bias_split: bool = True
+        self,
+        max_seq_len: int,
+        *,
+        batch: int = 1,
+        quant_bit: int = 8,
+        quant_group: int = 32,
+        bias_split: bool = True,
+        kernels: str | None = None,
     ) -> list[QuantizedKVCache]:
         """Allocate one cache a layer, for ``max_seq_len`` tokens each; at 0 bits rows keep the compute dtype.
 
         With ``bias_split`` keys and values are stored without their biases, which attention adds exactly; a model
-        without such biases has nothing to split.
+        without such biases has nothing to split. ``kernels`` as in :class:`kvant.cache.QuantizedKVCache`.
 
         Raises:
-            ValueError: a size below 1, an unsupported bit, a group that does not divide the head dimension.
+            ValueError: a size below 1, an unsupported bit, a group that does not divide the head dimension, a kernel
+                forced that cannot be used.
+            RuntimeError: a forced kernel that failed its self-check on this device.
             ContextError: more than this machine's memory; nothing was allocated.
         """
         config = self.config
@@ -215,6 +224,7 @@ class Decoder:
                 quant_group=quant_group,
                 dtype=self.dtype,
                 bias_split=layer.self_attn.bias_split(max_seq_len) if bias_split else None,
+                kernels=kernels,
             )
             for layer in self.layers
         ]

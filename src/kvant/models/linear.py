@@ -197,6 +197,7 @@ def dense_matrix(weights: Sequence[mx.array], dtype: mx.Dtype) -> DenseMatrix:
     weight = mx.concatenate(list(weights), axis=0).astype(dtype).T  # (out, in) -> (in, out)
     if mx.default_device().type == mx.cpu:
         weight = mx.contiguous(weight)  # elsewhere the transposed view is what the device multiplies best
+    mx.eval(weight)  # matrix by matrix: what it is made from, up to twice its bytes, is not held for a whole layer
     return DenseMatrix(weight)
 
 

@@ -66,7 +66,8 @@ def score_bias(query: mx.array, split: BiasSplit, rows: int) -> mx.array:
     """
     B, H, S, D = query.shape
     K, _, P = split.key_bias.shape
-    q = query.astype(mx.float32).reshape(B, K, H // K, S, 2, D // 2)[..., mx.array(split.pairs)]
+    q = query.astype(mx.float32).reshape(B, K, H // K, S, 2, D // 2)
+    q = mx.take(q, mx.array(split.pairs), axis=-1)  # one operation; an index behind an ellipsis takes eleven
     q1, q2 = q[..., 0, :], q[..., 1, :]  # (B, K, H/K, S, P)
     b1, b2 = (split.key_bias[:, i, None, None] for i in (0, 1))  # (K, 1, 1, P)
     weights = mx.concatenate([q1 * b1 + q2 * b2, q2 * b1 - q1 * b2], axis=-1) / math.sqrt(D)

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from kvant.operators.kernels.attend import quantize_rows
+from kvant.operators.kernels.dispatch import Backend
 from kvant.operators.quantization import multiply_levels, quantize
 from kvant.operators.validation import check_cache_call
 
@@ -102,11 +104,14 @@ def write_rows(
     quant_bit: int,
     quant_group: int,
     cache_layout: int = 1,
+    backend: Backend | None = None,
 ) -> None:
     """Quantize (B, K, S, D) keys and values in one go and write them at ``start``, in place; unchecked."""
     B, S = key.shape[0], key.shape[2]
     stored = [cache] if scale is None else [cache, scale]
-    parts = quantized_parts(key, value, quant_bit=quant_bit, quant_group=quant_group, dtypes=[x.dtype for x in stored])
+    parts = quantized_parts(
+        key, value, quant_bit=quant_bit, quant_group=quant_group, dtypes=[x.dtype for x in stored], backend=backend
+    )
     for array, part in zip(stored, parts, strict=True):
         if cache_layout == 0:  # (B, 2, K, S, last) -> (B, 2, S, K, last)
             array[:B, layer_idx, :, start : start + S] = part.transpose(0, 1, 3, 2, 4)
@@ -115,13 +120,25 @@ def write_rows(
 
 
 def quantized_parts(
-    key: mx.array, value: mx.array, *, quant_bit: int, quant_group: int, dtypes: Sequence[mx.Dtype]
+    key: mx.array,
+    value: mx.array,
+    *,
+    quant_bit: int,
+    quant_group: int,
+    dtypes: Sequence[mx.Dtype],
+    backend: Backend | None = None,
 ) -> list[mx.array]:
     """(B, K, S, D) keys and values as a cache and its scale, where there is one, store them: (B, 2, K, S, last) each.
 
-    ``dtypes`` are those of the cache and of the scale.
+    ``dtypes`` are those of the cache and of the scale; with a ``backend`` they are quantized in one launch.
     """
     B, K, S, D = key.shape
+    if quant_bit and backend is not None:
+        return list(
+            quantize_rows(
+                key, value, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=dtypes[1], backend=backend
+            )
+        )
     rows = mx.concatenate([key, value], axis=1).reshape(B, 2, K, S, D)
     if not quant_bit:
         return [rows.astype(dtypes[0])]

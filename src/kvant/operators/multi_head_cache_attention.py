@@ -4,6 +4,8 @@ import mlx.core as mx
 
 from kvant.operators.attention import attend_live_rows, attend_rows
 from kvant.operators.bias_split import BiasSplit
+from kvant.operators.kernels.attend import attend, refusal
+from kvant.operators.kernels.dispatch import Backend, resolve
 from kvant.operators.key_value_cache import quantized_parts, read_rows, write_rows
 from kvant.operators.validation import check_attention_call, check_bias_split, check_cache_call
 
@@ -28,6 +30,7 @@ def multi_head_cache_attention(
     quant_group: int = 8,
     cache_layout: int = 0,
     bias_split: BiasSplit | None = None,
+    kernels: str | None = None,
 ) -> mx.array:
     """Multi-head (or grouped-query) attention through a key/value cache.
 
@@ -49,12 +52,17 @@ def multi_head_cache_attention(
         num_kv_heads: K; 0 means H.
         bias_split: an extension of PMX: what ``current_key``, ``current_value`` and the cached rows lack of their
             projections' biases, keys rotated as their positions, row j at position j. None: the plain operator.
+        kernels: "composed" or "fused" forces one; None: the environment variable KVANT_KERNELS does, or else it is the
+            fused kernel on a GPU for calls that it takes: few new tokens, cache_layout 1, one layer. It multiplies
+            levels and scales in float32, where the composed operator rounds products to the scale's dtype.
 
     Returns:
         (B, S, H, D) in the query's dtype.
 
     Raises:
-        ValueError: any input that does not fit; cache and scale are then as they were.
+        ValueError: any input that does not fit, or a call that a forced kernel does not take; cache and scale are then
+            as they were.
+        RuntimeError: a forced kernel that failed its self-check on this device.
 
     Source: OpenPPL PMX, MultiHeadCacheAttention.
     """
@@ -74,6 +82,12 @@ def multi_head_cache_attention(
         query, current_key, call, attn_mask, num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads
     )
     check_bias_split(bias_split, call, num_kv_heads or num_heads)
+    if cache_layout == 1 and num_layer == 1:
+        shape = (call.batch, num_heads, call.new_tokens, head_dim)
+        reason = refusal(shape, quant_bit=quant_bit, quant_group=quant_group)
+    else:
+        reason = f"cache_layout {cache_layout} with num_layer {num_layer}; it takes layout 1 with one layer"
+    backend = resolve(kernels, reason)
     # (B, S, H, D) -> (B, H, S, D)
     query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, current_key, current_value))
     output = append_and_attend(
@@ -91,6 +105,7 @@ def multi_head_cache_attention(
         quant_group=quant_group,
         cache_layout=cache_layout,
         bias_split=bias_split,
+        backend=backend,
     )
     return output.transpose(0, 2, 1, 3)  # (B, H, S, D) -> (B, S, H, D)
 
@@ -112,8 +127,12 @@ def append_and_attend(
     cache_layout: int = 1,
     product_dtype: mx.Dtype | None = None,
     bias_split: BiasSplit | None = None,
+    backend: Backend | None = None,
 ) -> mx.array:
     """The operator on (B, heads, S, D) arrays, unchecked: what the engine's caches call. Changes cache and scale.
+
+    With a ``backend`` the fused kernel computes it; it must take the call (``kernels.attend.refusal``, cache layout 1,
+    one layer), and ``product_dtype`` is float32 whatever is given.
 
     Returns:
         (B, H, S, D) in the query's dtype.
@@ -128,7 +147,22 @@ def append_and_attend(
         quant_bit=quant_bit,
         quant_group=quant_group,
         cache_layout=cache_layout,
+        backend=backend,
     )
+    if backend is not None:
+        return attend(
+            query,
+            cache,
+            scale,
+            mx.array(start, mx.int32),
+            quant_bit=quant_bit,
+            quant_group=quant_group,
+            is_causal=is_causal,
+            is_alibi=is_alibi,
+            mask=mask,
+            bias_split=bias_split,
+            backend=backend,
+        )
     B, _, S, _ = key.shape
     all_keys, all_values = read_rows(
         B,
@@ -159,6 +193,7 @@ def append_and_attend_static(
     quant_group: int,
     product_dtype: mx.Dtype,
     bias_split: BiasSplit | None,
+    backend: Backend | None = None,
 ) -> tuple[mx.array, ...]:
     """The operator for one new token, in cache layout 1 with one layer, as a function: arrays in, new arrays out.
 
@@ -170,22 +205,38 @@ def append_and_attend_static(
         key, value: (B, K, 1, D).
         offset: () integer array: where the new row goes.
         cache, scale: (1, B, 2, K, MaxS, D' or D/G).
-        rows: rows to read, more than ``offset``.
+        rows: rows to read, more than ``offset``. The fused kernel goes by ``offset`` itself.
+        backend: as in :func:`append_and_attend`.
 
     Returns:
         (B, H, 1, D) in the query's dtype, the new cache, and, where it was given, the new scale.
     """
     stored = [cache] if scale is None else [cache, scale]
-    parts = quantized_parts(key, value, quant_bit=quant_bit, quant_group=quant_group, dtypes=[x.dtype for x in stored])
+    parts = quantized_parts(
+        key, value, quant_bit=quant_bit, quant_group=quant_group, dtypes=[x.dtype for x in stored], backend=backend
+    )
     place = offset.reshape(1)
     updated = [  # (B, 2, K, 1, last) -> (1, B, 2, K, 1, last)
         mx.slice_update(array, part[None], place, axes=(4,)) for array, part in zip(stored, parts, strict=True)
     ]
+    new_cache, new_scale = updated[0], updated[1] if len(updated) > 1 else None
+    if backend is not None:
+        output = attend(
+            query,
+            new_cache,
+            new_scale,
+            offset,
+            quant_bit=quant_bit,
+            quant_group=quant_group,
+            bias_split=bias_split,
+            backend=backend,
+        )
+        return output, *updated
     keys, values = read_rows(
         key.shape[0],
         rows,
-        updated[0],
-        updated[1] if len(updated) > 1 else None,
+        new_cache,
+        new_scale,
         quant_bit=quant_bit,
         dtype=query.dtype,
         product_dtype=product_dtype,

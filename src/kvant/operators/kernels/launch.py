@@ -51,14 +51,15 @@ def launch(
 
 @cache
 def _kernel(name: str, backend: str) -> Kernel:
-    make = mx.fast.metal_kernel if backend == "metal" else mx.fast.cuda_kernel
-    return make(
+    make: Callable[..., Any] = mx.fast.metal_kernel if backend == "metal" else mx.fast.cuda_kernel
+    kernel: Kernel = make(
         name=f"kvant_{name}",
         input_names=list(INPUTS[name]),
         output_names=list(OUTPUTS[name]),
         header=_text(f"{backend}.h") + _text("rows.h"),
         source=_text(f"{name}.h"),
     )
+    return kernel
 
 
 def _text(file: str) -> str:

@@ -1,0 +1,250 @@
+"""The ways to attend that bench_attention.py compares: one set of keys and values, and a float64 reference."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.base import quantized_scaled_dot_product_attention
+
+from kvant.bench import bytes as model
+from kvant.bench.bytes import AttentionStep, Traffic
+from kvant.cache import QuantizedKVCache
+from kvant.operators.attention import attend_rows
+from kvant.operators.kernels.attend import attend
+from kvant.operators.key_value_cache import read_rows, write_rows
+
+SHAPES = {  # query heads, kv heads, head_dim, layers
+    "qwen2.5-0.5b": (14, 2, 64, 24),
+    "qwen2.5-7b": (28, 4, 128, 28),
+    "qwen3-4b": (32, 8, 128, 36),
+}
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+PATHS = ("composed", "fused")
+SPARE = 256  # rows reserved past the context, as every cache has some
+CHUNK = 8192  # rows made at a time
+READING = ("dequantize", "attend", "combine")  # the stages of the byte model that are timed
+# Relative error, root mean square: to the same rows in float64, by dtype; to rows that are not quantized, by bits.
+EXACT = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
+MLX_LM_FACTOR = 5  # its scores are in the activations' dtype, on a CPU its sums too
+QUANTIZED = {0: 0.0, 8: 0.02, 4: 0.25}
+
+Arrays = list[mx.array]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to attend.
+
+    Attributes:
+        path: composed, fused, mlx or mlx-lm.
+        row_bytes: of one cached token, keys and values.
+        traffic: by the byte model, without the append; None where it doesn't say.
+        layers: the arrays of each.
+        attend: (query (1, H, 1, D), a layer's arrays) -> (1, H, 1, D).
+        rows: a layer's arrays -> keys and values (1, K, T, D) as they are stored, float32.
+    """
+
+    name: str
+    path: str
+    bits: int
+    group: int | None
+    row_bytes: int
+    traffic: Traffic | None
+    layers: list[Arrays]
+    attend: Callable[[mx.array, Arrays], mx.array]
+    rows: Callable[[Arrays], Sequence[mx.array]]
+
+    @property
+    def label(self) -> str:
+        """Name and path, where a path is to be told."""
+        return f"{self.name} {self.path}" if self.path in PATHS else self.name
+
+
+def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -> list[Variant]:
+    """All variants of a case over the same random keys and values, the baseline first."""
+    heads, kv_heads, head_dim, _ = SHAPES[shape]
+    dtype = DTYPES[plan["dtype"]]
+    room, scale = context + SPARE, head_dim**-0.5
+
+    def step(bits: int, group: int) -> AttentionStep:
+        return AttentionStep(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rows=context,
+            max_rows=room,
+            bits=bits,
+            group=group,
+            dtype=dtype,
+            on_gpu=plan["kind"] == "gpu",
+        )
+
+    def reading(stages: model.Stages) -> Traffic:
+        return model.total({name: traffic for name, traffic in stages.items() if name in READING})
+
+    def sliced(arrays: Arrays) -> Arrays:  # as mlx-lm's caches hand them out
+        return [array[..., :context, :] for array in arrays]
+
+    plain = step(0, 1)
+    variants = [
+        Variant(
+            name=f"MLX {plan['dtype']}",
+            path="mlx",
+            bits=0,
+            group=None,
+            row_bytes=plain.mlx_lm_row_bytes,
+            traffic=reading(model.mlx_rows(plain)),
+            layers=[[mx.zeros((1, kv_heads, room, head_dim), dtype) for _ in "kv"] for _ in range(layers)],
+            attend=lambda query, arrays: mx.fast.scaled_dot_product_attention(query, *sliced(arrays), scale=scale),
+            rows=sliced,
+        )
+    ]
+    for bits in [bits for bits in plan["bits"] if bits]:
+        group = plan["mlx_lm_group"]
+
+        def pair(query: mx.array, arrays: Arrays, bits: int = bits, group: int = group) -> mx.array:
+            keys, values = tuple(sliced(arrays[:3])), tuple(sliced(arrays[3:]))
+            query = query.reshape(query.shape)  # another object of the same array: mlx-lm scales it with *=
+            return quantized_scaled_dot_product_attention(query, keys, values, scale, None, group, bits)
+
+        def dequantized(arrays: Arrays, bits: int = bits, group: int = group) -> list[mx.array]:
+            return [mx.dequantize(*sliced(half), group_size=group, bits=bits) for half in (arrays[:3], arrays[3:])]
+
+        widths = [(head_dim * bits // 32, mx.uint32), (head_dim // group, dtype), (head_dim // group, dtype)] * 2
+        theirs = step(bits, group)
+        variants.append(
+            Variant(
+                name=f"mlx-lm {bits}-bit",
+                path="mlx-lm",
+                bits=bits,
+                group=group,
+                row_bytes=theirs.mlx_lm_row_bytes,
+                traffic=reading(model.mlx_lm_quantized(theirs)),
+                layers=[[mx.zeros((1, kv_heads, room, w), kind) for w, kind in widths] for _ in range(layers)],
+                attend=pair,
+                rows=dequantized,
+            )
+        )
+    offset = mx.array(context - 1)  # the new row is in the cache already
+    for bits in plan["bits"]:
+        group = plan["group"] if bits else 1
+
+        def fused(query: mx.array, arrays: Arrays, bits: int = bits, group: int = group) -> mx.array:
+            cache, *scales = arrays
+            return attend(
+                query,
+                cache,
+                scales[0] if scales else None,
+                offset,
+                quant_bit=bits,
+                quant_group=group,
+                backend=plan["backend"],
+            )
+
+        def stored(arrays: Arrays, bits: int = bits, kind: mx.Dtype = dtype) -> tuple[mx.array, mx.array]:
+            cache, *scales = arrays
+            scale = scales[0] if scales else None
+            return read_rows(1, context, cache, scale, quant_bit=bits, dtype=kind, product_dtype=mx.float32)
+
+        def composed(query: mx.array, arrays: Arrays, stored: Callable[..., Any] = stored) -> mx.array:
+            return attend_rows(query, *stored(arrays))
+
+        def exact(arrays: Arrays, stored: Callable[..., Any] = stored) -> Sequence[mx.array]:
+            return stored(arrays, kind=mx.float32)  # type: ignore[no-any-return]
+
+        caches = [
+            QuantizedKVCache(room, kv_heads, head_dim, quant_bit=bits, quant_group=group, dtype=dtype)
+            for _ in range(layers)
+        ]
+        own = step(bits, group)
+        for path in plan["paths"]:
+            traffic = reading(model.fused(own) if path == "fused" else model.composed(own))
+            variants.append(
+                Variant(
+                    name=f"kvant {bits}-bit",
+                    path=path,
+                    bits=bits,
+                    group=group if bits else None,
+                    row_bytes=own.row_bytes,
+                    traffic=traffic if path == "fused" or plan["kind"] == "cpu" else None,  # compiled there
+                    layers=[cache.arrays for cache in caches],
+                    attend=fused if path == "fused" else composed,
+                    rows=exact,
+                )
+            )
+    for layer in range(layers):
+        _fill(variants, layer, room, kv_heads, head_dim, dtype, plan["seed"])
+    return variants
+
+
+def _fill(
+    variants: list[Variant], layer: int, room: int, kv_heads: int, head_dim: int, dtype: mx.Dtype, seed: int
+) -> None:
+    """The same keys and values into the layer of every variant, all reserved rows."""
+    for start in range(0, room, CHUNK):
+        shape = (1, kv_heads, min(CHUNK, room - start), head_dim)
+        seeds = mx.random.split(mx.random.key(seed + 2 + layer * 1000 + start // CHUNK))
+        rows = [mx.random.normal(shape, key=key).astype(dtype) for key in seeds]
+        filled: list[int] = []
+        for variant in variants:
+            arrays = variant.layers[layer]
+            if id(arrays) in filled:  # the two paths share a cache
+                continue
+            filled.append(id(arrays))
+            end = start + shape[2]
+            if variant.path == "mlx":
+                parts = rows
+            elif variant.path == "mlx-lm":
+                parts = [part for x in rows for part in mx.quantize(x, variant.group, variant.bits)]
+            else:
+                group = variant.group or 1
+                scale = arrays[1] if variant.bits else None
+                write_rows(*rows, start, arrays[0], scale, quant_bit=variant.bits, quant_group=group)
+                parts = []
+            for array, part in zip(arrays, parts, strict=False):
+                array[..., start:end, :] = part
+            mx.eval(arrays)
+
+
+def check(variants: Sequence[Variant], query: mx.array, dtype: str) -> dict[str, dict[str, float]]:
+    """Every variant's relative error in the first layer, to its own rows and to those that are not quantized.
+
+    Raises:
+        ArithmeticError: one is wrong.
+    """
+    wanted = reference(query, variants[0].rows(variants[0].layers[0]))
+    errors = {}
+    for variant in variants:
+        got = np.array(variant.attend(query, variant.layers[0]).astype(mx.float32), np.float64)
+        own = reference(query, variant.rows(variant.layers[0]))
+        error = {"own_rows": _relative(got, own), "unquantized": _relative(got, wanted)}
+        exact = EXACT[dtype] * (MLX_LM_FACTOR if variant.path == "mlx-lm" else 1)
+        bounds = {"own_rows": exact, "unquantized": exact + QUANTIZED[variant.bits]}
+        errors[variant.label] = error
+        for name, bound in bounds.items():
+            if not error[name] <= bound:
+                raise ArithmeticError(
+                    f"{variant.label} is wrong: its error to {name} is {error[name]:.2g}, over {bound}"
+                )
+    return errors
+
+
+def reference(query: mx.array, rows: Sequence[mx.array]) -> "np.ndarray[Any, Any]":
+    """Attention in NumPy, float64, a kv head at a time: (1, H, 1, D)."""
+    H, D = query.shape[1], query.shape[3]
+    K = rows[0].shape[1]
+    queries = np.array(query.astype(mx.float32), np.float64).reshape(K, H // K, D)
+    outputs = []
+    for head in range(K):
+        key, value = (np.array(x[0, head].astype(mx.float32), np.float64) for x in rows)
+        scores = queries[head] @ key.T / math.sqrt(D)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        outputs.append(weights @ value / weights.sum(axis=-1, keepdims=True))
+    return np.concatenate(outputs).reshape(1, H, 1, D)
+
+
+def _relative(got: "np.ndarray[Any, Any]", wanted: "np.ndarray[Any, Any]") -> float:
+    return float(np.sqrt(np.mean((got - wanted) ** 2) / np.mean(wanted**2)))

@@ -1,0 +1,230 @@
+"""``kvant plan``: what a run takes and whether a machine has it, before a weight is read or downloaded."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Annotated, Any
+
+import typer
+
+from kvant.cli import options
+from kvant.cli.fitting import format_bytes, plan_for
+from kvant.cli.options import BadValueError
+from kvant.engine.load import POCKET, find_model
+from kvant.engine.weight_format import WeightFormat
+from kvant.errors import ModelError
+from kvant.memory import Checkpoint, LongestContext, Machine, MemoryPlan, Settings, longest_context
+from kvant.memory.machine import Device, default_device, machine_with, this_machine
+from kvant.memory.plan import FLOAT32, as_record
+
+BITS = (0, 8, 4)  # of a cache whose longest context is told; 0 is the compute dtype's 16 or 32
+DOES_NOT_FIT = 1
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help=f"{options.MODEL_HELP}; with --remote before it too.")] = POCKET,
+    *,
+    max_kv_size: options.MaxKvSize = None,
+    kv_bits: options.KvBits = 8,
+    kv_group_size: options.KvGroupSize = None,
+    kv_bias_split: options.KvBiasSplit = True,
+    prefill_step_size: options.PrefillStepSize = 512,
+    weight_bits: Annotated[
+        int | None,
+        typer.Option(help="Plan as if float weights had been converted to this many bits (`kvant convert`)."),
+    ] = None,
+    weight_group_size: Annotated[
+        int | None, typer.Option(help="Weights that share one scale, with --weight-bits; default: 64.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Plan as cpu or gpu holds a model; default: what MLX computes on here.")
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Plan for a machine with this much memory, such as 8GB (of 2^30 bytes each, as memory is sold), "
+            "instead of this one; with gpu for a Mac, whose GPU may use about 2/3 of it.",
+        ),
+    ] = None,
+    remote: Annotated[
+        bool, typer.Option("--remote", help="Ask the hub for config.json and the sizes of the files; nothing else.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Plan a run's memory from config.json and file sizes alone. Exit code 0: it fits; 1: it does not."""
+    options.check_counts(prefill_step_size=prefill_step_size)
+    settings = Settings(kv_bits, options.check_kv_format(kv_bits, kv_group_size), kv_bias_split, prefill_step_size)
+    reserved = options.kv_size(max_kv_size)
+    options.check_text(model=model)
+    weight_format = _weight_format(weight_bits, weight_group_size)
+    machine = _machine(device, memory)
+    checkpoint = _checkpoint(model, remote)
+    if weight_format is not None:
+        checkpoint = checkpoint.quantized(weight_format.bits, weight_format.group_size)
+    made = plan_for(checkpoint, settings, reserved, machine)
+    longest = {
+        bits: longest_context(
+            checkpoint, machine.limit_bytes, settings=replace(settings, kv_bits=bits), device=machine.device
+        )
+        for bits in BITS
+    }
+    fits = made.total <= machine.limit_bytes
+    if as_json:
+        print(json.dumps(_record(model, checkpoint, made, machine, longest), indent=2))
+    else:
+        _print_table(model, checkpoint, made, machine, longest)
+    if not fits:
+        raise typer.Exit(DOES_NOT_FIT)
+
+
+def _weight_format(bits: int | None, group_size: int | None) -> WeightFormat | None:
+    """What weights are to be planned as converted to; None: as they are."""
+    if bits is None:
+        if group_size is not None:
+            raise BadValueError(f"--weight-group-size is {group_size}, but without --weight-bits nothing is converted")
+        return None
+    try:
+        return WeightFormat.choose(bits, group_size)
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        raise BadValueError(f"--weight-{name.replace('_', '-')} {rest}") from error
+
+
+def _machine(device: str | None, memory: str | None) -> Machine:
+    """The machine to plan for.
+
+    Raises:
+        BadValueError: a device or a size that is none, or a GPU that is not here.
+    """
+    if device not in (None, "cpu", "gpu"):
+        raise BadValueError(f"--device is {device!r}; expected cpu or gpu")
+    chosen: Device = default_device() if device is None else "cpu" if device == "cpu" else "gpu"
+    if memory is not None:
+        return machine_with(_size(memory), chosen)
+    try:
+        return this_machine(chosen)
+    except ValueError as error:
+        raise BadValueError(f"--device gpu: {error}; --memory says how much the machine in mind has") from error
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([MGT])i?B?", text, re.ASCII | re.IGNORECASE)
+    powers = {"M": 20, "G": 30, "T": 40}
+    size = int(float(match[1]) * 2 ** powers[match[2].upper()]) if match else 0
+    if not 0 < size < 2**50:
+        raise BadValueError(f"--memory is {text[:80]!r}; expected a size such as 8GB, 16GiB or 512MB")
+    return size
+
+
+def _checkpoint(model: str, remote: bool) -> Checkpoint:
+    """What is known of a model: of a folder, of what the hub says, or of a listed name that was not pulled.
+
+    Raises:
+        ModelError: no such model, or one kvant does not support.
+        BadValueError: text that cannot name a model of the hub.
+    """
+    from kvant import weights
+
+    if remote:
+        try:
+            raw, sizes = weights.remote_facts(model)
+        except ValueError as error:  # text that cannot name anything
+            raise BadValueError(str(error)) from error
+        return Checkpoint.from_facts(raw, _tensor_bytes(sizes))
+    try:
+        folder = find_model(model)
+    except ModelError:
+        known = weights.known_models().get(model)
+        if known is None:
+            raise
+        return Checkpoint.from_facts(known.config, _tensor_bytes({file.name: file.bytes for file in known.files}))
+    return Checkpoint.from_folder(folder)
+
+
+def _tensor_bytes(sizes: Mapping[str, int | None]) -> int | None:
+    """Bytes of the safetensors files; None: not all of them are known."""
+    tensors = {name: size for name, size in sizes.items() if name.endswith(".safetensors")}
+    if "model.safetensors" in tensors:
+        return tensors["model.safetensors"]
+    known = [size for size in tensors.values() if size is not None]
+    return sum(known) if known and len(known) == len(tensors) else None
+
+
+def _describe_weights(checkpoint: Checkpoint, machine: Machine) -> str:
+    quantization = checkpoint.config.quantization
+    head = "tied" if checkpoint.tied else "untied"
+    if quantization is not None:
+        return f"{quantization.bits} bits, groups of {quantization.group_size}, {head}"
+    return f"{_float_bits(checkpoint, machine)} bits, {head}"
+
+
+def _float_bits(checkpoint: Checkpoint, machine: Machine) -> int:
+    """Of a number as it is computed with, and of a cache that is not quantized."""
+    return 8 * (FLOAT32 if machine.device == "cpu" else checkpoint.float_bytes)
+
+
+def _record(
+    model: str, checkpoint: Checkpoint, made: MemoryPlan, machine: Machine, longest: Mapping[int, LongestContext]
+) -> dict[str, Any]:
+    return {
+        "model": model,
+        "context": checkpoint.config.max_position_embeddings,
+        "max_kv_size": made.max_kv_size,
+        **asdict(made.settings),
+        "bytes": as_record(made),
+        "machine": asdict(machine),
+        "fits": made.total <= machine.limit_bytes,
+        "longest_context": [
+            {"bits": bits or _float_bits(checkpoint, machine), **asdict(found)} for bits, found in longest.items()
+        ],
+    }
+
+
+def _print_table(
+    model: str, checkpoint: Checkpoint, made: MemoryPlan, machine: Machine, longest: Mapping[int, LongestContext]
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    settings = made.settings
+    bits = settings.kv_bits or _float_bits(checkpoint, machine)
+    table = Table(title=f"{model} on a {machine.device.upper()}", title_justify="left", box=None, pad_edge=False)
+    estimate = "" if machine.device == "cpu" else ", an estimate"
+    table.add_column()
+    table.add_column("bytes", justify="right")
+    table.add_column(justify="right")
+    table.add_column(overflow="fold")
+    rows = [
+        ("weights", made.weights, _describe_weights(checkpoint, machine)),
+        ("cache", made.cache, f"{made.max_kv_size} tokens at {bits} bits"),
+        ("prefill scratch", made.scratch, f"{settings.prefill_step_size} tokens at a time{estimate}"),
+    ]
+    if made.loading > made.weights + made.cache + made.scratch:
+        rows.append(("loading", made.loading, "a matrix in several forms"))
+    if made.process:
+        rows.append(("process", made.process, "interpreter, libraries, tokenizer"))
+    rows += [
+        (
+            "headroom",
+            made.headroom,
+            "5 %, the accuracy of this plan" + (" on a CPU" if machine.device == "gpu" else ""),
+        ),
+        ("total", made.total, ""),
+        ("limit", machine.limit_bytes, machine.limit_source),
+    ]
+    for name, count, remark in rows:
+        table.add_row(name, f"{count:,}", format_bytes(count), remark)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(table)
+    spare = machine.limit_bytes - made.total
+    verdict = (
+        f"fits, {format_bytes(spare)} to spare" if spare >= 0 else f"does not fit: {format_bytes(-spare)} too much"
+    )
+    console.print(verdict)
+    console.print("longest context that fits:")
+    for cached, found in longest.items():
+        print_bits = cached or _float_bits(checkpoint, machine)
+        ended = "" if found.ended_by == "memory" else ", the model's own"
+        console.print(f"  {print_bits:2} bits  {f'{found.tokens} tokens{ended}' if found.tokens else 'none'}")

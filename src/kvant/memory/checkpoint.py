@@ -1,0 +1,181 @@
+"""What a checkpoint holds, from its config.json and the sizes of its files: nothing else is read."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from kvant.errors import ModelError
+from kvant.models.adapter import TENSORS_FILE
+from kvant.models.config import ModelConfig
+from kvant.models.files import read_json
+from kvant.models.parameters import matrices, vectors
+from kvant.models.quantization import Quantization
+
+HEAD = "lm_head"
+FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# An adapter's factors beside quantized matrices that are fused, three at the most, have zeros where the others lie.
+ADAPTER_COPIES = 3
+# What is held as one matrix, in the order of loading.
+FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The facts of a checkpoint that decide its memory.
+
+    Attributes:
+        config: what config.json said.
+        float_bytes: of a stored floating-point number, 2 or 4.
+        tied: the embedding is the output head too.
+        adapter_bytes: of an adapter's tensors, as they lie in their file.
+    """
+
+    config: ModelConfig
+    float_bytes: int
+    tied: bool
+    adapter_bytes: int = 0
+
+    @classmethod
+    def from_facts(cls, raw: Mapping[str, Any], file_bytes: int | None = None) -> "Checkpoint":
+        """From a config.json already parsed.
+
+        Where it leaves out whether the head is tied or which dtype floats have, the sizes of the files decide; without
+        them the head counts as untied and floats as two bytes.
+
+        Args:
+            raw: config.json.
+            file_bytes: of all safetensors files together; None: not known.
+
+        Raises:
+            ModelError: a model kvant does not support.
+        """
+        config = ModelConfig.from_dict(raw)
+        said = FLOAT_BYTES.get(str(raw.get("dtype") or raw.get("torch_dtype")))
+        tied = config.tie_word_embeddings
+        if file_bytes is None:
+            return cls(config, said or 2, bool(tied))
+        possible = [
+            cls(config, float_bytes, head)
+            for float_bytes in ((said,) if said else (2, 4))
+            for head in ((tied,) if tied is not None else (True, False))
+        ]
+        return min(possible, key=lambda checkpoint: abs(checkpoint.stored_bytes - file_bytes))
+
+    @classmethod
+    def from_folder(cls, folder: Path, adapter: Path | None = None) -> "Checkpoint":
+        """From a model folder, and an adapter's where there is one.
+
+        Raises:
+            ModelError: a config.json that is missing or malformed, or a model kvant does not support.
+        """
+        try:
+            found = cls.from_facts(read_json(folder / "config.json"), folder_bytes(folder))
+            tensors = None if adapter is None else adapter / TENSORS_FILE
+            known = tensors is not None and tensors.is_file()  # whether it can be loaded is said when it is
+            return replace(found, adapter_bytes=tensors.stat().st_size) if tensors and known else found
+        except ModelError as error:
+            text = str(error)
+            raise ModelError(f"{folder / text}" if text.startswith("config.json") else text) from error
+
+    def quantized(self, bits: int, group_size: int) -> "Checkpoint":
+        """As if converted by mlx-lm: every matrix, the embedding and the head too, but where a group does not divide.
+
+        Raises:
+            ModelError: a checkpoint that is quantized already, or bits or a group MLX does not have.
+        """
+        if self.config.quantization is not None:
+            bits_now = self.config.quantization.bits
+            raise ModelError(f"the weights are quantized already, to {bits_now} bits; only float ones can be")
+        left = {path: None for path, (_, width) in matrices(self.config).items() if width % group_size}
+        quantization = Quantization(bits=bits, group_size=group_size)
+        return replace(self, config=replace(self.config, quantization=quantization, quantization_overrides=left))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all tensors as they lie in the files."""
+        total = sum(vectors(self.config).values()) * self.float_bytes
+        return total + sum(self._matrix_bytes(path, size, self.float_bytes) for path, size in self._matrices())
+
+    def held_bytes(self, itemsize: int) -> int:
+        """Bytes of all weights as the decoder holds them, floats in ``itemsize`` bytes.
+
+        Some are held twice or more: a projection's bias with and without what a cache splits off, and the weight of a
+        head's norm once for each head.
+        """
+        kept = sum(kept for kept, _ in self._loaded(itemsize))
+        return kept + self._vector_bytes(itemsize) + ADAPTER_COPIES * self.adapter_bytes
+
+    def loading_bytes(self, itemsize: int, *, on_cpu: bool) -> int:
+        """The most bytes held while loading: what is there already, and a matrix in the forms it goes through.
+
+        A float matrix is held as stored, side by side with those it is fused with, cast, and on a CPU turned, one
+        matrix after the other. Of a quantized layer everything is read at once.
+        """
+        done = most = 0
+        # Next to nothing: counted as if there from the beginning.
+        others = self._vector_bytes(itemsize) + ADAPTER_COPIES * self.adapter_bytes
+        for kept, passing in self._loaded(itemsize, on_cpu=on_cpu):
+            most = max(most, done + kept + passing)
+            done += kept
+        return most + others
+
+    def _loaded(self, itemsize: int, *, on_cpu: bool = True) -> Iterator[tuple[int, int]]:
+        """What is evaluated together, in order: the bytes that stay, and those only held on the way."""
+        for _, together in groupby(self._in_order(), key=itemgetter(0)):
+            kept = passing = 0
+            for _, path, size in together:
+                fused = path.rpartition(".")[2] in FUSED
+                stored, held = (self._matrix_bytes(path, size, number) for number in (self.float_bytes, itemsize))
+                kept += held
+                if self.config.quantization_of(path) is None:
+                    cast, turned = itemsize != self.float_bytes, on_cpu
+                    passing += stored * (1 + fused) + held * (cast + turned) - held  # the last of these forms stays
+                else:
+                    floats = stored - self._matrix_bytes(path, size, 0)
+                    passing += floats * (itemsize != self.float_bytes) + held * fused
+            yield kept, passing
+
+    def _in_order(self) -> Iterator[tuple[str, str, tuple[int, int]]]:
+        """(what is evaluated together, path, size) of each matrix in the order of loading: the head first."""
+        found = dict(self._matrices())
+        first = [path for path in found if not path.startswith("model.layers.")]
+        rest = [path for path in found if path.startswith("model.layers.")]
+        for path in first:
+            yield path, path, found[path]
+        for path in rest:
+            layer, _, name = path.rpartition(".")
+            index = ".".join(layer.split(".")[:3])
+            quantized = self.config.quantization_of(path) is not None
+            yield index if quantized else f"{index}.{FUSED.get(name, name)}", path, found[path]
+
+    def _matrices(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        return ((path, size) for path, size in matrices(self.config).items() if path != HEAD or not self.tied)
+
+    def _matrix_bytes(self, path: str, size: tuple[int, int], itemsize: int) -> int:
+        quantization = self.config.quantization_of(path)
+        elements = size[0] * size[1]
+        if quantization is None:
+            return elements * itemsize
+        # Levels, and for each group a scale and a bias, or a scale of one byte.
+        group_bytes = 2 * itemsize if quantization.has_biases else 1
+        return elements * quantization.bits // 8 + elements // quantization.group_size * group_bytes
+
+    def _vector_bytes(self, itemsize: int) -> int:
+        config = self.config
+        times = {
+            **dict.fromkeys((f"self_attn.{name}_proj.bias" for name in "qkv"), 2),
+            "self_attn.q_norm.weight": config.num_attention_heads,
+            "self_attn.k_norm.weight": config.num_key_value_heads,
+        }
+        named = ((name.split(".", 3)[-1], size) for name, size in vectors(config).items())
+        return sum(size * times.get(name, 1) for name, size in named) * itemsize
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of a folder's safetensors files; where a whole one is there, of that alone, as it alone is read."""
+    single = folder / "model.safetensors"
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in files)

@@ -1,0 +1,223 @@
+"""The fused kernel held against the composed operator, on the device that it runs on."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from kvant.operators.attention import attend_rows
+from kvant.operators.bias_split import BiasSplit, rotation_table
+from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, MAX_NEW_TOKENS
+from kvant.operators.kernels.dispatch import Backend
+from kvant.operators.key_value_cache import quantized_parts, read_rows, write_rows
+from kvant.operators.multi_head_cache_attention import append_and_attend
+from kvant.operators.quantization import FLOAT_DTYPES, levels_dtype, multiply_levels
+from kvant.operators.rotary import Rotary
+
+# Of an output, relative to 1 + its expected magnitude: a few roundings of its dtype.
+TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
+# A GPU may divide with an error of some ulps, and then a quotient in the middle of two levels falls to the other side.
+MAX_LEVELS_OFF = 1.1  # the last tenth: the scale's own rounding
+MAX_SHARE_OFF = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A call: B sequences of ``offset`` cached and S new tokens, with H query and K kv heads of D elements.
+
+    Attributes:
+        pairs: rotary pairs of a bias split; None: there is none.
+    """
+
+    B: int
+    H: int
+    K: int
+    D: int
+    S: int
+    offset: int
+    max_seq_len: int
+    quant_bit: int
+    quant_group: int
+    dtype: mx.Dtype
+    is_alibi: bool = False
+    pairs: tuple[int, ...] | None = None
+    seed: int = 0
+
+    def __str__(self) -> str:
+        batch = f"{self.B} x " if self.B > 1 else ""
+        kind = f"{self.quant_bit} bits g{self.quant_group}" if self.quant_bit else "rows"
+        extras = [name for name, on in (("ALiBi", self.is_alibi), ("bias split", self.pairs is not None)) if on]
+        dtype = str(self.dtype).removeprefix("mlx.core.")
+        heads = f"{self.H}/{self.K} heads of {self.D}"
+        return ", ".join([f"{batch}{self.offset}+{self.S} tokens", heads, kind, dtype, *extras])
+
+
+SELF_CHECK = (
+    # offsets in the middle of a split of the rows, and of what a threadgroup takes at once
+    Case(1, 14, 2, 64, 1, 301, 1100, 8, 32, mx.float16, pairs=(5, 31), seed=1),
+    Case(2, 8, 2, 128, 3, 70, 515, 4, 32, mx.bfloat16, seed=2),
+    Case(1, 4, 4, 64, 1, 129, 300, 8, 64, mx.float32, seed=3),
+    Case(1, 16, 2, 128, 1, 600, 1024, 0, 32, mx.float16, seed=4),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What a comparison found.
+
+    Attributes:
+        error: the output's largest, relative to 1 + the expected magnitude; NaN where either is.
+        tolerance: for this dtype.
+        problem: what differs too much; None: nothing.
+    """
+
+    error: float
+    tolerance: float
+    problem: str | None
+
+
+class Trial:
+    """A case's arrays. Rows at and past the new ones are poisoned: an output that read one is NaN."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        B, K, D, T = case.B, case.K, case.D, case.offset
+        keys = mx.random.split(mx.random.key(case.seed), 7)
+        with mx.stream(mx.cpu):  # the same numbers wherever it is asked
+
+            def normal(i: int, *shape: int) -> mx.array:
+                return mx.random.normal(shape, key=keys[i]).astype(case.dtype)
+
+            self.query = normal(0, B, case.H, case.S, D)
+            self.key, self.value = normal(1, B, K, case.S, D), normal(2, B, K, case.S, D)
+            shape, poison = (1, B, 2, K, case.max_seq_len), float("nan")
+            self.scale: mx.array | None = None
+            if case.quant_bit:
+                stored = D // 2 if case.quant_bit == 4 else D
+                self.cache = mx.zeros((*shape, stored), levels_dtype(case.quant_bit))
+                self.scale = mx.full((*shape, D // case.quant_group), poison, mx.float16)
+            else:
+                self.cache = mx.full((*shape, D), poison, case.dtype)
+            if T:
+                past = normal(3, B, K, T, D), normal(4, B, K, T, D)
+                write_rows(*past, 0, self.cache, self.scale, quant_bit=case.quant_bit, quant_group=case.quant_group)
+            self.bias_split: BiasSplit | None = None
+            if case.pairs is not None:
+                table = rotation_table(Rotary.plain(D, 1e6), case.pairs, case.max_seq_len)
+                key_bias = mx.random.normal((K, 2, len(case.pairs)), key=keys[5]) * 10
+                self.bias_split = BiasSplit(key_bias, case.pairs, table, mx.random.normal((K, D), key=keys[6]))
+                mx.eval(key_bias, table, self.bias_split.value_bias)
+            mx.eval(self.query, self.key, self.value, self.cache, *([] if self.scale is None else [self.scale]))
+
+    def run(self, backend: Backend | None) -> mx.array:
+        """Append the new rows and attend, by the kernel or, with None, by the composed operator; evaluated."""
+        case = self.case
+        output = append_and_attend(
+            self.query,
+            self.key,
+            self.value,
+            case.offset,
+            self.cache,
+            self.scale,
+            is_alibi=case.is_alibi,
+            quant_bit=case.quant_bit,
+            quant_group=case.quant_group,
+            product_dtype=mx.float32,
+            bias_split=self.bias_split,
+            backend=backend,
+        )
+        mx.eval(output, self.cache, *([] if self.scale is None else [self.scale]))
+        mx.synchronize()  # a kernel that failed says so here, or when it was queued
+        return output
+
+    def agreement(self, backend: Backend) -> Agreement:
+        """Run the kernel; hold the rows it stored against the composed operator's, and its output against attention to
+        those rows, both on the CPU: some GPUs multiply float32 matrices with fewer bits.
+        """
+        case = self.case
+        given = self.run(backend)
+        with mx.stream(mx.cpu):
+            keys, values = read_rows(
+                case.B,
+                case.offset + case.S,
+                self.cache,
+                self.scale,
+                quant_bit=case.quant_bit,
+                dtype=case.dtype,
+                product_dtype=mx.float32,
+            )
+            expected = attend_rows(self.query, keys, values, is_alibi=case.is_alibi, bias_split=self.bias_split).astype(
+                mx.float32
+            )
+            error = _number((mx.abs(given.astype(mx.float32) - expected) / (1 + mx.abs(expected))).max())
+            problem = self._rows_problem()
+        tolerance = TOLERANCE[case.dtype]
+        if problem is None and not error <= tolerance:  # NaN is not, either
+            problem = f"the output is off by {error:.2g}; expected at most {tolerance:g}"
+        return Agreement(error, tolerance, problem)
+
+    def _rows_problem(self) -> str | None:
+        """What is wrong with the new rows as the kernel stored them."""
+        case = self.case
+        stored = [x[0, ..., case.offset : case.offset + case.S, :] for x in (self.cache, self.scale) if x is not None]
+        expected = quantized_parts(
+            self.key,
+            self.value,
+            quant_bit=case.quant_bit,
+            quant_group=case.quant_group,
+            dtypes=[x.dtype for x in stored],
+        )
+        if not case.quant_bit:
+            return None if mx.array_equal(stored[0], expected[0]).item() else "rows were not stored as they are"
+        given, wanted = (  # (B, 2, K, S, D/G, G)
+            mx.unflatten(multiply_levels(levels, scale, case.quant_bit, mx.float32), -1, (scale.shape[-1], -1))
+            for levels, scale in (stored, expected)
+        )
+        off = mx.abs(given - wanted) / expected[1].astype(mx.float32)[..., None]
+        most, share = _number(off.max()), _number((off > 0.5).astype(mx.float32).mean())
+        if most <= MAX_LEVELS_OFF and share <= MAX_SHARE_OFF:
+            return None
+        return f"stored levels are off by up to {most:.2g}, {share:.1%} of them"
+
+
+def self_check(backend: Backend) -> str | None:
+    """Run the kernel on a few small cases: what went wrong, an exception included; None: nothing."""
+    for case in SELF_CHECK:
+        try:
+            problem = Trial(case).agreement(backend).problem
+        except Exception as error:  # what does not compile on a device is known when it is run
+            problem = " ".join(str(error).split())[:500] or type(error).__name__
+        if problem is not None:
+            return f"{case}: {problem}"
+    return None
+
+
+def random_cases(count: int, seed: int) -> Iterator[Case]:
+    """Cases over what the kernel takes, the same for the same seed."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        K, ratio, D = draw.choice((1, 2, 4, 8)), draw.choice((1, 2, 4, 7, 8)), draw.choice(HEAD_DIMS)
+        S = draw.choice((1, 1, 1, draw.randint(2, MAX_NEW_TOKENS)))
+        max_seq_len = draw.randint(S, 6000)
+        is_alibi = draw.random() < 0.2
+        pairs = tuple(draw.sample(range(D // 2), draw.randint(0, 6))) if draw.random() < 0.4 else None
+        yield Case(
+            B=draw.choice((1, 1, 2, 4)),
+            H=K * ratio,
+            K=K,
+            D=D,
+            S=S,
+            offset=draw.randint(0, max_seq_len - S),
+            max_seq_len=max_seq_len,
+            quant_bit=draw.choice((8, 4, 0)),
+            quant_group=draw.choice([g for g in GROUPS if D % g == 0]),
+            dtype=draw.choice(FLOAT_DTYPES),
+            is_alibi=is_alibi,
+            pairs=pairs,
+            seed=draw.getrandbits(32),
+        )
+
+
+def _number(x: mx.array) -> float:
+    return float(x.item())  # type: ignore[arg-type]

@@ -1,0 +1,106 @@
+"""Which way attention is computed: by the fused kernel, or by the composed operator, which runs on every device."""
+
+import os
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import mlx.core as mx
+
+Backend = Literal["metal", "cuda"]
+KERNELS = ("composed", "fused")
+VARIABLE = "KVANT_KERNELS"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A path and why it is the one.
+
+    Attributes:
+        backend: what runs the fused kernel; None: the composed operator is used.
+        forced: "fused" was asked for.
+        failed: the kernel failed its self-check.
+        reason: for people.
+    """
+
+    backend: Backend | None
+    reason: str
+    forced: bool = False
+    failed: bool = False
+
+
+def resolve(kernels: str | None = None, refusal: str | None = None) -> Backend | None:
+    """What runs the fused kernel here and now; None: the composed operator is to be used.
+
+    ``kernels``, or without it the environment variable KVANT_KERNELS, forces one; otherwise it is the kernel on a GPU
+    where it has passed its self-check, which runs at the first call. Where it fails, that is a RuntimeWarning, once.
+
+    Args:
+        kernels: "composed", "fused" or None.
+        refusal: why the kernel does not take what it is wanted for (``kernels.attend.refusal``); None: it does.
+
+    Raises:
+        ValueError: another word than "composed" or "fused"; "fused" where there is no GPU to run it, or a refusal.
+        RuntimeError: "fused" where the kernel failed its self-check.
+    """
+    choice = choose(kernels)
+    if choice.failed:
+        _warn(choice.reason)
+    if refusal is None or choice.backend is None:
+        return choice.backend
+    if choice.forced:
+        raise ValueError(f"the fused kernel is asked for, but does not take {refusal}")
+    return None
+
+
+def choose(kernels: str | None = None) -> Choice:
+    """:func:`resolve` with its reason, and without the warning."""
+    wanted, asked = kernels, f"kernels is {kernels!r}"
+    if wanted is None:
+        wanted = os.environ.get(VARIABLE) or None
+        asked = f"{VARIABLE} is {wanted!r}"
+    if wanted is not None and wanted not in KERNELS:
+        raise ValueError(f"{asked}; expected {' or '.join(map(repr, KERNELS))}")
+    if wanted == "composed":
+        return Choice(None, asked)
+    backend = gpu_backend()
+    if backend is None:
+        reason = "MLX's default device is no GPU with Metal or CUDA, which the fused kernel runs on"
+        if wanted is not None:
+            raise ValueError(f"{asked}; {reason}")
+        return Choice(None, reason)
+    failure = self_check_failure(backend)
+    if failure is None:
+        return Choice(backend, f"it passed its self-check on this GPU, with {backend}", forced=wanted is not None)
+    reason = f"the fused kernel failed its self-check with {backend}: {failure}"
+    if wanted is not None:
+        raise RuntimeError(f"{asked}; {reason}")
+    return Choice(None, reason, failed=True)
+
+
+def gpu_backend() -> Backend | None:
+    """What MLX runs kernels with on its default device; None: that is a CPU."""
+    if mx.default_device().type != mx.gpu:
+        return None
+    if mx.metal.is_available():
+        return "metal"
+    return "cuda" if mx.cuda.is_available() else None
+
+
+@cache
+def self_check_failure(backend: Backend) -> str | None:
+    """What went wrong in the self-check, which runs once a process; None: nothing."""
+    from kvant.operators.kernels.check import self_check  # it holds the kernel against the operator, which imports this
+
+    return self_check(backend)
+
+
+@cache
+def _warn(reason: str) -> None:
+    warnings.warn(
+        f"{reason}; attention is computed by the composed operator instead. `kvant doctor` says more; "
+        f"{VARIABLE}=composed leaves the kernel alone, without this warning",
+        RuntimeWarning,
+        stacklevel=3,
+    )
