@@ -1,4 +1,4 @@
-"""Calls of the fused kernel and what they must give: cases drawn to cover pairs of options, run on the host, float64 beside.
+"""Calls of the fused kernel that together cover pairs of options; how they run on the host, and what they must give.
 
 B batch, S new tokens, T cached tokens read, H query heads, K kv heads, D head_dim, G group size, P rotary pairs.
 """
@@ -51,6 +51,7 @@ class KernelCase:
     is_alibi: bool = False
     mask: str = "none"  # none, bool, float
     mask_rank: int = 4
+    mask_shift: float = 0.0  # added to every element of a float mask
     pairs: int | None = None  # None: no bias split
     crews: str = "metal"
     splits: int | None = 4
@@ -126,7 +127,7 @@ def draw_mask(case: KernelCase, rng: np.random.Generator) -> Array | None:
     keep[rng.random(shape[:-1]) < 0.15] = False
     if case.mask == "bool":
         return keep
-    added = np.where(keep, rng.standard_normal(shape), -np.inf).astype(np.float32)
+    added = np.where(keep, rng.standard_normal(shape) + case.mask_shift, -np.inf).astype(np.float32)
     added[..., case.num_keys :] = np.nan
     return added
 

@@ -1,6 +1,6 @@
 """The fused kernel, run on the host, against the float64 oracle over its whole parameter space.
 
-Every access is checked while it runs: rows past the offset are poison and, besides, must not be touched; docs/host-run.md.
+Every access is checked while it runs: rows past the offset are poison and must not be touched (docs/host-run.md).
 """
 
 from dataclasses import replace
@@ -144,7 +144,7 @@ def test_what_is_refused(shape: tuple[int, ...], options: dict[str, int], reason
 
 
 def test_splits() -> None:
-    """A power of two, by the cache's size alone: a threadgroup has 256 rows of a full cache, and a GPU has thousands."""
+    """A power of two, by the cache's size alone: 256 rows or more of a full cache each."""
     sizes = {(1, 8): 1, (511, 8): 1, (512, 8): 2, (4096, 8): 16, (131072, 8): 128, (131072, 64): 64, (131072, 5000): 1}
     assert {(rows, heads): num_splits(rows, heads) for rows, heads in sizes} == sizes
 

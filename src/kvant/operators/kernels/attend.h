@@ -11,8 +11,8 @@
 // simdgroups share the rows of the same queries. Where one simdgroup can't have all queries of the threadgroup, CREWS of
 // them do, and the rows are turned to float once, in threadgroup memory.
 
-constexpr int ALL = HEADS * NEW;        // queries of a kv head
-constexpr int HERE = CREWS * QUERIES;   // of a threadgroup; the last may have places without a query
+constexpr int ALL = HEADS * NEW;  // queries of a kv head
+constexpr int HERE = CREWS * QUERIES;  // of a threadgroup; the last may have places without a query
 constexpr int LANES = DIM <= 64 ? 8 : (DIM <= 128 ? 16 : 32);  // of 96 elements' lanes four are idle
 constexpr int SLOTS = 32 / LANES;
 constexpr int STEP = TEAMS * SLOTS * AHEAD;  // rows between two looks at the maximum
@@ -27,6 +27,7 @@ constexpr int SHARED = STAGE > GATHER ? STAGE : GATHER;
 constexpr int SOME_PAIRS = PAIRS > 0 ? PAIRS : 1;  // to divide by
 constexpr float LEAST = -3.402823466e+38f;
 
+// Element e of all chunks lies together, in both uses: a simdgroup's lanes read words that follow each other.
 threadgroup float shared[SHARED > 0 ? SHARED : 1];
 threadgroup float angles[PAIRS > 0 ? HERE * 2 * PAIRS : 1];  // what cosines and sines of the split-off bias are multiplied with
 
@@ -111,7 +112,7 @@ for (int base = first; base < last; base += STEP) {
                 }
             }
             for (int e = 0; e < KVANT_WIDTH; e++) {
-                shared[(which * STEP + r) * DIM + c * KVANT_WIDTH + e] = x[e];
+                shared[which * STEP * DIM + (e * STEP + r) * CHUNKS + c] = x[e];
             }
         }
         KVANT_BARRIER;
@@ -129,7 +130,7 @@ for (int base = first; base < last; base += STEP) {
         if (active && row < last) {
             if (STAGED) {
                 for (int e = 0; e < KVANT_WIDTH; e++) {
-                    x[e] = shared[r * DIM + int(chunk) * KVANT_WIDTH + e];
+                    x[e] = shared[(e * STEP + r) * CHUNKS + int(chunk)];
                 }
             } else {
                 Eight<BITS, C>::read(keys + size_t(row) * ROW_WORDS, chunk, x);
@@ -198,7 +199,7 @@ for (int base = first; base < last; base += STEP) {
         if (active && row < last) {
             if (STAGED) {
                 for (int e = 0; e < KVANT_WIDTH; e++) {
-                    x[e] = shared[(STEP + r) * DIM + int(chunk) * KVANT_WIDTH + e];
+                    x[e] = shared[STEP * DIM + (e * STEP + r) * CHUNKS + int(chunk)];
                 }
             } else {
                 Eight<BITS, C>::read(values + size_t(row) * ROW_WORDS, chunk, x);
@@ -237,7 +238,7 @@ for (int j = 0; j < QUERIES; j++) {
         KVANT_BARRIER;  // what was there has been read
         if (slot == 0 && active) {
             for (int e = 0; e < KVANT_WIDTH; e++) {
-                shared[mine + chunk * KVANT_WIDTH + e] = o[j][e];
+                shared[mine + e * CHUNKS + chunk] = o[j][e];
             }
         }
         if (lane == 0) {
@@ -255,7 +256,7 @@ for (int j = 0; j < QUERIES; j++) {
                 sum[j] = sum[j] * shrink + shared[theirs + DIM + 1] * shrink_theirs;
                 if (active) {
                     for (int e = 0; e < KVANT_WIDTH; e++) {
-                        o[j][e] = o[j][e] * shrink + shared[theirs + chunk * KVANT_WIDTH + e] * shrink_theirs;
+                        o[j][e] = o[j][e] * shrink + shared[theirs + e * CHUNKS + chunk] * shrink_theirs;
                     }
                 }
             }

@@ -123,11 +123,10 @@ def quantize_rows(
         [key, value],
         template={
             "T": key.dtype,
-            "S": scale_dtype,
+            "SCALE": scale_dtype,
             "BITS": quant_bit,
             "DIM": D,
             "GROUP": quant_group,
-            "NEW": S,
         },
         grid=(-(-words // APPEND_THREADS), 1, 1),
         threads=APPEND_THREADS,
