@@ -145,7 +145,16 @@ def test_what_is_refused(shape: tuple[int, ...], options: dict[str, int], reason
 
 def test_splits() -> None:
     """A power of two, by the cache's size alone: 256 rows or more of a full cache each."""
-    sizes = {(1, 8): 1, (511, 8): 1, (512, 8): 2, (4096, 8): 16, (131072, 8): 128, (131072, 64): 64, (131072, 5000): 1}
+    sizes = {
+        (1, 8): 1,
+        (511, 8): 1,
+        (512, 8): 2,
+        (4096, 8): 16,
+        (32768, 8): 64,
+        (131072, 8): 128,
+        (131072, 64): 64,
+        (131072, 5000): 1,
+    }
     assert {(rows, heads): num_splits(rows, heads) for rows, heads in sizes} == sizes
 
 

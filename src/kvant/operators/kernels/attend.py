@@ -156,7 +156,8 @@ def num_splits(max_rows: int, heads: int) -> int:
 
     It depends on the cache's size, not on what is in it, so that nothing is compiled again as it fills.
     """
-    wanted = min(max_rows // 256, 4096 // heads)
+    # 256 rows each until there are 64, then 1,024: what a split writes is read again (docs/bench.md has the bytes).
+    wanted = min(max_rows // 256, max(64, max_rows // 1024), 4096 // heads)
     return 1 << max(0, min(wanted, 128).bit_length() - 1)
 
 
