@@ -16,10 +16,27 @@ from kvant.engine.load import POCKET, find_model
 from kvant.models import Decoder
 from kvant.report.texts import heldout_documents
 
+HOST_RUNS = pytest.StashKey[list[str]]()
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[HOST_RUNS] = []
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker process tells the one that started it what it ran."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["host_run"] = summary()
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[HOST_RUNS].append(getattr(node, "workeroutput", {}).get("host_run", ""))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Says with which compiler Metal kernels ran on the host, for .ci/run to check that they did."""
-    if line := summary():
+    for line in filter(None, [*config.stash[HOST_RUNS], summary()]):
         terminalreporter.write_line(line)
 
 

@@ -62,7 +62,7 @@ def composed_launch(
     MLX makes no graph with a Metal kernel where there is no Metal. All is put into the first split.
     """
     if name == "append":
-        options = {"quant_bit": template["BITS"], "quant_group": template["GROUP"], "scale_dtype": template["S"]}
+        options = {"quant_bit": template["BITS"], "quant_group": template["GROUP"], "scale_dtype": template["SCALE"]}
         levels, scales = quantize(mx.stack(list(inputs), axis=1), **options)
         return [mx.view(levels, mx.uint32), scales]
     if name == "combine":
