@@ -90,8 +90,9 @@ def measure(folder: Path, case: Case) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_what_mlx_counts(name: str, tmp_path: Path) -> None:
-    """The plan is of the most that a run takes: on a busy machine MLX's threads keep up with the queue in some runs, which
-    then take less. The most of a few counts, and none of them may be above the plan.
+    """The plan is of the most that a run takes: on a busy machine MLX's threads keep up with the queue in some runs.
+
+    Those take less; so the most of a few counts, and none of them may be above the plan.
     """
     case = CASES[name]
     write_random(case.shape, tmp_path, bits=case.weight_bits)
