@@ -1,9 +1,9 @@
 """Whether a decode step is queued before the last token is read, or after: what is faster on this device."""
 
-import time
 from dataclasses import dataclass
 from statistics import median
 
+from kvant.bench.latency import latencies_ms
 from kvant.engine.decode import decode
 from kvant.engine.load import POCKET, find_model
 from kvant.engine.prefill import prefill
@@ -49,10 +49,4 @@ def _run(model: Decoder, depth: int) -> list[float]:
     steps = decode(model, logits, PROMPT, cache, max_tokens=WARM_UP + STEPS, sampler=greedy, look_ahead=depth)
     for _ in range(WARM_UP):
         next(steps)
-    latencies = []
-    last = time.perf_counter()
-    for _ in steps:
-        now = time.perf_counter()
-        latencies.append((now - last) * 1e3)
-        last = now
-    return latencies
+    return latencies_ms(steps)

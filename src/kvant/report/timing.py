@@ -1,11 +1,11 @@
 """The time of a decode step through each cache, in turns."""
 
-import time
 from collections.abc import Sequence
 from statistics import median
 
 import mlx.core as mx
 
+from kvant.bench.latency import latencies_ms
 from kvant.engine.decode import decode
 from kvant.engine.sampling import greedy
 from kvant.models import Decoder
@@ -40,12 +40,6 @@ def _run(model: Decoder, cache: Cache) -> list[float]:
         layer.trim(STEPS + 1)
     # The tokens' values have no influence on the time: whatever is likeliest is fed.
     logits = model.logits(model.hidden_states(mx.array([[0]]), cache=cache)[:, -1])
-    latencies = []
     steps = decode(model, logits, [], cache, max_tokens=STEPS + 1, sampler=greedy)
     next(steps)
-    last = time.perf_counter()
-    for _ in steps:
-        now = time.perf_counter()
-        latencies.append((now - last) * 1e3)
-        last = now
-    return latencies
+    return latencies_ms(steps)
