@@ -22,7 +22,7 @@ from kvant.engine.load import load_tokenizer
 from kvant.engine.tokenizer_files import TEMPLATES
 from kvant.engine.weight_format import DTYPES, WeightFormat
 from kvant.errors import CheckpointError, ConvertError, one_line
-from kvant.models.checkpoint import IGNORED_SUFFIXES, Progress
+from kvant.models.checkpoint import IGNORED_SUFFIXES, Progress, is_tied
 from kvant.models.config import ModelConfig
 from kvant.models.files import read_json
 from kvant.models.parameters import matrices, vectors
@@ -115,12 +115,9 @@ def _expected(config: ModelConfig, tensors: TensorFiles) -> dict[str, tuple[int,
         raise ConvertError(
             "the model is already quantized; expected floating-point weights: quantizing twice loses more"
         )
-    tied = config.tie_word_embeddings
-    if tied is None:
-        tied = "lm_head.weight" not in tensors
     expected: dict[str, tuple[int, ...]] = {f"{path}.weight": size for path, size in matrices(config).items()}
     expected |= {name: (size,) for name, size in vectors(config).items()}
-    if tied:
+    if is_tied(config, tensors):
         del expected["lm_head.weight"]
     extra = sorted(tensors.names - expected.keys() - {"lm_head.weight"})
     for name in extra:

@@ -68,6 +68,14 @@ def check_folder(folder: Path) -> tuple[ModelConfig, TensorFiles]:
     return config, tensors
 
 
+def is_tied(config: ModelConfig, tensors: TensorFiles) -> bool:
+    """Whether the embedding is the output head too; where config.json leaves that out, as exporters do with what is
+    their default, and defaults differ, it is tied exactly where no head is stored.
+    """
+    tied = config.tie_word_embeddings
+    return "lm_head.weight" not in tensors if tied is None else tied
+
+
 class _Builder:
     """Arrays to layers. A tensor is named by its module's path in the checkpoint."""
 
@@ -76,6 +84,7 @@ class _Builder:
         self.tensors = tensors
         self.dtype = dtype
         self.adapter = adapter
+        self._tied = is_tied(config, tensors)
 
     def decoder(self, progress: Progress) -> Decoder:
         config = self.config
@@ -108,12 +117,6 @@ class _Builder:
             more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
             raise CheckpointError(f"unexpected tensor {extra[0]}{more}; config.json describes a model without it")
         self.tensors.check(expected)
-
-    @property
-    def _tied(self) -> bool:
-        """Exporters leave the key out where it has their default, and defaults differ."""
-        tied = self.config.tie_word_embeddings
-        return "lm_head.weight" not in self.tensors if tied is None else tied
 
     def check_formats(self) -> None:
         """Refuse a quantization that MLX does not have on this device, before any matrix is read."""
