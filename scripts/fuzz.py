@@ -29,10 +29,10 @@ from safetensors.numpy import save_file
 
 import kvant
 from kvant.engine.load import POCKET, find_model
-from kvant.engine.prompt import render_chat
 from kvant.errors import KvantError
 from kvant.models import ModelConfig
 from kvant.models.parameters import matrices, vectors
+from kvant.text.prompt import render_chat
 
 LIMIT_S = 60
 LIMIT_BYTES = 1_500_000_000  # more than libraries and a tiny model take

@@ -8,9 +8,9 @@ import time
 import mlx.core as mx
 
 import kvant
-from kvant.engine.prompt import encode_rendered, render_chat
 from kvant.models import Decoder
 from kvant.operators import multi_head_cache_attention
+from kvant.text.prompt import encode_rendered, render_chat
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 

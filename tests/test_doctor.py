@@ -14,7 +14,7 @@ from metal_host import host_pytest_skip
 
 import kvant
 from kvant.cli import app as application
-from kvant.cli.app import app
+from kvant.cli.app import make_app
 from kvant.doctor import diagnosis, kernels, look_ahead, machine
 from kvant.operators.kernels import attend, launch
 from kvant.operators.kernels.check import SELF_CHECK
@@ -128,7 +128,7 @@ def host_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     """Exit code and standard output of the command in this process."""
-    code = app(["doctor", *arguments], standalone_mode=False)
+    code = make_app(["doctor"])(["doctor", *arguments], standalone_mode=False)
     return int(code or 0), capsys.readouterr().out
 
 

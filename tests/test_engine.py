@@ -14,10 +14,10 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import kvant
 from kvant import generate, stream_generate
 from kvant.cache import FullKVCache, QuantizedKVCache
-from kvant.engine.detokenize import TextStream
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ContextError, ModelError, PromptError
 from kvant.models import Decoder
+from kvant.text.stream import TextStream
 
 Pocket = tuple[Decoder, Any]
 QUESTION = "Tell me a story about a fox named Pip."

@@ -9,7 +9,6 @@ import mlx.nn as nn
 import pytest
 
 from kvant.engine.generate import generate
-from kvant.engine.prompt import encode_rendered, render_chat
 from kvant.errors import PromptError
 from kvant.models import Decoder, load_decoder
 from kvant.report.divergence import Figures
@@ -19,6 +18,7 @@ from kvant.report.plot import NEAR, side_by_side
 from kvant.report.questions import Conversation, Score, answer, question_sets, read_conversation, score
 from kvant.report.suggest import suggest
 from kvant.report.texts import built_in_text, heldout_documents, text_file
+from kvant.text.prompt import encode_rendered, render_chat
 
 Pocket = tuple[Decoder, Any]
 FORMAT = CacheFormat(8, 32)

@@ -8,17 +8,20 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
-from kvant.engine import template as bounded
-from kvant.engine import template_process
-from kvant.engine.prompt import render_chat
-from kvant.engine.template import TemplateProcess
+from kvant.engine.load import find_model
 from kvant.errors import PromptError
+from kvant.text import process as bounded
+from kvant.text import rendering
+from kvant.text.process import TextProcess
+from kvant.text.prompt import render_chat
+from kvant.text.template import MAX_TEMPLATE, render
 
 MESSAGES = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi <there>", "reasoning": "why"}]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -26,8 +29,8 @@ GROW = "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x 
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[TemplateProcess]:
-    made = TemplateProcess()
+def process() -> Iterator[TextProcess]:
+    made = TextProcess()
     yield made
     made._end()
 
@@ -60,44 +63,44 @@ HOSTILE = [
     ("{{ nothing.of.this }}", "'nothing' is undefined"),
     ("{{ raise_exception('first\nsecond') }}", "failed: first$"),
     ("{{ messages | tojson }}{{ 1 / 0 }}", "division by zero"),
-    ("x" * (bounded.MAX_TEMPLATE + 1), "1048577 characters; expected at most 1048576"),
+    ("x" * (MAX_TEMPLATE + 1), "1048577 characters; expected at most 1048576"),
 ]
 
 
 @pytest.mark.parametrize(("source", "message"), HOSTILE, ids=[source[:40] for source, _ in HOSTILE])
-def test_a_hostile_template(process: TemplateProcess, source: str, message: str) -> None:
+def test_a_hostile_template(process: TextProcess, source: str, message: str) -> None:
     with pytest.raises(PromptError, match=message) as caught:
-        process.render(source, {"messages": [{}]})
+        render(process, source, {"messages": [{}]})
     assert str(caught.value).isprintable()
-    assert process.render("{{ a }}", {"a": "still there"}) == "still there"
+    assert render(process, "{{ a }}", {"a": "still there"}) == "still there"
 
 
 @pytest.mark.parametrize("source", [LOOP, "{{ 9 ** (9 ** (9 ** 9)) }}", "{{ lipsum(n=10**9) }}"])
-def test_a_template_that_does_not_end(monkeypatch: pytest.MonkeyPatch, process: TemplateProcess, source: str) -> None:
+def test_a_template_that_does_not_end(monkeypatch: pytest.MonkeyPatch, process: TextProcess, source: str) -> None:
     """Neither in Jinja's loops nor in one of Python's own operations, which nothing in its process could stop."""
     monkeypatch.setattr(bounded, "TIME_LIMIT_S", 0.5)
     started = time.monotonic()
     with pytest.raises(PromptError, match=r"it takes longer than 0\.5 s|too much memory"):
-        process.render(source, {})
+        render(process, source, {})
     assert time.monotonic() - started < 20
     monkeypatch.undo()
-    assert process.render("{{ a }}", {"a": "still there"}) == "still there"
+    assert render(process, "{{ a }}", {"a": "still there"}) == "still there"
 
 
 def test_memory_where_the_system_does_not_limit_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS: it is looked at."""
     monkeypatch.setattr(bounded, "ADDRESS_LIMIT", 0)
     monkeypatch.setattr(bounded, "MEMORY_LIMIT", 60_000_000)
-    process = TemplateProcess()
+    process = TextProcess()
     grow = "{% set n = namespace(x=[]) %}{% for i in range(99999) %}{% set n.x = n.x + ['a' * 10**6 ~ i] %}{% endfor %}"
     with pytest.raises(PromptError, match="too much memory"):
-        process.render("{% for i in range(300) %}{% set x = 'a' * 10**4 %}{% endfor %}" + grow, {})
-    assert process.render("{{ a }}", {"a": 1}) == "1"
+        render(process, "{% for i in range(300) %}{% set x = 'a' * 10**4 %}{% endfor %}" + grow, {})
+    assert render(process, "{{ a }}", {"a": 1}) == "1"
 
 
 def test_the_process_ends_with_its_object() -> None:
-    process = TemplateProcess()
-    assert process.render("a", {}) == "a"
+    process = TextProcess()
+    assert render(process, "a", {}) == "a"
     pid = process._process.pid
     del process
     gc.collect()
@@ -105,44 +108,44 @@ def test_the_process_ends_with_its_object() -> None:
         os.kill(pid, 0)
 
 
-def test_a_process_that_was_killed_is_started_again(process: TemplateProcess) -> None:
+def test_a_process_that_was_killed_is_started_again(process: TextProcess) -> None:
     process._process.kill()
     process._process.wait()
-    assert process.render("{{ a }}", {"a": 1}) == "1"
+    assert render(process, "{{ a }}", {"a": 1}) == "1"
 
 
-def test_an_interrupted_answer_is_not_the_next_one(monkeypatch: pytest.MonkeyPatch, process: TemplateProcess) -> None:
-    assert process.render("first", {}) == "first"
+def test_an_interrupted_answer_is_not_the_next_one(monkeypatch: pytest.MonkeyPatch, process: TextProcess) -> None:
+    assert render(process, "first", {}) == "first"
 
     def interrupt(limit_s: float) -> bytes:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(process, "_read", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        process.render("second", {})
+        render(process, "second", {})
     monkeypatch.undo()
-    assert process.render("third", {}) == "third"
+    assert render(process, "third", {}) == "third"
 
 
 def test_a_fork_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as a process can tell that it is the child of a fork: by its number."""
-    process = TemplateProcess()
+    process = TextProcess()
     parents, end = process._process, process._end
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    assert process.render("{{ a }}", {"a": 1}) == "1"
+    assert render(process, "{{ a }}", {"a": 1}) == "1"
     assert process._process is not parents
     assert parents.poll() is None
     end.detach()
     bounded._end(parents)
 
 
-def test_threads(process: TemplateProcess) -> None:
+def test_threads(process: TextProcess) -> None:
     answers: dict[int, str] = {}
 
-    def render(number: int) -> None:
-        answers[number] = process.render("{{ a }}", {"a": "x" * 100_000 + str(number)})
+    def answer(number: int) -> None:
+        answers[number] = render(process, "{{ a }}", {"a": "x" * 100_000 + str(number)})
 
-    threads = [threading.Thread(target=render, args=(number,)) for number in range(8)]
+    threads = [threading.Thread(target=answer, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -154,7 +157,7 @@ def test_no_modules_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.Mo
     for name in ("jinja2", "json", "datetime", "sitecustomize"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
     monkeypatch.chdir(tmp_path)
-    assert TemplateProcess().render("{{ a }}", {"a": 1}) == "1"
+    assert render(TextProcess(), "{{ a }}", {"a": 1}) == "1"
     assert not (tmp_path / "executed").exists()
 
 
@@ -162,7 +165,7 @@ def test_no_modules_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_environment_is_transformers() -> None:
-    ours, theirs = template_process.environment(), chat_template_utils._compile_jinja_template("").environment
+    ours, theirs = rendering.environment(), chat_template_utils._compile_jinja_template("").environment
     for name in ("filters", "globals", "tests"):
         assert getattr(ours, name).keys() == getattr(theirs, name).keys(), name
     for name in ("filters", "tests"):
@@ -189,13 +192,26 @@ TEMPLATES = [
 ]
 
 
-def weather(city: str) -> str:
+def weather(city: str, days: int = 1, units: Literal["C", "F"] | None = None, where: list[str] | None = None) -> str:
     """The weather.
 
     Args:
         city: where
+            it is
+        days: how many (choices: [1, 2])
+        units: of temperature
+        where: more places
+
+    Returns:
+        It.
     """
     return city
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    """Pocket's tokenizer as transformers loads it."""
+    return AutoTokenizer.from_pretrained(find_model("pocket"))
 
 
 @pytest.mark.parametrize("source", TEMPLATES)
@@ -207,43 +223,65 @@ def weather(city: str) -> str:
         {"tools": [weather], "documents": [{"a": 1}]},
     ],
 )
-def test_every_option_is_transformers(pocket: tuple[Any, Any], source: str, options: dict[str, Any]) -> None:
-    """transformers' own method, which renders in this process, is what the class has."""
-    inner = pocket[1]._tokenizer
+def test_every_option_is_transformers(
+    pocket: tuple[Any, Any], reference: Any, source: str, options: dict[str, Any]
+) -> None:
     options = {"chat_template": source, "custom": {}, "tokenize": False} | options
-    expected = PreTrainedTokenizerBase.apply_chat_template(inner, MESSAGES, **options)
-    assert inner.apply_chat_template(MESSAGES, **options) == expected
-    assert pocket[1].apply_chat_template(MESSAGES, **options) == expected
+    assert pocket[1].apply_chat_template(MESSAGES, **options) == reference.apply_chat_template(MESSAGES, **options)
 
 
-def test_conversations_tokens_and_beginnings_of_answers(pocket: tuple[Any, Any]) -> None:
-    inner = pocket[1]._tokenizer
+def test_conversations_tokens_and_beginnings_of_answers(pocket: tuple[Any, Any], reference: Any) -> None:
+    blocks = [{"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "image"}]}]
+    shown = "{{ messages[0].content | tojson }}"
     for conversation, options in [
         (MESSAGES, {"continue_final_message": True, "tokenize": False}),
-        (MESSAGES, {"tokenize": True, "return_dict": True}),
+        (blocks, {"continue_final_message": True, "tokenize": False, "chat_template": shown}),
+        ([{"role": "user", "content": "a  "}], {"continue_final_message": True, "tokenize": False}),
+        (MESSAGES, {"tokenize": True, "return_dict": False}),
         ([MESSAGES, MESSAGES[:1]], {"tokenize": False}),
+        ([MESSAGES, MESSAGES[:1]], {"tokenize": True, "return_dict": False}),
+        ([{**MESSAGES[0], "tool_calls": None, "n": np.int64(3)}], {"tokenize": False, "chat_template": "{{messages}}"}),
     ]:
-        expected = PreTrainedTokenizerBase.apply_chat_template(inner, conversation, **options)
-        assert inner.apply_chat_template(conversation, **options) == expected
+        expected = reference.apply_chat_template(conversation, **options)
+        assert pocket[1].apply_chat_template(conversation, **options) == expected, options
 
 
-@pytest.mark.parametrize("name", ["sanitize_control_tokens", "return_assistant_tokens_mask"])
-def test_options_that_would_compile_the_template_here(pocket: tuple[Any, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is True; it is not supported"):
+@pytest.mark.parametrize("name", ["sanitize_control_tokens", "return_assistant_tokens_mask", "return_dict", "padding"])
+def test_options_that_are_not_supported(pocket: tuple[Any, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is not supported"):
         pocket[1].apply_chat_template(MESSAGES, **{name: True})
+
+
+@pytest.mark.parametrize(
+    ("conversation", "options", "message"),
+    [
+        ([], {}, "the conversation is empty"),
+        ("hello", {}, "the conversation is empty; expected a list of messages"),
+        (["hello"], {}, "a message is a str; expected an object"),
+        ([MESSAGES[0] | {"content": None}], {"continue_final_message": True}, "no text to continue"),
+        (MESSAGES, {"continue_final_message": True, "add_generation_prompt": True}, "expected one of them"),
+        (MESSAGES, {"continue_final_message": True, "chat_template": "x"}, "does not keep the last message"),
+        (MESSAGES, {"tools": [3]}, "a tool is a int"),
+        (MESSAGES, {"tools": [lambda a: a]}, "tool <lambda> has no docstring"),
+    ],
+)
+def test_arguments_that_cannot_be_applied(
+    pocket: tuple[Any, Any], conversation: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        pocket[1].apply_chat_template(conversation, **options)
 
 
 def test_copies_are_bounded_too(pocket: tuple[Any, Any]) -> None:
     tokenizer = copy.deepcopy(pocket[1])
     tokenizer.chat_template = "{{ 'a' * 10**10 }}"
-    for render in (tokenizer.apply_chat_template, tokenizer._tokenizer.apply_chat_template):
-        with pytest.raises(PromptError, match="too much memory"):
-            render(MESSAGES, tokenize=False)
+    with pytest.raises(PromptError, match="too much memory"):
+        tokenizer.apply_chat_template(MESSAGES, tokenize=False)
     with pytest.raises(PromptError, match=r"^the chat template failed: it needs too much memory$"):
         render_chat(tokenizer, MESSAGES)
     assert "Hello!" in render_chat(pocket[1], MESSAGES)
 
 
-def test_text_that_is_no_unicode_comes_back(process: TemplateProcess) -> None:
+def test_text_that_is_no_unicode_comes_back(process: TextProcess) -> None:
     text = json.loads('"\\ud800 a\\u2028b\\n"')
-    assert process.render("{{ a }}", {"a": text}) == text
+    assert render(process, "{{ a }}", {"a": text}) == text

@@ -5,12 +5,24 @@ model, tokenizer = load("pocket")
 print(generate(model, tokenizer, "Once upon a time"))
 """
 
+from typing import TYPE_CHECKING, Any
+
 from kvant.blas import load_blas
 
-load_blas()  # before anything imports MLX
+if TYPE_CHECKING:
+    from kvant.engine import GenerationResponse, generate, load, stream_generate
 
-from kvant.engine import GenerationResponse, generate, load, stream_generate  # noqa: E402
+load_blas()  # before anything imports MLX
 
 __version__ = "0.1.0"
 
 __all__ = ["GenerationResponse", "__version__", "generate", "load", "stream_generate"]
+
+
+def __getattr__(name: str) -> Any:
+    """The engine is imported when it is first asked for: the command has its own way to it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvant import engine
+
+    return getattr(engine, name)

@@ -1,5 +1,5 @@
 """``python -m kvant``."""
 
-from kvant.cli import main
+from kvant_command import main
 
 main()

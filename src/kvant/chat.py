@@ -1,19 +1,16 @@
 """A conversation whose history stays in the cache: every turn feeds only what is new."""
 
 from collections.abc import Generator, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from kvant.cache import KVCache
 from kvant.engine.decode import trim_to
 from kvant.engine.generate import GenerationResponse, stream_tokens
 from kvant.engine.prefill import PromptProgress
-from kvant.engine.prompt import Message, encode_rendered, render_chat
 from kvant.engine.sampling import LogitsProcessor, Sampler
 from kvant.errors import ContextError
 from kvant.models import Decoder
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
+from kvant.text.prompt import Message, encode_rendered, render_chat
+from kvant.text.tokenizer import Tokenizer
 
 
 class Conversation:
@@ -27,7 +24,7 @@ class Conversation:
     def __init__(
         self,
         model: Decoder,
-        tokenizer: "TokenizerWrapper",
+        tokenizer: Tokenizer,
         cache: Sequence[KVCache],
         *,
         system_prompt: str | None = None,

@@ -4,12 +4,9 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvant.errors import BenchError
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
+from kvant.text.tokenizer import Tokenizer
 
 MAX_DRAWS = 1000  # a token wanted
 WORD = re.compile(r" [A-Za-z]+")
@@ -35,7 +32,7 @@ def random_prompts(seed: int, vocab_size: int) -> Prompts:
     return draw
 
 
-def word_prompts(seed: int, tokenizer: "TokenizerWrapper", vocab_size: int) -> Prompts:
+def word_prompts(seed: int, tokenizer: Tokenizer, vocab_size: int) -> Prompts:
     """Tokens that are a word each: text of them is read back as the same tokens, which a server has to do."""
 
     def draw(context: int, round_number: int) -> Prompt:

@@ -1,45 +1,42 @@
 """The commands, and what every one of them does with an error: one line on standard error and an exit code."""
 
-import gc
 import os
 import sys
+from importlib import import_module
 from io import TextIOWrapper
 from typing import Annotated, NoReturn
 
 import typer
 from typer.exceptions import TyperException
 
-from kvant.cli import bench
-from kvant.cli.chat import chat
-from kvant.cli.convert import convert
-from kvant.cli.doctor import doctor
-from kvant.cli.generate import generate
-from kvant.cli.models import models
-from kvant.cli.plan import plan
-from kvant.cli.pull import pull
-from kvant.cli.report import report
+from kvant.cli import interrupts
 from kvant.errors import KvantError, one_line
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
+# In the order of the help. Each is imported when it is asked for: together they take longer than a short answer.
+COMMANDS = ("generate", "chat", "plan", "convert", "report", "pull", "models", "doctor", "bench")
+GROUPS = ("bench",)
 
-app = typer.Typer(
-    name="kvant",
-    help="Run Qwen, Llama and Mistral language models on Apple MLX with a preallocated, quantized key/value cache.",
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command()(generate)
-app.command()(chat)
-app.command()(plan)
-app.command()(convert)
-app.command()(report)
-app.command()(pull)
-app.command()(models)
-app.command()(doctor)
-app.add_typer(bench.app, name="bench")
+
+def make_app(arguments: list[str]) -> typer.Typer:
+    """The command with the one sub-command that the arguments begin with, else with all of them."""
+    app = typer.Typer(
+        name="kvant",
+        help="Run Qwen, Llama and Mistral language models on Apple MLX with a preallocated, quantized key/value cache.",
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(root)
+    for name in arguments[:1] if arguments[:1] and arguments[0] in COMMANDS else COMMANDS:
+        module = import_module(f"kvant.cli.{name}")
+        if name in GROUPS:
+            app.add_typer(module.app, name=name)
+        else:
+            app.command()(getattr(module, name))
+    return app
 
 
 def _print_version(value: bool) -> None:
@@ -50,7 +47,6 @@ def _print_version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def root(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
@@ -68,6 +64,8 @@ def main() -> NoReturn:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
+        app = make_app(sys.argv[1:])
+        interrupts.begin()
         code = app(standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
@@ -82,7 +80,7 @@ def main() -> NoReturn:
         code = EXIT_FAILED
     except OSError as error:
         code = _report(str(error), EXIT_FAILED)
-    gc.freeze()  # transformers leaves so much that the interpreter's last look for garbage takes 0.1 s
+    interrupts.finish()
     sys.exit(code)
 
 

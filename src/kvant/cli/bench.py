@@ -11,7 +11,7 @@ import typer
 
 from kvant.cli import bench_options, options
 from kvant.cli.options import BadValueError
-from kvant.engine.load import load_tokenizer
+from kvant.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from kvant.bench.recording import Header, Recording

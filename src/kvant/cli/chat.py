@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from kvant.chat import Conversation
-from kvant.cli import options
+from kvant.cli import interrupts, options
 from kvant.cli.progress import LateProgress
 from kvant.cli.session import Session, open_session
 from kvant.cli.statistics import RunStatistics
@@ -84,7 +84,8 @@ def chat(
         prefill_step_size=prefill_step_size,
     )
     _notice(HELP, quiet)
-    _loop(session, conversation, answer, quiet)
+    with interrupts.patient():  # Ctrl-C stops an answer, not the program
+        _loop(session, conversation, answer, quiet)
 
 
 def _loop(session: Session, conversation: Conversation, answer: Callable[..., Any], quiet: bool) -> None:

@@ -14,9 +14,9 @@ from kvant.cli.session import Session, open_session
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.generate import GenerationResponse, stream_generate
 from kvant.engine.load import POCKET
-from kvant.engine.prompt import encode_rendered, render_chat
 from kvant.errors import PromptError
 from kvant.memory import Settings
+from kvant.text.prompt import encode_rendered, render_chat
 
 
 def generate(

@@ -4,7 +4,6 @@ import gc
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -18,9 +17,7 @@ from kvant.memory import Checkpoint, Settings, split_pairs, this_machine
 from kvant.memory.machine import default_device
 from kvant.models import Decoder
 from kvant.sizes import format_bytes
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
+from kvant.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +25,7 @@ class Session:
     """A loaded model with its reserved cache."""
 
     model: Decoder
-    tokenizer: "TokenizerWrapper"
+    tokenizer: Tokenizer
     cache: list[QuantizedKVCache]
     load_s: float
 

@@ -18,8 +18,6 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from kvant.engine.load import load_tokenizer
-from kvant.engine.tokenizer_files import TEMPLATES
 from kvant.engine.weight_format import DTYPES, WeightFormat
 from kvant.errors import CheckpointError, ConvertError, one_line
 from kvant.models.checkpoint import IGNORED_SUFFIXES, Progress, is_tied
@@ -28,6 +26,8 @@ from kvant.models.files import read_json
 from kvant.models.parameters import matrices, vectors
 from kvant.models.tensors import TensorFiles
 from kvant.sizes import format_bytes
+from kvant.text.folder import TEMPLATES
+from kvant.text.tokenizer import load_tokenizer
 
 CARRIED = (  # to the new folder, byte for byte
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),

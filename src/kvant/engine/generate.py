@@ -3,22 +3,20 @@
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 from weakref import WeakKeyDictionary, ref
 
 import mlx.core as mx
 
 from kvant.cache import KVCache
 from kvant.engine.decode import decode, trim_to
-from kvant.engine.detokenize import TextStream
 from kvant.engine.prefill import PromptProgress, prefill
-from kvant.engine.prompt import encode_prompt
 from kvant.engine.sampling import LogitsProcessor, Sampler, greedy
 from kvant.errors import ContextError
 from kvant.models import Decoder
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
+from kvant.text.prompt import encode_prompt
+from kvant.text.stream import TextStream
+from kvant.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "context"]
 PREFILL_STEP_SIZE = 512
@@ -59,7 +57,7 @@ class GenerationResponse:
 
 def stream_generate(
     model: Decoder,
-    tokenizer: "TokenizerWrapper",
+    tokenizer: Tokenizer,
     prompt: str | Sequence[int] | mx.array,
     *,
     max_tokens: int = 256,
@@ -122,7 +120,7 @@ def stream_generate(
 
 def stream_tokens(
     model: Decoder,
-    tokenizer: "TokenizerWrapper",
+    tokenizer: Tokenizer,
     ids: Sequence[int],
     cache: Sequence[KVCache],
     *,
@@ -222,7 +220,7 @@ def end_run(cache: Sequence[KVCache]) -> None:
 
 def generate(
     model: Decoder,
-    tokenizer: "TokenizerWrapper",
+    tokenizer: Tokenizer,
     prompt: str | Sequence[int] | mx.array,
     *,
     max_tokens: int = 256,

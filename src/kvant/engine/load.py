@@ -1,27 +1,21 @@
 """A model's name or folder to a decoder and a tokenizer."""
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvant import weights
-from kvant.engine.template import BoundedTemplate, TemplateProcess
-from kvant.engine.tokenizer_files import check_tokenizer
-from kvant.errors import ModelError, foreign, one_line
+from kvant.errors import ModelError
 from kvant.models import Decoder, load_decoder
 from kvant.models.checkpoint import Progress
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
+from kvant.text.process import TextProcess
+from kvant.text.tokenizer import Tokenizer, load_tokenizer
 
 POCKET = "pocket"  # the embedded model's name
 
 
 def load(
     path_or_name: str | Path, *, revision: str | None = None, adapter_path: str | Path | None = None
-) -> tuple[Decoder, "TokenizerWrapper"]:
+) -> tuple[Decoder, Tokenizer]:
     """Load a model and its tokenizer.
 
     Args:
@@ -31,9 +25,8 @@ def load(
         adapter_path: the folder of a LoRA or DoRA adapter as mlx-lm trains it.
 
     Returns:
-        The decoder, and mlx-lm's tokenizer wrapper, whose ``eos_token_ids`` are those of the tokenizer together with
-        those of generation_config.json or, without one, config.json. Its ``apply_chat_template`` renders the folder's
-        template in a process of its own, within 5 seconds and 512 MiB; one that fails is a PromptError.
+        The decoder, and a tokenizer with the names of mlx-lm's wrapper. Its ``eos_token_ids`` are the tokenizer's and
+        those of generation_config.json or, without one, config.json.
 
     Raises:
         ModelError: no such folder, a model that was not pulled, or one that is not supported, model or adapter.
@@ -44,14 +37,12 @@ def load(
 
 def load_folder(
     folder: Path, progress: Progress | None = None, *, adapter_path: str | Path | None = None
-) -> tuple[Decoder, "TokenizerWrapper"]:
-    """Load from a folder, transformers' slow import beside the weights; ``progress`` as in ``load_decoder``."""
+) -> tuple[Decoder, Tokenizer]:
+    """Load from a folder, the tokenizer's process starting beside the weights; ``progress`` as in ``load_decoder``."""
     adapter = None if adapter_path is None else find_adapter(adapter_path)
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        imported = pool.submit(_import_transformers)
-        model = load_decoder(folder, progress, adapter)
-        imported.result()
-    tokenizer = load_tokenizer(folder)
+    process = TextProcess()
+    model = load_decoder(folder, progress, adapter)
+    tokenizer = load_tokenizer(folder, process)
     tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *model.config.eos_token_ids}
     return model, tokenizer
 
@@ -105,41 +96,3 @@ def _find_pulled(path_or_name: str | Path, name: str, revision: str | None) -> P
         return weights.resolve(name, revision)
     except ValueError as error:
         raise ModelError(f"model {shown!r} is not a folder or '{POCKET}', the embedded model; {error}") from error
-
-
-def _import_transformers() -> None:
-    """Import what mlx-lm's tokenizers need of transformers, which takes longer than everything else together.
-
-    Not mlx-lm itself: imported outside the main thread it makes the process abort when it ends (0.32.2).
-    """
-    # Read when transformers is first imported: it would announce on standard error that torch is missing.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
-
-
-def load_tokenizer(folder: Path) -> "TokenizerWrapper":
-    """mlx-lm's wrapper around transformers' tokenizer; nothing in the folder is executed.
-
-    Its ``apply_chat_template`` renders under a time limit and a memory limit and raises a PromptError.
-
-    Raises:
-        ModelError: no tokenizer, or one that cannot be loaded.
-    """
-    check_tokenizer(folder)
-    templates = TemplateProcess()  # it is ready by the time the tokenizer is
-    _import_transformers()
-    from mlx_lm.tokenizer_utils import load as load_wrapper
-    from transformers import PreTrainedTokenizerBase
-
-    try:
-        tokenizer = load_wrapper(folder, {"trust_remote_code": False, "local_files_only": True})
-    except BaseException as error:  # transformers raises whatever a malformed file happens to break
-        if not foreign(error):
-            raise
-        raise ModelError(f"{folder}: the tokenizer cannot be loaded: {one_line(error)}") from error
-    # Lengths are checked here, against the real context; transformers would warn about its own idea of it.
-    tokenizer.model_max_length = int(1e30)
-    inner = tokenizer._tokenizer
-    if type(inner).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:  # others render no template
-        inner.apply_chat_template = BoundedTemplate(inner, templates)
-    return tokenizer

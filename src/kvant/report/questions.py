@@ -3,17 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 
-from kvant.engine.prompt import encode_rendered, render_chat
 from kvant.models import Decoder
 from kvant.report.teacher import STEP_SIZE, Cache, Fed
 from kvant.report.texts import heldout_documents
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
+from kvant.text.prompt import encode_rendered, render_chat
+from kvant.text.tokenizer import Tokenizer
 
 BUCKETS = (0, 128, 256, 512, 1024)  # tokens of context from which a bucket begins
 # What a set is of: questions about a story or a list, and recall of one fact among many of its kind.
@@ -45,7 +43,7 @@ class Score:
     asked: int
 
 
-def question_sets(tokenizer: "TokenizerWrapper", tokens: int) -> dict[str, list[Conversation]]:
+def question_sets(tokenizer: Tokenizer, tokens: int) -> dict[str, list[Conversation]]:
     """The built-in sets, conversations of all lengths in turn, at most about ``tokens`` tokens of each set."""
     return {
         name: _evenly(
@@ -55,7 +53,7 @@ def question_sets(tokenizer: "TokenizerWrapper", tokens: int) -> dict[str, list[
     }
 
 
-def read_conversation(tokenizer: "TokenizerWrapper", document: dict[str, Any]) -> Conversation:
+def read_conversation(tokenizer: Tokenizer, document: dict[str, Any]) -> Conversation:
     """A document with ``messages`` and the last ``answer`` as token ids, divided where a prompt would end."""
     messages = [*document["messages"], {"role": "assistant", "content": document["answer"]}]
     ids: list[int] = []

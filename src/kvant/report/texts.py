@@ -7,14 +7,12 @@ from functools import cache
 from importlib import resources
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvant.engine.load import POCKET
-from kvant.engine.prompt import encode_prompt, encode_rendered
 from kvant.errors import PromptError
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
+from kvant.text.prompt import encode_prompt, encode_rendered
+from kvant.text.tokenizer import Tokenizer
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 BUILT_IN = "built-in held-out conversations"
@@ -47,7 +45,7 @@ def heldout_documents() -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(line) for line in lines)
 
 
-def built_in_text(tokenizer: "TokenizerWrapper", context: int, tokens: int) -> Text:
+def built_in_text(tokenizer: Tokenizer, context: int, tokens: int) -> Text:
     """The first ``tokens`` tokens of the held-out documents, kinds in turn, conversations in the model's own form."""
     ids: list[int] = []
     left_out = 0
@@ -59,7 +57,7 @@ def built_in_text(tokenizer: "TokenizerWrapper", context: int, tokens: int) -> T
     return _cut(BUILT_IN, ids, context, left_out)
 
 
-def text_file(path: Path, tokenizer: "TokenizerWrapper", vocab_size: int, context: int, tokens: int) -> Text:
+def text_file(path: Path, tokenizer: Tokenizer, vocab_size: int, context: int, tokens: int) -> Text:
     """The first ``tokens`` tokens of a UTF-8 text file, encoded as it is.
 
     Raises:
@@ -98,7 +96,7 @@ def _kinds_in_turn() -> Iterator[dict[str, Any]]:
         yield from (document for document in row if document is not None)
 
 
-def _written(tokenizer: "TokenizerWrapper", document: dict[str, Any]) -> str:
+def _written(tokenizer: Tokenizer, document: dict[str, Any]) -> str:
     if "text" in document:
         return str(document["text"]) + "\n"
     messages = [*document["messages"]]

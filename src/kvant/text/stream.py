@@ -1,12 +1,9 @@
 """Tokens to text as they come: whole characters only, and never a part of a stop string."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from kvant.errors import ModelError, foreign, one_line
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
+from kvant.text.tokenizer import Tokenizer
 
 
 class TextStream:
@@ -16,7 +13,7 @@ class TextStream:
     still become a stop string.
     """
 
-    def __init__(self, tokenizer: "TokenizerWrapper", stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._detokenizer = tokenizer.detokenizer
         self._stop = tuple(stop)
         self._held = ""

@@ -2,19 +2,16 @@
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from kvant.errors import PromptError, foreign, one_line
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
+from kvant.text.tokenizer import Tokenizer
 
 Message = Mapping[str, str]
 
 
-def encode_prompt(tokenizer: "TokenizerWrapper", prompt: str | Sequence[int] | mx.array, vocab_size: int) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int] | mx.array, vocab_size: int) -> list[int]:
     """Token ids of a prompt: text is encoded as it is, ids are checked.
 
     A beginning-of-text token is added only where the tokenizer adds it and the text does not begin with it.
@@ -41,7 +38,7 @@ def encode_prompt(tokenizer: "TokenizerWrapper", prompt: str | Sequence[int] | m
     return ids
 
 
-def render_chat(tokenizer: "TokenizerWrapper", messages: Sequence[Message]) -> str:
+def render_chat(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
     """Messages through the model's chat template, up to where the assistant's answer begins.
 
     Raises:
@@ -58,12 +55,12 @@ def render_chat(tokenizer: "TokenizerWrapper", messages: Sequence[Message]) -> s
     return str(text)
 
 
-def encode_rendered(tokenizer: "TokenizerWrapper", text: str) -> list[int]:
+def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of text a chat template wrote: its special tokens are there already."""
     return _encode(tokenizer, text, add_special_tokens=False)
 
 
-def _encode(tokenizer: "TokenizerWrapper", text: str, *, add_special_tokens: bool) -> list[int]:
+def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
     try:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except BaseException as error:  # text that is no Unicode, or whatever a tokenizer's files make it do

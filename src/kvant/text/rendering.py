@@ -1,17 +1,9 @@
-"""The process that renders chat templates: a program of its own, run by its path; kvant.engine.template starts it.
+"""Chat templates rendered, in the worker process: Jinja, set up as transformers sets it up.
 
-A chat template is a program from a model folder. Jinja's sandbox keeps it from files and from Python's insides, but
-neither from running for ever nor from taking all memory: only a process can be bounded in both.
-
-    {"template": its source, "variables": what it sees} -> {"text": what it wrote} or {"error": a line}
-
-One JSON line in, one out, after a first line that says the process is ready. It ends when its standard input does.
+Its sandbox keeps a template from files and from Python's insides. Time and memory are the process's affair.
 """
 
 import json
-import math
-import resource
-import sys
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -118,41 +110,3 @@ def render(source: str, variables: dict[str, Any]) -> str:
             raise ValueError(f"it writes more than {MAX_TEXT} characters")
         pieces.append(piece)
     return "".join(pieces)
-
-
-def answer(line: bytes) -> dict[str, str]:
-    """The text, or a line that says why there is none."""
-    request = json.loads(line)
-    try:
-        return {"text": render(request["template"], request["variables"])}
-    except MemoryError:
-        return {"error": "it needs too much memory"}
-    except RecursionError:
-        return {"error": "it is nested too deeply"}
-    except Exception as error:  # a template is a program: it can fail in any way
-        lines = str(error).strip().splitlines()
-        return {"error": lines[0] if lines else type(error).__name__}
-
-
-def limit(what: int, value: int) -> None:
-    """Limit this process, unless it is limited more already."""
-    _, most = resource.getrlimit(what)
-    resource.setrlimit(what, (value if most == resource.RLIM_INFINITY else min(value, most), most))
-
-
-def main(time_limit_s: float, memory_limit: int) -> None:
-    """Serve standard input. The limits of the system are for a process whose parent died and cannot end it."""
-    limit(resource.RLIMIT_CORE, 0)
-    if memory_limit:
-        limit(resource.RLIMIT_AS, memory_limit)
-    sys.stdout.buffer.write(b"{}\n")
-    sys.stdout.buffer.flush()
-    for line in sys.stdin.buffer:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + time_limit_s) + 1)
-        sys.stdout.buffer.write(json.dumps(answer(line)).encode() + b"\n")
-        sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]))

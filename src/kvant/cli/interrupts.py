@@ -1,0 +1,65 @@
+"""Ctrl-C while a command runs: KeyboardInterrupt, and an end after a quarter of a second where nothing reacts to it.
+
+Python tells of a signal between two operations of its own, and one operation of MLX can take seconds. A thread waits
+for the signal beside it.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from kvant_command import EXIT_INTERRUPTED, end_now
+
+DEADLINE_S = 0.2
+SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
+
+_reacted = threading.Event()
+_patience = 0  # above 0: something may take as long as it needs
+
+
+def begin() -> None:
+    """Raise KeyboardInterrupt from here on, with the deadline; only in the command, whose first lines took Ctrl-C over."""
+    if signal.getsignal(signal.SIGINT) is not end_now:
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(signal.SIGINT, _interrupt)
+    threading.Thread(target=_watch, args=(reading,), daemon=True).start()
+
+
+def finish() -> None:
+    """End at once from here on: what is left to do is to leave."""
+    if signal.getsignal(signal.SIGINT) is _interrupt:
+        signal.signal(signal.SIGINT, end_now)
+
+
+@contextmanager
+def patient() -> Iterator[None]:
+    """No deadline inside: what is being written is undone first, or the program goes on."""
+    global _patience
+    _patience += 1
+    try:
+        yield
+    finally:
+        _patience -= 1
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    _reacted.set()
+    raise KeyboardInterrupt
+
+
+def _watch(reading: int) -> None:
+    while received := os.read(reading, 1):
+        if received[0] != signal.SIGINT:
+            continue
+        if not _reacted.wait(DEADLINE_S) and not _patience:
+            if sys.stderr is not None and sys.stderr.isatty():
+                os.write(2, SHOW_CURSOR.encode())
+            os._exit(EXIT_INTERRUPTED)
+        _reacted.clear()

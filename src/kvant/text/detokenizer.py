@@ -1,0 +1,146 @@
+"""Token ids to text as they come: whole characters only. The interface is that of mlx-lm's streaming detokenizers."""
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+SPACE = "▁".encode()
+UNKNOWN = "\ufffd"
+
+
+class StreamingDetokenizer(Protocol):
+    """Text of a growing sequence of token ids.
+
+    Attributes:
+        text: what is certain so far.
+        tokens: the ids so far.
+        last_segment: the text since this was last asked for.
+    """
+
+    text: str
+    tokens: list[int]
+
+    @property
+    def last_segment(self) -> str: ...
+
+    def reset(self) -> None:
+        """Begin anew."""
+
+    def add_token(self, token: int) -> None:
+        """Take an id."""
+
+    def finalize(self) -> None:
+        """Give out what was held back."""
+
+
+class _Segments:
+    """What all have: the text, and how much of it was handed out."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.text = ""
+        self.tokens: list[int] = []
+        self.offset = 0
+
+    @property
+    def last_segment(self) -> str:
+        segment = self.text[self.offset :]
+        self.offset = len(self.text)
+        return segment
+
+
+class ByteDetokenizer(_Segments):
+    """For vocabularies whose tokens stand for bytes: byte-level ones, and those that fall back to bytes.
+
+    The text is what the tokenizer's ``decode`` gives for all ids. Only where tokens that fall back to bytes form no
+    characters may it differ, in how many replacement characters there are.
+    """
+
+    def __init__(self, piece: Callable[[int], str | None], *, byte_level: bool, strips: bool) -> None:
+        """``piece``: an id to the vocabulary's string; ``strips``: the first space goes."""
+        self._bytes: dict[int, tuple[bytes, bool]] = {}
+        self._piece = piece
+        self._byte_level = byte_level
+        self._strips = strips
+        super().__init__()
+
+    def reset(self) -> None:
+        super().reset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip = self._strips
+
+    def add_token(self, token: int) -> None:
+        self.tokens.append(token)
+        if token not in self._bytes:
+            piece = self._piece(token) or ""
+            self._bytes[token] = (_byte_level(piece), True) if self._byte_level else _byte_fallback(piece)
+        content, is_bytes = self._bytes[token]
+        held = b"" if is_bytes else self._decoder.getstate()[0]
+        if held:  # bytes of a character that is not going to be whole
+            self._decoder.reset()
+        self._append(UNKNOWN * len(held) + self._decoder.decode(content))
+
+    def finalize(self) -> None:
+        held = self._decoder.getstate()[0]
+        rest = self._decoder.decode(b"", final=True)
+        self._append(rest if self._byte_level else UNKNOWN * len(held))
+
+    def _append(self, text: str) -> None:
+        if self._strip and text:
+            text, self._strip = text.removeprefix(" "), False
+        self.text += text
+
+
+class WindowDetokenizer(_Segments):
+    """For any tokenizer: decodes the last tokens again with each new one, and takes what has become longer."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        super().__init__()
+
+    def reset(self) -> None:
+        super().reset()
+        self._first = self._read = 0  # of the tokens decoded again; of those whose text is not out yet
+        self._known = ""
+
+    def add_token(self, token: int) -> None:
+        self.tokens.append(token)
+        longer = self._decode(self.tokens[self._first :])
+        if len(longer) > len(self._known) and not longer.endswith(UNKNOWN):
+            self._take(longer)
+
+    def finalize(self) -> None:
+        self._take(self._decode(self.tokens[self._first :]))
+
+    def _take(self, longer: str) -> None:
+        self.text += longer[len(self._known) :]
+        self._first, self._read = self._read, len(self.tokens)
+        self._known = self._decode(self.tokens[self._first : self._read])
+
+
+def _table() -> dict[str, int]:
+    """Byte-level vocabularies' letters: GPT-2's, which shows a byte as itself where that is a visible character."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+
+
+BYTES = _table()
+
+
+def _byte_level(piece: str) -> bytes:
+    """A token that has any other letter, such as an added one with a space, stands for itself."""
+    found = [BYTES.get(letter) for letter in piece]
+    return piece.encode("utf-8", "replace") if None in found else bytes(byte for byte in found if byte is not None)
+
+
+def _byte_fallback(piece: str) -> tuple[bytes, bool]:
+    """The bytes, and whether they are one of those a character may be made of, written <0xE2>."""
+    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        try:
+            return bytes([int(piece[3:5], 16)]), True
+        except ValueError:
+            pass
+    return piece.encode("utf-8", "replace").replace(SPACE, b" "), False

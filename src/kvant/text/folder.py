@@ -1,0 +1,116 @@
+"""A model folder's tokenizer files, read with care: they may be anybody's. The worker looks into tokenizer.json."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from kvant.errors import ModelError
+from kvant.models.files import read_bytes, read_json, read_text, refuse_code
+
+MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
+MAX_TEMPLATE_BYTES = 1024 * 1024  # the longest published ones have some 30,000
+TOKEN_KEYS = {"__type", "id", "content", "single_word", "lstrip", "rstrip", "normalized", "special"}
+TEMPLATES = "additional_chat_templates"  # a folder of further ones
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What a folder says of its tokenizer.
+
+    Attributes:
+        tokenizer: the bytes of tokenizer.json.
+        config: tokenizer_config.json without its templates.
+        special_tokens: special_tokens_map.json, of older folders.
+        added_tokens: added_tokens.json, of older folders: content -> id.
+        templates: chat templates by name; "default" is the one that is used when none is named.
+        model_type, tokenizer_class: config.json's.
+    """
+
+    tokenizer: bytes
+    config: Mapping[str, Any]
+    special_tokens: Mapping[str, Any]
+    added_tokens: Mapping[str, int]
+    templates: Mapping[str, str]
+    model_type: str | None
+    tokenizer_class: str | None
+
+
+def read_tokenizer_files(folder: Path) -> TokenizerFiles:
+    """Read them; nothing else of the folder is opened.
+
+    Raises:
+        ModelError: no tokenizer.json, or a file that is not what it should be.
+    """
+    if not os.path.lexists(folder / "tokenizer.json"):
+        raise ModelError(f"{folder}: no tokenizer.json; `kvant convert --tokenizer` makes one from older files")
+    config = dict(_optional(folder / "tokenizer_config.json"))
+    refuse_code(config, str(folder / "tokenizer_config.json"))
+    special = _optional(folder / "special_tokens_map.json")
+    added = _optional(folder / "added_tokens.json")
+    _check_tokens(folder / "tokenizer_config.json", config)
+    _check_tokens(folder / "special_tokens_map.json", special)
+    if not all(type(value) is int for value in added.values()):
+        raise ModelError(f"{folder / 'added_tokens.json'}: expected an id for every token")
+    templates = _templates(folder, config.pop("chat_template", None))
+    model = _optional(folder / "config.json")
+    kind, name = model.get("model_type"), model.get("tokenizer_class")
+    return TokenizerFiles(
+        tokenizer=read_bytes(folder / "tokenizer.json", MAX_TOKENIZER_BYTES),
+        config=config,
+        special_tokens=special,
+        added_tokens=added,
+        templates=templates,
+        model_type=kind if isinstance(kind, str) else None,
+        tokenizer_class=name if isinstance(name, str) else None,
+    )
+
+
+def _optional(path: Path) -> Mapping[str, Any]:
+    return read_json(path) if os.path.lexists(path) else {}
+
+
+def _templates(folder: Path, stored: object) -> dict[str, str]:
+    """Templates of their own files, which win, or those in tokenizer_config.json."""
+    found = {}
+    if os.path.lexists(folder / "chat_template.jinja"):
+        found["default"] = read_text(folder / "chat_template.jinja", MAX_TEMPLATE_BYTES)
+    more = folder / TEMPLATES
+    if more.is_symlink():
+        raise ModelError(f"{more}: a link; expected a folder")
+    if more.is_dir():
+        for path in sorted(more.glob("*.jinja")):
+            found[path.stem] = read_text(path, MAX_TEMPLATE_BYTES, folder)
+    if found or stored is None:
+        return found
+    path = folder / "tokenizer_config.json"
+    if isinstance(stored, str):
+        return {"default": stored}
+    if not isinstance(stored, list):
+        raise ModelError(f"{path}: chat_template is a JSON {type(stored).__name__}; expected a string")
+    entries = [entry if isinstance(entry, dict) else {} for entry in stored]
+    if not all(isinstance(entry.get(key), str) for entry in entries for key in ("name", "template")):
+        raise ModelError(f"{path}: chat_template is a list; expected objects of a name and a template")
+    return {entry["name"]: entry["template"] for entry in entries}
+
+
+def _check_tokens(path: Path, raw: Mapping[str, Any]) -> None:
+    """The tokens among settings, wherever they are: by their role, in lists, by id."""
+    listed = raw.get("added_tokens_decoder")
+    if listed is not None and not (isinstance(listed, dict) and all(key.isdecimal() for key in listed)):
+        raise ModelError(f"{path}: added_tokens_decoder is not an object of tokens by id")
+    more = raw.get("extra_special_tokens"), raw.get("additional_special_tokens")
+    if not all(isinstance(group, dict | list | None) for group in more):
+        raise ModelError(f"{path}: extra_special_tokens is no list of tokens")
+    groups = [group.values() if isinstance(group, dict) else group for group in (listed, *more) if group]
+    roles = (value for key, value in raw.items() if key.endswith("_token"))
+    for token in chain(roles, *groups):
+        if isinstance(token, dict):
+            unknown = sorted(token.keys() - TOKEN_KEYS)
+            if unknown or not isinstance(token.get("content"), str):
+                what = repr(unknown[0]) if unknown else "no content"
+                raise ModelError(f"{path}: a token has {what}; expected {', '.join(sorted(TOKEN_KEYS))}")
+        elif isinstance(token, int | float | list) and not isinstance(token, bool):
+            raise ModelError(f"{path}: a token is a JSON {type(token).__name__}; expected a string")

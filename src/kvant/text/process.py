@@ -1,0 +1,184 @@
+"""A process for what a model folder's tokenizer and chat template make of a text: bounded in time and memory.
+
+Both are anybody's programs in effect: a template is one, and a tokenizer's regular expressions and normalizers can run
+for ever or take all memory. No library that interprets them can be interrupted; a process can be ended.
+"""
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+from kvant.errors import ModelError
+
+TIME_LIMIT_S = 5.0  # a text; templates and tokenizers take milliseconds
+START_LIMIT_S = 60.0  # a tenth of a second where nothing else runs
+MEMORY_LIMIT = 512 * 1024 * 1024  # above what the loaded tokenizer takes
+MAX_ANSWER = 160 * 1024 * 1024  # bytes: the longest text there can be
+LOOK_S = 0.1
+# macOS counts what every process shares, more than any limit that would be of use; there the memory is looked at.
+ADDRESS_LIMIT = MEMORY_LIMIT if sys.platform == "linux" else 0
+
+PROGRAM = Path(__file__).with_name("worker.py")
+
+
+class TextError(Exception):
+    """Why the process has no answer, as the end of a sentence."""
+
+
+class TextProcess:
+    """A process that renders templates and runs a tokenizer, one request at a time, for threads of this process.
+
+    It is started at once and again whenever it had to be ended; then its tokenizer is loaded again. It ends when this
+    object goes or Python does.
+    """
+
+    def __init__(self, tokenizer: tuple[dict[str, Any], bytes] | None = None) -> None:
+        """``tokenizer``: the request that loads one, as in :meth:`ask`; default: none is loaded."""
+        self._lock = threading.Lock()
+        self._tokenizer = tokenizer
+        self._start()
+
+    def load(self, request: dict[str, Any], payload: bytes) -> dict[str, Any]:
+        """:meth:`ask` to load a tokenizer, which then is loaded after every start.
+
+        Raises:
+            TextError: as there.
+        """
+        answer = self.ask(request, payload)
+        self._tokenizer = request, payload
+        self._resting = _resident_bytes(self._process.pid) if not ADDRESS_LIMIT else 0
+        return answer
+
+    def ask(self, request: dict[str, Any], payload: bytes = b"") -> dict[str, Any]:
+        """The worker's answer to a request, which is JSON, and the bytes that go with it.
+
+        Raises:
+            TextError: the request cannot be sent, fails, or takes too long or too much memory.
+        """
+        line = _encoded(request, payload)
+        with self._lock:
+            answer = json.loads(self._exchange(line, payload))
+        if "error" in answer:
+            raise TextError(answer["error"])
+        return dict(answer)
+
+    def __reduce__(self) -> tuple[type["TextProcess"], tuple[Any]]:
+        return TextProcess, (self._tokenizer,)  # a copy has a process of its own
+
+    def _start(self) -> None:
+        limits = [str(TIME_LIMIT_S), str(ADDRESS_LIMIT)]
+        try:
+            self._process = subprocess.Popen(
+                # -P: modules are not looked for beside the program. A session of its own: Ctrl-C is not for it.
+                [sys.executable, "-P", str(PROGRAM), *limits],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ModelError(f"the process for the tokenizer cannot be started: {error}") from error
+        self._owner = os.getpid()
+        self._ready = False
+        self._resting = 0
+        self._end = weakref.finalize(self, _end, self._process)
+
+    def _exchange(self, line: bytes, payload: bytes) -> bytes:
+        if self._owner != os.getpid():  # after a fork: the process is the parent's
+            self._end.detach()
+            self._start()
+        elif self._process.poll() is not None:
+            self._end()
+            self._start()
+        try:
+            if not self._ready:
+                self._read(START_LIMIT_S)
+                if self._tokenizer is not None:
+                    request, content = self._tokenizer
+                    self._send(_encoded(request, content), content)
+                    if b'"error"' in (answer := self._read(TIME_LIMIT_S))[:10]:
+                        raise TextError(json.loads(answer)["error"])
+                self._ready = True
+            self._send(line, payload)
+            return self._read(TIME_LIMIT_S)
+        except BrokenPipeError:
+            raise self._died() from None
+        except BaseException:  # an answer that nobody reads must not be the next one's
+            self._end()
+            raise
+
+    def _send(self, *parts: bytes) -> None:
+        """Write to the process, which may be too busy to read: then its time runs, too."""
+        stdin = self._process.stdin
+        assert stdin is not None
+        for part in parts:
+            view = memoryview(part)
+            while view:
+                view = view[stdin.write(view) :]
+
+    def _read(self, limit_s: float) -> bytes:
+        """One line, within the time, while the process stays within the memory."""
+        stdout = self._process.stdout
+        assert stdout is not None
+        end = time.monotonic() + limit_s
+        line = bytearray()
+        with selectors.DefaultSelector() as selector:
+            selector.register(stdout, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                if selector.select(LOOK_S):
+                    piece = os.read(stdout.fileno(), 1 << 20)
+                    if not piece:
+                        raise self._died()
+                    line += piece
+                    if len(line) > MAX_ANSWER:
+                        raise TextError("it writes too much")
+                elif time.monotonic() > end:
+                    raise TextError(f"it takes longer than {limit_s:g} s")
+                elif not ADDRESS_LIMIT and _resident_bytes(self._process.pid) > self._resting + MEMORY_LIMIT:
+                    raise TextError("it needs too much memory")
+        return bytes(line)
+
+    def _died(self) -> TextError:
+        code = self._process.wait()
+        self._end()
+        if code in (-signal.SIGABRT, -signal.SIGKILL):  # an allocation that failed in Rust; the system had no more
+            return TextError("it needs too much memory")
+        if code == -signal.SIGXCPU:
+            return TextError(f"it takes longer than {TIME_LIMIT_S:g} s")
+        if code == -signal.SIGSEGV:
+            return TextError("it is nested too deeply")
+        return TextError(f"its process ended with exit code {code}")
+
+
+def _encoded(request: dict[str, Any], payload: bytes) -> bytes:
+    try:
+        text = json.dumps({**request, "payload": len(payload)}, ensure_ascii=False)
+        return text.encode("utf-8", "surrogatepass") + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TextError(f"it cannot be given this: {error}") from error
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+    process.wait()
+
+
+def _resident_bytes(pid: int) -> int:
+    """Memory of a process, 0 where nobody knows."""
+    try:
+        done = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, check=False)
+        return int(done.stdout) * 1024
+    except (OSError, ValueError):
+        return 0

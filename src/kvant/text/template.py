@@ -1,0 +1,119 @@
+"""Messages through a chat template: which one, what it sees, and an answer to continue. As transformers does it."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvant.errors import PromptError
+from kvant.text.process import TextError, TextProcess
+
+MAX_TEMPLATE = 1024 * 1024  # characters; the longest published ones have some 30,000
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field of a message
+MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # stands where an answer is to be continued
+
+
+def render(process: TextProcess, template: str, variables: Mapping[str, Any]) -> str:
+    """What a template writes for variables, which are JSON.
+
+    Raises:
+        PromptError: a template that fails, or that would take too long or too much memory.
+    """
+    if len(template) > MAX_TEMPLATE:
+        raise PromptError(f"the chat template has {len(template)} characters; expected at most {MAX_TEMPLATE}")
+    try:
+        return str(process.ask({"do": "render", "template": template, "variables": variables})["text"])
+    except TextError as error:
+        raise PromptError(f"the chat template failed: {error}") from error
+
+
+def choose_template(templates: str | Mapping[str, str] | None, wanted: str | None, tools: object) -> str:
+    """The source of the template to use.
+
+    Args:
+        templates: the model's: one, or several by name.
+        wanted: the name of one of them, or a source; None: the one for tools where there are tools, else the default.
+
+    Raises:
+        PromptError: there is none, or none of them is the default.
+    """
+    by_name = {"default": templates} if isinstance(templates, str) else dict(templates or {})
+    if wanted is not None:
+        return by_name.get(wanted, wanted)
+    if tools is not None and "tool_use" in by_name:
+        return by_name["tool_use"]
+    if not by_name:
+        raise PromptError("the model has no chat template")
+    if "default" not in by_name:
+        raise PromptError(f"the model has several chat templates and no default; name one of {', '.join(by_name)}")
+    return by_name["default"]
+
+
+def prepare(messages: object) -> list[dict[str, Any]]:
+    """Messages as templates take them: plain JSON, no key that is None, reasoning under each of its names.
+
+    Raises:
+        ValueError: no message, or none that is an object.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ValueError("the conversation is empty; expected a list of messages, each with a role and content")
+    prepared = []
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise ValueError(f"a message is a {type(message).__name__}; expected an object with a role and content")
+        plain = {key: value for key, value in plain_data(message).items() if value is not None}
+        reasoning = next((plain[key] for key in REASONING if plain.get(key) is not None), None)
+        if reasoning is not None:
+            plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+        prepared.append(plain)
+    return prepared
+
+
+def mark_continuation(messages: list[dict[str, Any]]) -> str:
+    """Put the mark behind the last message's text, in place, and return that text.
+
+    Raises:
+        ValueError: a last message without text.
+    """
+    content = messages[-1].get("content")
+    if isinstance(content, str):
+        messages[-1]["content"] = content + MARK
+        return content
+    for block in reversed(content if isinstance(content, list) else []):
+        if isinstance(block, dict) and isinstance(block.get("text"), str):
+            text: str = block["text"]
+            block["text"] = text + MARK
+            return text
+    raise ValueError("continue_final_message: the last message has no text to continue")
+
+
+def cut_at_mark(rendered: str, text: str) -> str:
+    """The rendered conversation up to the mark.
+
+    Raises:
+        PromptError: a template that dropped or changed the last message.
+    """
+    at = rendered.rfind(MARK.strip())
+    if at < 0 or text.strip() not in rendered:
+        raise PromptError("the chat template does not keep the last message as it is; it cannot be continued")
+    kept = rendered[:at]
+    return kept if rendered[at : at + len(MARK)] == MARK else kept.rstrip()
+
+
+def plain_data(value: Any) -> Any:
+    """A value rebuilt of JSON's types; anything else becomes its type's name in angle brackets."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, Mapping):
+        return {plain_data(key): plain_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if callable(dump := getattr(value, "model_dump", None)):  # of pydantic
+        return plain_data(dump())
+    if callable(item := getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:  # a number of NumPy's
+        return plain_data(item())
+    return f"<{type(value).__name__}>"

@@ -1,0 +1,244 @@
+"""A model's tokenizer, with the names that mlx-lm's wrapper has."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvant.errors import ModelError, PromptError
+from kvant.text.detokenizer import ByteDetokenizer, StreamingDetokenizer, WindowDetokenizer
+from kvant.text.folder import read_tokenizer_files
+from kvant.text.process import TextError, TextProcess
+from kvant.text.schema import function_schema
+from kvant.text.template import choose_template, cut_at_mark, mark_continuation, plain_data, prepare, render
+
+# Of transformers' apply_chat_template, and not supported: they would be variables of the template without a word.
+REFUSED = (
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+    *("return_assistant_tokens_mask", "sanitize_control_tokens"),
+)
+
+
+def load_tokenizer(folder: Path, process: TextProcess | None = None) -> "Tokenizer":
+    """The tokenizer of a model folder; nothing in the folder is executed.
+
+    Args:
+        folder: has tokenizer.json.
+        process: what it runs in, where one was started already.
+
+    Raises:
+        ModelError: no tokenizer, or one that cannot be loaded within 5 seconds and 512 MiB.
+    """
+    files = read_tokenizer_files(folder)
+    request = {
+        "do": "load",
+        "config": files.config,
+        "special_tokens": files.special_tokens,
+        "added_tokens": files.added_tokens,
+        "model_type": files.model_type,
+        "tokenizer_class": files.tokenizer_class,
+    }
+    try:
+        process = process or TextProcess()
+        facts = process.load(request, files.tokenizer)
+    except TextError as error:
+        raise ModelError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+    return Tokenizer(process, facts, files.templates)
+
+
+class Tokenizer:
+    """Text to token ids and back, and messages to text, in a process of its own within 5 seconds and 512 MiB a text.
+
+    Attributes:
+        chat_template: Jinja source; several by name; None.
+        bos_token, eos_token, unk_token, pad_token: their text, or None; with ``_id`` their ids.
+        all_special_ids: of tokens that have a role.
+        vocab_size: without added tokens; ``len`` is with them.
+    """
+
+    def __init__(self, process: TextProcess, facts: Mapping[str, Any], templates: Mapping[str, str]) -> None:
+        """From what the process knows after it has loaded the tokenizer; :func:`load_tokenizer` makes one."""
+        self._process = process
+        self._facts = facts
+        self._pieces: dict[int, str | None] = {}
+        special: Mapping[str, tuple[str, int | None]] = facts["special"]
+        self.special_tokens_map = {name: token for name, (token, _) in special.items()}
+        ids = {name: token for name, (_, token) in special.items()}
+        self.bos_token, self.bos_token_id = self.special_tokens_map.get("bos_token"), ids.get("bos_token")
+        self.eos_token, self.eos_token_id = self.special_tokens_map.get("eos_token"), ids.get("eos_token")
+        self.unk_token, self.unk_token_id = self.special_tokens_map.get("unk_token"), ids.get("unk_token")
+        self.pad_token, self.pad_token_id = self.special_tokens_map.get("pad_token"), ids.get("pad_token")
+        self.all_special_tokens = list(dict.fromkeys([*self.special_tokens_map.values(), *facts["extra"]]))
+        self.vocab_size = int(facts["vocab_size"])
+        only_default = list(templates) == ["default"]
+        self.chat_template: str | dict[str, str] | None = (
+            templates["default"] if only_default else dict(templates) or None
+        )
+        thinking: Sequence[str | None] = facts["thinking"] or (None, None)
+        self.think_start, self.think_end = thinking
+        self._eos_token_ids = set() if self.eos_token_id is None else {self.eos_token_id}
+
+    def __len__(self) -> int:
+        return int(self._facts["size"])
+
+    @property
+    def eos_token_ids(self) -> set[int]:
+        """Ids that end a text; can be set, and an empty set ends none."""
+        return self._eos_token_ids
+
+    @eos_token_ids.setter
+    def eos_token_ids(self, ids: Iterable[int] | None) -> None:
+        self._eos_token_ids = set(ids or ())
+
+    def add_eos_token(self, token: str) -> None:
+        """Let a token, given by its text or its id, end texts, too.
+
+        Raises:
+            ValueError: the vocabulary does not have it.
+        """
+        found = int(token) if token.isdecimal() else self.convert_tokens_to_ids(token)
+        if found is None:
+            raise ValueError(f"{token!r} is not a token of this tokenizer")
+        self._eos_token_ids.add(found)
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Ids of the tokens that have a role."""
+        return [token for token in self.convert_tokens_to_ids(self.all_special_tokens) if token is not None]
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be rendered."""
+        return self.chat_template is not None
+
+    @property
+    def has_thinking(self) -> bool:
+        """Whether the vocabulary has marks around what a model thinks: ``think_start``, ``think_end``."""
+        return self.think_start is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Text to token ids.
+
+        Args:
+            text: special tokens in it become their ids.
+            add_special_tokens: put those around it that the tokenizer is set up to put.
+
+        Raises:
+            PromptError: text that is no Unicode, or that takes too long or too much memory.
+        """
+        if not isinstance(text, str):
+            raise PromptError(f"the prompt is a {type(text).__name__}; expected text")
+        request = {"do": "encode", "text": text, "add_special_tokens": bool(add_special_tokens)}
+        return list(self._ask(request, "the prompt cannot be encoded", PromptError)["ids"])
+
+    def decode(
+        self,
+        token_ids: int | Sequence[int],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> str:
+        """Token ids to text.
+
+        Raises:
+            ModelError: a tokenizer that fails at it.
+        """
+        ids = [token_ids] if isinstance(token_ids, int) else [int(token) for token in token_ids]
+        request = {
+            "do": "decode",
+            "ids": ids,
+            "skip_special_tokens": bool(skip_special_tokens),
+            "clean_up": clean_up_tokenization_spaces,
+        }
+        return str(self._ask(request, "the tokenizer cannot decode")["text"])
+
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
+        """The vocabulary's string of an id, or those of several; None for what it does not have."""
+        found = self._ask({"do": "tokens", "ids": [ids] if isinstance(ids, int) else list(ids)}, "no such ids")
+        return found["tokens"][0] if isinstance(ids, int) else found["tokens"]
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        """The id of a string of the vocabulary, or those of several; None for what it does not have."""
+        found = self._ask({"do": "ids", "tokens": [tokens] if isinstance(tokens, str) else list(tokens)}, "no such")
+        return found["ids"][0] if isinstance(tokens, str) else found["ids"]
+
+    def get_vocab(self) -> dict[str, int]:
+        """Every token's id."""
+        return dict(self._ask({"do": "vocabulary"}, "the vocabulary cannot be had")["vocabulary"])
+
+    @property
+    def detokenizer(self) -> StreamingDetokenizer:
+        """A new streaming detokenizer."""
+        kind = self._facts["decoder"]
+        if kind == "other":
+            return WindowDetokenizer(lambda ids: self.decode(ids, clean_up_tokenization_spaces=False))
+        return ByteDetokenizer(self._piece, byte_level=kind == "byte_level", strips=self._facts["strips"])
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Any],
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        **variables: Any,
+    ) -> Any:
+        """Messages through the chat template.
+
+        Args:
+            conversation: messages, each with a role and content; or several such conversations, for a list of results.
+            tools: what the model may call, each a JSON schema or a Python function.
+            documents: what the model may read, each with a title and a text.
+            chat_template: one of the model's by name, or Jinja source; default: the model's.
+            add_generation_prompt: end where the assistant's answer begins.
+            continue_final_message: end inside the last message, so that the model goes on with it.
+            tokenize: return token ids; else text.
+            variables: what else the template sees, such as ``enable_thinking``.
+
+        Raises:
+            PromptError: no template, or one that fails on these messages, takes longer than 5 s or more than 512 MiB.
+            ValueError: arguments that cannot be applied.
+        """
+        for name in REFUSED:
+            if variables.pop(name, None):
+                raise ValueError(f"{name} is not supported by kvant's apply_chat_template")
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt are given; expected one of them")
+        given: dict[str, Any] = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "tokenize": tokenize,
+        }
+        given |= {"continue_final_message": continue_final_message, **variables}
+        if conversation and all(isinstance(each, list | tuple) for each in conversation):
+            return [self.apply_chat_template(each, tools, documents, **given) for each in conversation]
+        if tools is not None:
+            tools = [tool if isinstance(tool, Mapping) else function_schema(tool) for tool in tools]
+        messages = prepare(conversation)
+        continued = mark_continuation(messages) if continue_final_message else ""
+        seen = {
+            **self.special_tokens_map,
+            **plain_data(variables),
+            "messages": messages,
+            "tools": plain_data(tools),
+            "documents": plain_data(documents),
+            "add_generation_prompt": bool(add_generation_prompt),
+        }
+        text = render(self._process, choose_template(self.chat_template, chat_template, tools), seen)
+        if continue_final_message:
+            text = cut_at_mark(text, continued)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def _piece(self, token: int) -> str | None:
+        if token not in self._pieces:
+            self._pieces[token] = self.convert_ids_to_tokens(token)
+        return self._pieces[token]
+
+    def _ask(
+        self, request: dict[str, Any], failure: str, kind: type[ModelError] | type[PromptError] = ModelError
+    ) -> dict[str, Any]:
+        try:
+            return self._process.ask(request)
+        except TextError as error:
+            raise kind(f"{failure}: {error}") from error

@@ -1,0 +1,104 @@
+"""The program that renders chat templates and runs the tokenizer; kvant.text.process starts it by its path.
+
+A request is a line of JSON and the bytes it announces as ``payload``; the answer is a line of JSON, after a first line
+that says the process is ready. It ends when its standard input does.
+
+    {"do": "load", "config": {...}, ...} and tokenizer.json -> what is known of the tokenizer (encoding.Encoder.facts)
+    {"do": "render", "template": ..., "variables": {...}}   -> {"text": ...}
+    {"do": "encode", "text": ..., "add_special_tokens": ...} -> {"ids": [...]}
+    {"do": "decode", "ids": [...], "skip_special_tokens": ..., "clean_up": ...} -> {"text": ...}
+    {"do": "tokens", "ids": [...]} -> {"tokens": [...]}   and   {"do": "ids", "tokens": [...]} -> {"ids": [...]}
+    {"do": "vocabulary"} -> {"vocabulary": {...}}
+    anything that fails -> {"error": a line}
+"""
+
+import json
+import math
+import os
+import resource
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    # The package's own __init__ would load MLX, for which this process has neither use nor memory.
+    package = types.ModuleType("kvant")
+    package.__path__ = [str(Path(__file__).parents[1])]
+    sys.modules["kvant"] = package
+
+from kvant.text.encoding import Encoder
+from kvant.text.rendering import render
+
+
+class Worker:
+    """Answers requests; holds the tokenizer that was loaded last."""
+
+    def __init__(self) -> None:
+        self._encoder: Encoder | None = None
+
+    def answer(self, request: dict[str, Any], payload: bytes) -> dict[str, Any]:
+        """The answer, or a line that says why there is none."""
+        try:
+            return self._do(request, payload)
+        except MemoryError:
+            return {"error": "it needs too much memory"}
+        except RecursionError:
+            return {"error": "it is nested too deeply"}
+        except BaseException as error:  # a template is a program, and Rust's panics are no Exceptions
+            lines = str(error).strip().splitlines()
+            return {"error": lines[0] if lines else type(error).__name__}
+
+    def _do(self, request: dict[str, Any], payload: bytes) -> dict[str, Any]:
+        do = request.pop("do")
+        if do == "render":
+            return {"text": render(request["template"], request["variables"])}
+        if do == "load":
+            self._encoder = Encoder(payload, **request)
+            return self._encoder.facts()
+        if self._encoder is None:
+            raise ValueError("no tokenizer is loaded")
+        return dict(getattr(self._encoder, do)(**request))
+
+
+def limit(what: int, value: int) -> None:
+    """Limit this process, unless it is limited more already."""
+    _, most = resource.getrlimit(what)
+    resource.setrlimit(what, (value if most == resource.RLIM_INFINITY else min(value, most), most))
+
+
+def address_space() -> int:
+    """Bytes this process has mapped."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def main(time_limit_s: float, memory_limit: int) -> None:
+    """Serve standard input. The limit on processor time is for a process whose parent died and cannot end it."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # a library that prints does not answer
+    limit(resource.RLIMIT_CORE, 0)
+    worker = Worker()
+    requests = sys.stdin.buffer
+
+    def bound() -> None:
+        if memory_limit:
+            limit(resource.RLIMIT_AS, address_space() + memory_limit)
+
+    bound()
+    answers.write(b"{}\n")
+    answers.flush()
+    for line in requests:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + time_limit_s) + 1)
+        request = json.loads(line.decode("utf-8", "surrogatepass"))
+        payload = requests.read(request.pop("payload"))
+        loads = request["do"] == "load"
+        answer = worker.answer(request, payload)
+        answers.write(json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+        answers.flush()
+        if loads:
+            bound()  # a text's memory is what it takes beside the tokenizer
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,243 @@
+"""Folders with tokenizers of every family kvant loads, trained here on a little text, as published ones are set up."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+TEXT = [
+    "The quick brown fox jumps over the lazy dog, isn't it? We'll see: 1234567890 times!",
+    "Ein Bär trinkt Öl; l'été arrive à 12:30. ¿Qué tal? Straße, naïve, coöperate.",
+    "Съешь ещё этих мягких французских булок. 敏捷的棕色狐狸跳过懒狗。 こんにちは世界 안녕하세요",
+    "def f(x):\n    return {'a': [1, 2, 3], \"b\": x ** 2}\n\n\t# comment\r\n",
+    "🦊🐻‍❄️ emoji 👩‍👩‍👧 and maths ∑∫√ ≤ ≥  double  spaces   triple",
+] * 20
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = QWEN.replace("N}|", "N}{1,3}|")
+Config = dict[str, Any]
+
+
+def _byte_level(pattern: str | None, specials: list[str]) -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    if pattern is None:
+        made.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    else:
+        made.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, initial_alphabet=alphabet, show_progress=False, special_tokens=specials
+    )
+    made.train_from_iterator(TEXT, trainer)
+    return made
+
+
+def qwen2() -> tuple[Tokenizer, Config]:
+    """As Qwen2.5: NFC, special tokens listed in tokenizer_config.json, no beginning of text."""
+    made = _byte_level(QWEN, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    made.normalizer = normalizers.NFC()
+    made.post_processor = processors.ByteLevel(trim_offsets=False)
+    made.add_tokens([AddedToken("<tool_call>", special=False, normalized=False)])
+    listed = {str(i): _state(token) for i, token in made.get_added_tokens_decoder().items()}
+    return made, {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "add_prefix_space": False,
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+        "added_tokens_decoder": listed,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": False,
+    }
+
+
+def llama3() -> tuple[Tokenizer, Config]:
+    """As Llama 3: begins a text with a token of its own."""
+    specials = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
+    made = _byte_level(LLAMA3, specials)
+    bos = made.token_to_id("<|begin_of_text|>")
+    template = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", pair="<|begin_of_text|> $A $B", special_tokens=[("<|begin_of_text|>", bos)]
+    )
+    made.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    return made, {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": "<|eot_id|>",
+        "clean_up_tokenization_spaces": True,
+    }
+
+
+def smollm2() -> tuple[Tokenizer, Config]:
+    """As SmolLM2: GPT-2's class around digits one by one."""
+    made = _byte_level(None, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    made.post_processor = processors.ByteLevel(trim_offsets=True)
+    return made, {
+        "tokenizer_class": "GPT2Tokenizer",
+        "add_prefix_space": False,
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|im_end|>",
+        "unk_token": "<|endoftext|>",
+        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def _sentencepiece(kind: str) -> Tokenizer:
+    """As SentencePiece models are converted: spaces become ▁, what is unknown becomes bytes."""
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    specials = ["<unk>", "<s>", "</s>", *bytes_]
+    if kind == "unigram":
+        made = Tokenizer(models.Unigram())
+        trainer: Any = trainers.UnigramTrainer(
+            vocab_size=900, show_progress=False, special_tokens=specials, unk_token="<unk>"
+        )
+    else:
+        made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+        trainer = trainers.BpeTrainer(vocab_size=900, show_progress=False, special_tokens=specials, limit_alphabet=60)
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.train_from_iterator(TEXT, trainer)
+    raw = json.loads(made.to_str())
+    raw["added_tokens"] = [token for token in raw["added_tokens"] if not token["content"].startswith("<0x")]
+    if kind == "unigram":
+        raw["model"]["byte_fallback"] = True
+    made = Tokenizer.from_str(json.dumps(raw))
+    bos = made.token_to_id("<s>")
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", bos)]
+    )
+    return made
+
+
+def _llama2_config(**others: Any) -> Config:
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return {
+        "tokenizer_class": "LlamaTokenizer",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        **named,
+        **others,
+    }
+
+
+def mistral() -> tuple[Tokenizer, Config]:
+    """As Mistral 7B: byte fallback, the file's own pipeline."""
+    return _sentencepiece("bpe"), _llama2_config(legacy=False)
+
+
+def llama2() -> tuple[Tokenizer, Config]:
+    """As TinyLlama: the same, and transformers' own pipeline around it."""
+    return _sentencepiece("bpe"), _llama2_config(legacy=False)
+
+
+def llama2_legacy() -> tuple[Tokenizer, Config]:
+    """The older setting: a space before every piece of text, after special tokens too."""
+    return _sentencepiece("bpe"), _llama2_config(legacy=True)
+
+
+def unigram() -> tuple[Tokenizer, Config]:
+    """Unigram with byte fallback."""
+    return _sentencepiece("unigram"), {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
+
+
+def wordpiece() -> tuple[Tokenizer, Config]:
+    """As BERT: lower case, words split at punctuation, spaces cleaned up."""
+    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer()
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece(cleanup=False)
+    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    made.train_from_iterator(
+        TEXT, trainers.WordPieceTrainer(vocab_size=600, show_progress=False, special_tokens=specials)
+    )
+    ids = [("[CLS]", made.token_to_id("[CLS]")), ("[SEP]", made.token_to_id("[SEP]"))]
+    made.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ids)
+    return made, {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "[UNK]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+        "mask_token": {"content": "[MASK]", "lstrip": True, "__type": "AddedToken"},
+        "clean_up_tokenization_spaces": True,
+    }
+
+
+# Family -> what makes it, and config.json's model_type.
+FAMILIES: dict[str, tuple[Callable[[], tuple[Tokenizer, Config]], str]] = {
+    "qwen2": (qwen2, "qwen2"),
+    "qwen3": (qwen2, "qwen3"),
+    "llama3": (llama3, "llama"),
+    "smollm2": (smollm2, "llama"),
+    "mistral": (mistral, "mistral"),
+    "llama2": (llama2, "llama"),
+    "llama2-legacy": (llama2_legacy, "llama"),
+    "unigram": (unigram, "llama"),
+    "wordpiece": (wordpiece, "llama"),
+}
+
+
+def write_tokenizer(folder: Path, family: str, **config: Any) -> Path:
+    """A folder with tokenizer.json, tokenizer_config.json and as much of a config.json as a tokenizer needs."""
+    make, model_type = FAMILIES[family]
+    made, settings = make()
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, **config}))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return folder
+
+
+def strings(count: int, seed: int, specials: list[str]) -> list[str]:
+    """Texts of every kind: words, whitespace, scripts, numbers, marks, broken and joined characters, special tokens."""
+    rng = random.Random(seed)
+    words = [word for line in TEXT[:5] for word in line.split(" ")]
+    spaces = [" ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\u200b", "\u2028", "\v", ""]
+    marks = ["e\u0301", "\u0301", "A\u030a", "ﬁ", "①", "½", "\ufeff", "\u200d", "\U0001f98a", "\x00", "\x7f", "▁", "Ġ"]
+
+    def piece() -> str:
+        kind = rng.randrange(8)
+        if kind < 3:
+            return rng.choice(words)
+        if kind == 3:
+            return rng.choice(spaces)
+        if kind == 4:
+            return rng.choice(marks)
+        if kind == 5:
+            return rng.choice(specials) if specials else ""
+        if kind == 6:
+            return str(rng.randrange(10 ** rng.randrange(1, 12)))
+        block = rng.choice([(0x20, 0x250), (0x370, 0x600), (0x900, 0xD00), (0x3040, 0xA000), (0x1F300, 0x1FAFF)])
+        return "".join(chr(rng.randrange(*block)) for _ in range(rng.randrange(1, 6)))
+
+    return ["".join(piece() + rng.choice(spaces) for _ in range(rng.randrange(12))) for _ in range(count)]
+
+
+def _state(token: AddedToken) -> dict[str, Any]:
+    keys = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+    return {key: getattr(token, key) for key in keys}
