@@ -200,7 +200,8 @@ class SamplingOptions:
             ("frequency_context_size", "frequency_penalty", 0),
         ):
             if given[name] is not None and given[needed] == off:
-                raise ValueError(f"{name} is {given[name]}; expected a {needed} with it")
+                article = "an" if needed.startswith("x") else "a"
+                raise ValueError(f"{name} is {given[name]}; expected {article} {needed} with it")
         if self.temp == 0:
             for name, default in _OF_A_TEMPERATURE.items():
                 if given[name] != default:
