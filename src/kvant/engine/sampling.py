@@ -21,6 +21,7 @@ __all__ = [
     "make_logits_processors",
     "make_sampler",
     "sample",
+    "splitmix64",
 ]
 
 XTC_THRESHOLD = 0.1  # mlx-lm's
@@ -119,11 +120,11 @@ def draw_key(sampler: Sampler, position: int) -> mx.array | None:
     """The key (2,) of the draw after ``position`` tokens, for :func:`sample`; None: the sampler takes none."""
     if not isinstance(sampler, SeededSampler):
         return None
-    word = _splitmix64(_splitmix64(sampler.seed) + position)
+    word = splitmix64(splitmix64(sampler.seed) + position)
     return mx.array([word >> 32, word & 0xFFFFFFFF], mx.uint32)
 
 
-def _splitmix64(state: int) -> int:
+def splitmix64(state: int) -> int:
     """A step of SplitMix64 from ``state``, a bijection of 64-bit words (Steele, Lea, Flood 2014; Vigna's constants)."""
     mask = 2**64 - 1
     word = (state + 0x9E3779B97F4A7C15) & mask
