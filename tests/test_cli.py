@@ -118,7 +118,15 @@ def test_sampling_flags_are_applied() -> None:
     assert run(*flags, "--top-k", "1").stdout == greedy
     assert run(*flags, "--top-p", "0.0001").stdout == greedy
     assert run(*flags, "--min-p", "1").stdout == greedy
-    assert run("generate", QUESTION, "-q", "-m", "40", "--repetition-penalty", "9").stdout != greedy
+    for penalty in ("--repetition-penalty", "--presence-penalty", "--frequency-penalty"):
+        recent = ["-q", "-m", "40", penalty, "9"]
+        penalized, of_one = (
+            run("generate", QUESTION, *recent, *size).stdout
+            for size in ([], [penalty.replace("penalty", "context-size"), "6"])
+        )
+        assert len({greedy, penalized, of_one}) == 3
+    xtc = ["--seed", "1", "--xtc-probability", "1"]
+    assert len({first, run(*flags, *xtc).stdout, run(*flags, *xtc, "--xtc-threshold", "0.4").stdout}) == 3
     token = json.loads(run("generate", QUESTION, "-q", "-m", "1", "--json").stdout)["token"]
     biased = run("generate", QUESTION, "-q", "-m", "1", "--json", "--logit-bias", f"{token}:-1e9").stdout
     assert json.loads(biased)["token"] != token
@@ -147,13 +155,26 @@ USAGE_ERRORS = [
     (["generate", "a", "--prefill-step-size", "-1"], "--prefill-step-size is -1"),
     (["generate", "a", "--temp", "-1"], "--temp is -1.0"),
     (["generate", "a", "--top-p", "0.5"], "--top-p is 0.5, but temp 0"),
-    (["generate", "a", "--temp", "1", "--top-k", "99999"], "top_k is 99999"),
+    (["generate", "a", "--temp", "1", "--top-k", "99999"], "--top-k is 99999; expected less than"),
     (["generate", "a", "--logit-bias", "x"], "--logit-bias is 'x'; expected TOKEN:BIAS"),
     (["generate", "a", "--seed", "-1"], "--seed is -1"),
     (["generate", "a", "--seed", "1"], "--seed is 1, but temp 0"),
     (["generate", "a", "--temp", "1e-40"], "--temp is 1e-40"),
     (["generate", "a", "--logit-bias", "5:inf"], "--logit-bias"),
     (["generate", "a", "--repetition-context-size", "5"], "--repetition-context-size is 5"),
+    (["generate", "a", "--presence-context-size", "5"], "--presence-context-size is 5; expected a --presence-penalty"),
+    (
+        ["chat", "--frequency-context-size", "5"],
+        "--frequency-context-size is 5; expected a --frequency-penalty with it",
+    ),
+    (["chat", "--frequency-penalty", "1", "--frequency-context-size", "0"], "-size is 0; expected at least 1"),
+    (["generate", "a", "--presence-penalty", "nan"], "--presence-penalty is nan; expected a finite number"),
+    (["generate", "a", "--xtc-probability", "0.5"], "--xtc-probability is 0.5, but temp 0"),
+    (["generate", "a", "--temp", "1", "--xtc-probability", "2"], "--xtc-probability is 2.0; expected from 0 to 1"),
+    (["generate", "a", "--temp", "1", "--xtc-threshold", "0.2"], "is 0.2; expected an --xtc-probability with it"),
+    (["chat", "--xtc-threshold", "0.6"], "--xtc-threshold is 0.6; expected from 0 to 0.5"),
+    (["generate", "a", "--seed", str(2**64)], f"--seed is {2**64}; expected from 0 to {2**64 - 1}"),
+    (["generate", "a", "--temp", "1", "--logit-bias", "9999:1"], "--logit-bias has token 9999"),
     (["generate", "a", "--kv-bits", "0", "--kv-group-size", "8"], "--kv-bits 0 does not quantize"),
     (["generate", "a", "--stop", ""], "--stop is empty"),
     (["generate", "a", "--system-prompt", "b", "--ignore-chat-template"], "--system-prompt needs the chat template"),

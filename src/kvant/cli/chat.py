@@ -9,9 +9,11 @@ from typing import Any
 from kvant.chat import Conversation
 from kvant.cli import interrupts, options
 from kvant.cli.progress import LateProgress
+from kvant.cli.sampling import build_sampling, with_sampling
 from kvant.cli.session import Session, open_session
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.load import POCKET
+from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ContextError, KvantError, PromptError
 from kvant.memory import Settings
 
@@ -21,19 +23,13 @@ HELP = (
 )
 
 
+@with_sampling
 def chat(
     *,
     model: options.Model = POCKET,
     adapter_path: options.AdapterPath = None,
     max_tokens: options.MaxTokens = 256,
-    temp: options.Temp = 0.0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    top_k: options.TopK = 0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    repetition_context_size: options.RepetitionContextSize = None,
-    logit_bias: options.LogitBias = None,
-    seed: options.Seed = None,
+    sampling: SamplingOptions,
     stop: options.Stop = None,
     system_prompt: options.SystemPrompt = None,
     kv_bits: options.KvBits = 8,
@@ -46,16 +42,6 @@ def chat(
     quiet: options.Quiet = False,
 ) -> None:
     """Talk with a model; the history stays in the cache, and a turn feeds only its own tokens."""
-    sampling = options.sampling_options(
-        temp=temp,
-        top_p=top_p,
-        min_p=min_p,
-        top_k=top_k,
-        repetition_penalty=repetition_penalty,
-        repetition_context_size=repetition_context_size,
-        logit_bias=logit_bias,
-        seed=seed,
-    )
     options.check_counts(max_tokens=max_tokens, prefill_step_size=prefill_step_size)
     reserved = options.kv_size(max_kv_size)
     group_size = options.check_kv_format(kv_bits, kv_group_size)
@@ -71,7 +57,7 @@ def chat(
         wired=wired,
         quiet=quiet,
     )
-    sampler, processors = options.build_sampling(sampling, session.model.config.vocab_size)
+    sampler, processors = build_sampling(sampling, session)
     if not session.tokenizer.has_chat_template:
         raise PromptError("the model has no chat template; kvant generate --ignore-chat-template continues a prompt")
     conversation = Conversation(session.model, session.tokenizer, session.cache, system_prompt=system_prompt)

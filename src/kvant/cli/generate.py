@@ -10,15 +10,18 @@ import typer
 from kvant.cli import options
 from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
+from kvant.cli.sampling import build_sampling, with_sampling
 from kvant.cli.session import Session, open_session
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.generate import GenerationResponse, stream_generate
 from kvant.engine.load import POCKET
+from kvant.engine.sampling import SamplingOptions
 from kvant.errors import PromptError
 from kvant.memory import Settings
 from kvant.text.prompt import encode_rendered, render_chat
 
 
+@with_sampling
 def generate(
     text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; - reads standard input.")] = None,
     *,
@@ -26,14 +29,7 @@ def generate(
     model: options.Model = POCKET,
     adapter_path: options.AdapterPath = None,
     max_tokens: options.MaxTokens = 256,
-    temp: options.Temp = 0.0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    top_k: options.TopK = 0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    repetition_context_size: options.RepetitionContextSize = None,
-    logit_bias: options.LogitBias = None,
-    seed: options.Seed = None,
+    sampling: SamplingOptions,
     stop: options.Stop = None,
     system_prompt: options.SystemPrompt = None,
     ignore_chat_template: Annotated[
@@ -50,16 +46,6 @@ def generate(
     quiet: options.Quiet = False,
 ) -> None:
     """Answer one prompt: text to standard output, statistics to standard error."""
-    sampling = options.sampling_options(
-        temp=temp,
-        top_p=top_p,
-        min_p=min_p,
-        top_k=top_k,
-        repetition_penalty=repetition_penalty,
-        repetition_context_size=repetition_context_size,
-        logit_bias=logit_bias,
-        seed=seed,
-    )
     options.check_counts(max_tokens=max_tokens, prefill_step_size=prefill_step_size)
     reserved = options.kv_size(max_kv_size)
     group_size = options.check_kv_format(kv_bits, kv_group_size)
@@ -79,7 +65,7 @@ def generate(
         wired=wired,
         quiet=quiet,
     )
-    sampler, processors = options.build_sampling(sampling, session.model.config.vocab_size)
+    sampler, processors = build_sampling(sampling, session)
     run = RunStatistics()
     with LateProgress("reading the prompt", quiet=quiet) as progress:
         responses = stream_generate(

@@ -8,7 +8,6 @@ import typer
 from typer.exceptions import TyperException
 
 from kvant.engine.load import POCKET
-from kvant.engine.sampling import LogitsProcessor, Sampler, SamplingOptions
 from kvant.operators.kernels.dispatch import VARIABLE, choose
 from kvant.operators.quantization import QUANT_BITS
 
@@ -29,18 +28,6 @@ AdapterPath = Annotated[
     str | None, typer.Option(help="The folder of a LoRA or DoRA adapter as mlx_lm.lora writes it; applied at load.")
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", help="Generate at most this many tokens.")]
-Temp = Annotated[float, typer.Option(help="Sampling temperature; 0 always picks the likeliest token.")]
-TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that together have this probability.")]
-MinP = Annotated[float, typer.Option(help="Drop tokens less likely than this share of the likeliest one.")]
-TopK = Annotated[int, typer.Option(help="Sample from this many of the likeliest tokens; 0: all.")]
-RepetitionPenalty = Annotated[float, typer.Option(help="Divide the logits of recent tokens by this; 1: off.")]
-RepetitionContextSize = Annotated[
-    int | None, typer.Option(help="How many recent tokens the penalty looks at; default: 20.")
-]
-LogitBias = Annotated[
-    list[str] | None, typer.Option(metavar="TOKEN:BIAS", help="Add BIAS to the logit of token id TOKEN; repeatable.")
-]
-Seed = Annotated[int | None, typer.Option(help="Seed of the random numbers; without one every run differs.")]
 SystemPrompt = Annotated[str | None, typer.Option(help="A system message before the conversation.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")]
 KvBits = Annotated[int, typer.Option(help="Bits of a cached key or value: 8, 4, or 0 for no quantization.")]
@@ -72,44 +59,6 @@ Wired = Annotated[
 ]
 PrefillStepSize = Annotated[int, typer.Option(help="Prompt tokens fed at a time; smaller takes less memory.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no statistics and no progress.")]
-
-
-def sampling_options(
-    *,
-    temp: float,
-    top_p: float,
-    min_p: float,
-    top_k: int,
-    repetition_penalty: float,
-    repetition_context_size: int | None,
-    logit_bias: Sequence[str] | None,
-    seed: int | None,
-) -> SamplingOptions:
-    """Checked sampling options; a bad value is a usage error that names its flag."""
-    if seed is not None and not 0 <= seed < 2**64:
-        raise BadValueError(f"--seed is {seed}; expected from 0 to {2**64 - 1}")
-    try:
-        return SamplingOptions(
-            temp=temp,
-            top_p=top_p,
-            min_p=min_p,
-            top_k=top_k,
-            repetition_penalty=repetition_penalty,
-            repetition_context_size=repetition_context_size,
-            logit_bias=dict(_bias(text) for text in logit_bias or ()),
-            seed=seed,
-        )
-    except ValueError as error:
-        name, _, rest = str(error).partition(" ")
-        raise BadValueError(f"--{name.replace('_', '-')} {rest}") from error
-
-
-def build_sampling(sampling: SamplingOptions, vocab_size: int) -> tuple[Sampler, list[LogitsProcessor]]:
-    """The sampler and processors for a loaded model; a token it does not have is a usage error."""
-    try:
-        return sampling.build(vocab_size)
-    except ValueError as error:
-        raise BadValueError(str(error)) from error
 
 
 def check_counts(**counts: int | None) -> None:
@@ -173,11 +122,3 @@ def check_stop(stop: Sequence[str] | None) -> list[str]:
     if any(not text for text in stop or ()):
         raise BadValueError("--stop is empty; expected a string")
     return list(stop or ())
-
-
-def _bias(text: str) -> tuple[int, float]:
-    token, _, bias = text.partition(":")
-    try:
-        return int(token), float(bias)
-    except ValueError:
-        raise BadValueError(f"--logit-bias is {text!r}; expected TOKEN:BIAS, such as 42:-5.0") from None

@@ -5,7 +5,7 @@ from collections.abc import Generator, Sequence
 import mlx.core as mx
 
 from kvant.cache import KVCache
-from kvant.engine.sampling import LogitsProcessor, Sampler, sample
+from kvant.engine.sampling import LogitsProcessor, Sampler, draw_key, sample
 from kvant.engine.step import CompiledStep, can_compile, pays
 from kvant.models import Decoder
 
@@ -34,7 +34,7 @@ def decode(
         prompt: token ids already in the cache, for the processors.
         cache: appended to, one token a step.
         max_tokens: at least 1.
-        sampler: (1, vocab) log-probabilities -> (1,).
+        sampler: (1, vocab) log-probabilities -> (1,). A seeded one draws with the key of the tokens in the cache.
         logits_processors: mlx-lm's, called with all tokens so far and the logits.
         look_ahead: 0 queues the next step when a token is ready; 1 queues it before. With 1 a read of the cache may
             be unfinished when the next append is queued, and MLX then copies that layer's whole buffer (measured on a
@@ -54,7 +54,7 @@ def decode(
         step_function = CompiledStep(model, cache, sampler, processed=bool(logits_processors))
     vocab_size = model.config.vocab_size
     tokens = mx.array(list(prompt)) if logits_processors else None
-    token, logprobs = sample(logits, tokens, sampler, logits_processors)
+    token, logprobs = sample(logits, tokens, sampler, logits_processors, draw_key(sampler, cache[0].offset))
     mx.async_eval(token, logprobs)
     held = cache[0].offset  # tokens of the cache that may stay
     try:
@@ -69,7 +69,9 @@ def decode(
                     fed = (model.logits(model.hidden_states(token[None], cache=cache)[:, -1]),)
                 else:
                     fed = step_function(token)
-                step = fed if len(fed) == 2 else sample(fed[0], tokens, sampler, logits_processors)
+                step = fed
+                if len(fed) == 1:
+                    step = sample(fed[0], tokens, sampler, logits_processors, draw_key(sampler, cache[0].offset))
                 if look_ahead:
                     mx.async_eval(*step)
             token_id = int(token.item())  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from kvant.cache import KVCache, QuantizedKVCache
-from kvant.engine.sampling import Sampler, is_pure, sample
+from kvant.engine.sampling import Sampler, SeededSampler, draw_key, greedy, sample
 from kvant.models import Decoder
 
 SMALLEST_BUCKET = 256
@@ -35,7 +35,8 @@ class CompiledStep:
     """A function of token and offset that changes the cache; traced once a row bucket, and once where the fused kernel
     reads the cache, which goes by the offset itself.
 
-    A sampler that may look at its values or keep state, and logits processors, run after it, uncompiled.
+    Greedy and seeded sampling are part of it. Any other sampler may look at values or keep state: it runs after the
+    step, uncompiled, and so do logits processors.
 
     Attributes:
         samples: whether sampling is part of it.
@@ -43,19 +44,20 @@ class CompiledStep:
 
     def __init__(self, model: Decoder, cache: Sequence[KVCache], sampler: Sampler, *, processed: bool) -> None:
         """For a model, its cache (see :func:`can_compile`) and a sampler; ``processed``: there are processors."""
-        self.samples = samples = is_pure(sampler) and not processed
+        is_seeded = isinstance(sampler, SeededSampler)
+        self.samples = samples = (is_seeded or sampler is greedy) and not processed
+        self._sampler = sampler
         self._cache = layers = [layer for layer in cache if isinstance(layer, QuantizedKVCache)]
         self._traces = traces = [0]
 
         # A closure without self: MLX's compiled functions don't take part in garbage collection, a cycle would stay.
-        def traced(token: mx.array, offset: mx.array, bucket: int) -> tuple[mx.array, ...]:
+        def traced(token: mx.array, offset: mx.array, bucket: int, key: mx.array | None) -> tuple[mx.array, ...]:
             traces[0] += 1
             hidden = model.static_hidden_states(token[None], offset, bucket, layers)
             logits = model.logits(hidden[:, -1])
-            return sample(logits, None, sampler, ()) if samples else (logits,)
+            return sample(logits, None, sampler, (), key) if samples else (logits,)
 
-        # The random state is captured too: as a constant it would make every sample the same.
-        state = [[layer.arrays for layer in layers], mx.random.state]
+        state = [layer.arrays for layer in layers]
         self._function = mx.compile(traced, inputs=state, outputs=state)
 
     @property
@@ -76,20 +78,14 @@ class CompiledStep:
         fused = all(layer.backend is not None for layer in self._cache)
         bucket = layer.max_seq_len if fused else row_bucket(layer.offset + 1, layer.max_seq_len)
         held = [list(layer.arrays) for layer in self._cache]
-        key = mx.random.state[0]  # type: ignore[index]
+        # An input of the function: as a constant it would be every draw's key.
+        key = draw_key(self._sampler, layer.offset + 1) if self.samples else None
         try:
-            result: tuple[mx.array, ...] = self._function(token, mx.array(layer.offset), bucket)
+            result: tuple[mx.array, ...] = self._function(token, mx.array(layer.offset), bucket, key)
         except BaseException:  # Ctrl-C while it is traced: MLX leaves the trace's placeholders in all it captured
             for layer, arrays in zip(self._cache, held, strict=True):
                 layer.arrays[:] = arrays
-            _restore_random_state(key)
             raise
         for layer in self._cache:
             layer.advance(1)
         return result
-
-
-def _restore_random_state(key: mx.array) -> None:
-    """MLX's random state can only be seeded; a seed is its key's two words."""
-    high, low = (int(word.item()) for word in key)  # type: ignore[arg-type]
-    mx.random.seed(high << 32 | low)
