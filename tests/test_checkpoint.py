@@ -1,6 +1,8 @@
 """Model folders that cannot be loaded: one clear line each, that names what was given and what was expected."""
 
 import json
+import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,9 +10,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from safetensors import SafetensorError, safe_open
 
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import ModelConfig, load_decoder
+from kvant.models.tensors import TensorFiles
 
 Make = Callable[..., tuple[Path, nn.Module]]
 
@@ -141,6 +145,51 @@ def test_truncated_safetensors(make_checkpoint: Make, keep: int) -> None:
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(CheckpointError, match="not a whole safetensors file"):
         load_decoder(folder)
+
+
+def test_a_header_is_refused_where_the_safetensors_library_refuses_it(tmp_path: Path) -> None:
+    """2,000 headers, most of them spoiled in one place."""
+    rng = random.Random(0)
+    path = tmp_path / "model.safetensors"
+    agreed = {True: 0, False: 0}
+    for _ in range(2000):
+        sizes = {"F32": 4, "BF16": 2, "U8": 1, "F8_E4M3": 1, "I64": 8, "F4": 0.5, "F6_E2M3": 0.75}
+        end, header = 0, {}
+        for number in range(rng.randrange(4)):
+            dtype, shape = rng.choice(list(sizes)), [4 * rng.randrange(3), rng.randrange(4)][: rng.randrange(3)]
+            count = int(math.prod(shape) * sizes[dtype])
+            header[f"t{number}"] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + count]}
+            end += count
+        entries: list[Any] = list(header.values())
+        spoil = rng.randrange(8)
+        if entries and spoil == 0:
+            rng.choice(entries)["data_offsets"][rng.randrange(2)] += rng.choice([-1, 1, 8])
+        elif entries and spoil == 1:
+            rng.choice(entries)["shape"] = rng.choice([[-1], [2**63], [1.0], "x", None, [True], [[]], [2**40, 2**40]])
+        elif entries and spoil == 2:
+            rng.choice(entries)["dtype"] = rng.choice(["F33", "f32", None, 4, "I32", "C64"])
+        elif entries and spoil == 3:
+            rng.choice(entries).pop(rng.choice(["dtype", "shape", "data_offsets"]))
+        elif entries and spoil == 4:
+            rng.choice(entries)["data_offsets"] = rng.choice([[], [0], [0, 1, 2], None, ["0", "1"], [1, 0]])
+        elif spoil == 5:
+            header["__metadata__"] = rng.choice([{}, None, {"a": "b"}, {"a": 1}, [], "x"])
+        text = json.dumps(header).encode() + b" " * rng.choice([0, 0, 3])
+        length = len(text) + rng.choice([0] * 8 + [-1, 1])
+        path.write_bytes(length.to_bytes(8, "little") + text + bytes(max(0, end + rng.choice([0] * 8 + [-1, 1]))))
+        try:
+            with safe_open(path, framework="np") as file:
+                theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError:
+            theirs = None
+        try:
+            tensors = TensorFiles(tmp_path, [path])
+            ours = {name: tensors._shape_of[name] for name in tensors.names}
+        except CheckpointError:
+            ours = None
+        assert ours == theirs, text
+        agreed[ours is not None] += 1
+    assert min(agreed.values()) > 300
 
 
 def test_header_that_claims_ten_gigabytes(make_checkpoint: Make) -> None:

@@ -5,12 +5,14 @@ model, tokenizer = load("pocket")
 print(generate(model, tokenizer, "Once upon a time"))
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvant.blas import load_blas
 
 if TYPE_CHECKING:
-    from kvant.engine import GenerationResponse, generate, load, stream_generate
+    from kvant.engine.generate import GenerationResponse, generate, stream_generate
+    from kvant.engine.load import load
 
 load_blas()  # before anything imports MLX
 
@@ -23,6 +25,4 @@ def __getattr__(name: str) -> Any:
     """The engine is imported when it is first asked for: the command has its own way to it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvant import engine
-
-    return getattr(engine, name)
+    return getattr(import_module("kvant.engine"), name)

@@ -22,7 +22,7 @@ _patience = 0  # above 0: something may take as long as it needs
 
 
 def begin() -> None:
-    """Raise KeyboardInterrupt from here on, with the deadline; only in the command, whose first lines took Ctrl-C over."""
+    """Raise KeyboardInterrupt from here on, with the deadline; only where the command took Ctrl-C over at its start."""
     if signal.getsignal(signal.SIGINT) is not end_now:
         return
     reading, writing = os.pipe()
