@@ -46,7 +46,7 @@ class Encoder:
         tokenizer_class: str | None,
     ) -> None:
         """From the bytes of tokenizer.json, what the folder's other files say, and config.json's two words."""
-        raw = json.loads(content, object_pairs_hook=unique_keys)
+        raw = _parse(content)
         _check(raw)
         self._decoder = raw.get("decoder")
         self._kind = str(raw["model"].get("type"))
@@ -192,14 +192,26 @@ def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise ValueError(f"tokenizer.json: {key[:80]!r} is there twice")
+            raise ValueError(f"{key[:80]!r} is there twice")
         result[key] = value
     return result
 
 
-def _check(raw: Any) -> None:
+def _parse(content: bytes) -> dict[str, Any]:
+    try:
+        raw = json.loads(content.decode(), object_pairs_hook=unique_keys)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"tokenizer.json: not text: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"tokenizer.json: not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"tokenizer.json: a JSON {type(raw).__name__}; expected an object")
+    return raw
+
+
+def _check(raw: dict[str, Any]) -> None:
     """Refuse what the library would print about, or make an absurd table of."""
-    if not isinstance(raw, dict) or not isinstance(raw.get("model"), dict):
+    if not isinstance(raw.get("model"), dict):
         raise ValueError("tokenizer.json: no model; expected a tokenizer as the tokenizers library writes it")
     added = raw.get("added_tokens") or []
     if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):

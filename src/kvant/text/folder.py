@@ -48,6 +48,9 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
         raise ModelError(f"{folder}: no tokenizer.json; `kvant convert --tokenizer` makes one from older files")
     config = dict(_optional(folder / "tokenizer_config.json"))
     refuse_code(config, str(folder / "tokenizer_config.json"))
+    if config.get("fast_tokenizer_files"):
+        path = folder / "tokenizer_config.json"
+        raise ModelError(f"{path}: fast_tokenizer_files names other files; expected tokenizer.json")
     special = _optional(folder / "special_tokens_map.json")
     added = _optional(folder / "added_tokens.json")
     _check_tokens(folder / "tokenizer_config.json", config)
@@ -83,14 +86,16 @@ def _templates(folder: Path, stored: object) -> dict[str, str]:
     if more.is_dir():
         for path in sorted(more.glob("*.jinja")):
             found[path.stem] = read_text(path, MAX_TEMPLATE_BYTES, folder)
-    if found or stored is None:
-        return found
-    path = folder / "tokenizer_config.json"
+    in_config = _stored_templates(folder / "tokenizer_config.json", stored)
+    return found or in_config
+
+
+def _stored_templates(path: Path, stored: object) -> dict[str, str]:
     if isinstance(stored, str):
         return {"default": stored}
-    if not isinstance(stored, list):
+    if stored is not None and not isinstance(stored, list):
         raise ModelError(f"{path}: chat_template is a JSON {type(stored).__name__}; expected a string")
-    entries = [entry if isinstance(entry, dict) else {} for entry in stored]
+    entries = [entry if isinstance(entry, dict) else {} for entry in stored or ()]
     if not all(isinstance(entry.get(key), str) for entry in entries for key in ("name", "template")):
         raise ModelError(f"{path}: chat_template is a list; expected objects of a name and a template")
     return {entry["name"]: entry["template"] for entry in entries}
