@@ -95,7 +95,7 @@ class Tokenizer:
         Raises:
             ValueError: the vocabulary does not have it.
         """
-        found = int(token) if token.isdecimal() else self.convert_tokens_to_ids(token)
+        found = int(token) if token.isdecimal() else self._find([token])[0]
         if found is None:
             raise ValueError(f"{token!r} is not a token of this tokenizer")
         self._eos_token_ids.add(found)
@@ -156,9 +156,10 @@ class Tokenizer:
         return found["tokens"][0] if isinstance(ids, int) else found["tokens"]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """The id of a string of the vocabulary, or those of several; None for what it does not have."""
-        found = self._ask({"do": "ids", "tokens": [tokens] if isinstance(tokens, str) else list(tokens)}, "no such")
-        return found["ids"][0] if isinstance(tokens, str) else found["ids"]
+        """The id of a string of the vocabulary, or those of several; the unknown token's for what it does not have."""
+        found = self._find([tokens] if isinstance(tokens, str) else list(tokens))
+        ids = [self.unk_token_id if token is None else token for token in found]
+        return ids[0] if isinstance(tokens, str) else ids
 
     def get_vocab(self) -> dict[str, int]:
         """Every token's id."""
@@ -229,6 +230,9 @@ class Tokenizer:
         if continue_final_message:
             text = cut_at_mark(text, continued)
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def _find(self, tokens: list[str]) -> list[int | None]:
+        return list(self._ask({"do": "ids", "tokens": tokens}, "no such tokens")["ids"])
 
     def _piece(self, token: int) -> str | None:
         if token not in self._pieces:
