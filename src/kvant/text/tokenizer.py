@@ -110,6 +110,10 @@ class Tokenizer:
         """Whether messages can be rendered."""
         return self.chat_template is not None
 
+    @has_chat_template.setter
+    def has_chat_template(self, has: bool) -> None:
+        """Does nothing: mlx-lm's wrapper sets it on any tokenizer, and here it follows from ``chat_template``."""
+
     @property
     def has_thinking(self) -> bool:
         """Whether the vocabulary has marks around what a model thinks: ``think_start``, ``think_end``."""
