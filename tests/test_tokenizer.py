@@ -143,6 +143,12 @@ def fast(files: Files) -> None:
     files[CONFIG]["tokenizer_class"] = files[CONFIG]["tokenizer_class"].removesuffix("Fast") + "Fast"
 
 
+def no_space_said(files: Files) -> None:
+    """Null, which transformers' GPT-2 refuses."""
+    if "GPT2" not in str(files[CONFIG].get("tokenizer_class")):
+        files[CONFIG]["add_prefix_space"] = None
+
+
 def setting(name: str, value: Any) -> Callable[[Files], None]:
     """One key of tokenizer_config.json."""
 
@@ -179,7 +185,6 @@ VARIANTS: dict[str, Callable[[Files], None]] = {
     "split": setting("split_special_tokens", True),
     "space": setting("add_prefix_space", True),
     "no space": setting("add_prefix_space", False),
-    "space not said": setting("add_prefix_space", None),
     "legacy": setting("legacy", True),
     "not legacy": setting("legacy", False),
     "clean": setting("clean_up_tokenization_spaces", True),
@@ -194,6 +199,7 @@ VARIANTS: dict[str, Callable[[Files], None]] = {
     "GPT-2's class": tokenizer_class("GPT2TokenizerFast"),
     "class of config.json": tokenizer_class("LlamaTokenizer", "config.json"),
     "qwen2": lambda files: files["config.json"].update(model_type="qwen2"),
+    "space not said": no_space_said,
     "no config": no_config,
 }
 KINDS = ["qwen2", "llama2", "wordpiece"]
