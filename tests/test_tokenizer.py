@@ -140,7 +140,8 @@ def no_class(files: Files) -> None:
 
 
 def fast(files: Files) -> None:
-    files[CONFIG]["tokenizer_class"] = files[CONFIG]["tokenizer_class"].removesuffix("Fast") + "Fast"
+    name = files[CONFIG].get("tokenizer_class", "PreTrainedTokenizer")
+    files[CONFIG]["tokenizer_class"] = name.removesuffix("Fast") + "Fast"
 
 
 def no_space_said(files: Files) -> None:

@@ -6,15 +6,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
+import numpy as np
 import pytest
 from hostile import MESSAGES, change, good_model
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, NaiveStreamingDetokenizer, TokenizerWrapper
 from tokenizers_made import FAMILIES, write_tokenizer
 
 import kvant
-from kvant.errors import ModelError
+from kvant.errors import ModelError, PromptError
 from kvant.models import Decoder
 from kvant.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -137,6 +139,31 @@ def test_no_end_in_the_models_configuration(tmp_path: Path) -> None:
     assert tokenizer.eos_token is tokenizer.eos_token_id is None
     assert tokenizer.eos_token_ids == set()
     assert len(list(kvant.stream_generate(model, tokenizer, prompt, max_tokens=4))) == 4
+
+
+# Arguments.
+
+
+def test_ids_of_other_types(pocket: tuple[Decoder, Tokenizer]) -> None:
+    tokenizer = pocket[1]
+    ids = tokenizer.encode("a fox")
+    assert tokenizer.decode(mx.array(ids)) == tokenizer.decode(np.array(ids)) == tokenizer.decode(tuple(ids)) == "a fox"
+    assert tokenizer.decode(ids[0]) == tokenizer.decode(np.int64(ids[0]))
+    assert tokenizer.convert_ids_to_tokens(mx.array(ids)) == tokenizer.convert_ids_to_tokens(ids)
+
+
+@pytest.mark.parametrize("ids", [[-1], -1, [2**32], ["a"], "5", None, 3.5, [1.5], [[1]], {"a": 1}])
+def test_what_is_no_id(pocket: tuple[Decoder, Tokenizer], ids: Any) -> None:
+    for method in (pocket[1].decode, pocket[1].convert_ids_to_tokens):
+        with pytest.raises(ValueError, match=r"^token ids? .*; expected") as caught:
+            method(ids)
+        assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("text", [None, b"a", 5, ["a"], "a fox \ud83e"])
+def test_what_is_no_text(pocket: tuple[Decoder, Tokenizer], text: Any) -> None:
+    with pytest.raises(PromptError, match=r"^the prompt (is a|has) .*; expected"):
+        pocket[1].encode(text)
 
 
 def test_a_folder_without_tokenizer_json(tmp_path: Path) -> None:

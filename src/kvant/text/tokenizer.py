@@ -1,5 +1,6 @@
 """A model's tokenizer, with the names that mlx-lm's wrapper has."""
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from kvant.text.folder import read_tokenizer_files
 from kvant.text.process import TextError, TextProcess
 from kvant.text.schema import function_schema
 from kvant.text.template import choose_template, cut_at_mark, mark_continuation, plain_data, prepare, render
+
+MAX_IDS = 2**32  # the tokenizers library's ids
 
 # Of transformers' apply_chat_template, and not supported: they would be variables of the template without a word.
 REFUSED = (
@@ -131,6 +134,10 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise PromptError(f"the prompt is a {type(text).__name__}; expected text")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(f"the prompt has {text[error.start]!r}, half of a character; expected Unicode") from error
         request = {"do": "encode", "text": text, "add_special_tokens": bool(add_special_tokens)}
         return list(self._ask(request, "the prompt cannot be encoded", PromptError)["ids"])
 
@@ -144,11 +151,11 @@ class Tokenizer:
 
         Raises:
             ModelError: a tokenizer that fails at it.
+            ValueError: no ids.
         """
-        ids = [token_ids] if isinstance(token_ids, int) else [int(token) for token in token_ids]
         request = {
             "do": "decode",
-            "ids": ids,
+            "ids": _ids(token_ids),
             "skip_special_tokens": bool(skip_special_tokens),
             "clean_up": clean_up_tokenization_spaces,
         }
@@ -156,7 +163,7 @@ class Tokenizer:
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
         """The vocabulary's string of an id, or those of several; None for what it does not have."""
-        found = self._ask({"do": "tokens", "ids": [ids] if isinstance(ids, int) else list(ids)}, "no such ids")
+        found = self._ask({"do": "tokens", "ids": _ids(ids)}, "no such ids")
         return found["tokens"][0] if isinstance(ids, int) else found["tokens"]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
@@ -250,3 +257,17 @@ class Tokenizer:
             return self._process.ask(request)
         except TextError as error:
             raise kind(f"{failure}: {error}") from error
+
+
+def _ids(given: Any) -> list[int]:
+    """An id, or ids of a sequence or an array, as a list of ints."""
+    try:
+        ids = [operator.index(given)]
+    except TypeError:
+        try:
+            ids = [operator.index(token) for token in given]
+        except TypeError:
+            raise ValueError(f"token ids are {str(given)[:80]!r}; expected an int or ints") from None
+    if wrong := [token for token in ids if not 0 <= token < MAX_IDS]:
+        raise ValueError(f"token id {str(wrong[0])[:80]}; expected 0 to {MAX_IDS - 1}")
+    return ids
