@@ -69,10 +69,11 @@ def folder_tokens(
         if value is not None:
             given = _given(value)
             roles[name] = known.get(str(given), given) if name in settings else given
-    others = {name: value for name, value in settings.items() if _is_own(name)} | own
+    usual = {name: value for name, value in defaults.items() if _is_own(name)}
+    others = usual | {name: value for name, value in settings.items() if _is_own(name)} | own
     roles |= {name: _given(value) for name, value in others.items() if isinstance(value, str | dict | AddedToken)}
-    if LISTS[0] not in settings and LISTS[1] in settings:
-        settings[LISTS[0]] = settings[LISTS[1]]
+    if LISTS[0] not in settings:
+        settings[LISTS[0]] = [*(settings.get(LISTS[1]) or ()), *usual.values()]
     extra = [_given(value) for value in settings.get(LISTS[0]) or () if isinstance(value, str | dict | AddedToken)]
     adding = _missing([] if rebuilt else present.values(), [by_id[key] for key in sorted(by_id)], roles, extra)
     return FolderTokens({name: str(value) for name, value in roles.items()}, [str(value) for value in extra], adding)

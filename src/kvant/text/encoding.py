@@ -1,7 +1,7 @@
 """The tokenizer of a folder, in the worker process: tokenizer.json by the tokenizers library, settings as transformers
 applies them, so that the ids are those that transformers 5 gives.
 
-Where transformers builds a class's own pipeline instead of the file's (Qwen2, Llama, GPT-2), so does this.
+Where transformers builds a class's own pipeline instead of the file's (DEFAULTS has their names), so does this.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # before the import: one text at a time needs no pool of threads
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from kvant.text.added import TOKEN_KEYS, folder_tokens, token
@@ -25,6 +25,22 @@ QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}
 DEFAULTS: dict[str, dict[str, str | None]] = {  # special tokens of a class where the folder names none
     "Qwen2Tokenizer": {"unk_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    "CodeLlamaTokenizer": {
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "prefix_token": "▁<PRE>",
+        "middle_token": "▁<MID>",
+        "suffix_token": "▁<SUF>",
+        "eot_token": "▁<EOT>",
+        "fill_token": "<FILL_ME>",
+    },
+    "GPTNeoXTokenizer": {
+        "unk_token": "<|endoftext|>",
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|endoftext|>",
+        "pad_token": "<|padding|>",
+    },
     "GPT2Tokenizer": {
         "unk_token": "<|endoftext|>",
         "bos_token": "<|endoftext|>",
@@ -71,10 +87,7 @@ class Encoder:
         tokens = folder_tokens(present, pipeline is not None, defaults, config, special_tokens, added_tokens)
         self._named, self._extra = tokens.named, tokens.extra
         self._tokenizer.add_tokens(tokens.adding)
-        if pipeline == "Qwen2Tokenizer":
-            self._tokenizer.add_tokens(
-                [AddedToken(name, special=True) for name in [*self._named.values(), *self._extra]]
-            )
+        self._finish(pipeline)
         self._tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
         self._clean_up = bool(config.get("clean_up_tokenization_spaces"))
 
@@ -115,24 +128,40 @@ class Encoder:
         """Every token's id."""
         return {"vocabulary": self._tokenizer.get_vocab(with_added_tokens=True)}
 
+    def _finish(self, name: str | None) -> None:
+        """What some classes do when their tokens are there."""
+        tokenizer, named = self._tokenizer, self._named
+        if name == "Qwen2Tokenizer":
+            names = [*named.values(), *self._extra]
+            tokenizer.add_tokens([AddedToken(content, special=True) for content in names])
+        elif name == "GPTNeoXTokenizer":
+            tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+        elif name == "CodeLlamaTokenizer":
+            bos = named.get("bos_token")
+            ids = [(bos, tokenizer.token_to_id(bos))] if bos else []
+            single = f"{bos} $A" if bos else "$A"
+            tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
+            tokenizer.model.unk_token = named.get("unk_token")
+
     def _rebuild(self, name: str, config: Mapping[str, Any]) -> None:
         """The pipeline of a class of transformers around the file's vocabulary."""
         tokenizer, model = self._tokenizer, self._tokenizer.model
         assert isinstance(model, BPE)
         model.dropout, model.unk_token, model.ignore_merges = None, None, False
         model.continuing_subword_prefix, model.end_of_word_suffix = "", ""
-        model.fuse_unk = model.byte_fallback = name == "LlamaTokenizer"
+        model.fuse_unk = model.byte_fallback = "Llama" in name
         prefix = config.get("add_prefix_space")
-        if name == "LlamaTokenizer":
-            spaced = prefix is None or bool(prefix)
-            scheme = "never" if not spaced else "always" if config.get("legacy") else "first"
+        if "Llama" in name:
+            spaced, legacy = prefix is None or bool(prefix), name == "LlamaTokenizer" and config.get("legacy")
+            scheme = "never" if not spaced else "always" if legacy else "first"
+            spaced = spaced or name == "CodeLlamaTokenizer"  # in what is decoded, always
             tokenizer.normalizer = None
             tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
             steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
             tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(content=" ", left=1)] * spaced)
             self._decoder = {"type": "Sequence", "decoders": SPM + [STRIP] * spaced}
             return
-        tokenizer.normalizer = normalizers.NFC() if name == "Qwen2Tokenizer" else None
+        tokenizer.normalizer = None if name == "GPT2Tokenizer" else normalizers.NFC()
         split = pre_tokenizers.Split(Regex(QWEN), behavior="isolated", invert=False)
         if name == "Qwen2Tokenizer":
             last = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix), use_regex=False)
