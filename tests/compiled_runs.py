@@ -18,6 +18,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import kvant
 from kvant.engine import decode as decoding
+from kvant.engine import sampling
 from kvant.engine.decode import decode
 from kvant.engine.load import find_model
 from kvant.engine.prefill import prefill
@@ -66,6 +67,16 @@ def sampled(model: Decoder, seed: int, *, compiled: bool) -> list[int]:
     return tokens
 
 
+def seeded(model: Decoder, seed: int) -> list[Any]:
+    """50 tokens of kvant's own sampler: not compiled, then for each way of compiling the same, and its compilations."""
+    sampler = sampling.make_sampler(2.0, 0.99, 0.001, top_k=900, xtc_probability=0.3, seed=seed)
+    found: list[Any] = [generate(model, 50, compiled=False, sampler=sampler)[0]]
+    for options in ({}, {"look_ahead": 1}, {"logits_processors": [lambda tokens, logits: logits]}):
+        tokens, *_ = generate(model, 50, compiled=True, sampler=sampler, **options)
+        found.append([tokens, CountedStep.last.compilations])
+    return found
+
+
 def turned(kind: str, **settings: Any) -> list[bool]:
     """Whether the embedded model with other rotary positions says the same compiled, and other things than its own."""
     folder = find_model("pocket")
@@ -101,6 +112,7 @@ def main() -> None:
     found["peaks"] = [generate(model, 60, compiled=True, rows=rows)[2] for rows in (2048, 131_072)]
 
     found["seeds"] = [sampled(model, seed, compiled=compiled) for seed in (1, 2) for compiled in (True, True, False)]
+    found["seeded"] = [seeded(model, seed) for seed in (1, 2)]
     processors = make_logits_processors(None, 1.5, 20)
     found["processed"] = [
         generate(model, 60, compiled=compiled, logits_processors=processors)[0] for compiled in (True, False)

@@ -82,6 +82,16 @@ def test_a_seed_reproduces_and_samples_vary(runs: dict[str, Any]) -> None:
     assert len(set(first)) > 10
 
 
+def test_a_seed_of_ones_own_draws_the_same_compiled(runs: dict[str, Any]) -> None:
+    """Its key is an input of the step: one compilation, and every token another key."""
+    texts = []
+    for eager, *ways in runs["seeded"]:
+        assert ways == [[eager, 1]] * 3  # at once, looking ahead, and with a processor
+        assert len(set(eager)) > 10
+        texts.append(eager)
+    assert texts[0] != texts[1]
+
+
 def test_processors_and_python_samplers_work_uncompiled(runs: dict[str, Any]) -> None:
     compiled, eager = runs["processed"]
     assert compiled == eager

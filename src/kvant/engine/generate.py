@@ -79,8 +79,10 @@ def stream_generate(
         prompt: text, encoded as it is (a beginning-of-text token only where the tokenizer adds one and the text lacks
             it), or token ids. Messages go through ``tokenizer.apply_chat_template`` first.
         max_tokens: generate at most this many; -1: until the context is full.
-        sampler: log-probabilities (1, vocab) -> token (1,), such as mlx-lm's ``make_sampler``; default: greedy.
-        logits_processors: functions of (tokens so far, logits), such as mlx-lm's ``make_logits_processors``.
+        sampler: from :func:`kvant.engine.sampling.make_sampler`, or any function of log-probabilities (1, vocab) to
+            a token (1,), such as mlx-lm's; default: greedy.
+        logits_processors: functions of (tokens so far, logits), such as those of
+            :func:`kvant.engine.sampling.make_logits_processors` or mlx-lm's.
         prompt_cache: from ``model.make_cache``; the prompt continues what it holds. Afterwards it holds the prompt
             and every generated token but the last. It serves one run at a time: a run left suspended on it is ended.
             Default: an 8-bit cache of prompt + max_tokens, at most the model's context.

@@ -21,6 +21,7 @@ __all__ = [
     "make_logits_processors",
     "make_sampler",
     "sample",
+    "splitmix64",
 ]
 
 XTC_THRESHOLD = 0.1  # mlx-lm's
@@ -81,14 +82,16 @@ def make_sampler(
     *,
     seed: int | None = None,
 ) -> Sampler:
-    """A sampler with mlx-lm's arguments and distribution. The filters are applied in the order of the arguments.
+    """A sampler with mlx-lm's arguments and distribution: top-p, min-p, XTC and top-k, in this order.
+
+    A run repeats with the same sampler and prompt. Another answer to that prompt takes another sampler.
 
     Args:
         temp: temperature; 0 picks the likeliest token, whatever the other arguments are, as in mlx-lm.
         top_p: the likeliest tokens that together have this probability; 0 or 1: off.
         min_p: tokens with at least this share of the likeliest one's probability; 0: off.
         min_tokens_to_keep: ``min_p`` keeps at least this many.
-        top_k: this many of the likeliest tokens; 0: off. Applied last.
+        top_k: this many of the likeliest tokens; 0: off.
         xtc_probability: how often XTC leaves out all likely tokens but the least likely of them; 0: off.
         xtc_threshold: the probability from which on a token is likely.
         xtc_special_tokens: token ids that XTC never leaves out, such as the end of text.
@@ -119,11 +122,11 @@ def draw_key(sampler: Sampler, position: int) -> mx.array | None:
     """The key (2,) of the draw after ``position`` tokens, for :func:`sample`; None: the sampler takes none."""
     if not isinstance(sampler, SeededSampler):
         return None
-    word = _splitmix64(_splitmix64(sampler.seed) + position)
+    word = splitmix64(splitmix64(sampler.seed) + position)
     return mx.array([word >> 32, word & 0xFFFFFFFF], mx.uint32)
 
 
-def _splitmix64(state: int) -> int:
+def splitmix64(state: int) -> int:
     """A step of SplitMix64 from ``state``, a bijection of 64-bit words (Steele, Lea, Flood 2014; Vigna's constants)."""
     mask = 2**64 - 1
     word = (state + 0x9E3779B97F4A7C15) & mask
