@@ -82,14 +82,16 @@ def make_sampler(
     *,
     seed: int | None = None,
 ) -> Sampler:
-    """A sampler with mlx-lm's arguments and distribution. The filters are applied in the order of the arguments.
+    """A sampler with mlx-lm's arguments and distribution: top-p, min-p, XTC and top-k, in this order.
+
+    A run repeats with the same sampler and prompt. Another answer to that prompt takes another sampler.
 
     Args:
         temp: temperature; 0 picks the likeliest token, whatever the other arguments are, as in mlx-lm.
         top_p: the likeliest tokens that together have this probability; 0 or 1: off.
         min_p: tokens with at least this share of the likeliest one's probability; 0: off.
         min_tokens_to_keep: ``min_p`` keeps at least this many.
-        top_k: this many of the likeliest tokens; 0: off. Applied last.
+        top_k: this many of the likeliest tokens; 0: off.
         xtc_probability: how often XTC leaves out all likely tokens but the least likely of them; 0: off.
         xtc_threshold: the probability from which on a token is likely.
         xtc_special_tokens: token ids that XTC never leaves out, such as the end of text.
