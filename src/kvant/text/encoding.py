@@ -65,13 +65,17 @@ class Encoder:
     def facts(self) -> dict[str, Any]:
         """What the parent process knows without asking."""
         find = self._tokenizer.token_to_id
+        # Clean-up looks at several tokens at once.
+        kind = decoder_kind(self._decoder) if not self._clean_up or self._kind == "BPE" else "other"
+        last = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         return {
             "special": {name: [token, find(token)] for name, token in self._named.items()},
             "extra": self._extra,
             "size": self._tokenizer.get_vocab_size(with_added_tokens=True),
             "vocab_size": self._tokenizer.get_vocab_size(with_added_tokens=False),
             "thinking": next((pair for pair in THINKING if all(find(token) is not None for token in pair)), None),
-            "decoder": decoder_kind(self._decoder) if not self._clean_up or self._kind == "BPE" else "other",
+            "decoder": kind,
+            "pieces": [] if kind == "other" else self.tokens(list(range(last + 1)))["tokens"],
             "strips": isinstance(self._decoder, dict) and STRIP in self._decoder.get("decoders", ()),
         }
 
