@@ -3,22 +3,25 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvant.errors import WeightsError, one_line
 from kvant.sizes import format_bytes
-from kvant.weights.hub import Listing, UnreachableError, download, list_files
+from kvant.weights.digest import GIT_BLOB, SHA256, Digest
+from kvant.weights.download import Say, locked, note_branch, remove_partials
+from kvant.weights.hub import UnreachableError, download, list_files
 from kvant.weights.known import File, known_files
+from kvant.weights.listing import Listing
 from kvant.weights.lock import DEFAULT_BRANCH, Lock, Verified, check_writable, read_lock, write_lock
 from kvant.weights.reference import Reference, parse_reference
 from kvant.weights.resolve import compare, expect, pinned_commit, resolve
-from kvant.weights.snapshot import measure, snapshot_folder
+from kvant.weights.snapshot import git_blob_id, measure, real_file, snapshot_folder
 
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
-
-Say = Callable[[str], None]  # takes a line for a person
+RECORD = "kvant"  # the lock's name while the record is written
+HUB_DEFAULT_BRANCH = "main"
 
 
 def print_line(line: str) -> None:
@@ -95,7 +98,7 @@ def remote_facts(text: str, revision: str | None = None) -> tuple[Mapping[str, A
     if size > MAX_CONFIG_BYTES:
         raise WeightsError(f"{reference}: config.json has {size} bytes; expected at most {MAX_CONFIG_BYTES}")
     folder = snapshot_folder(reference.repository, listing.commit)
-    download(reference.repository, listing.commit, "config.json", folder)
+    _download(reference.repository, listing, "config.json", lock, folder, print_line)
     _verified(reference.repository, listing, "config.json", lock, folder)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -123,15 +126,31 @@ def _fetch(reference: Reference, lock: Lock, listing: Listing, progress: Say) ->
     _refuse_without_space(reference, folder, sum(listing.files[name].bytes for name in missing))
     for name in missing:
         progress(f"fetching {reference}, {name}: {format_bytes(listing.files[name].bytes)}")
-        download(repository, commit, name, folder)
+        _download(repository, listing, name, lock, folder, progress)
     progress(f"verifying {reference}: {len(listing.files)} files")
     verified = {name: _verified(repository, listing, name, lock, folder) for name in listing.files}
-    lock = read_lock(repository)  # again: another pull may have ended since
-    lock.snapshots[commit] = verified
+    with locked(folder.parents[1].name, RECORD, lambda: None):
+        lock = read_lock(repository)  # again: another pull may have ended since
+        lock.snapshots[commit] = verified
+        if reference.commit is None:
+            lock.pins[reference.revision or DEFAULT_BRANCH] = commit
+        write_lock(lock)
     if reference.commit is None:
-        lock.pins[reference.revision or DEFAULT_BRANCH] = commit
-    write_lock(lock)
+        note_branch(repository, reference.revision or HUB_DEFAULT_BRANCH, commit)
+    remove_partials(repository)
     return folder
+
+
+def _download(repository: str, listing: Listing, name: str, lock: Lock, folder: Path, say: Say) -> None:
+    """Fetch a file of which a digest is known: the hub's, weights.toml's, or an earlier pull's."""
+    listed = listing.files[name]
+    digest = listed.digest
+    for source in (known_files(repository, listing.commit).get(name), lock.snapshots.get(listing.commit, {}).get(name)):
+        if digest is None and source is not None and source.sha256 is not None:
+            digest = Digest(SHA256, source.sha256)
+    if digest is None:
+        raise WeightsError(f"{repository}: the hub states no digest of {name}; nothing else could tell what came")
+    download(repository, listing.commit, folder / name, listed.bytes, digest, say)
 
 
 def _refuse_contradictions(repository: str, listing: Listing, lock: Lock) -> None:
@@ -166,4 +185,11 @@ def _verified(repository: str, listing: Listing, name: str, lock: Lock, folder: 
     compare(folder, name, measured, recorded, known_files(repository, listing.commit).get(name))
     listed = listing.files[name]
     expect(folder, name, measured, listed.bytes, listed.sha256, "as the hub states")
+    if listed.digest is not None and listed.digest.kind == GIT_BLOB:
+        given = git_blob_id(folder, name)
+        if given != listed.digest.value:
+            raise WeightsError(
+                f"{folder / name}: git blob id {given}; expected {listed.digest.value}, as the hub states; "
+                f"nothing was deleted; remove {real_file(folder, name)} and pull again to fetch it anew"
+            )
     return measured
