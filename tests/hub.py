@@ -46,7 +46,7 @@ class Hub:
         file_refusal: the same of every file.
         sent: name -> the bytes sent instead of the listed ones.
         listed: name -> the size and digest listed instead of the true ones.
-        cut: name -> after how many bytes the connection ends, once.
+        cut: name -> after how many bytes the connection ends, once, or every time where ``always_cut`` is set.
         hold: name -> after how many bytes the server waits for ``release``, once; then ``held`` is set.
         entries: name -> what its entry of the listing has instead; a value of None is sent as null.
         listing: the bytes sent as every listing.
@@ -56,6 +56,7 @@ class Hub:
         drip: name, or "listing" -> a piece that is sent again and again without end, and the seconds between.
         encodings: name -> the Content-Encoding it is said to have.
         elsewhere: name -> where it is redirected to.
+        slow_head: seconds between the bytes of an answer's head, which never ends; 0: it is sent at once.
     """
 
     repositories: dict[str, Repository] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class Hub:
     sent: dict[str, bytes] = field(default_factory=dict)
     listed: dict[str, tuple[int, str]] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)
+    always_cut: bool = False
     hold: dict[str, int] = field(default_factory=dict)
     entries: dict[str, dict[str, object]] = field(default_factory=dict)
     listing: bytes | None = None
@@ -74,6 +76,7 @@ class Hub:
     drip: dict[str, tuple[bytes, float]] = field(default_factory=dict)
     encodings: dict[str, str] = field(default_factory=dict)
     elsewhere: dict[str, str] = field(default_factory=dict)
+    slow_head: float = 0.0
     held: threading.Event = field(default_factory=threading.Event)
     release: threading.Event = field(default_factory=threading.Event)
     port: int = 0
@@ -155,7 +158,10 @@ class _Handler(BaseHTTPRequestHandler):
         asked = (self.headers[name] for name in ("Range", "Host", "Authorization"))
         self.hub.requests.append(Request(self.command, path, *asked))
         parts = path.strip("/").split("/")
-        if parts[:2] == ["api", "models"]:
+        if self.hub.slow_head:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Long: ")
+            self._endless(b"x", self.hub.slow_head)
+        elif parts[:2] == ["api", "models"]:
             self._list("/".join(parts[2:4]), "/".join(parts[5:]) or "main")
         elif parts[0] == "cdn":
             self._large(parts[1], "/".join(parts[2:]))
@@ -183,7 +189,8 @@ class _Handler(BaseHTTPRequestHandler):
         if "listing" in self.hub.drip:
             return self._drip("listing")
         answer = json.dumps({"id": name, "modelId": name, "sha": commit, "siblings": siblings, "tags": []}).encode()
-        return self._send(200, self.hub.listing or answer, {"Content-Type": "application/json"})
+        answer = answer if self.hub.listing is None else self.hub.listing
+        return self._send(200, answer, {"Content-Type": "application/json"})
 
     def _file(self, name: str, revision: str, file: str, body: bool) -> None:
         if self.hub.file_refusal:
@@ -222,7 +229,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._start(206 if start else 200, len(data) - start, headers)
         rest = memoryview(data)[start:]
         if file in self.hub.cut:
-            self.wfile.write(rest[: self.hub.cut.pop(file)])
+            size = self.hub.cut[file] if self.hub.always_cut else self.hub.cut.pop(file)
+            self.wfile.write(rest[:size])
             self.close_connection = True
         elif file in self.hub.hold:
             size = self.hub.hold.pop(file)
@@ -240,6 +248,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Connection", "close")
         self.end_headers()
+        self._endless(piece, pause)
+
+    def _endless(self, piece: bytes, pause: float) -> None:
         with contextlib.suppress(OSError):
             while not self.hub.release.wait(pause):
                 self.wfile.write(piece)

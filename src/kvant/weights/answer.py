@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING
 
-from kvant.weights.settings import timeout_s
+from kvant.weights.settings import login, timeout_s
 
 if TYPE_CHECKING:
     from httpx2 import Response
@@ -141,9 +141,11 @@ def _read(url: str, start: int, pieces: _Pieces) -> None:
 
 def _open(url: str, start: int) -> "Response":
     """The answer at the end of the redirects; httpx2 takes the login out where one leads to another host."""
-    from huggingface_hub.utils import build_hf_headers, get_session
+    from huggingface_hub import get_session
 
-    headers = build_hf_headers(library_name="kvant") | {"Accept-Encoding": "identity"}
+    headers = {"User-Agent": "kvant", "Accept-Encoding": "identity"}
+    if (token := login()) is not None:
+        headers["Authorization"] = f"Bearer {token}"
     if start:
         headers["Range"] = f"bytes={start}-"
     client = get_session()

@@ -30,6 +30,15 @@ def timeout_s() -> float:
     return float(_constants().HF_HUB_DOWNLOAD_TIMEOUT)
 
 
+def login() -> str | None:
+    """The user's token, of `hf auth login` or HF_TOKEN, unless HF_HUB_DISABLE_IMPLICIT_TOKEN keeps it here."""
+    if _constants().HF_HUB_DISABLE_IMPLICIT_TOKEN:
+        return None
+    from huggingface_hub import get_token
+
+    return get_token()
+
+
 def links_allowed() -> bool:
     """Whether a snapshot's files may be links: HF_HUB_DISABLE_SYMLINKS."""
     return not _constants().HF_HUB_DISABLE_SYMLINKS
