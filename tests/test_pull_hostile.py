@@ -236,9 +236,12 @@ def test_a_time_limit_that_is_none(
 ) -> None:
     """huggingface_hub itself ends in a traceback when it is imported."""
     hub.add(REPOSITORY, files)
+    machine.pull(REPOSITORY)
+    count = len(hub.requests)
     line = machine.refuses("pull", REPOSITORY, **{variable: value})
     assert line == f"kvant: error: {variable} is {value!r}; expected a whole number of seconds, at most 86400"
-    assert not hub.requests
+    assert machine.run("find", REPOSITORY, **{variable: value}).stdout == f"{line.removeprefix('kvant: error: ')}\n"
+    assert len(hub.requests) == count
 
 
 CONFIGS = [
