@@ -224,6 +224,9 @@ class _Handler(BaseHTTPRequestHandler):
         start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-")) if self.headers["Range"] else 0
         start = 0 if self.hub.whole else start
         headers = {"ETag": self.hub.etags.get(file, f'"{digest}"')}
+        if start >= len(data) > 0:
+            self._refuse(416, "")
+            return
         if start:
             headers["Content-Range"] = self.hub.ranges.format(start=start, end=len(data) - 1, size=len(data))
         self._start(206 if start else 200, len(data) - start, headers)

@@ -89,6 +89,31 @@ def test_a_part_that_is_not_the_file(machine: Machine, hub: Hub, files: dict[str
         assert _ranges(hub) == ([None] if made != files[WEIGHTS] else [])
 
 
+def test_a_part_that_is_more_than_the_server_has(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
+    hub.add(REPOSITORY, files)
+    hub.sent[WEIGHTS] = files[WEIGHTS][:3_000_000]
+    line = machine.refuses("pull", REPOSITORY, PRELUDE=QUICK)
+    assert f"{WEIGHTS}: 3000000 bytes; expected {len(files[WEIGHTS])}, as the hub states; what came is removed" in line
+    (machine.blobs / f"{_digest(files)}.kvant.incomplete").write_bytes(files[WEIGHTS][:4_000_000])
+    line = machine.refuses("pull", REPOSITORY, PRELUDE=QUICK)
+    assert line.endswith(f"{WEIGHTS}: the hub has no more than what is here of it, which is removed")
+    hub.sent.clear()
+    _found(machine, files)
+
+
+def test_a_part_counts_where_there_is_little_space(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
+    hub.add(REPOSITORY, files)
+    machine.blobs.mkdir(parents=True)
+    (machine.blobs / f"{_digest(files)}.kvant.incomplete").write_bytes(files[WEIGHTS][:12_000_000])
+    small = sum(len(data) for name, data in files.items() if name.endswith(".json") and "/" not in name)
+    needed = small + len(files[WEIGHTS]) - 12_000_000
+    free = "import shutil; shutil.disk_usage = lambda place: shutil._ntuple_diskusage({0}, {0}, {0})"
+    line = machine.refuses("pull", REPOSITORY, PRELUDE=free.format(needed - 1))
+    assert f"{REPOSITORY} needs {needed / 1e3:.2f} kB in " in line
+    machine.pull(REPOSITORY, PRELUDE=free.format(needed))
+    assert _ranges(hub) == ["bytes=12000000-"]
+
+
 def test_a_server_without_ranges(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
     hub.add(REPOSITORY, files)
     hub.whole = True

@@ -23,6 +23,7 @@ from kvant.weights.settings import cache_folder, links_allowed, repository_folde
 ATTEMPTS = 5  # without progress
 PROGRESS_BYTES = 1_000_000  # an attempt that brings less made none
 WAIT_S = 1.0  # between two attempts
+NOT_SATISFIABLE = 416  # there is no such range
 RETRIED = (408, 429, 500, 502, 503, 504)
 PARTIAL = ".kvant.incomplete"  # ours
 ANY_PARTIAL = ".incomplete"  # huggingface_hub's too: what a killed process left, nobody else can use
@@ -64,6 +65,15 @@ def download_file(url: str, path: Path, size: int, digest: Digest, say: Say) -> 
         if fetched:
             _fetch(url, blob, path.name, size, digest, say)
         _link(blob, path, fetched)
+
+
+def bytes_here(path: Path, digest: Digest) -> int:
+    """How much of a file need not be fetched."""
+    blob = path.parents[2] / "blobs" / digest.value
+    for place in (blob, blob.with_name(blob.name + PARTIAL)):
+        if place.is_file():
+            return place.stat().st_size
+    return 0
 
 
 def remove_partials(repository: str) -> None:
@@ -132,6 +142,8 @@ def _receive_all(url: str, name: str, partial: "_Partial", say: Say) -> None:
                 return
             except (NetworkError, RemoteProtocolError, TimeoutException, StatusError) as error:
                 failures = 0 if partial.bytes - had >= PROGRESS_BYTES else failures + 1
+                if isinstance(error, StatusError) and error.status == NOT_SATISFIABLE:
+                    raise ContentError("the hub has no more than what is here of it, which is removed") from error
                 final = isinstance(error, StatusError) and error.status not in RETRIED
                 if final or failures == ATTEMPTS:
                     raise

@@ -10,7 +10,7 @@ from typing import Any
 from kvant.errors import WeightsError, one_line
 from kvant.sizes import format_bytes
 from kvant.weights.digest import GIT_BLOB, SHA256, Digest
-from kvant.weights.download import Say, locked, note_branch, remove_partials
+from kvant.weights.download import Say, bytes_here, locked, note_branch, remove_partials
 from kvant.weights.hub import UnreachableError, download, list_files
 from kvant.weights.known import File, known_files
 from kvant.weights.listing import Listing
@@ -98,7 +98,8 @@ def remote_facts(text: str, revision: str | None = None) -> tuple[Mapping[str, A
     if size > MAX_CONFIG_BYTES:
         raise WeightsError(f"{reference}: config.json has {size} bytes; expected at most {MAX_CONFIG_BYTES}")
     folder = snapshot_folder(reference.repository, listing.commit)
-    _download(reference.repository, listing, "config.json", lock, folder, print_line)
+    digest = _digest(reference.repository, listing, "config.json", lock)
+    download(reference.repository, listing.commit, folder / "config.json", size, digest, print_line)
     _verified(reference.repository, listing, "config.json", lock, folder)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -123,10 +124,13 @@ def _fetch(reference: Reference, lock: Lock, listing: Listing, progress: Say) ->
     folder = snapshot_folder(repository, commit)
     _refuse_contradictions(repository, listing, lock)
     missing = [name for name in listing.files if not (folder / name).is_file()]
-    _refuse_without_space(reference, folder, sum(listing.files[name].bytes for name in missing))
-    for name in missing:
-        progress(f"fetching {reference}, {name}: {format_bytes(listing.files[name].bytes)}")
-        _download(repository, listing, name, lock, folder, progress)
+    digests = {name: _digest(repository, listing, name, lock) for name in missing}
+    here = sum(bytes_here(folder / name, digest) for name, digest in digests.items())
+    _refuse_without_space(reference, folder, sum(listing.files[name].bytes for name in missing) - here)
+    for name, digest in digests.items():
+        size = listing.files[name].bytes
+        progress(f"fetching {reference}, {name}: {format_bytes(size)}")
+        download(repository, commit, folder / name, size, digest, progress)
     progress(f"verifying {reference}: {len(listing.files)} files")
     verified = {name: _verified(repository, listing, name, lock, folder) for name in listing.files}
     with locked(folder.parents[1].name, RECORD, lambda: None):
@@ -141,16 +145,17 @@ def _fetch(reference: Reference, lock: Lock, listing: Listing, progress: Say) ->
     return folder
 
 
-def _download(repository: str, listing: Listing, name: str, lock: Lock, folder: Path, say: Say) -> None:
-    """Fetch a file of which a digest is known: the hub's, weights.toml's, or an earlier pull's."""
-    listed = listing.files[name]
-    digest = listed.digest
-    for source in (known_files(repository, listing.commit).get(name), lock.snapshots.get(listing.commit, {}).get(name)):
-        if digest is None and source is not None and source.sha256 is not None:
-            digest = Digest(SHA256, source.sha256)
-    if digest is None:
-        raise WeightsError(f"{repository}: the hub states no digest of {name}; nothing else could tell what came")
-    download(repository, listing.commit, folder / name, listed.bytes, digest, say)
+def _digest(repository: str, listing: Listing, name: str, lock: Lock) -> Digest:
+    """What a file's content must have: by the hub, else by weights.toml, else by an earlier pull."""
+    listed = listing.files[name].digest
+    if listed is not None:
+        return listed
+    known = known_files(repository, listing.commit).get(name)
+    recorded = lock.snapshots.get(listing.commit, {}).get(name)
+    for source in (known, recorded):
+        if source is not None and source.sha256 is not None:
+            return Digest(SHA256, source.sha256)
+    raise WeightsError(f"{repository}: the hub states no digest of {name}; nothing else could tell what came")
 
 
 def _refuse_contradictions(repository: str, listing: Listing, lock: Lock) -> None:
