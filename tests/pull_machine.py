@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -143,6 +144,11 @@ class Machine:
         """The one file that is not whole."""
         (found,) = self.blobs.glob("*.incomplete")
         return found
+
+    def forget(self) -> None:
+        """All that was pulled."""
+        shutil.rmtree(self.blobs.parents[1])
+        self.lock.unlink()
 
     @property
     def lock(self) -> Path:

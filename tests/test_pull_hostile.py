@@ -7,12 +7,13 @@ import pytest
 from hub import Hub, git_id
 from pull_machine import REPOSITORY, WEIGHTS, Machine
 
-# The limits of time, a hundredth of what they are.
-IMPATIENT = """
-import kvant.weights.answer as a, kvant.weights.download as d, kvant.weights.settings as s
-a.HEAD_S, a.WINDOW_S, d.WAIT_S = 0.5, 0.6, 0.01
-a.timeout_s = lambda: 0.5
+# One limit of time each, made short; the others are so long that a busy machine keeps them.
+LIMITS = """
+import kvant.weights.answer as a, kvant.weights.download as d
+a.HEAD_S, a.WINDOW_S, wait_s, d.WAIT_S = {}, {}, {}, 0.01
+a.timeout_s = lambda: wait_s
 """
+SHORT_HEAD, SHORT_WINDOW, SHORT_WAIT = LIMITS.format(1, 60, 1), LIMITS.format(30, 0.6, 30), LIMITS.format(30, 60, 0.5)
 ETAGS = ('"../../../../escaped"', '"/../../../../../escaped"', '""', '".."', '"' + "0" * 300 + '"', "escaped", "W/x")
 
 
@@ -29,17 +30,18 @@ def _check_nothing_escaped(machine: Machine) -> None:
     assert outside <= {".locks", machine.blobs.parent.name}
 
 
-@pytest.mark.parametrize("etag", ETAGS)
-def test_an_etag_is_no_path(machine: Machine, hub: Hub, files: dict[str, bytes], etag: str) -> None:
+def test_an_etag_is_no_path(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
     """huggingface_hub joins it to its cache's."""
     hub.add(REPOSITORY, files)
-    hub.etags = dict.fromkeys(files, etag)
-    folder = machine.pull(REPOSITORY)
-    assert (folder / WEIGHTS).read_bytes() == files[WEIGHTS]
-    names = {path.name for path in machine.blobs.iterdir()}
-    wanted = {path.name for path in folder.iterdir()} - {WEIGHTS}
-    assert names == {(folder / WEIGHTS).resolve().name, *(git_id(files[name]) for name in wanted)}
-    _check_nothing_escaped(machine)
+    for etag in ETAGS:
+        hub.etags = dict.fromkeys(files, etag)
+        folder = machine.pull(REPOSITORY)
+        assert (folder / WEIGHTS).read_bytes() == files[WEIGHTS]
+        names = {path.name for path in machine.blobs.iterdir()}
+        wanted = {path.name for path in folder.iterdir()} - {WEIGHTS}
+        assert names == {(folder / WEIGHTS).resolve().name, *(git_id(files[name]) for name in wanted)}
+        _check_nothing_escaped(machine)
+        machine.forget()
 
 
 def test_a_small_file_of_the_same_size(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
@@ -79,8 +81,8 @@ def test_a_body_of_single_bytes(machine: Machine, hub: Hub, files: dict[str, byt
     hub.add(REPOSITORY, files)
     hub.drip[name] = (b" ", 0.05)
     begun = time.monotonic()
-    line = machine.refuses("pull", REPOSITORY, PRELUDE=IMPATIENT)
-    assert time.monotonic() - begun < 20
+    line = machine.refuses("pull", REPOSITORY, PRELUDE=SHORT_WINDOW)
+    assert time.monotonic() - begun < 30
     assert "bytes came in 0.6 s; expected at least 10000 a second" in line
 
 
@@ -88,8 +90,10 @@ def test_a_body_of_single_bytes(machine: Machine, hub: Hub, files: dict[str, byt
 def test_a_body_that_stops(machine: Machine, hub: Hub, files: dict[str, bytes], name: str) -> None:
     hub.add(REPOSITORY, files)
     hub.drip[name] = (b" ", 3600)
-    line = machine.refuses("pull", REPOSITORY, PRELUDE=IMPATIENT)
-    assert "cannot be reached: " in line or "0 bytes came in 0.6 s" in line
+    begun = time.monotonic()
+    line = machine.refuses("pull", REPOSITORY, PRELUDE=SHORT_WAIT)
+    assert time.monotonic() - begun < 30
+    assert "cannot be reached: timed out" in line
     assert len(hub.requests) < 20
 
 
@@ -97,8 +101,8 @@ def test_a_head_of_single_bytes(machine: Machine, hub: Hub, files: dict[str, byt
     hub.add(REPOSITORY, files)
     hub.slow_head = 0.1
     begun = time.monotonic()
-    assert "no answer within 0.5 s" in machine.refuses("pull", REPOSITORY, PRELUDE=IMPATIENT)
-    assert time.monotonic() - begun < 20
+    assert "no answer within 1 s" in machine.refuses("pull", REPOSITORY, PRELUDE=SHORT_HEAD)
+    assert time.monotonic() - begun < 30
 
 
 def test_the_login_stays_with_the_hub(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:

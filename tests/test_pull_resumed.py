@@ -122,27 +122,27 @@ def test_a_server_without_ranges(machine: Machine, hub: Hub, files: dict[str, by
     assert _ranges(hub) == [None, "bytes=3000000-"]
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "bytes 0-{end}/{size}",
-        "bytes {start}-{end}/*",
-        "bytes {start}-{end}/12",
-        "bytes {start}-7/{size}",
-        "bytes -{start}-{end}/{size}",
-        "bytes {start}-{end}/1e9999",
-        "bytes " + "9" * 5000 + "-{end}/{size}",
-        "",
-    ],
-)
-def test_a_range_that_was_not_asked_for(machine: Machine, hub: Hub, files: dict[str, bytes], answer: str) -> None:
+RANGES = [
+    "bytes 0-{end}/{size}",
+    "bytes {start}-{end}/*",
+    "bytes {start}-{end}/12",
+    "bytes {start}-7/{size}",
+    "bytes -{start}-{end}/{size}",
+    "bytes {start}-{end}/1e9999",
+    "bytes " + "9" * 5000 + "-{end}/{size}",
+    "",
+]
+
+
+def test_a_range_that_was_not_asked_for(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
     hub.add(REPOSITORY, files)
-    hub.cut[WEIGHTS] = 3_000_000
-    hub.ranges = answer
     size = len(files[WEIGHTS])
-    line = machine.refuses("pull", REPOSITORY, PRELUDE=QUICK)
-    assert f"expected 'bytes 3000000-{size - 1}/{size}'; what came is removed" in line
-    assert len(line) < 400
+    for hub.ranges in RANGES:
+        hub.cut[WEIGHTS] = 3_000_000
+        line = machine.refuses("pull", REPOSITORY, PRELUDE=QUICK)
+        assert f"expected 'bytes 3000000-{size - 1}/{size}'; what came is removed" in line
+        assert len(line) < 400
+        assert not list(machine.blobs.glob("*.incomplete"))
     hub.ranges = Hub.ranges
     _found(machine, files)
 
