@@ -10,6 +10,7 @@ import pytest
 from checkpoints import load_reference, qwen2_config, reference_model, save_checkpoint
 from fused_path import checked_gpu, gpu, launches  # noqa: F401, fixtures
 from metal_host import summary
+from pull_machine import files, hub, listed, machine  # noqa: F401, fixtures
 
 import kvant
 from kvant.engine.load import POCKET, find_model
