@@ -1,8 +1,11 @@
 """``kvant convert``: a model folder to a quantized one."""
 
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -11,6 +14,7 @@ from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
 from kvant.engine.convert import convert_folder
 from kvant.engine.load import find_model
+from kvant.engine.new_folder import remove_leftovers
 from kvant.engine.weight_format import WeightFormat
 from kvant.sizes import format_bytes
 
@@ -44,7 +48,8 @@ def convert(
     if not dest:
         raise BadValueError("DEST is empty; expected a folder's path")
     folder = find_model(source)
-    with LateProgress("converting", quiet=quiet) as progress:
+    _remove_leftovers(Path(dest), quiet)
+    with _terminable(), LateProgress("converting", quiet=quiet) as progress:
         done = convert_folder(folder, Path(dest), chosen, progress.update)
     if quiet:
         return
@@ -59,3 +64,23 @@ def convert(
             f"not quantized, groups of {chosen.group_size} do not divide the width: {done.unquantized[0]}{more}",
             file=sys.stderr,
         )
+
+
+def _remove_leftovers(dest: Path, quiet: bool) -> None:
+    for part in remove_leftovers(dest):
+        if not quiet:
+            print(f"{part}: removed; a convert that was killed had left it", file=sys.stderr)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """End at SIGTERM as at Ctrl-C, so that nothing half-written is left."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
