@@ -103,9 +103,9 @@ def remove_leftovers(dest: Path) -> list[Path]:
 
     A part folder has kvant's marker. Its process lives while the marker is locked.
     """
-    # The random part is mkdtemp's.
-    ours = re.compile(rf"\.{re.escape(dest.name)}\.[a-z0-9_]{{8}}\.part")
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError, ValueError):  # a path that check_new refuses
+        dest = dest.expanduser().absolute()
+        ours = re.compile(rf"\.{re.escape(dest.name)}\.[a-z0-9_]{{8}}\.part")  # the random part is mkdtemp's
         parts = sorted(path for path in dest.parent.iterdir() if ours.fullmatch(path.name) and not path.is_symlink())
         return [part for part in parts if _remove_dead(part)]
     return []
