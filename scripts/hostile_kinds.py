@@ -51,12 +51,15 @@ def change(path: Path, **values: Any) -> None:
 
 def foreign_class(folder: Path, rng: random.Random) -> str:
     """Classes of transformers that are no tokenizers, and load others by name."""
-    name, evil = rng.choice(CLASSES), {"auto_map": dict.fromkeys(CLASSES, "evil.Evil")}
+    name = rng.choice(CLASSES)
+    evil = {"auto_map": {name: "evil.Evil"}}
     where = rng.choice(["tokenizer_config.json", "config.json"])
+    if rng.random() < 0.7:
+        (folder / "tokenizer_config.json").unlink()
     change(folder / where, tokenizer_class=name)
-    more = {"processor_class": name, "feature_extractor_type": name} if rng.random() < 0.3 else {}
-    for file in ("processor_config.json", "preprocessor_config.json", "feature_extractor_config.json"):
-        change(folder / file, **evil, **more)
+    files = ("processor_config.json", "preprocessor_config.json", "feature_extractor_config.json")
+    for file in rng.choice([files[:1], files]):
+        change(folder / file, **evil)
     if rng.random() < 0.2:
         change(folder / where, **evil)
     return f"{where}: {name}"
