@@ -11,12 +11,14 @@ from typer.exceptions import TyperException
 
 from kvant.cli import interrupts
 from kvant.errors import KvantError, one_line
+from kvant.text.process import TextProcess
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 # In the order of the help. Each is imported when it is asked for: together they take longer than a short answer.
 COMMANDS = ("generate", "chat", "plan", "convert", "report", "pull", "models", "doctor", "bench")
 GROUPS = ("bench",)
+TALKING = ("generate", "chat")  # they need a tokenizer
 
 
 def make_app(arguments: list[str]) -> typer.Typer:
@@ -64,9 +66,11 @@ def main() -> NoReturn:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
+        # Its start takes as long as the imports beside which it starts.
+        process = TextProcess() if sys.argv[1:2] and sys.argv[1] in TALKING else None
         app = make_app(sys.argv[1:])
         interrupts.begin()
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False, obj=process)
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
     except TyperException as error:  # a bad flag or value

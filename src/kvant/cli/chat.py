@@ -6,6 +6,8 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
+import typer
+
 from kvant.chat import Conversation
 from kvant.cli import interrupts, options
 from kvant.cli.progress import LateProgress
@@ -25,6 +27,7 @@ HELP = (
 
 @with_sampling
 def chat(
+    context: typer.Context,
     *,
     model: options.Model = POCKET,
     adapter_path: options.AdapterPath = None,
@@ -56,6 +59,7 @@ def chat(
         kernels=kernels,
         wired=wired,
         quiet=quiet,
+        process=context.obj,
     )
     sampler, processors = build_sampling(sampling, session)
     if not session.tokenizer.has_chat_template:

@@ -23,6 +23,7 @@ from kvant.text.prompt import encode_rendered, render_chat
 
 @with_sampling
 def generate(
+    context: typer.Context,
     text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; - reads standard input.")] = None,
     *,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt, instead of the argument.")] = None,
@@ -64,6 +65,7 @@ def generate(
         kernels=kernels,
         wired=wired,
         quiet=quiet,
+        process=context.obj,
     )
     sampler, processors = build_sampling(sampling, session)
     run = RunStatistics()

@@ -46,6 +46,8 @@ class TextProcess:
         """``tokenizer``: the request that loads one, as in :meth:`load`; default: none is loaded."""
         self._lock = threading.Lock()
         self._tokenizer = tokenizer
+        self._ready = False
+        self._unread = bytearray()
         self._start()
 
     def load(self, request: dict[str, Any], payload: bytes) -> Callable[[], dict[str, Any]]:
@@ -104,6 +106,7 @@ class TextProcess:
             raise ModelError(f"the process for the tokenizer cannot be started: {error}") from error
         self._owner = os.getpid()
         self._ready = False
+        self._unread = bytearray()
         self._resting = 0
         self._end = weakref.finalize(self, _end, self._process)
 
@@ -151,10 +154,10 @@ class TextProcess:
         stdout = self._process.stdout
         assert stdout is not None
         end = time.monotonic() + limit_s
-        line = bytearray()
+        line, self._unread = self._unread, bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(stdout, selectors.EVENT_READ)
-            while not line.endswith(b"\n"):
+            while b"\n" not in line[-(1 << 20) :]:
                 if selector.select(LOOK_S):
                     piece = os.read(stdout.fileno(), 1 << 20)
                     if not piece:
@@ -166,7 +169,9 @@ class TextProcess:
                     raise TextError(f"it takes longer than {limit_s:g} s")
                 elif not ADDRESS_LIMIT and _resident_bytes(self._process.pid) > self._resting + MEMORY_LIMIT:
                     raise TextError("it needs too much memory")
-        return bytes(line)
+        found, _, rest = line.partition(b"\n")
+        self._unread = rest
+        return bytes(found)
 
     def _died(self) -> TextError:
         code = self._process.wait()
