@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvant import weights
+from kvant.cli import terminal
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import ModelError
 from kvant.models.files import read_json
@@ -47,7 +48,6 @@ def models(
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, padding=0)
@@ -66,7 +66,7 @@ def models(
             row.license or "",
             row.here,
         )
-    console = Console()
+    console = terminal.console()
     console.print(table)
     console.print(
         f"{', '.join(map(str, CACHE_BITS))} bits: bytes of cache a token, in groups of {GROUP} with float16 scales "
