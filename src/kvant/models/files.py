@@ -3,9 +3,11 @@
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kvant.errors import ModelError, one_line
 
@@ -14,7 +16,17 @@ CODE_KEYS = ("auto_map", "model_file")  # of transformers, of mlx-lm
 
 
 def check_file(path: Path, folder: Path | None = None, error: type[ModelError] = ModelError) -> Path:
-    """The path, where a regular file of the model folder is there; every file of a folder goes through here first.
+    """The path, where :func:`open_file` opens it; arguments and errors as there."""
+    with open_file(path, folder, error):
+        return path
+
+
+@contextmanager
+def open_file(path: Path, folder: Path | None = None, error: type[ModelError] = ModelError) -> Iterator[BinaryIO]:
+    """A regular file of the model folder, open; every file of a folder is checked here first.
+
+    The type is that of the descriptor. So is all that is read from it, whatever is put under the name afterwards. A
+    link that is put there between check and opening is not followed, a pipe does not block.
 
     A link may lead to a file of the same folder or to what the Hugging Face cache itself makes:
     models--owner--name/snapshots/<commit>/file is a link to models--owner--name/blobs/<digest>, and that may be one to
@@ -27,10 +39,23 @@ def check_file(path: Path, folder: Path | None = None, error: type[ModelError] =
     Raises:
         ModelError: nothing there, a link out of the folder, or no regular file, such as a pipe, which would never end.
     """
-    folder = path.parent if folder is None else folder
+    real = _resolve(path, path.parent if folder is None else folder, error)
+    try:
+        if not stat.S_ISREG(real.lstat().st_mode):  # a device is not even opened
+            raise error(f"{path}: not a regular file")
+        descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as failed:
+        raise error(f"{path}: cannot be read: {one_line(failed)}") from failed
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise error(f"{path}: not a regular file")
+        yield file
+
+
+def _resolve(path: Path, folder: Path, error: type[ModelError]) -> Path:
+    """Where the path leads, within the folder or the Hugging Face cache's own."""
     try:
         real, root = path.resolve(strict=True), folder.resolve(strict=True)
-        mode = real.stat().st_mode
     except FileNotFoundError as missing:
         if path.is_symlink():
             raise error(f"{path}: a link to {os.readlink(path)}, which is not there") from missing
@@ -45,23 +70,40 @@ def check_file(path: Path, folder: Path | None = None, error: type[ModelError] =
         roots += [repository / "blobs", repository.parent / "blobs"]
     if not any(real.is_relative_to(allowed) for allowed in roots):
         raise error(f"{path}: a link out of the model folder, to {real}; expected the file itself")
-    if not stat.S_ISREG(mode):
-        raise error(f"{path}: not a regular file")
-    return path
+    return real
+
+
+def read_bytes(path: Path, limit: int, folder: Path | None = None, error: type[ModelError] = ModelError) -> bytes:
+    """What is in a file of the folder, at most ``limit`` bytes; other arguments as in :func:`open_file`.
+
+    Raises:
+        ModelError: as there, or a file that is too large or unreadable.
+    """
+    with open_file(path, folder, error) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= limit:
+            try:
+                data = file.read(limit + 1)
+            except OSError as failed:
+                raise error(f"{path}: cannot be read: {one_line(failed)}") from failed
+            if len(data) <= limit:
+                return data
+            size = len(data)  # it grew, and may go on growing
+        raise error(f"{path}: {size} bytes; expected at most {limit}")
 
 
 def read_text(path: Path, limit: int, folder: Path | None = None, error: type[ModelError] = ModelError) -> str:
-    """The text of a file of the folder, at most ``limit`` bytes of UTF-8; other arguments as in :func:`check_file`.
+    """The text of a file of the folder, at most ``limit`` bytes of UTF-8; other arguments as in :func:`open_file`.
+
+    Lines end in a newline, as in Python's text files.
 
     Raises:
-        ModelError: as there, or a file that is too large, unreadable, or not UTF-8.
+        ModelError: as in :func:`read_bytes`, or a file that is not UTF-8.
     """
-    check_file(path, folder, error)
+    data = read_bytes(path, limit, folder, error)
     try:
-        if path.stat().st_size > limit:
-            raise error(f"{path}: {path.stat().st_size} bytes; expected at most {limit}")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as failed:
+        return TextIOWrapper(BytesIO(data), encoding="utf-8").read()
+    except UnicodeDecodeError as failed:
         raise error(f"{path}: not text: {one_line(failed)}") from failed
 
 

@@ -4,12 +4,13 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
 from kvant.errors import CheckpointError, one_line
-from kvant.models.files import check_file, read_json, unique_keys
+from kvant.models.files import open_file, read_json, unique_keys
 from kvant.sizes import format_bytes, physical_memory
 
 FLOATS = ("F32", "F16", "BF16")
@@ -18,6 +19,7 @@ MAX_HEADER_BYTES = 16 * 1024 * 1024  # a header of 100,000 tensors
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 Expected = Mapping[str, tuple[tuple[int, ...], Sequence[str]]]  # a tensor's name to its shape and dtypes
+Identity = tuple[int, int, int, int]  # of a file: device, inode, bytes, time of change in ns
 
 
 class TensorFiles:
@@ -28,6 +30,7 @@ class TensorFiles:
         self._file_of: dict[str, Path] = {}
         self._shape_of: dict[str, tuple[int, ...]] = {}
         self._dtype_of: dict[str, str] = {}
+        self._opened: dict[Path, Identity] = {}
         self._loaded: dict[Path, dict[str, mx.array]] = {}
         self.files, owners = _shards(folder) if files is None else (list(files), {})
         self._nbytes = 0
@@ -38,27 +41,31 @@ class TensorFiles:
                 raise CheckpointError(f"{folder / owner}: tensor {name} is missing; the index says it is there")
 
     def _read_header(self, path: Path) -> None:
-        check_file(path, error=CheckpointError)
         try:
-            # The library does not notice a name that is there twice: it and MLX, which reads the file again, must
-            # not have a choice.
-            with path.open("rb") as stream:
-                length = int.from_bytes(stream.read(8), "little")
-                if MAX_HEADER_BYTES < length < path.stat().st_size:
-                    raise CheckpointError(f"{path}: a header of {length} bytes; expected at most {MAX_HEADER_BYTES}")
-                if length <= MAX_HEADER_BYTES:
-                    json.loads(stream.read(length), object_pairs_hook=unique_keys)
-            with safe_open(path, framework="np") as file:
-                for name in file.keys():  # noqa: SIM118, the file is no mapping
-                    if name in self._file_of:
-                        raise CheckpointError(f"{path.name}: tensor {name} is also in {self._file_of[name].name}")
-                    header = file.get_slice(name)
-                    self._file_of[name] = path
-                    self._shape_of[name] = tuple(header.get_shape())
-                    self._dtype_of[name] = header.get_dtype()
-            self._nbytes += path.stat().st_size
+            with open_file(path, error=CheckpointError) as stream:
+                self._opened[path] = _identity(os.fstat(stream.fileno()))
+                _check_header(path, stream)
+                with safe_open(path, framework="np") as file:
+                    for name in file.keys():  # noqa: SIM118, the file is no mapping
+                        if name in self._file_of:
+                            raise CheckpointError(f"{path.name}: tensor {name} is also in {self._file_of[name].name}")
+                        header = file.get_slice(name)
+                        self._file_of[name] = path
+                        self._shape_of[name] = tuple(header.get_shape())
+                        self._dtype_of[name] = header.get_dtype()
+                self._check_identity(path)
+                self._nbytes += os.fstat(stream.fileno()).st_size
         except (SafetensorError, OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: not a whole safetensors file: {one_line(error)}") from error
+
+    def _check_identity(self, path: Path) -> None:
+        """Refuse a file that is not the one whose header was checked: libraries open it again, by its name.
+
+        Raises:
+            CheckpointError: another file, or a changed one.
+        """
+        if _identity(path.stat()) != self._opened[path]:
+            raise CheckpointError(f"{path}: changed while it was read")
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -93,8 +100,9 @@ class TensorFiles:
         try:
             if path not in self._loaded:
                 self._loaded[path] = mx.load(str(path))  # type: ignore[assignment]
+                self._check_identity(path)
             array = self._loaded[path].pop(name)
-        except (RuntimeError, ValueError, KeyError) as error:
+        except (RuntimeError, ValueError, KeyError, OSError) as error:
             raise CheckpointError(f"{path}: MLX does not read it: {one_line(error)}") from error
         if array.shape != shape:  # MLX reads the header once more
             raise CheckpointError(f"tensor {name} has shape {array.shape} when read; expected {shape}")
@@ -110,6 +118,22 @@ class TensorFiles:
     def _require(self, name: str) -> None:
         if name not in self._file_of:
             raise CheckpointError(f"tensor {name} is missing")
+
+
+def _identity(state: os.stat_result) -> Identity:
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
+
+
+def _check_header(path: Path, stream: BinaryIO) -> None:
+    """Refuse a header that is too long, or in which a name is twice.
+
+    The safetensors library does not notice the latter: it and MLX, which reads the file again, must not have a choice.
+    """
+    length = int.from_bytes(stream.read(8), "little")
+    if MAX_HEADER_BYTES < length < os.fstat(stream.fileno()).st_size:
+        raise CheckpointError(f"{path}: a header of {length} bytes; expected at most {MAX_HEADER_BYTES}")
+    if length <= MAX_HEADER_BYTES:
+        json.loads(stream.read(length), object_pairs_hook=unique_keys)
 
 
 def _shards(folder: Path) -> tuple[list[Path], dict[str, str]]:

@@ -1,0 +1,129 @@
+"""Files that change under the reader: what was checked is what is read."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from kvant.errors import CheckpointError, ModelError
+from kvant.models.files import check_file, read_bytes, read_text
+from kvant.models.tensors import TensorFiles
+
+INSIDE, OUTSIDE = b"inside" * 100, b"outside" * 100
+TRIES = 2000
+
+
+@contextmanager
+def _swapping(path: Path, *makers: Callable[[Path], object]) -> Iterator[None]:
+    """Another thread that puts what each function makes under the path in turn, at once, over and over."""
+    done = threading.Event()
+
+    def swap() -> None:
+        scratch = path.with_name("scratch")
+        while not done.is_set():
+            for make in makers:
+                make(scratch)
+                os.replace(scratch, path)
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file of a folder, and another outside of it."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "outside").write_bytes(OUTSIDE)
+    path = tmp_path / "model" / "config.json"
+    path.write_bytes(INSIDE)
+    return path
+
+
+def _file(path: Path) -> None:
+    path.write_bytes(INSIDE)
+
+
+def _link(path: Path) -> None:
+    path.symlink_to(path.parents[1] / "outside")
+
+
+def test_a_link_put_there_during_the_check_is_not_followed(path: Path) -> None:
+    read, refused = 0, 0
+    with _swapping(path, _file, _link):
+        for _ in range(TRIES):
+            try:
+                assert read_bytes(path, 10_000) == INSIDE
+                read += 1
+            except ModelError:
+                refused += 1
+    assert read > 10
+    assert refused > 10
+
+
+def test_a_pipe_put_there_during_the_check_does_not_block(path: Path) -> None:
+    read, refused = 0, 0
+    with _swapping(path, _file, os.mkfifo):
+        for _ in range(TRIES):
+            try:
+                assert read_bytes(path, 10_000) == INSIDE
+                read += 1
+            except ModelError:
+                refused += 1
+    assert read > 10
+    assert refused > 10
+
+
+def test_bytes_are_bounded(path: Path) -> None:
+    size = len(INSIDE)
+    assert read_bytes(path, size) == INSIDE
+    with pytest.raises(ModelError, match=f"config.json: {size} bytes; expected at most {size - 1}"):
+        read_bytes(path, size - 1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs a file that does not tell its size")
+def test_a_file_that_does_not_tell_its_size_is_bounded() -> None:
+    status = Path("/proc/self/status")
+    assert status.stat().st_size == 0
+    folder = status.resolve().parent
+    assert b"Name:" in read_bytes(status, 100_000, folder)
+    with pytest.raises(ModelError, match="101 bytes; expected at most 100"):
+        read_bytes(status, 100, folder)
+
+
+def test_lines_of_a_text_end_in_a_newline(path: Path) -> None:
+    path.write_bytes(b"a\r\nb\rc\n")
+    assert read_text(path, 100) == path.read_text()
+    assert read_bytes(path, 100) == b"a\r\nb\rc\n"
+
+
+def test_nothing_stays_open(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)  # the lowest that is free
+    os.close(descriptor)
+    check_file(path)
+    read_bytes(path, 10_000)
+    with pytest.raises(ModelError):
+        read_bytes(path, 1)
+    again = os.open(path, os.O_RDONLY)
+    os.close(again)
+    assert again == descriptor
+
+
+@pytest.mark.parametrize("data", [np.ones((2, 3), np.float32), np.zeros((4, 5), np.float32)], ids=["alike", "other"])
+def test_tensors_of_another_file_than_was_checked(tmp_path: Path, data: np.ndarray) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": np.zeros((2, 3), np.float32)}, path)
+    tensors = TensorFiles(tmp_path)
+    save_file({"a": data}, tmp_path / "other")
+    os.replace(tmp_path / "other", path)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: changed while it was read"):
+        tensors.take("a", (2, 3))
