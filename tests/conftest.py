@@ -4,6 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kvant  # before MLX, which it lends a faster BLAS
+
+# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -11,7 +14,6 @@ from checkpoints import load_reference, qwen2_config, reference_model, save_chec
 from fused_path import checked_gpu, gpu, launches  # noqa: F401, fixtures
 from metal_host import summary
 
-import kvant
 from kvant.engine.load import POCKET, find_model
 from kvant.models import Decoder
 from kvant.report.texts import heldout_documents

@@ -5,9 +5,10 @@ model, tokenizer = load("pocket")
 print(generate(model, tokenizer, "Once upon a time"))
 """
 
-from kvant.blas import load_blas
+from kvant.blas import import_mlx, load_blas
 
 load_blas()  # before anything imports MLX
+import_mlx()
 
 from kvant.engine import GenerationResponse, generate, load, stream_generate  # noqa: E402
 
