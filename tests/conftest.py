@@ -4,6 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kvant  # before MLX, which it lends a faster BLAS
+
+# isort: split
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -12,7 +15,6 @@ from fused_path import checked_gpu, gpu, launches  # noqa: F401, fixtures
 from metal_host import summary
 from pull_machine import files, hub, listed, machine  # noqa: F401, fixtures
 
-import kvant
 from kvant.engine.load import POCKET, find_model
 from kvant.models import Decoder
 from kvant.report.texts import heldout_documents

@@ -72,14 +72,15 @@ def main() -> NoReturn:
     sys.exit(code)
 
 
-def _run() -> object:
+def _run() -> int:
     """The command's exit code, its error printed."""
     try:
         # Its start takes as long as the imports beside which it starts.
         process = TextProcess() if sys.argv[1:2] and sys.argv[1] in TALKING else None
         app = make_app(sys.argv[1:])
         interrupts.begin()
-        return app(standalone_mode=False, obj=process)
+        code = app(standalone_mode=False, obj=process)
+        return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except TyperException as error:  # a bad flag or value

@@ -58,6 +58,7 @@ class TensorFiles:
                     if name in self._file_of:
                         raise CheckpointError(f"{path.name}: tensor {name} is also in {self._file_of[name].name}")
                     self._file_of[name], self._shape_of[name], self._dtype_of[name] = path, shape, dtype
+                self._check_identity(path)
                 self._nbytes += state.st_size
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: not a whole safetensors file: {one_line(error)}") from error
