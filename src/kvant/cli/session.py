@@ -82,15 +82,9 @@ def open_session(
     planned = plan_that_fits(checkpoint, settings, max_kv_size, machine)
     if wired:
         wire(planned.total)
-    # Collecting garbage while transformers is imported takes a tenth of that time and finds none; frozen, what it left
-    # is not gone through again between tokens.
-    gc.disable()
-    try:
-        with LateProgress("loading", quiet=quiet) as progress:
-            model, tokenizer = load_folder(folder, progress.update, adapter_path=adapter_path, process=process)
-    finally:
-        gc.freeze()
-        gc.enable()
+    with LateProgress("loading", quiet=quiet) as progress:
+        model, tokenizer = load_folder(folder, progress.update, adapter_path=adapter_path, process=process)
+    gc.freeze()  # what was loaded stays: it is not gone through again between tokens
     # Only the weights say how much of their biases stays out of the cache: what was planned before was a guess of it.
     planned = plan_that_fits(checkpoint, settings, max_kv_size, machine, split_pairs(model))
     try:
