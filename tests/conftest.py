@@ -4,9 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import kvant  # before MLX, which it lends a faster BLAS
-
-# isort: split
+import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 import mlx.nn as nn
 import pytest

@@ -63,6 +63,8 @@ class WeightsError(ModelError):
 class ContextError(KvantError, ValueError):
     """A prompt or a conversation that does not fit the reserved context."""
 
+    columns = 1000  # a plan's sum and what would fit; nothing in it is quoted
+
 
 class PromptError(KvantError, ValueError):
     """A prompt that cannot be used."""
