@@ -3,7 +3,8 @@
 Run: python scripts/bench_command.py [rounds] [model folder]    (default: 7 rounds, the embedded model)
 
 Each generates 20 tokens from the same prompt. Run it where torch is not installed: transformers imports it where it is,
-which makes mlx_lm.generate slower than its users see it. Prints a line a run and, last, the medians and their ratio as JSON.
+which makes mlx_lm.generate slower than its users see it. Prints a line a run and, last, the medians and their ratio as
+JSON.
 """
 
 import json
