@@ -19,6 +19,7 @@ from typing import Any
 from kvant.errors import ModelError, one_line
 from kvant.models.fields import MAX_SIZE, flag, shown
 from kvant.models.files import check_file, read_json, refuse_code
+from kvant.text.process import resident_bytes
 
 TIME_LIMIT_S = 60.0
 MEMORY_LIMIT = 2 * 1024**3
@@ -116,7 +117,7 @@ def _run(private: Path) -> int:
             except subprocess.TimeoutExpired:
                 if time.monotonic() > end:
                     raise ModelError(f"the tokenizer takes longer than {TIME_LIMIT_S:g} s to make") from None
-                if not ADDRESS_LIMIT and _resident_bytes(process.pid) > MEMORY_LIMIT:
+                if not ADDRESS_LIMIT and resident_bytes(process.pid) > MEMORY_LIMIT:
                     raise ModelError("the tokenizer needs too much memory to make") from None
     finally:
         process.kill()
@@ -128,15 +129,6 @@ def _why(private: Path) -> str:
         return (private / "error.txt").read_text(encoding="utf-8") or "its process was ended"
     except OSError:
         return "its process ended; it may need more memory than it is given"
-
-
-def _resident_bytes(pid: int) -> int:
-    """Memory of a process, 0 where nobody knows."""
-    try:
-        done = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, check=False)
-        return int(done.stdout) * 1024
-    except (OSError, ValueError):
-        return 0
 
 
 def _request(folder: Path) -> tuple[str, dict[str, Any]]:

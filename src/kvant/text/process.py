@@ -69,7 +69,7 @@ class TextProcess:
             if "error" in found:
                 raise TextError(found["error"])
             self._tokenizer = request, payload
-            self._resting = _resident_bytes(self._process.pid) if not ADDRESS_LIMIT else 0
+            self._resting = resident_bytes(self._process.pid) if not ADDRESS_LIMIT else 0
             return dict(found)
 
         return answer
@@ -167,7 +167,7 @@ class TextProcess:
                         raise TextError("it writes too much")
                 elif time.monotonic() > end:
                     raise TextError(f"it takes longer than {limit_s:g} s")
-                elif not ADDRESS_LIMIT and _resident_bytes(self._process.pid) > self._resting + MEMORY_LIMIT:
+                elif not ADDRESS_LIMIT and resident_bytes(self._process.pid) > self._resting + MEMORY_LIMIT:
                     raise TextError("it needs too much memory")
         found, _, rest = line.partition(b"\n")
         self._unread = rest
@@ -201,7 +201,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def _resident_bytes(pid: int) -> int:
+def resident_bytes(pid: int) -> int:
     """Memory of a process, 0 where nobody knows."""
     try:
         done = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, check=False)
