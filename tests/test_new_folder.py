@@ -153,8 +153,8 @@ def test_two_commands_at_once(tmp_path: Path) -> None:
 
 SLOW = """
 import sys, time
-import mlx_lm.utils
 from kvant.cli import main
+import mlx_lm.utils
 mlx_lm.utils.save_config = lambda *arguments: (print("ready", flush=True), time.sleep(100))
 sys.argv[1:] = ["convert", "pocket", sys.argv[1]]
 main()

@@ -159,6 +159,7 @@ def test_sampling_starts_no_compiler(tmp_path: Path) -> None:
 def test_sampling_imports_neither_mlx_lm_nor_transformers() -> None:
     code = """
 import sys
+import kvant
 import mlx.core as mx
 from kvant.engine.sampling import SamplingOptions, draw_key, sample
 for temp in (0.0, 1.0):

@@ -108,11 +108,11 @@ class TextProcess:
         self._ready = False
         self._unread = bytearray()
         self._resting = 0
-        self._end = weakref.finalize(self, _end, self._process)
+        self._end = weakref.finalize(self, _end, self._process, self._owner)
 
     def _exchange(self, line: bytes) -> bytes:
         if self._owner != os.getpid():  # after a fork: the process is the parent's
-            self._end.detach()
+            self._end()
             self._start()
         elif self._process.poll() is not None:
             self._end()
@@ -193,7 +193,10 @@ def _encoded(request: dict[str, Any], payload: bytes = b"") -> bytes:
         raise TextError(f"it cannot be given this: {error}") from error
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
+    if os.getpid() != owner:  # in a fork, whose parent still uses it
+        process.returncode = 0  # so that Popen does not warn of it
+        return
     process.kill()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
