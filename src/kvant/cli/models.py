@@ -11,7 +11,7 @@ from kvant import weights
 from kvant.cli import terminal
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import ModelError
-from kvant.models.files import read_json
+from kvant.files import read_json
 
 GROUP = 32  # values that share a float16 scale
 CACHE_BITS = (16, 8, 4)

@@ -19,9 +19,9 @@ from mlx.utils import tree_flatten
 from kvant.engine.new_folder import appearing, carried_files, check_new, check_room, copy_files
 from kvant.engine.weight_format import DTYPES, WeightFormat
 from kvant.errors import CheckpointError, ConvertError, one_line
+from kvant.files import read_json
 from kvant.models.checkpoint import IGNORED_SUFFIXES, Progress, is_tied
 from kvant.models.config import ModelConfig
-from kvant.models.files import read_json
 from kvant.models.parameters import matrices, vectors
 from kvant.models.tensors import TensorFiles
 from kvant.text.tokenizer import load_tokenizer

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from kvant.engine.new_folder import appearing, carried_files, check_new, check_room, copy_files
 from kvant.errors import ConvertError, ModelError
+from kvant.files import check_file
 from kvant.models.checkpoint import Progress
 from kvant.models.config import ModelConfig
-from kvant.models.files import check_file
 from kvant.models.tensors import TensorFiles
 from kvant.text.make_tokenizer import make_tokenizer
 from kvant.text.tokenizer import load_tokenizer

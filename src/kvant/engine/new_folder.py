@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from kvant.errors import ConvertError, one_line
-from kvant.models.files import check_file
+from kvant.files import check_file
 from kvant.sizes import format_bytes
 from kvant.text.folder import TEMPLATES
 

@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.errors import CheckpointError, ModelError
+from kvant.files import read_json
 from kvant.models.config import ModelConfig
-from kvant.models.files import read_json
 from kvant.models.parameters import matrices
 from kvant.models.tensors import TensorFiles
 

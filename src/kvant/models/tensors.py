@@ -10,7 +10,7 @@ from typing import BinaryIO
 import mlx.core as mx
 
 from kvant.errors import CheckpointError, one_line
-from kvant.models.files import open_file, read_json, unique_keys
+from kvant.files import open_file, read_json, unique_keys
 from kvant.sizes import format_bytes, physical_memory
 
 FLOATS = ("F32", "F16", "BF16")

@@ -54,8 +54,8 @@ class _Segments:
 class ByteDetokenizer(_Segments):
     """For vocabularies whose tokens stand for bytes: byte-level ones, and those that fall back to bytes.
 
-    The text is what the tokenizer's ``decode`` gives for all ids. Only where tokens that fall back to bytes form no
-    characters may it differ, in how many replacement characters there are.
+    The text is what the tokenizer's ``decode`` gives for all ids, but for tokens that fall back to bytes: a run of them
+    that is not UTF-8 throughout becomes replacement characters there; here the characters within it were given out.
     """
 
     def __init__(self, pieces: Sequence[str | None], *, byte_level: bool, strips: bool) -> None:

@@ -6,7 +6,7 @@ Where transformers builds a class's own pipeline instead of the file's (Qwen2, L
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # before the import: one text at a time needs no pool of threads
@@ -14,18 +14,24 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # before the import: one text at
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
+from kvant.files import unique_keys
+from kvant.text.added import TOKEN_KEYS, folder_tokens, token
+
 MAX_ID = 2**24  # a token's id is a place in a table
-TOKEN_KEYS = {"content", "single_word", "lstrip", "rstrip", "normalized", "special"}
-NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 THINKING = (("<think>", "</think>"), ("<longcat_think>", "</longcat_think>"), ("<|think:start|>", "<|think:end|>"))
 SPACES = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")  # before them a word's space goes
 SPM = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
 STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-DEFAULTS = {  # special tokens of a class where the folder names none
+DEFAULTS: dict[str, dict[str, str | None]] = {  # special tokens of a class where the folder names none
     "Qwen2Tokenizer": {"unk_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
-    "GPT2Tokenizer": {"unk_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
+    "GPT2Tokenizer": {
+        "unk_token": "<|endoftext|>",
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|endoftext|>",
+        "pad_token": None,
+    },
 }
 
 
@@ -50,15 +56,26 @@ class Encoder:
         _check(raw)
         self._decoder = raw.get("decoder")
         self._kind = str(raw["model"].get("type"))
-        pipeline = pipeline_class(model_type, config.get("tokenizer_class") or tokenizer_class, raw)
-        present = {token["content"]: _token(token) for token in raw.get("added_tokens") or ()}
+        pipeline = pipeline_class(model_type, config.get("tokenizer_class") or tokenizer_class, content, self._kind)
+        present = {added["id"]: token(added) for added in raw.get("added_tokens") or ()}
+        padding = raw.get("padding") or {}  # there is none; transformers takes its token
+        listed = config.get("added_tokens_decoder")
+        if pipeline is not None and listed is not None and _differ(listed, present):  # then the file's do not count
+            content = json.dumps({**raw, "added_tokens": []}).encode()
         del raw
         self._tokenizer = Tokenizer.from_buffer(content)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         if pipeline is not None:
             self._rebuild(pipeline, config)
-        self._add_tokens(DEFAULTS.get(pipeline or "", {}), present, config, special_tokens, added_tokens)
+        defaults = {"pad_token": padding.get("pad_token"), **DEFAULTS.get(pipeline or "", {})}
+        tokens = folder_tokens(present, pipeline is not None, defaults, config, special_tokens, added_tokens)
+        self._named, self._extra = tokens.named, tokens.extra
+        self._tokenizer.add_tokens(tokens.adding)
+        if pipeline == "Qwen2Tokenizer":
+            self._tokenizer.add_tokens(
+                [AddedToken(name, special=True) for name in [*self._named.values(), *self._extra]]
+            )
         self._tokenizer.encode_special_tokens = bool(config.get("split_special_tokens"))
         self._clean_up = bool(config.get("clean_up_tokenization_spaces"))
 
@@ -130,55 +147,29 @@ class Encoder:
         tokenizer.decoder = decoders.ByteLevel()
         self._decoder = {"type": "ByteLevel"}
 
-    def _add_tokens(
-        self,
-        defaults: Mapping[str, str],
-        present: Mapping[str, AddedToken],
-        config: Mapping[str, Any],
-        special_tokens: Mapping[str, Any],
-        added_tokens: Mapping[str, Any],
-    ) -> None:
-        """What the folder's other files add to the file's tokens, and which tokens they name."""
-        settings = dict(config)
-        listed = config.get("added_tokens_decoder")
-        if listed is not None:
-            adding = {
-                item["content"]: _token(item) for _, item in sorted(listed.items(), key=lambda item: int(item[0]))
-            }
-        else:  # older folders
-            settings |= special_tokens
-            adding = dict(present)
-        self._named: dict[str, str] = {}
-        for name in NAMED:
-            value = settings.get(name) if name in settings else defaults.get(name)
-            if value is not None:
-                self._named[name] = _content(value)
-        if listed is None:
-            for content in sorted(added_tokens, key=lambda content: int(added_tokens[content])):
-                special = content in self._named.values()
-                adding.setdefault(content, AddedToken(content, normalized=not special, special=special))
-        more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-        others = list(more.values()) if isinstance(more, dict) else list(more)
-        others += [value for name, value in settings.items() if name.endswith("_token") and name not in NAMED]
-        others = [value for value in others if isinstance(value, str | dict)]
-        self._extra = [_content(value) for value in others]
-        for value in [*(settings.get(name) or token for name, token in self._named.items()), *others]:
-            adding.setdefault(_content(value), _token({"special": True, **value} if isinstance(value, dict) else value))
-        for content in self._named.values():
-            adding[content].special = True
-        self._tokenizer.add_tokens(list(adding.values()))
 
+def pipeline_class(model_type: str | None, declared: object, content: bytes, kind: str) -> str | None:
+    """The class whose own pipeline transformers 5 builds for a folder; None: it takes tokenizer.json's.
 
-def pipeline_class(model_type: str | None, declared: object, raw: Mapping[str, Any]) -> str | None:
-    """The class whose own pipeline transformers 5 builds for a folder; None: it takes tokenizer.json's."""
+    Args:
+        model_type: config.json's.
+        declared: the folder's tokenizer_class.
+        content: tokenizer.json.
+        kind: its model's type.
+    """
     name = declared.removesuffix("Fast") if isinstance(declared, str) else ""
     if model_type == "qwen2" or (model_type == "qwen3" and not name):
         name = "Qwen2Tokenizer"  # published ones declare others, wrongly
-    if name not in DEFAULTS or model_type == "mistral" or raw["model"].get("type") != "BPE":
+    if name not in DEFAULTS or model_type == "mistral" or kind != "BPE":
         return None
-    if name == "LlamaTokenizer" and '"ByteLevel"' in json.dumps([raw.get("pre_tokenizer"), raw.get("decoder")]):
-        return None
-    return name
+    return None if name == "LlamaTokenizer" and b'"ByteLevel"' in content else name
+
+
+def _differ(listed: Mapping[str, Any], present: Mapping[int, AddedToken]) -> bool:
+    """Whether tokenizer_config.json lists other tokens than tokenizer.json, or describes them otherwise."""
+    return {int(key): repr(token(value)) for key, value in listed.items()} != {
+        key: repr(present[key]) for key in present
+    }
 
 
 def decoder_kind(decoder: object) -> str:
@@ -189,16 +180,6 @@ def decoder_kind(decoder: object) -> str:
         return "byte_level"
     steps = decoder.get("decoders") if decoder.get("type") == "Sequence" else None
     return "byte_fallback" if steps in (SPM, [*SPM, STRIP]) else "other"
-
-
-def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object's pairs as a dict; a key that is there twice is refused, for readers disagree which one counts."""
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"{key[:80]!r} is there twice")
-        result[key] = value
-    return result
 
 
 def _parse(content: bytes) -> dict[str, Any]:
@@ -222,22 +203,12 @@ def _check(raw: dict[str, Any]) -> None:
         raise ValueError("tokenizer.json: added_tokens is not a list of objects")
     vocabulary = raw["model"].get("vocab")
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
-    for token in added:
-        unknown = sorted(token.keys() - TOKEN_KEYS - {"id"})
-        if unknown or not isinstance(token.get("content"), str):
+    for item in added:
+        unknown = sorted(item.keys() - TOKEN_KEYS - {"id"})
+        if unknown or not isinstance(item.get("content"), str):
             what = f"{unknown[0]!r}" if unknown else "no content"
             raise ValueError(f"tokenizer.json: a token has {what}; expected id, {', '.join(sorted(TOKEN_KEYS))}")
-        ids.append(token.get("id"))
-    for token in ids:
-        if type(token) is not int or not 0 <= token < MAX_ID:
-            raise ValueError(f"tokenizer.json: token id {str(token)[:80]}; expected an int from 0 to {MAX_ID - 1}")
-
-
-def _content(token: str | dict[str, Any]) -> str:
-    return token if isinstance(token, str) else str(token["content"])
-
-
-def _token(token: str | dict[str, Any]) -> AddedToken:
-    if isinstance(token, str):
-        return AddedToken(token, special=True)
-    return AddedToken(**{key: value for key, value in token.items() if key in TOKEN_KEYS})
+        ids.append(item.get("id"))
+    for place in ids:
+        if type(place) is not int or not 0 <= place < MAX_ID:
+            raise ValueError(f"tokenizer.json: token id {str(place)[:80]}; expected an int from 0 to {MAX_ID - 1}")

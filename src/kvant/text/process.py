@@ -111,10 +111,7 @@ class TextProcess:
         self._end = weakref.finalize(self, _end, self._process, self._owner)
 
     def _exchange(self, line: bytes) -> bytes:
-        if self._owner != os.getpid():  # after a fork: the process is the parent's
-            self._end()
-            self._start()
-        elif self._process.poll() is not None:
+        if self._owner != os.getpid() or self._process.poll() is not None:  # after a fork: the process is the parent's
             self._end()
             self._start()
         with self._ended_on_error():
@@ -194,14 +191,17 @@ def _encoded(request: dict[str, Any], payload: bytes = b"") -> bytes:
 
 
 def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
-    if os.getpid() != owner:  # in a fork, whose parent still uses it
-        process.returncode = 0  # so that Popen does not warn of it
-        return
-    process.kill()
+    """End it and close its pipes; in a fork only the latter, for it is the parent's."""
+    is_owner = os.getpid() == owner
+    if is_owner:
+        process.kill()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()
-    process.wait()
+    if is_owner:
+        process.wait()
+    else:
+        process.returncode = 0  # so that Popen does not warn that it still runs
 
 
 def resident_bytes(pid: int) -> int:

@@ -113,7 +113,7 @@ class Tokenizer:
         Raises:
             ValueError: the vocabulary does not have it.
         """
-        found = int(token) if token.isdecimal() else self.convert_tokens_to_ids(token)
+        found = int(token) if token.isdecimal() else self._find([token])[0]
         if found is None:
             raise ValueError(f"{token!r} is not a token of this tokenizer")
         self._eos_token_ids.add(found)
@@ -127,6 +127,10 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether messages can be rendered."""
         return self.chat_template is not None
+
+    @has_chat_template.setter
+    def has_chat_template(self, has: bool) -> None:
+        """Does nothing: mlx-lm's wrapper sets it on any tokenizer, and here it follows from ``chat_template``."""
 
     @property
     def has_thinking(self) -> bool:
@@ -174,9 +178,10 @@ class Tokenizer:
         return found["tokens"][0] if isinstance(ids, int) else found["tokens"]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """The id of a string of the vocabulary, or those of several; None for what it does not have."""
-        found = self._ask({"do": "ids", "tokens": [tokens] if isinstance(tokens, str) else list(tokens)}, "no such")
-        return found["ids"][0] if isinstance(tokens, str) else found["ids"]
+        """The id of a string of the vocabulary, or those of several; the unknown token's for what it does not have."""
+        found = self._find([tokens] if isinstance(tokens, str) else list(tokens))
+        ids = [self.unk_token_id if token is None else token for token in found]
+        return ids[0] if isinstance(tokens, str) else ids
 
     def get_vocab(self) -> dict[str, int]:
         """Every token's id."""
@@ -247,6 +252,9 @@ class Tokenizer:
         if continue_final_message:
             text = cut_at_mark(text, continued)
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def _find(self, tokens: list[str]) -> list[int | None]:
+        return list(self._ask({"do": "ids", "tokens": tokens}, "no such tokens")["ids"])
 
     def _ask(
         self, request: dict[str, Any], failure: str, kind: type[ModelError] | type[PromptError] = ModelError

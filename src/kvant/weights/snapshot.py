@@ -46,7 +46,7 @@ def real_file(folder: Path, name: str) -> Path:
     path = folder / name
     try:
         real = path.resolve(strict=True)
-        roots = (folder, folder.parents[1] / "blobs", folder.parents[2] / "blobs")  # as models.files has them
+        roots = (folder, folder.parents[1] / "blobs", folder.parents[2] / "blobs")  # as kvant.files has them
     except (OSError, RuntimeError) as error:
         raise WeightsError(f"{path}: no such file; pull it again") from error
     if not any(real.is_relative_to(root) for root in roots):

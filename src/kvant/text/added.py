@@ -1,0 +1,126 @@
+"""Added and special tokens: what a folder's files say of them, merged as transformers 5 merges them."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken
+
+TOKEN_KEYS = {"content", "single_word", "lstrip", "rstrip", "normalized", "special"}
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LISTS = ("extra_special_tokens", "additional_special_tokens")  # today's name, and the one before
+Token = str | AddedToken
+
+
+@dataclass(frozen=True, slots=True)
+class FolderTokens:
+    """Tokens beside the vocabulary.
+
+    Attributes:
+        named: tokens by their role, those of the model's own roles (``image_token``) too.
+        extra: special tokens without a role.
+        adding: what is to be added to the tokenizer, in this order.
+    """
+
+    named: Mapping[str, str]
+    extra: list[str]
+    adding: list[AddedToken]
+
+
+def folder_tokens(
+    present: Mapping[int, AddedToken],
+    rebuilt: bool,
+    defaults: Mapping[str, str | None],
+    config: Mapping[str, Any],
+    special_tokens: Mapping[str, Any],
+    added_tokens: Mapping[str, int],
+) -> FolderTokens:
+    """Merge them.
+
+    Args:
+        present: tokenizer.json's added tokens by id.
+        rebuilt: the tokenizer begins without them.
+        defaults: tokens by their role, where no file names one.
+        config, special_tokens, added_tokens: tokenizer_config.json, special_tokens_map.json, added_tokens.json.
+    """
+    settings = dict(config)
+    if not settings.get(LISTS[0]) and LISTS[1] in settings:
+        settings[LISTS[0]] = settings.pop(LISTS[1])
+    own = {name: settings.pop(name) for name in list(settings) if _is_own(name) and isinstance(settings[name], str)}
+    if isinstance(settings.get(LISTS[0]), dict):
+        own |= settings.pop(LISTS[0])
+    listed = settings.get("added_tokens_decoder")
+    if listed is not None:
+        by_id = {int(key): token(value) for key, value in listed.items()}
+        known = {added.content: added for added in by_id.values()}
+    else:
+        _take_older(settings, own, special_tokens)
+        special = {str(settings[name]) for name in NAMED if settings.get(name)}
+        special |= {str(value) for value in settings.get(LISTS[0]) or ()}
+        by_id = {
+            place: AddedToken(content, normalized=content not in special, special=content in special)
+            for content, place in added_tokens.items()
+        }
+        known = {added.content: added for added in (*by_id.values(), *present.values())}
+        by_id |= present
+    roles: dict[str, Token] = {}
+    for name in NAMED:
+        value = settings[name] if name in settings else defaults.get(name)
+        if value is not None:
+            given = _given(value)
+            roles[name] = known.get(str(given), given) if name in settings else given
+    others = {name: value for name, value in settings.items() if _is_own(name)} | own
+    roles |= {name: _given(value) for name, value in others.items() if isinstance(value, str | dict | AddedToken)}
+    if LISTS[0] not in settings and LISTS[1] in settings:
+        settings[LISTS[0]] = settings[LISTS[1]]
+    extra = [_given(value) for value in settings.get(LISTS[0]) or () if isinstance(value, str | dict | AddedToken)]
+    adding = _missing([] if rebuilt else present.values(), [by_id[key] for key in sorted(by_id)], roles, extra)
+    return FolderTokens({name: str(value) for name, value in roles.items()}, [str(value) for value in extra], adding)
+
+
+def token(value: Mapping[str, Any]) -> AddedToken:
+    """A token as a file describes it."""
+    return AddedToken(**{key: item for key, item in value.items() if key in TOKEN_KEYS})
+
+
+def _take_older(settings: dict[str, Any], own: dict[str, Any], special_tokens: Mapping[str, Any]) -> None:
+    """What special_tokens_map.json of an older folder says goes before tokenizer_config.json."""
+    for name, value in special_tokens.items():
+        if name != LISTS[0]:
+            settings[name] = token({**value, "special": True}) if isinstance(value, dict) else value
+        elif isinstance(value, dict):
+            own |= value
+        else:
+            found = list(settings.get(name) or ())
+            for item in value or ():
+                more = token({**item, "special": True}) if isinstance(item, dict) else item
+                found += [more] if more not in found else []
+            settings[name] = found
+
+
+def _missing(
+    present: Iterable[AddedToken], listed: list[AddedToken], roles: Mapping[str, Token], extra: list[Token]
+) -> list[AddedToken]:
+    """Tokens the tokenizer lacks, and those the files describe; of them, those with a role become special."""
+    missing: list[Token] = [*listed]
+    contents = {added.content for added in (*present, *listed)}
+    for value in (*roles.values(), *extra):
+        if str(value) not in contents and value not in missing:
+            missing.append(value)
+    named = {str(value) for value in roles.values()}
+    adding = []
+    for value in missing:
+        if isinstance(value, str):
+            value = AddedToken(value, special=True)
+        elif value.content in named:
+            value.special = True
+        adding.append(value)
+    return adding
+
+
+def _is_own(name: str) -> bool:
+    return name.endswith("_token") and name not in NAMED
+
+
+def _given(value: str | dict[str, Any] | AddedToken) -> Token:
+    return token(value) if isinstance(value, dict) else value
