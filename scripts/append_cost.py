@@ -8,6 +8,8 @@ import statistics
 import sys
 import time
 
+import kvant.blas  # isort: skip  (before MLX: it loads a faster one)
+
 import mlx.core as mx
 
 import kvant

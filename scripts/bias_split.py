@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 
+import kvant.blas  # noqa: F401  # isort: skip  (before MLX: it loads a faster one)
+
 import mlx.core as mx
 
 from kvant.engine.load import POCKET, find_model, load_folder

@@ -6,6 +6,8 @@ Run: python scripts/bias_split_cost.py
 import statistics
 import time
 
+import kvant.blas  # noqa: F401  # isort: skip  (before MLX: it loads a faster one)
+
 import mlx.core as mx
 
 from kvant.cache import QuantizedKVCache

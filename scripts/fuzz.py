@@ -3,12 +3,14 @@ in one line, or run, in bounded time and memory.
 
     python scripts/fuzz.py [--seconds 120] [--seed 0] [--count 1]
 
-Each folder has a process of its own. A line for each finding: the seed, what was changed, and what happened: a
-traceback, a signal, a hang, too much memory, or words
-on standard output. --count 1 with a finding's --seed runs it again and shows it.
+Each folder has a process of its own, which finds a y on standard input for whoever asks. A line for each finding: the
+seed, what was changed, and what happened: a traceback, a signal, a hang, too much memory, words on standard output, or
+code of the folder that was executed. --count 1 with a finding's --seed runs it again and shows it.
 """
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import random
@@ -24,17 +26,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hostile_kinds
 import numpy as np
 from safetensors.numpy import save_file
 
 import kvant
+from kvant import weights
+from kvant.cli.models import models
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import KvantError
 from kvant.models import ModelConfig
 from kvant.models.parameters import matrices, vectors
-from kvant.text.prompt import render_chat
+from kvant.text.prompt import encode_rendered, render_chat
 
 LIMIT_S = 60
+LOOK_S = 0.02
+WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 LIMIT_BYTES = 1_500_000_000  # more than libraries and a tiny model take
 VALUES: list[Any] = [None, True, False, -1, 0, 1, 2, 3, 7, 64, 2**24, 2**31, 2**32 - 1, 2**63, 10**4000, -0.0, 0.5]
 VALUES += [1e308, float("nan"), float("inf"), "", "x", "\0", "\ud800", "a\nb", "../x", "/dev/zero", "x" * 100_000]
@@ -69,13 +76,14 @@ TEMPLATES = [
 ]
 
 
-def base_folder(folder: Path) -> None:
-    """A model of two tiny layers with the embedded model's tokenizer."""
+def base_folder(folder: Path, model_type: str = "qwen2") -> None:
+    """A model of two tiny layers with the embedded model's tokenizer, and code beside it that would leave a mark."""
     source = find_model(POCKET)
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / name, folder)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     raw = json.loads((source / "config.json").read_text()) | sizes | {"num_key_value_heads": 2, "head_dim": 32}
+    raw |= {"model_type": model_type, "architectures": [f"{model_type.capitalize()}ForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(raw))
     config = ModelConfig.from_dict(raw)
     shapes: dict[str, tuple[int, ...]] = {name: (size,) for name, size in vectors(config).items()}
@@ -89,13 +97,17 @@ def base_folder(folder: Path) -> None:
         save_file(part, folder / name)
     weight_map = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    hostile_kinds.plant(folder)
 
 
 def mutate(folder: Path, rng: random.Random) -> str:
     """Change the folder in a few ways; says how."""
     done = []
+    if rng.random() < 0.2:
+        name = rng.choice(sorted(hostile_kinds.KINDS))
+        done.append(f"{name}: {hostile_kinds.KINDS[name](folder, rng)}")
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
-        files = sorted(path for path in folder.iterdir() if path.is_file() and not path.is_symlink())
+        files = sorted(p for p in folder.iterdir() if p.is_file() and not p.is_symlink() and p.suffix != ".py")
         path = rng.choice([*files, *(path for path in files if path.name in OFTEN)])
         if rng.random() < 0.06:
             how = replace_file(path, rng)
@@ -216,23 +228,30 @@ def mutate_template(path: Path, rng: random.Random) -> str:
 
 def use(folder: Path) -> None:
     """What a user does with a folder."""
+    list_models(folder)
     model, tokenizer = kvant.load(folder)
     prompt = render_chat(tokenizer, [{"role": "user", "content": "Hello!"}])
+    encode_rendered(tokenizer, prompt)
     kvant.generate(model, tokenizer, prompt[:2000], max_tokens=2)
+
+
+def list_models(folder: Path) -> None:
+    """`kvant models`, where the folder had been pulled."""
+    found = weights.Pulled(("a/b",), "a/b", "0" * 40, folder, {}, None)
+    with contextlib.redirect_stdout(io.StringIO()):
+        weights.pulled = lambda: [found]  # type: ignore[assignment]
+        for json_rows in (True, False):
+            models(json_rows)
 
 
 def run(folder: Path, work: Callable[[Path], None]) -> str:
     """Work on a folder in a process of its own: "ok", "refused: ..." or what went wrong."""
-    output, printed = folder.with_suffix(".log"), folder.with_suffix(".out")
+    output, printed, mark = folder.with_suffix(".log"), folder.with_suffix(".out"), folder.with_name("executed")
     child = os.fork()
     if not child:
         code = 70
         try:
-            with output.open("w") as log, printed.open("w") as out:
-                os.dup2(log.fileno(), 2)
-                os.dup2(out.fileno(), 1)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            signal.alarm(LIMIT_S)
+            _enter(folder, output, printed)
             work(folder)
             code = 0
         except KvantError as error:
@@ -242,11 +261,12 @@ def run(folder: Path, work: Callable[[Path], None]) -> str:
             output.write_text(traceback.format_exc())
         finally:
             os._exit(code)
-    _, status, usage = os.wait4(child, 0)
-    peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    code = os.waitstatus_to_exitcode(status)
+    code, peak = _watch(child)
     text = output.read_text(errors="replace").strip() if output.exists() else ""
     last = text.splitlines()[-1][:300] if text else ""
+    if mark.exists():
+        shutil.rmtree(mark)
+        return f"executed code of the folder: {last}"
     if peak > LIMIT_BYTES:
         return f"took {peak / 1e6:.0f} MB: {last}"
     if code == -signal.SIGALRM:
@@ -256,6 +276,47 @@ def run(folder: Path, work: Callable[[Path], None]) -> str:
     if printed.exists() and printed.stat().st_size:
         return f"wrote to standard output: {printed.read_text(errors='replace')[:300]!r}"
     return {0: "ok", 10: f"refused: {last}"}.get(code, f"raised: {last}")
+
+
+def _enter(folder: Path, output: Path, printed: Path) -> None:
+    """Standard streams of its own, limits, and the folder as the current one."""
+    agreeing = folder.with_suffix(".in")
+    agreeing.write_text("y\n" * 1000)
+    for number, path, flags in ((0, agreeing, os.O_RDONLY), (1, printed, WRITE), (2, output, WRITE)):
+        os.dup2(os.open(path, flags, 0o600), number)
+    if folder.is_dir():
+        os.chdir(folder)
+        sys.path = [path for path in sys.path if path]  # python -c looks there; the command does not
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.alarm(LIMIT_S)
+
+
+def _watch(child: int) -> tuple[int, int]:
+    """The exit code, and the most memory that the process and those it started took together.
+
+    Those are looked at from time to time, on Linux.
+    """
+    peak = 0
+    while True:
+        peak = max(peak, _family_bytes(child))
+        if peak > LIMIT_BYTES:
+            os.kill(child, signal.SIGKILL)
+        ended, status, usage = os.wait4(child, os.WNOHANG)
+        if ended:
+            own = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+            return os.waitstatus_to_exitcode(status), max(peak, own)
+        time.sleep(LOOK_S)
+
+
+def _family_bytes(process: int) -> int:
+    """Memory of a process and of those it started; 0 where nobody knows."""
+    total = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        statistics = Path(f"/proc/{process}/statm").read_text().split()
+        total = int(statistics[1]) * resource.getpagesize()
+        for task in Path(f"/proc/{process}/task").iterdir():
+            total += sum(map(_family_bytes, map(int, (task / "children").read_text().split())))
+    return total
 
 
 def main() -> int:
@@ -271,13 +332,14 @@ def main() -> int:
 
     end, seed, outcomes, findings = time.monotonic() + options.seconds, options.seed, Counter[str](), 0
     with tempfile.TemporaryDirectory() as place:
-        base = Path(place) / "base"
-        base.mkdir()
-        base_folder(base)
-        assert run(base, use) == "ok", run(base, use)
+        bases = [Path(place) / kind for kind in ("qwen2", "llama")]  # transformers trusts their files differently
+        for base in bases:
+            base.mkdir()
+            base_folder(base, base.name)
+            assert run(base, use) == "ok", run(base, use)
         while time.monotonic() < end and (options.count is None or seed < options.seed + options.count):
             folder = Path(place) / "model"
-            shutil.copytree(base, folder)
+            shutil.copytree(bases[seed % 2], folder)
             how = mutate(folder, random.Random(seed))
             outcome = run(folder, use)
             kind = outcome.split(":")[0]

@@ -6,6 +6,8 @@ python scripts/kernel_registers.py
 import sys
 from unittest.mock import patch
 
+import kvant.blas  # noqa: F401  # isort: skip  (before MLX: it loads a faster one)
+
 import mlx.core as mx
 from compile_cuda import compile_cuda, recording
 

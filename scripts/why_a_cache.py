@@ -5,6 +5,8 @@ Run: python scripts/why_a_cache.py
 
 import time
 
+import kvant.blas  # isort: skip  (before MLX: it loads a faster one)
+
 import mlx.core as mx
 
 import kvant

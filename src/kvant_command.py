@@ -20,8 +20,11 @@ def main() -> NoReturn:
     """Run ``kvant`` and leave at once: what the interpreter does at its end takes a tenth of a second, for nothing."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell ignores it for us
         signal.signal(signal.SIGINT, end_now)
-    from kvant.cli import main as command
-
+    try:
+        from kvant.cli import main as command
+    except ImportError as error:  # MLX without a back end: its message says how to install one
+        sys.stderr.write(f"kvant: error: {error}\n")
+        os._exit(1)
     try:
         command()
     except SystemExit as ended:

@@ -12,11 +12,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 from fused_path import composed_launch
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-import kvant
 from kvant.engine import decode as decoding
 from kvant.engine import sampling
 from kvant.engine.decode import decode

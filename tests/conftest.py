@@ -4,14 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from checkpoints import load_reference, qwen2_config, reference_model, save_checkpoint
 from fused_path import checked_gpu, gpu, launches  # noqa: F401, fixtures
 from metal_host import summary
+from pull_machine import files, hub, listed, machine  # noqa: F401, fixtures
 
-import kvant
 from kvant.engine.load import POCKET, find_model
 from kvant.models import Decoder
 from kvant.report.texts import heldout_documents

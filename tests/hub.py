@@ -1,10 +1,11 @@
 """A hub on loopback that speaks enough of the protocol for huggingface_hub itself, and misbehaves when told to.
 
-What it answers: a model's listing (/api/models/...?blobs=True), and its files (/owner/repository/resolve/...): small
+What it answers: a model's listing (/api/models/...?blobs=true), and its files (/owner/repository/resolve/...): small
 ones directly, safetensors by a redirect to another host with X-Linked-Etag and X-Linked-Size, in ranges. Errors carry
-X-Error-Code as the hub's do. The hub's own transfer protocol (Xet) cannot be covered on loopback: it is turned off.
+X-Error-Code as the hub's do.
 """
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -19,12 +20,13 @@ LARGE = ".safetensors"
 
 @dataclass
 class Request:
-    """One that came, and the part of the file it asked for."""
+    """One that came, the part of the file it asked for, and the login it brought."""
 
     method: str
     path: str
     range: str | None
     host: str
+    login: str | None
 
 
 @dataclass
@@ -44,8 +46,17 @@ class Hub:
         file_refusal: the same of every file.
         sent: name -> the bytes sent instead of the listed ones.
         listed: name -> the size and digest listed instead of the true ones.
-        cut: name -> after how many bytes the connection ends, once.
+        cut: name -> after how many bytes the connection ends, once, or every time where ``always_cut`` is set.
         hold: name -> after how many bytes the server waits for ``release``, once; then ``held`` is set.
+        entries: name -> what its entry of the listing has instead; a value of None is sent as null.
+        listing: the bytes sent as every listing.
+        etags: name -> the ETag and X-Linked-Etag sent.
+        ranges: the Content-Range of every answer that has one, from {start}, {end} and {size}.
+        whole: a range that is asked for is ignored.
+        drip: name, or "listing" -> a piece that is sent again and again without end, and the seconds between.
+        encodings: name -> the Content-Encoding it is said to have.
+        elsewhere: name -> where it is redirected to.
+        slow_head: seconds between the bytes of an answer's head, which never ends; 0: it is sent at once.
     """
 
     repositories: dict[str, Repository] = field(default_factory=dict)
@@ -55,7 +66,17 @@ class Hub:
     sent: dict[str, bytes] = field(default_factory=dict)
     listed: dict[str, tuple[int, str]] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)
+    always_cut: bool = False
     hold: dict[str, int] = field(default_factory=dict)
+    entries: dict[str, dict[str, object]] = field(default_factory=dict)
+    listing: bytes | None = None
+    etags: dict[str, str] = field(default_factory=dict)
+    ranges: str = "bytes {start}-{end}/{size}"
+    whole: bool = False
+    drip: dict[str, tuple[bytes, float]] = field(default_factory=dict)
+    encodings: dict[str, str] = field(default_factory=dict)
+    elsewhere: dict[str, str] = field(default_factory=dict)
+    slow_head: float = 0.0
     held: threading.Event = field(default_factory=threading.Event)
     release: threading.Event = field(default_factory=threading.Event)
     port: int = 0
@@ -91,6 +112,11 @@ class Hub:
         return [
             r for r in self.requests if r.method == "GET" and r.path.endswith(ends) and (not large or "/cdn/" in r.path)
         ]
+
+
+def git_id(data: bytes) -> str:
+    """The id git gives a blob, as `git hash-object` prints it."""
+    return hashlib.sha1(b"blob " + str(len(data)).encode() + b"\0" + data).hexdigest()
 
 
 @contextmanager
@@ -129,9 +155,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body: bool) -> None:
         path = unquote(urlsplit(self.path).path)
-        self.hub.requests.append(Request(self.command, path, self.headers["Range"], self.headers["Host"]))
+        asked = (self.headers[name] for name in ("Range", "Host", "Authorization"))
+        self.hub.requests.append(Request(self.command, path, *asked))
         parts = path.strip("/").split("/")
-        if parts[:2] == ["api", "models"]:
+        if self.hub.slow_head:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Long: ")
+            self._endless(b"x", self.hub.slow_head)
+        elif parts[:2] == ["api", "models"]:
             self._list("/".join(parts[2:4]), "/".join(parts[5:]) or "main")
         elif parts[0] == "cdn":
             self._large(parts[1], "/".join(parts[2:]))
@@ -152,11 +182,14 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = []
         for file, data in repository.commits[commit].items():
             size, digest = self.hub.listed.get(file, (len(data), hashlib.sha256(data).hexdigest()))
-            sibling = {"rfilename": file, "size": size, "blobId": hashlib.sha1(data).hexdigest()}
+            sibling = {"rfilename": file, "size": size, "blobId": git_id(data)}
             if file.endswith(LARGE):
                 sibling["lfs"] = {"sha256": digest, "size": size, "pointerSize": 134}
-            siblings.append(sibling)
+            siblings.append(sibling | self.hub.entries.get(file, {}))
+        if "listing" in self.hub.drip:
+            return self._drip("listing")
         answer = json.dumps({"id": name, "modelId": name, "sha": commit, "siblings": siblings, "tags": []}).encode()
+        answer = answer if self.hub.listing is None else self.hub.listing
         return self._send(200, answer, {"Content-Type": "application/json"})
 
     def _file(self, name: str, revision: str, file: str, body: bool) -> None:
@@ -164,11 +197,17 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(*self.hub.file_refusal)
         data = self.hub.repositories[name].commits[revision][file]
         common = {"X-Repo-Commit": revision, "Accept-Ranges": "bytes"}
+        if file in self.hub.elsewhere:
+            return self._send(302, b"", common | {"Location": self.hub.elsewhere[file]})
         if file.endswith(LARGE):
             digest = hashlib.sha256(data).hexdigest()
-            linked = {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data))}
+            linked = {"X-Linked-Etag": self.hub.etags.get(file, f'"{digest}"'), "X-Linked-Size": str(len(data))}
             return self._send(302, b"", common | linked | {"Location": f"{self.hub.cdn}/cdn/{digest}/{file}"})
-        etag = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"'}
+        if file in self.hub.drip:
+            return self._drip(file)
+        etag = {"ETag": self.hub.etags.get(file, f'"{git_id(data)}"')}
+        if file in self.hub.encodings:
+            etag["Content-Encoding"] = self.hub.encodings[file]
         return self._send(200, self.hub.sent.get(file, data), common | etag, body)
 
     def _large(self, digest: str, file: str) -> None:
@@ -179,14 +218,22 @@ class _Handler(BaseHTTPRequestHandler):
             if file in files and hashlib.sha256(files[file]).hexdigest() == digest
         )
         data = self.hub.sent.get(file, data)
+        if file in self.hub.drip:
+            self._drip(file)
+            return
         start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-")) if self.headers["Range"] else 0
-        headers = {"ETag": f'"{digest}"'}
+        start = 0 if self.hub.whole else start
+        headers = {"ETag": self.hub.etags.get(file, f'"{digest}"')}
+        if start >= len(data) > 0:
+            self._refuse(416, "")
+            return
         if start:
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            headers["Content-Range"] = self.hub.ranges.format(start=start, end=len(data) - 1, size=len(data))
         self._start(206 if start else 200, len(data) - start, headers)
         rest = memoryview(data)[start:]
         if file in self.hub.cut:
-            self.wfile.write(rest[: self.hub.cut.pop(file)])
+            size = self.hub.cut[file] if self.hub.always_cut else self.hub.cut.pop(file)
+            self.wfile.write(rest[:size])
             self.close_connection = True
         elif file in self.hub.hold:
             size = self.hub.hold.pop(file)
@@ -197,6 +244,20 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         else:
             self.wfile.write(rest)
+
+    def _drip(self, file: str) -> None:
+        """A body without a length and an end."""
+        piece, pause = self.hub.drip[file]
+        self.send_response(200)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self._endless(piece, pause)
+
+    def _endless(self, piece: bytes, pause: float) -> None:
+        with contextlib.suppress(OSError):
+            while not self.hub.release.wait(pause):
+                self.wfile.write(piece)
+        self.close_connection = True
 
     def _refuse(self, status: int, code: str) -> None:
         self._send(status, b'{"error": "refused"}', {"X-Error-Code": code, "Content-Type": "application/json"})

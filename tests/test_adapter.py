@@ -3,6 +3,9 @@
 import json
 import shutil
 import subprocess
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +23,14 @@ from checkpoints import (
     save_checkpoint,
 )
 from conftest import relative_error
+from hostile import file_bytes
 from mlx.utils import tree_flatten, tree_unflatten
 from test_cli import QUESTION, run
 
 import kvant
 from kvant.errors import CheckpointError, ModelError
-from kvant.models import load_decoder
+from kvant.models import ModelConfig, load_decoder
+from kvant.models.adapter import Adapter
 from kvant.models.linear import AdaptedMatrix, DenseMatrix
 
 TOLERANCE = 1e-4  # of the largest logit
@@ -239,6 +244,54 @@ def test_an_adapter_of_zeros_is_refused(saved: tuple[Path, Path], tmp_path: Path
     weights = {name: x * 0 if name.endswith(part) else x for name, x in _weights(adapter).items()}
     mx.save_safetensors(str(adapter / "adapters.safetensors"), weights)
     _refused(saved, adapter, CheckpointError, "every lora_a or lora_b is zero; it would change nothing")
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> ModelConfig:
+    """The config of a model of 1,200 layers, 8,402 matrices."""
+    raw = qwen2_config(num_hidden_layers=1200, hidden_size=16, num_attention_heads=1, num_key_value_heads=1)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    return ModelConfig.from_folder(tmp_path)
+
+
+@contextmanager
+def _little_memory(most: int) -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < most
+    finally:
+        tracemalloc.stop()
+
+
+def _adapter_of_one(folder: Path, keys: list[str]) -> Path:
+    config = adapter_config(keys, num_layers=-1)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    part = {"lora_a": mx.ones((16, RANK)), "lora_b": mx.ones((RANK, 16))}
+    mx.save_safetensors(str(folder / "adapters.safetensors"), {f"{Q}.{name}": x for name, x in part.items()})
+    return folder
+
+
+def test_keys_without_end(tmp_path: Path, deep: ModelConfig) -> None:
+    """A name a key and layer took over 8 GB for 4 MB of them."""
+    adapter = _adapter_of_one(tmp_path, [f"{i:x}" for i in range(400_000)])
+    with _little_memory(100_000_000), pytest.raises(ModelError, match="400000 keys; expected at most 8402"):
+        Adapter(adapter, deep)
+
+
+def test_as_many_keys_as_matrices(tmp_path: Path, deep: ModelConfig) -> None:
+    adapter = _adapter_of_one(tmp_path, [Q, *(f"{i:x}" for i in range(8401))])
+    with _little_memory(20_000_000):
+        assert Adapter(adapter, deep).take({Q: 16}, mx.float32) is not None
+
+
+def test_more_tensors_than_the_model_has(tmp_path: Path, deep: ModelConfig) -> None:
+    adapter = _adapter_of_one(tmp_path, [Q])
+    names = [f"{i:x}.lora_a" for i in range(2 * 8402 + 1)]
+    header = {name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}
+    (adapter / "adapters.safetensors").write_bytes(file_bytes(header, 0))
+    with _little_memory(50_000_000), pytest.raises(CheckpointError, match="16805 tensors; expected at most 16804"):
+        Adapter(adapter, deep)
 
 
 def _weights(adapter: Path) -> dict[str, mx.array]:

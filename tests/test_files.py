@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from kvant.errors import CheckpointError, ModelError
-from kvant.models.files import check_file, read_bytes, read_text
+from kvant.files import check_file, read_bytes, read_text
 from kvant.models.tensors import TensorFiles
 
 INSIDE, OUTSIDE = b"inside" * 100, b"outside" * 100

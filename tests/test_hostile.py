@@ -221,7 +221,7 @@ def test_engines_of_a_benchmark_import_nothing_from_the_current_folder(folder: P
 
 def test_messages_are_one_printable_line() -> None:
     assert str(ModelError("a\nb\x1b[2Jc\ud800 ü")) == r"a\nb\x1b[2Jc\ud800 ü"
-    assert len(str(ModelError("x" * 10**6))) == 1003
+    assert len(f"kvant: error: {ModelError('x' * 10**6)}") <= 3 * 80
 
 
 def test_the_fuzzer_finds_nothing_in_a_few_folders_and_sees_what_goes_wrong(tmp_path: Path) -> None:

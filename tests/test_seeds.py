@@ -41,6 +41,13 @@ def test_splitmix64_by_its_published_sequence() -> None:
     ]
 
 
+def test_without_a_seed_every_run_takes_its_own(pocket: Pocket) -> None:
+    model, tokenizer = pocket
+    sampler = make_sampler(2.0)
+    texts = {generate(model, tokenizer, QUESTION, max_tokens=20, sampler=sampler) for _ in range(3)}
+    assert len(texts) == 3
+
+
 def test_keys_of_all_seeds_and_positions_differ() -> None:
     keys = set()
     seeds = [*range(20), 2**63, 2**64 - 1, 0x9E3779B97F4A7C15, 0x3C6EF372FE94F82A]
@@ -152,10 +159,12 @@ def test_sampling_starts_no_compiler(tmp_path: Path) -> None:
 def test_sampling_imports_neither_mlx_lm_nor_transformers() -> None:
     code = """
 import sys
+import kvant
 import mlx.core as mx
 from kvant.engine.sampling import SamplingOptions, draw_key, sample
 for temp in (0.0, 1.0):
-    sampler, processors = SamplingOptions(temp=temp, presence_penalty=1.0, logit_bias={1: 2.0}).build(9)
+    options = SamplingOptions(temp=temp, seed=3 if temp else None, presence_penalty=1.0, logit_bias={1: 2.0})
+    sampler, processors = options.build(9)
     token, _ = sample(mx.zeros((1, 9)), mx.array([3]), sampler, processors, draw_key(sampler, 1))
     mx.eval(token)
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"mlx_lm", "transformers", "tokenizers"}))

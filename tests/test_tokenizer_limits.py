@@ -22,7 +22,7 @@ from kvant.errors import KvantError, ModelError, PromptError
 from kvant.text import process as bounded
 from kvant.text.tokenizer import Tokenizer, load_tokenizer
 
-GROWTH = 150_000_000  # bytes: the file twice, a text of millions, an answer; not what the tokenizer makes of them
+GROWTH = 250_000_000  # bytes: copies of the file or of a text of 32 million characters; not what is made of them
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hub import git_id
 
 import kvant
 from kvant import weights
@@ -18,7 +20,7 @@ from kvant.models import Decoder
 from kvant.models.config import ARCHITECTURES, ModelConfig
 from kvant.weights.lock import Lock, Verified, read_lock, write_lock
 from kvant.weights.reference import COMMIT, REPOSITORY
-from kvant.weights.snapshot import is_wanted
+from kvant.weights.snapshot import git_blob_id, is_wanted, measure
 
 NAMES = [
     "qwen2.5-0.5b",
@@ -223,6 +225,81 @@ def test_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_text(good.replace("a/b", "a/B"))
     with pytest.raises(WeightsError, match="the lock of 'a/B'; expected 'a/b'"):
         read_lock("a/b")
+
+
+def _blob(tmp_path: Path, data: bytes) -> tuple[Path, Path]:
+    """A snapshot with one file, as huggingface_hub's cache has it, and the blob behind it."""
+    folder, blob = tmp_path / "models--a--b" / "snapshots" / PINNED, tmp_path / "models--a--b" / "blobs" / "0"
+    folder.mkdir(parents=True)
+    blob.parent.mkdir()
+    blob.write_bytes(data)
+    (folder / "x.json").symlink_to("../../blobs/0")
+    return folder, blob
+
+
+@pytest.mark.parametrize("data", [b"", b"hello\n", bytes(3_000_000)])
+def test_digests_are_those_of_git_and_sha256sum(tmp_path: Path, data: bytes) -> None:
+    folder, blob = _blob(tmp_path, data)
+    given = subprocess.run(["sha256sum", blob], capture_output=True, text=True, check=True).stdout
+    assert measure(folder, "x.json").sha256 == given.split()[0]
+    known = {0: "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391", 6: "ce013625030ba8dba906f756967f9e9ca394464a"}
+    expected = known.get(len(data)) or git_id(data)
+    assert git_blob_id(folder, "x.json") == expected == git_id(data)
+
+
+@pytest.mark.parametrize("what", ["the blob", "the link", "a pipe", "in place"])
+def test_a_file_that_is_swapped_while_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Of the same size and time: only which file it is tells."""
+    folder, blob = _blob(tmp_path, b"one")
+    state = blob.stat()
+    other = blob.with_name("1")
+    other.write_bytes(b"two")
+    os.utime(other, ns=(state.st_atime_ns, state.st_mtime_ns))
+    digest = hashlib.file_digest
+
+    def swap(file: Any, name: str) -> Any:
+        found = digest(file, name)
+        if what == "the blob":
+            other.replace(blob)
+        elif what == "a pipe":
+            blob.unlink()
+            os.mkfifo(blob)
+        elif what == "the link":
+            (folder / "x.json").unlink()
+            (folder / "x.json").symlink_to("../../blobs/1")
+        else:
+            blob.write_bytes(b"two")
+            os.utime(blob, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+        return found
+
+    monkeypatch.setattr(hashlib, "file_digest", swap)
+    with pytest.raises(WeightsError, match=r"x\.json: (written to or replaced while it was read|not a regular file)"):
+        measure(folder, "x.json")
+
+
+@pytest.mark.parametrize("pipe", [False, True])
+def test_a_file_that_is_swapped_before_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipe: bool
+) -> None:
+    """For a link out of the cache, or a pipe that would never end."""
+    folder, blob = _blob(tmp_path, b"one")
+    (tmp_path / "secret").write_bytes(b"two")
+    open_file = os.open
+
+    def swap(path: Any, *rest: Any) -> int:
+        blob.unlink()
+        if pipe:
+            os.mkfifo(blob)
+        else:
+            blob.symlink_to(tmp_path / "secret")
+        return open_file(path, *rest)
+
+    monkeypatch.setattr(os, "open", swap)
+    expected = "not a regular file" if pipe else "cannot be read: Too many levels of symbolic links"
+    with pytest.raises(WeightsError, match=rf"x\.json: {expected}"):
+        measure(folder, "x.json")
 
 
 def test_cache_bytes_are_those_of_the_cache(pocket: tuple[Decoder, Any], pocket_folder: Path) -> None:

@@ -8,13 +8,15 @@ print(generate(model, tokenizer, "Once upon a time"))
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvant.blas import load_blas
+from kvant.blas import import_mlx, load_blas
 
 if TYPE_CHECKING:
     from kvant.engine.generate import GenerationResponse, generate, stream_generate
     from kvant.engine.load import load
 
+
 load_blas()  # before anything imports MLX
+import_mlx()
 
 __version__ = "0.1.0"
 

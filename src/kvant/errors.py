@@ -12,6 +12,10 @@ KvantError
 Wrong arguments of a function are plain ValueError and TypeError.
 """
 
+from itertools import accumulate
+from typing import ClassVar
+from unicodedata import east_asian_width
+
 __all__ = [
     "BenchError",
     "CheckpointError",
@@ -23,23 +27,23 @@ __all__ = [
     "WeightsError",
     "foreign",
     "one_line",
+    "printable",
 ]
 
-MAX_MESSAGE = 1000  # characters
+MAX_COLUMNS = 3 * 79 - len("kvant: error: ")  # so that an error takes three lines of a terminal
+MAX_CHARACTERS = 2000  # of a text that are looked at
 
 
 class KvantError(Exception):
     """Base of every error kvant raises on purpose; its text is one line made for a person.
 
-    What it quotes may be anybody's: characters that a terminal would obey are written as Python escapes, and a text
-    that is too long is cut.
+    What it quotes may be anybody's, so it goes through :func:`printable`.
     """
 
+    columns: ClassVar[int] = MAX_COLUMNS
+
     def __init__(self, message: str = "") -> None:
-        text = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
-        if not text.isprintable():
-            text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-        super().__init__(text)
+        super().__init__(printable(message, self.columns))
 
 
 class ModelError(KvantError):
@@ -53,9 +57,13 @@ class CheckpointError(ModelError):
 class WeightsError(ModelError):
     """A model of the hub that is not here, cannot be had, or whose files are not those it should have."""
 
+    columns = 1000  # two digests whole, and a path to copy; a name that was refused is cut where it is quoted
+
 
 class ContextError(KvantError, ValueError):
     """A prompt or a conversation that does not fit the reserved context."""
+
+    columns = 1000  # a plan's sum and what would fit; nothing in it is quoted
 
 
 class PromptError(KvantError, ValueError):
@@ -71,9 +79,41 @@ class ConvertError(KvantError):
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of another library's error, or its kind where it says nothing."""
+    """The first line of another library's error, :func:`printable`, or its kind where it says nothing."""
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return printable(lines[0]) if lines else type(error).__name__
+
+
+def printable(text: str, columns: int = MAX_COLUMNS) -> str:
+    """The text as it can be shown to a person, whoever wrote it: on one line, in at most so many columns.
+
+    What ``str.isprintable`` says is not (control characters, marks of direction or of no width) becomes a Python
+    escape. A text that is too wide loses the middle of its long words, which are paths and names, and then its own.
+    """
+    text = _cut(text, MAX_CHARACTERS)
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    if _width(text) > columns:
+        text = " ".join(_cut(word, columns // 4, end=columns // 8) for word in text.split(" "))
+    return _cut(text, columns, end=columns // 5)
+
+
+def _cut(text: str, columns: int, end: int = 100) -> str:
+    """The text's start and, in ``end`` columns, its end, where it is wider than ``columns``."""
+    if _width(text) <= columns:
+        return text
+    start = columns - end - len("...")
+    return f"{_start(text, start)}...{_start(text[::-1], end)[::-1]}"
+
+
+def _start(text: str, columns: int) -> str:
+    ends = accumulate(map(_width, text))
+    return text[: sum(end <= columns for end in ends)]
+
+
+def _width(text: str) -> int:
+    """Columns of a terminal; those of a mark that joins the character before it count too."""
+    return len(text) if text.isascii() else sum(2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def foreign(error: BaseException) -> bool:

@@ -20,8 +20,8 @@ from kvant.engine.decode import decode
 from kvant.engine.prefill import prefill
 from kvant.engine.sampling import greedy, sample
 from kvant.errors import CheckpointError
+from kvant.files import read_json
 from kvant.models.checkpoint import check_folder, load_decoder
-from kvant.models.files import read_json
 
 Tokens = Generator[int, None, None]
 

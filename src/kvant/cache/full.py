@@ -4,6 +4,7 @@ import mlx.core as mx
 
 from kvant.operators.attention import attend_rows
 from kvant.operators.validation import check_rows
+from kvant.threads import Turn
 
 
 class FullKVCache:
@@ -14,6 +15,7 @@ class FullKVCache:
 
     def __init__(self) -> None:
         self._rows: tuple[mx.array, mx.array] | None = None
+        self.turn = Turn()
 
     @property
     def offset(self) -> int:
@@ -84,13 +86,15 @@ class FullKVCache:
         """Forget the last ``num_tokens`` tokens, or all there are; return how many were forgotten."""
         if type(num_tokens) is not int or num_tokens < 0:
             raise ValueError(f"num_tokens is {num_tokens}; expected an int, 0 or more")
-        forgotten = min(num_tokens, self.offset)
-        if self._rows is not None:
-            kept = self.offset - forgotten
-            key, value = self._rows
-            self._rows = (key[:, :, :kept], value[:, :, :kept]) if kept else None
-        return forgotten
+        with self.turn:
+            forgotten = min(num_tokens, self.offset)
+            if self._rows is not None:
+                kept = self.offset - forgotten
+                key, value = self._rows
+                self._rows = (key[:, :, :kept], value[:, :, :kept]) if kept else None
+            return forgotten
 
     def reset(self) -> None:
         """Forget every token."""
-        self._rows = None
+        with self.turn:
+            self._rows = None

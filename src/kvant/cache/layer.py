@@ -5,6 +5,7 @@ from typing import Protocol, runtime_checkable
 import mlx.core as mx
 
 from kvant.operators.bias_split import BiasSplit
+from kvant.threads import Turn
 
 
 class Attends(Protocol):
@@ -25,6 +26,10 @@ class Attends(Protocol):
 @runtime_checkable
 class KVCache(Attends, Protocol):
     """One layer's keys and values, and how many they are."""
+
+    @property
+    def turn(self) -> Turn:
+        """Held while a thread computes through the cache; that of a model's first layer counts for all of them."""
 
     @property
     def offset(self) -> int:

@@ -11,6 +11,7 @@ from kvant.operators.kernels.dispatch import Backend, resolve
 from kvant.operators.multi_head_cache_attention import append_and_attend, append_and_attend_static
 from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization, levels_dtype
 from kvant.operators.validation import check_rows
+from kvant.threads import Turn, check_process
 
 
 class QuantizedKVCache:
@@ -21,6 +22,7 @@ class QuantizedKVCache:
 
     Attributes:
         quant_bit, quant_group, bias_split: as given.
+        turn: held while a thread computes through the cache.
         backend: what runs the fused kernel for calls that it takes; None: all are composed.
     """
 
@@ -70,6 +72,8 @@ class QuantizedKVCache:
         check_quantization(quant_bit, quant_group, head_dim)
         if dtype not in FLOAT_DTYPES or scale_dtype not in SCALE_DTYPES:
             raise ValueError(f"dtype is {dtype}, scale_dtype {scale_dtype}; expected floats, the scale's not bfloat16")
+        check_process()
+        self.turn = Turn()
         self.quant_bit = quant_bit
         self.quant_group = quant_group
         self.bias_split = bias_split
@@ -164,13 +168,15 @@ class QuantizedKVCache:
         """Forget the last ``num_tokens`` tokens, or all there are; return how many were forgotten."""
         if type(num_tokens) is not int or num_tokens < 0:
             raise ValueError(f"num_tokens is {num_tokens}; expected an int, 0 or more")
-        forgotten = min(num_tokens, self._offset)
-        self._offset -= forgotten
-        return forgotten
+        with self.turn:
+            forgotten = min(num_tokens, self._offset)
+            self._offset -= forgotten
+            return forgotten
 
     def reset(self) -> None:
         """Forget every token; the memory stays reserved."""
-        self._offset = 0
+        with self.turn:
+            self._offset = 0
 
     def _refusal(self, query_shape: tuple[int, ...]) -> str | None:
         return refusal(query_shape, quant_bit=self.quant_bit, quant_group=self.quant_group)

@@ -10,13 +10,16 @@ import typer
 from typer.exceptions import TyperException
 
 from kvant.cli import interrupts
-from kvant.errors import KvantError, one_line
+from kvant.cli.terminal import escaping_standard_error
+from kvant.errors import KvantError, one_line, printable
+from kvant.text.process import TextProcess
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 # In the order of the help. Each is imported when it is asked for: together they take longer than a short answer.
 COMMANDS = ("generate", "chat", "plan", "convert", "report", "pull", "models", "doctor", "bench")
 GROUPS = ("bench",)
+TALKING = ("generate", "chat")  # they need a tokenizer
 
 
 def make_app(arguments: list[str]) -> typer.Typer:
@@ -63,25 +66,34 @@ def main() -> NoReturn:
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
-    try:
-        app = make_app(sys.argv[1:])
-        interrupts.begin()
-        code = app(standalone_mode=False)
-    except (KeyboardInterrupt, typer.Abort):
-        code = EXIT_INTERRUPTED
-    except TyperException as error:  # a bad flag or value
-        code = _report(error.format_message(), getattr(error, "exit_code", 2))
-    except KvantError as error:
-        code = _report(str(error), EXIT_FAILED)
-    except (MemoryError, RuntimeError) as error:  # MLX's own, such as an allocation that failed
-        code = _report(f"failed: {one_line(error)}", EXIT_FAILED)
-    except BrokenPipeError:  # the reader of standard output has gone; nothing is left to say
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = EXIT_FAILED
-    except OSError as error:
-        code = _report(str(error), EXIT_FAILED)
+    with escaping_standard_error():
+        code = _run()
     interrupts.finish()
     sys.exit(code)
+
+
+def _run() -> int:
+    """The command's exit code, its error printed."""
+    try:
+        # Its start takes as long as the imports beside which it starts.
+        process = TextProcess() if sys.argv[1:2] and sys.argv[1] in TALKING else None
+        app = make_app(sys.argv[1:])
+        interrupts.begin()
+        code = app(standalone_mode=False, obj=process)
+        return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_INTERRUPTED
+    except TyperException as error:  # a bad flag or value
+        return _report(printable(" ".join(error.format_message().split())), getattr(error, "exit_code", 2))
+    except (KvantError, ImportError) as error:
+        return _report(str(error), EXIT_FAILED)
+    except (MemoryError, RuntimeError) as error:  # MLX's own, such as an allocation that failed
+        return _report(f"failed: {one_line(error)}", EXIT_FAILED)
+    except BrokenPipeError:  # the reader of standard output has gone; nothing is left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except OSError as error:
+        return _report(printable(str(error)), EXIT_FAILED)
 
 
 def _report(message: str, code: int) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvant.cli import bench_options, options
+from kvant.cli import bench_options, options, terminal
 from kvant.cli.options import BadValueError
 from kvant.text.tokenizer import load_tokenizer
 
@@ -139,13 +139,12 @@ def compare(
     b: Annotated[Path, typer.Argument(metavar="B", help="Another; ratios are its figures divided by A's.")],
 ) -> None:
     """Set two recordings side by side."""
-    from rich.console import Console
 
     from kvant.bench import report
     from kvant.bench.recording import read_recording
 
     recordings = read_recording(a), read_recording(b)
-    console = Console()
+    console = terminal.console()
     console.print(f"A: {a}\nB: {b}\n", markup=False, highlight=False, soft_wrap=True)
     console.print(report.compare(*recordings))
 
@@ -189,9 +188,7 @@ def _report(recording: "Recording", plot: Path | None, json_summaries: bool) -> 
     if json_summaries:
         print(json.dumps(report.summary_json(summaries), indent=2, allow_nan=False))
     else:
-        from rich.console import Console
-
-        console = Console()
+        console = terminal.console()
         console.print("\n".join(report.describe(recording.header)), markup=False, highlight=False)
         console.print(report.table(summaries))
         same = agreement(recording)

@@ -6,8 +6,10 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
+import typer
+
 from kvant.chat import Conversation
-from kvant.cli import interrupts, options
+from kvant.cli import interrupts, options, terminal
 from kvant.cli.progress import LateProgress
 from kvant.cli.sampling import build_sampling, with_sampling
 from kvant.cli.session import Session, open_session
@@ -25,6 +27,7 @@ HELP = (
 
 @with_sampling
 def chat(
+    context: typer.Context,
     *,
     model: options.Model = POCKET,
     adapter_path: options.AdapterPath = None,
@@ -39,6 +42,7 @@ def chat(
     kernels: options.Kernels = None,
     prefill_step_size: options.PrefillStepSize = 512,
     wired: options.Wired = False,
+    raw: options.Raw = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Talk with a model; the history stays in the cache, and a turn feeds only its own tokens."""
@@ -56,6 +60,7 @@ def chat(
         kernels=kernels,
         wired=wired,
         quiet=quiet,
+        process=context.obj,
     )
     sampler, processors = build_sampling(sampling, session)
     if not session.tokenizer.has_chat_template:
@@ -71,10 +76,10 @@ def chat(
     )
     _notice(HELP, quiet)
     with interrupts.patient():  # Ctrl-C stops an answer, not the program
-        _loop(session, conversation, answer, quiet)
+        _loop(session, conversation, answer, quiet, raw)
 
 
-def _loop(session: Session, conversation: Conversation, answer: Callable[..., Any], quiet: bool) -> None:
+def _loop(session: Session, conversation: Conversation, answer: Callable[..., Any], quiet: bool, raw: bool) -> None:
     read_line = _line_reader()
     run = RunStatistics()
     while True:
@@ -99,10 +104,10 @@ def _loop(session: Session, conversation: Conversation, answer: Callable[..., An
         elif line.startswith("/") and not line.startswith("//"):
             _notice(f"{line.split()[0]} is not a command; {HELP}")
         elif line:
-            run = _answer(partial(answer, line.removeprefix("/")), quiet)
+            run = _answer(partial(answer, line.removeprefix("/")), quiet, raw)
 
 
-def _answer(send: Callable[..., Any], quiet: bool) -> RunStatistics:
+def _answer(send: Callable[..., Any], quiet: bool, raw: bool) -> RunStatistics:
     """Print one answer as it comes."""
     run = RunStatistics()
     with LateProgress("reading", quiet=quiet) as progress:
@@ -112,8 +117,7 @@ def _answer(send: Callable[..., Any], quiet: bool) -> RunStatistics:
                 for response in responses:
                     progress.stop()
                     run.add(response)
-                    sys.stdout.write(response.text)
-                    sys.stdout.flush()
+                    terminal.write_generated(response.text, raw=raw)
         except KeyboardInterrupt:
             progress.stop()
             _notice("\nstopped")
@@ -147,7 +151,7 @@ def _line_reader() -> Callable[[], str]:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.output import create_output
 
-    prompt: PromptSession[str] = PromptSession(output=create_output(stdout=sys.stderr))
+    prompt: PromptSession[str] = PromptSession(output=create_output(stdout=terminal.behind(sys.stderr)))
     return lambda: prompt.prompt("> ")
 
 

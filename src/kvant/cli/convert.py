@@ -1,16 +1,21 @@
 """``kvant convert``: a model folder to a quantized one."""
 
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from kvant.cli import options
 from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
-from kvant.engine.convert import convert_folder
+from kvant.engine.convert import Conversion, convert_folder
+from kvant.engine.convert_tokenizer import convert_tokenizer
 from kvant.engine.load import find_model
+from kvant.engine.new_folder import remove_leftovers
 from kvant.engine.weight_format import WeightFormat
 from kvant.sizes import format_bytes
 
@@ -26,36 +31,76 @@ def convert(
         int | None, typer.Option(help="Weights that share one scale: 32, 64 or 128; default: 64.")
     ] = None,
     mode: Annotated[
-        str, typer.Option(help="affine, mxfp4, mxfp8 or nvfp4; all but affine fix bits and group size.")
-    ] = "affine",
+        str | None,
+        typer.Option(help="affine, mxfp4, mxfp8 or nvfp4; all but affine fix bits and group size; default: affine."),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="Of what stays in floating point: float16, bfloat16 or float32; default: as it is stored."),
     ] = None,
+    tokenizer: Annotated[
+        bool,
+        typer.Option(
+            "--tokenizer", help="Keep the weights as they are, and make tokenizer.json of an older vocabulary."
+        ),
+    ] = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Quantize a model folder, or change its dtype, with mlx-lm's converter."""
+    """Quantize a model folder, change its dtype, or make its tokenizer.json."""
     options.check_text(source=source, dest=dest)
+    if tokenizer:
+        given = {"--bits": bits, "--group-size": group_size, "--mode": mode, "--dtype": dtype}
+        for name, value in given.items():
+            if value is not None:
+                raise BadValueError(
+                    f"{name} is {value} with --tokenizer, which copies the weights; convert DEST after it"
+                )
     try:
-        chosen = WeightFormat.choose(bits, group_size, mode, dtype)
+        chosen = WeightFormat.choose(bits, group_size, mode or "affine", dtype)
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
         raise BadValueError(f"--{name.replace('_', '-')} {rest}") from error
     if not dest:
         raise BadValueError("DEST is empty; expected a folder's path")
-    folder = find_model(source)
-    with LateProgress("converting", quiet=quiet) as progress:
-        done = convert_folder(folder, Path(dest), chosen, progress.update)
-    if quiet:
-        return
-    print(
+    folder, target = find_model(source), Path(dest)
+    lines = [f"{part}: removed; a convert that was killed had left it" for part in remove_leftovers(target)]
+    _say(lines, quiet)
+    with _terminable(), LateProgress("converting", quiet=quiet) as progress:
+        if tokenizer:
+            size = convert_tokenizer(folder, target, progress.update)
+            lines = [f"{dest}: the same weights, with a tokenizer.json of {format_bytes(size)}"]
+        else:
+            lines = _told(dest, chosen, convert_folder(folder, target, chosen, progress.update))
+    _say(lines, quiet)
+
+
+def _say(lines: list[str], quiet: bool) -> None:
+    if not quiet:
+        print("".join(f"{line}\n" for line in lines), end="", file=sys.stderr)
+
+
+def _told(dest: str, chosen: WeightFormat, done: Conversion) -> list[str]:
+    lines = [
         f"{dest}: {format_bytes(done.source_bytes)} became {format_bytes(done.bytes)}, "
-        f"{done.bits_per_weight:.2f} bits a weight",
-        file=sys.stderr,
-    )
+        f"{done.bits_per_weight:.2f} bits a weight"
+    ]
     if done.unquantized:
         more = f" and {len(done.unquantized) - 1} more" if len(done.unquantized) > 1 else ""
-        print(
-            f"not quantized, groups of {chosen.group_size} do not divide the width: {done.unquantized[0]}{more}",
-            file=sys.stderr,
+        lines.append(
+            f"not quantized, groups of {chosen.group_size} do not divide the width: {done.unquantized[0]}{more}"
         )
+    return lines
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """End at SIGTERM as at Ctrl-C, so that nothing half-written is left."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

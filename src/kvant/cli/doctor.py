@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvant.cli import options
+from kvant.cli import options, terminal
 from kvant.cli.progress import LateProgress
 from kvant.sizes import format_bytes
 
@@ -40,9 +40,8 @@ def doctor(
 
 
 def _print(found: "Diagnosis") -> None:
-    from rich.console import Console
 
-    console = Console()
+    console = terminal.console()
 
     def line(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)

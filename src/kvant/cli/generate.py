@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvant.cli import options
+from kvant.cli import options, terminal
 from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
 from kvant.cli.sampling import build_sampling, with_sampling
@@ -23,6 +23,7 @@ from kvant.text.prompt import encode_rendered, render_chat
 
 @with_sampling
 def generate(
+    context: typer.Context,
     text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; - reads standard input.")] = None,
     *,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt, instead of the argument.")] = None,
@@ -43,6 +44,7 @@ def generate(
     prefill_step_size: options.PrefillStepSize = 512,
     wired: options.Wired = False,
     json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object a token instead of text.")] = False,
+    raw: options.Raw = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Answer one prompt: text to standard output, statistics to standard error."""
@@ -64,6 +66,7 @@ def generate(
         kernels=kernels,
         wired=wired,
         quiet=quiet,
+        process=context.obj,
     )
     sampler, processors = build_sampling(sampling, session)
     run = RunStatistics()
@@ -84,8 +87,7 @@ def generate(
             for response in responses:
                 progress.stop()
                 run.add(response)
-                sys.stdout.write(_json_line(response) if json_lines else response.text)
-                sys.stdout.flush()
+                terminal.write_generated(_json_line(response) if json_lines else response.text, raw=raw)
         finally:
             progress.stop()
             if run.last is not None and not json_lines:
@@ -129,4 +131,4 @@ def _json_line(response: GenerationResponse) -> str:
         "latency_ms": round(response.latency_ms, 3),
         "finish_reason": response.finish_reason,
     }
-    return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(record, ensure_ascii=sys.stdout.isatty(), allow_nan=False) + "\n"

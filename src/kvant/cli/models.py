@@ -8,12 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from kvant import weights
+from kvant.cli import terminal
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import ModelError
-from kvant.models.files import read_json
+from kvant.files import read_json
 
 GROUP = 32  # values that share a float16 scale
 CACHE_BITS = (16, 8, 4)
+MAX_COUNT = 10**8  # no model has more heads, layers or tokens; a config of the hub may say anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,6 @@ def models(
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, padding=0)
@@ -65,7 +66,7 @@ def models(
             row.license or "",
             row.here,
         )
-    console = Console()
+    console = terminal.console()
     console.print(table)
     console.print(
         f"{', '.join(map(str, CACHE_BITS))} bits: bytes of cache a token, in groups of {GROUP} with float16 scales "
@@ -107,20 +108,29 @@ def _row_of(name: str, found: weights.Pulled, config: Mapping[str, Any], terms: 
 def _row(
     name: str, config: Mapping[str, Any], size: int, terms: str | None, here: str, problem: str | None = None
 ) -> Row:
-    context = config.get("max_position_embeddings")
-    return Row(name, size, context if isinstance(context, int) else None, cache_bytes(config), terms, here, problem)
+    return Row(name, size, _count(config, "max_position_embeddings"), cache_bytes(config), terms, here, problem)
 
 
 def cache_bytes(config: Mapping[str, Any]) -> dict[int, float] | None:
     """Bytes a cached token takes, by bits of a value; None where the config does not say its shape."""
-    try:
-        heads = config["num_attention_heads"]
-        kv_heads = config.get("num_key_value_heads") or heads
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        values = int(2 * config["num_hidden_layers"] * kv_heads * head_dim)
-    except (KeyError, TypeError, ZeroDivisionError):
+    layers, heads = _count(config, "num_hidden_layers"), _count(config, "num_attention_heads")
+    hidden, kv_heads, head_dim = _count(config, "hidden_size"), heads, None
+    if config.get("num_key_value_heads") is not None:
+        kv_heads = _count(config, "num_key_value_heads")
+    if config.get("head_dim") is not None:
+        head_dim = _count(config, "head_dim")
+    elif hidden and heads:
+        head_dim = hidden // heads
+    if not layers or not kv_heads or not head_dim:
         return None
+    values = 2 * layers * kv_heads * head_dim
     return {bits: values * (bits / 8 + (0 if bits == 16 else 2 / GROUP)) for bits in CACHE_BITS}
+
+
+def _count(config: Mapping[str, Any], key: str) -> int | None:
+    """A positive number of the config; None where it is anything else."""
+    value = config.get(key)
+    return value if type(value) is int and 0 < value <= MAX_COUNT else None
 
 
 def _shown(number: float | None) -> str:

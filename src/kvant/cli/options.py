@@ -58,6 +58,9 @@ Wired = Annotated[
     bool, typer.Option("--wired", help="Keep the planned memory from being paged out; on Macs only, macOS 15 or later.")
 ]
 PrefillStepSize = Annotated[int, typer.Option(help="Prompt tokens fed at a time; smaller takes less memory.")]
+Raw = Annotated[
+    bool, typer.Option("--raw", help="On a terminal, send control characters of the text as they are; it obeys them.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no statistics and no progress.")]
 
 

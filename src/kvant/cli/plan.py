@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvant.cli import options
+from kvant.cli import options, terminal
 from kvant.cli.fitting import plan_for
 from kvant.cli.options import BadValueError
 from kvant.engine.load import POCKET, find_adapter, find_model
@@ -195,7 +195,6 @@ def _record(
 def _print_table(
     model: str, checkpoint: Checkpoint, made: MemoryPlan, machine: Machine, longest: Mapping[int, LongestContext]
 ) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     settings = made.settings
@@ -226,7 +225,7 @@ def _print_table(
     ]
     for name, count, remark in rows:
         table.add_row(name, f"{count:,}", format_bytes(count), remark)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = terminal.console(highlight=False, markup=False, soft_wrap=True)
     console.print(table)
     spare = machine.limit_bytes - made.total
     verdict = (

@@ -4,6 +4,8 @@ import sys
 import threading
 from types import TracebackType
 
+from kvant.cli.terminal import behind
+
 DELAY_S = 1.0
 
 
@@ -19,7 +21,7 @@ class LateProgress:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._bar = Progress(*columns, console=Console(file=behind(sys.stderr)), transient=True)
         self._task = self._bar.add_task(description, total=None)
         self._timer = threading.Timer(DELAY_S, self._bar.start)
 

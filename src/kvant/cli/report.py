@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvant.cli import options
+from kvant.cli import options, terminal
 from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
 from kvant.engine.load import POCKET, find_model, load_folder
@@ -95,11 +95,9 @@ def report(
     if json_object:
         print(json.dumps(figures_json(found) | _suggestion(suggest, fit), indent=2, allow_nan=False))
     else:
-        from rich.console import Console
-
         from kvant.report.table import describe, tables
 
-        console = Console()
+        console = terminal.console()
         for line in describe(found):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         console.print(tables(found))

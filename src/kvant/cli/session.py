@@ -17,6 +17,7 @@ from kvant.memory import Checkpoint, Settings, split_pairs, this_machine
 from kvant.memory.machine import default_device
 from kvant.models import Decoder
 from kvant.sizes import format_bytes
+from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer
 
 
@@ -52,6 +53,7 @@ def open_session(
     kernels: str | None = None,
     wired: bool,
     quiet: bool,
+    process: TextProcess | None = None,
 ) -> Session:
     """Plan the memory, load a model and reserve its cache; the reservation is printed before the first token.
 
@@ -63,6 +65,7 @@ def open_session(
         kernels: "composed" or "fused"; None: what the device has.
         wired: keep the planned memory resident.
         quiet: print nothing.
+        process: for the tokenizer, where one was started already.
 
     Raises:
         ModelError: a model or adapter that cannot be loaded.
@@ -79,15 +82,9 @@ def open_session(
     planned = plan_that_fits(checkpoint, settings, max_kv_size, machine)
     if wired:
         wire(planned.total)
-    # Collecting garbage while transformers is imported takes a tenth of that time and finds none; frozen, what it left
-    # is not gone through again between tokens.
-    gc.disable()
-    try:
-        with LateProgress("loading", quiet=quiet) as progress:
-            model, tokenizer = load_folder(folder, progress.update, adapter_path=adapter_path)
-    finally:
-        gc.freeze()
-        gc.enable()
+    with LateProgress("loading", quiet=quiet) as progress:
+        model, tokenizer = load_folder(folder, progress.update, adapter_path=adapter_path, process=process)
+    gc.freeze()  # what was loaded stays: it is not gone through again between tokens
     # Only the weights say how much of their biases stays out of the cache: what was planned before was a guess of it.
     planned = plan_that_fits(checkpoint, settings, max_kv_size, machine, split_pairs(model))
     try:

@@ -7,10 +7,8 @@ tokenizer's files anew and copies the folder's Python files.
 
 import importlib
 import io
-import os
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,22 +16,15 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from kvant.engine.new_folder import appearing, carried_files, check_new, check_room, copy_files
 from kvant.engine.weight_format import DTYPES, WeightFormat
 from kvant.errors import CheckpointError, ConvertError, one_line
+from kvant.files import read_json
 from kvant.models.checkpoint import IGNORED_SUFFIXES, Progress, is_tied
 from kvant.models.config import ModelConfig
-from kvant.models.files import read_json
 from kvant.models.parameters import matrices, vectors
 from kvant.models.tensors import TensorFiles
-from kvant.sizes import format_bytes
-from kvant.text.folder import TEMPLATES
 from kvant.text.tokenizer import load_tokenizer
-
-CARRIED = (  # to the new folder, byte for byte
-    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
-    *("chat_template.jinja", "chat_template.json"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +59,7 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
         ModelError: a source that cannot be loaded.
         ConvertError: one that is already quantized, a destination that is in use or has no room, a failed write.
     """
-    dest = _check_dest(dest)
+    dest = check_new(dest)
     raw = read_json(source / "config.json")
     config = ModelConfig.from_folder(source)
     load_tokenizer(source)  # what could not be used afterwards is refused now
@@ -82,30 +73,14 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
     size = sum(array.nbytes for array in arrays.values())
     result = Conversion(source_bytes, size, _bits_per_weight(model), tuple(unquantized) if to.bits else ())
     arrays.clear()  # the writer lets go of each shard's as it is written
-    carried = [source / name for name in CARRIED if (source / name).is_file()]
-    carried += sorted((source / TEMPLATES).glob("*.jinja"))
-    _check_room(dest.parent, size + sum(path.stat().st_size for path in carried))
-    with _appearing(dest) as folder:
+    carried = carried_files(source)
+    check_room(dest.parent, size + sum(path.stat().st_size for path in carried))
+    with appearing(dest) as folder:
         _write(folder, model, settings)
-        for path in carried:
-            copy = folder / path.relative_to(source)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, copy)
+        copy_files(carried, source, folder)
         if TensorFiles(folder).names != names:
             raise ConvertError(f"{dest}: what was written does not hold every tensor")
     return result
-
-
-def _check_dest(dest: Path) -> Path:
-    try:
-        dest = dest.expanduser().absolute()
-        if dest.is_symlink() or (dest.exists() and not (dest.is_dir() and not any(dest.iterdir()))):
-            raise ConvertError(f"{dest}: is there already; expected a new folder's path or an empty folder")
-        if not dest.parent.is_dir():
-            raise ConvertError(f"{dest.parent}: no such folder; expected one to put {dest.name} into")
-    except (OSError, RuntimeError, ValueError) as error:  # a name too long, a user who does not exist, a NUL
-        raise ConvertError(f"{str(dest)[:200]}: cannot be a folder: {one_line(error)}") from error
-    return dest
 
 
 def _expected(config: ModelConfig, tensors: TensorFiles) -> dict[str, tuple[int, ...]]:
@@ -187,28 +162,6 @@ def _bits_per_weight(model: Any) -> float:
     from mlx_lm.utils import compute_bits_per_weight
 
     return float(compute_bits_per_weight(model))
-
-
-def _check_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise ConvertError(f"{folder}: {format_bytes(needed)} are needed, {format_bytes(free)} are free")
-
-
-@contextmanager
-def _appearing(dest: Path) -> Iterator[Path]:
-    """A folder to write into that becomes ``dest`` when all went well, and is gone when not."""
-    folder = dest.parent / f".{dest.name}.{os.getpid()}.part"
-    try:
-        try:
-            folder.mkdir()
-            yield folder
-            folder.rename(dest)
-        except (OSError, RuntimeError) as error:  # MLX's writer raises the latter
-            raise ConvertError(f"{dest}: cannot be written: {one_line(error)}") from error
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def _write(folder: Path, model: Any, settings: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Generator, Sequence
 import mlx.core as mx
 
 from kvant.cache import KVCache
-from kvant.engine.sampling import LogitsProcessor, Sampler, draw_key, sample
+from kvant.engine.sampling import LogitsProcessor, Sampler, draw_key, for_a_run, sample
 from kvant.engine.step import CompiledStep, can_compile, pays
 from kvant.models import Decoder
 
@@ -49,6 +49,7 @@ def decode(
     """
     if compiled and not can_compile(cache):
         raise ValueError("compiled is True; a step through a cache that grows is another one for every token")
+    sampler = for_a_run(sampler)
     step_function = None
     if compiled or (compiled is None and pays() and can_compile(cache)):
         step_function = CompiledStep(model, cache, sampler, processed=bool(logits_processors))

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Literal
 from weakref import WeakKeyDictionary, ref
 
@@ -17,6 +18,7 @@ from kvant.models import Decoder
 from kvant.text.prompt import encode_prompt
 from kvant.text.stream import TextStream
 from kvant.text.tokenizer import Tokenizer
+from kvant.threads import check_process
 
 FinishReason = Literal["stop", "length", "context"]
 PREFILL_STEP_SIZE = 512
@@ -93,6 +95,8 @@ def stream_generate(
 
     Raises:
         ContextError: the prompt does not fit the reserved context.
+        RuntimeError: another thread uses the cache, now or when a token is asked for; or this process was forked from
+            one that had loaded a model.
         PromptError: an empty prompt, or ids the model does not know.
         ValueError: any other argument out of range. Nothing has been fed then.
     """
@@ -142,8 +146,12 @@ def stream_tokens(
     stops = [stop] if isinstance(stop, str) else list(stop or ())
     if not all(isinstance(text, str) and text for text in stops):
         raise ValueError(f"stop is {stop!r}; expected a string or strings, none empty")
-    end_run(cache)
-    room = _check_cache(model, cache, len(ids))
+    _check_layers(model, cache)
+    turn = cache[0].turn
+    with turn:
+        end_run(cache)
+        room = _room(model, cache, len(ids))
+        _runs[cache[0]] = current = _Run()
     limit = room + 1  # what is sampled when the last token that fits has been fed
     if max_tokens != -1:
         limit = min(limit, max_tokens)
@@ -203,21 +211,53 @@ def stream_tokens(
             )
             previous = ready
 
+    def take_turns() -> Generator[GenerationResponse, None, None]:
+        try:
+            while True:
+                check_process()
+                with turn:
+                    if current.ended_by not in (None, get_ident()):
+                        raise RuntimeError("the run was ended: another thread began one on its cache")
+                    response = next(generator, None)
+                if response is None:
+                    return
+                yield response
+        finally:
+            if current.ended_by is None:
+                with turn:
+                    generator.close()
+
     generator = run()
-    _runs[cache[0]] = ref(generator)
-    return generator
+    current.generator = ref(generator)
+    return take_turns()
 
 
-# The run that may hold a row ahead in a cache. A cache serves one run at a time: the next one ends it.
-_runs: WeakKeyDictionary[KVCache, ref[Generator[GenerationResponse, None, None]]] = WeakKeyDictionary()
+@dataclass(slots=True)
+class _Run:
+    """A run that may hold a row ahead in a cache, and the thread that ended it for the sake of another run."""
+
+    generator: ref[Generator[GenerationResponse, None, None]] | None = None
+    ended_by: int | None = None
+
+
+# A cache serves one run at a time: the next one ends it.
+_runs: WeakKeyDictionary[KVCache, _Run] = WeakKeyDictionary()
 
 
 def end_run(cache: Sequence[KVCache]) -> None:
-    """End the run that was left suspended on this cache, if any, so that the cache holds what that run yielded."""
-    last = _runs.pop(cache[0], None) if cache and isinstance(cache[0], KVCache) else None
-    generator = last() if last is not None else None
-    if generator is not None:
-        generator.close()
+    """End the run that was left suspended on this cache, if any, so that the cache holds what that run yielded.
+
+    Raises:
+        RuntimeError: another thread uses the cache.
+    """
+    if not cache or not isinstance(cache[0], KVCache):
+        return
+    with cache[0].turn:
+        if (last := _runs.pop(cache[0], None)) is None:
+            return
+        last.ended_by = get_ident()
+        if last.generator is not None and (generator := last.generator()) is not None:
+            generator.close()
 
 
 def generate(
@@ -273,8 +313,7 @@ def _check_count(name: str, value: int, *, or_minus_one: bool = False) -> None:
         raise ValueError(f"{name} is {value!r}; expected at least 1{also}")
 
 
-def _check_cache(model: Decoder, cache: Sequence[KVCache], prompt_tokens: int) -> int:
-    """The tokens that fit after the prompt, or an error that says why the cache cannot take it."""
+def _check_layers(model: Decoder, cache: Sequence[KVCache]) -> None:
     config = model.config
     if len(cache) != len(model.layers) or len({id(layer) for layer in cache}) != len(cache):
         raise ValueError(f"prompt_cache has {len(cache)} layers; expected {len(model.layers)}, none twice")
@@ -282,6 +321,11 @@ def _check_cache(model: Decoder, cache: Sequence[KVCache], prompt_tokens: int) -
         if not isinstance(layer, KVCache):
             raise ValueError(f"prompt_cache holds a {type(layer).__name__}; expected what model.make_cache returns")
         layer.check_shape(1, config.num_key_value_heads, config.head_dim)
+
+
+def _room(model: Decoder, cache: Sequence[KVCache], prompt_tokens: int) -> int:
+    """The tokens that fit after the prompt, or an error that says why the cache cannot take it."""
+    config = model.config
     used = cache[0].offset
     limits = [layer.max_seq_len for layer in cache if layer.max_seq_len is not None]
     limit = min([*limits, config.max_position_embeddings])

@@ -6,9 +6,9 @@ from pathlib import Path
 from kvant import weights
 from kvant.errors import ModelError
 from kvant.models import Decoder, load_decoder
-from kvant.models.checkpoint import Progress
+from kvant.models.checkpoint import Progress, check_folder
 from kvant.text.process import TextProcess
-from kvant.text.tokenizer import Tokenizer, load_tokenizer
+from kvant.text.tokenizer import Tokenizer, begin_loading
 
 POCKET = "pocket"  # the embedded model's name
 
@@ -36,15 +36,29 @@ def load(
 
 
 def load_folder(
-    folder: Path, progress: Progress | None = None, *, adapter_path: str | Path | None = None
+    folder: Path,
+    progress: Progress | None = None,
+    *,
+    adapter_path: str | Path | None = None,
+    process: TextProcess | None = None,
 ) -> tuple[Decoder, Tokenizer]:
-    """Load from a folder, the tokenizer's process starting beside the weights; ``progress`` as in ``load_decoder``."""
+    """Load from a folder, the tokenizer beside the weights.
+
+    Args:
+        progress: as in ``load_decoder``.
+        adapter_path: as in :func:`load`.
+        process: for the tokenizer, where one was started already.
+    """
     adapter = None if adapter_path is None else find_adapter(adapter_path)
-    process = TextProcess()
+    try:
+        tokenizer = begin_loading(folder, process or TextProcess())
+    except ModelError:
+        check_folder(folder)  # what is wrong with the model itself is said first
+        raise
     model = load_decoder(folder, progress, adapter)
-    tokenizer = load_tokenizer(folder, process)
-    tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *model.config.eos_token_ids}
-    return model, tokenizer
+    loaded = tokenizer()
+    loaded.eos_token_ids = {*loaded.eos_token_ids, *model.config.eos_token_ids}
+    return model, loaded
 
 
 def find_model(path_or_name: str | Path, revision: str | None = None) -> Path:

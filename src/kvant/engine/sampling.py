@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import mlx.core as mx
 
@@ -17,6 +17,7 @@ __all__ = [
     "SamplingOptions",
     "SeededSampler",
     "draw_key",
+    "for_a_run",
     "greedy",
     "make_logits_processors",
     "make_sampler",
@@ -43,7 +44,7 @@ class SeededSampler:
     xtc_probability: float
     xtc_threshold: float
     xtc_special_tokens: tuple[int, ...]
-    seed: int
+    seed: int | None  # None: every run draws one
 
     def __call__(self, logprobs: mx.array, key: mx.array) -> mx.array:
         """Log-probabilities (B, vocab) and a key (2,) of :func:`draw_key` -> tokens (B,)."""
@@ -82,18 +83,18 @@ def make_sampler(
     *,
     seed: int | None = None,
 ) -> Sampler:
-    """A sampler with mlx-lm's arguments and distribution. The filters are applied in the order of the arguments.
+    """A sampler with mlx-lm's arguments and distribution: top-p, min-p, XTC and top-k, in this order.
 
     Args:
         temp: temperature; 0 picks the likeliest token, whatever the other arguments are, as in mlx-lm.
         top_p: the likeliest tokens that together have this probability; 0 or 1: off.
         min_p: tokens with at least this share of the likeliest one's probability; 0: off.
         min_tokens_to_keep: ``min_p`` keeps at least this many.
-        top_k: this many of the likeliest tokens; 0: off. Applied last.
+        top_k: this many of the likeliest tokens; 0: off.
         xtc_probability: how often XTC leaves out all likely tokens but the least likely of them; 0: off.
         xtc_threshold: the probability from which on a token is likely.
         xtc_special_tokens: token ids that XTC never leaves out, such as the end of text.
-        seed: two samplers of one seed draw the same; None: a seed of the operating system, taken now.
+        seed: every run with it draws the same; None: every run takes a seed of its own.
 
     Raises:
         ValueError: a value outside its range.
@@ -110,16 +111,26 @@ def make_sampler(
     )
     if temp == 0:
         return greedy
-    if seed is None:
-        seed = int.from_bytes(os.urandom(8))
     special = tuple(xtc_special_tokens or ())
     return SeededSampler(temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, special, seed)
 
 
+def for_a_run(sampler: Sampler) -> Sampler:
+    """The sampler of one run: without a seed it takes one of the operating system now."""
+    if isinstance(sampler, SeededSampler) and sampler.seed is None:
+        return replace(sampler, seed=int.from_bytes(os.urandom(8)))
+    return sampler
+
+
 def draw_key(sampler: Sampler, position: int) -> mx.array | None:
-    """The key (2,) of the draw after ``position`` tokens, for :func:`sample`; None: the sampler takes none."""
+    """The key (2,) of the draw after ``position`` tokens, for :func:`sample`; None: the sampler takes none.
+
+    The sampler is one of :func:`for_a_run`.
+    """
     if not isinstance(sampler, SeededSampler):
         return None
+    if sampler.seed is None:
+        raise AssertionError("a sampler without a seed belongs to no run yet")
     word = splitmix64(splitmix64(sampler.seed) + position)
     return mx.array([word >> 32, word & 0xFFFFFFFF], mx.uint32)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import ModelError
+from kvant.files import read_json
 from kvant.models.adapter import tensors_file
 from kvant.models.config import ModelConfig
-from kvant.models.files import read_json
 from kvant.models.parameters import matrices, vectors
 from kvant.models.quantization import Quantization
 

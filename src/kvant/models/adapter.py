@@ -8,13 +8,14 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.errors import CheckpointError, ModelError
+from kvant.files import read_json
 from kvant.models.config import ModelConfig
-from kvant.models.files import read_json
 from kvant.models.parameters import matrices
 from kvant.models.tensors import TensorFiles
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapters.safetensors"
 PARTS = {"lora": ("lora_a", "lora_b"), "dora": ("lora_a", "lora_b", "m")}  # by fine_tune_type
+LAYERS = "model.layers."
 EMBEDDING = "model.embed_tokens"  # its lora_a is on the side of the tokens: the other way round than a projection's
 MAX_SCALE = 1e4  # mlx-lm's default is 20
 MAX_VALUE = 65504.0  # float16's largest
@@ -49,11 +50,12 @@ class Adapter:
             ModelError: no adapter folder, or one of another kind or format.
             CheckpointError: tensors that are missing, not the model's, of the wrong shape or dtype, or without effect.
         """
-        settings = _read_settings(folder, config.hidden_size)
+        sizes = matrices(config)
+        settings = _read_settings(folder, config.hidden_size, len(sizes))
         tensors = TensorFiles(folder, [tensors_file(folder)])
         self._low_ranks: dict[str, LowRank] = {}
-        for path in _targets(tensors, settings, config):
-            self._low_ranks[path] = _read_low_rank(tensors, path, matrices(config)[path], settings)
+        for path in _targets(tensors, settings, config.num_hidden_layers, sizes):
+            self._low_ranks[path] = _read_low_rank(tensors, path, sizes[path], settings)
         if settings.kind == "lora" and not any(low.down.any() and low.up.any() for low in self._low_ranks.values()):
             raise CheckpointError(f"{folder / TENSORS_FILE}: every lora_a or lora_b is zero; it would change nothing")
 
@@ -118,10 +120,10 @@ class _Settings:
     num_layers: int
     rank: int
     scale: float
-    keys: tuple[str, ...] | None
+    keys: frozenset[str] | None
 
 
-def _read_settings(folder: Path, max_rank: int) -> _Settings:
+def _read_settings(folder: Path, max_rank: int, num_matrices: int) -> _Settings:
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ModelError(f"{folder}: no {CONFIG_FILE}; an adapter folder holds it beside {TENSORS_FILE}")
@@ -146,31 +148,33 @@ def _read_settings(folder: Path, max_rank: int) -> _Settings:
     scale = parameters.get("scale")
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < abs(scale) <= MAX_SCALE:
         raise ModelError(f"{path}: scale is {scale!r}; expected a number other than 0, at most {MAX_SCALE:g}")
-    return _Settings(kind, num_layers, rank, float(scale), _read_keys(path, parameters))
+    return _Settings(kind, num_layers, rank, float(scale), _read_keys(path, parameters, num_matrices))
 
 
-def _read_keys(path: Path, parameters: Mapping[str, Any]) -> tuple[str, ...] | None:
+def _read_keys(path: Path, parameters: Mapping[str, Any], num_matrices: int) -> frozenset[str] | None:
     keys = parameters.get("keys")
     if keys is None:
         return None
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise ModelError(f"{path}: keys is {str(keys)[:80]}; expected a list of module paths")
-    return tuple(keys)
+    if len(keys) > num_matrices:
+        raise ModelError(f"{path}: {len(keys)} keys; expected at most {num_matrices}, one a matrix of the model")
+    return frozenset(keys)
 
 
-def _targets(tensors: TensorFiles, settings: _Settings, config: ModelConfig) -> list[str]:
+def _targets(
+    tensors: TensorFiles, settings: _Settings, num_hidden_layers: int, sizes: Mapping[str, tuple[int, int]]
+) -> list[str]:
     """The adapted matrices' paths. The file holds tensors for exactly those that adapter_config.json describes.
 
     As in mlx-lm, a key is a path inside each of the last ``num_layers`` layers, all of them where that is not positive,
     or from the model's root; without keys it is any projection in these layers, and which ones is the file's affair.
     """
-    depth, sizes = config.num_hidden_layers, matrices(config)
-    first = max(0, depth - settings.num_layers) if settings.num_layers > 0 else 0
-    layers = [f"model.layers.{index}." for index in range(first, depth)]
-    if settings.keys is None:
-        described = {path for path in sizes if path.startswith(tuple(layers))}
-    else:
-        described = {prefix + key for key in settings.keys for prefix in ("", *layers)} & sizes.keys()
+    most = len(sizes) * len(PARTS[settings.kind])
+    if len(tensors.names) > most:
+        raise CheckpointError(f"{TENSORS_FILE}: {len(tensors.names)} tensors; expected at most {most} for this model")
+    first = max(0, num_hidden_layers - settings.num_layers) if settings.num_layers > 0 else 0
+    described = {path for path in sizes if _describes(settings.keys, first, path)}
     paths = {name.rpartition(".")[0] for name in tensors.names}
     if not paths:
         raise CheckpointError(f"{TENSORS_FILE} holds no tensors; it would change nothing")
@@ -187,6 +191,16 @@ def _targets(tensors: TensorFiles, settings: _Settings, config: ModelConfig) -> 
     if missing:
         raise CheckpointError(f"adapter tensor {missing[0]}.lora_a is missing; {CONFIG_FILE} describes it")
     return sorted(paths)
+
+
+def _describes(keys: frozenset[str] | None, first: int, path: str) -> bool:
+    """Whether the keys, from layer ``first`` on, describe the matrix; None: every projection there."""
+    if keys is not None and path in keys:
+        return True
+    if not path.startswith(LAYERS):
+        return False
+    index, _, inner = path.removeprefix(LAYERS).partition(".")
+    return int(index) >= first and (keys is None or inner in keys)
 
 
 def _read_low_rank(tensors: TensorFiles, path: str, size: tuple[int, int], settings: _Settings) -> LowRank:

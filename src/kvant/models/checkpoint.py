@@ -22,6 +22,7 @@ from kvant.models.linear import (
 )
 from kvant.models.parameters import matrices, vectors
 from kvant.models.tensors import FLOATS, Expected, TensorFiles
+from kvant.threads import check_process
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # what some exporters leave behind; recomputed here
 
@@ -44,6 +45,7 @@ def load_decoder(folder: Path, progress: Progress | None = None, adapter: Path |
         ModelError: a folder that does not hold a supported model or adapter.
         CheckpointError: tensors that are truncated, missing, unexpected, or of the wrong shape or dtype.
     """
+    check_process()
     config, tensors = check_folder(folder)
     adapted = None if adapter is None else Adapter(adapter, config)
     builder = _Builder(config, tensors, _compute_dtype(tensors), adapted)

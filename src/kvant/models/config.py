@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import ModelError
+from kvant.files import read_json, refuse_code
 from kvant.models.fields import MAX_SIZE, flag, number, shown, size, strings, token_ids
-from kvant.models.files import read_json, refuse_code
 from kvant.models.quantization import Quantization, read_quantization
 from kvant.models.rope import Rope, read_rope
 

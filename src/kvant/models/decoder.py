@@ -1,5 +1,6 @@
 """The block stack: token ids in, logits out. B batch, S new tokens, H query heads, K kv heads, D head_dim."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.normalization import rms_norm
 from kvant.operators.rotary import Rotate
 from kvant.sizes import format_bytes, physical_memory
+from kvant.threads import check_process
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +146,17 @@ class Decoder:
             ValueError: an offset that disagrees with the cache, a cache of other depth, ids that are not (B, S) or
                 not in the vocabulary.
             ContextError: more tokens than the cache has room for.
+            RuntimeError: another thread uses the cache, or this process was forked from one that had loaded a model.
         """
+        check_process()
         self._check_ids(inputs)
-        return self.logits(self.hidden_states(inputs, offset, cache))
+        if not cache:
+            return self.logits(self.hidden_states(inputs, offset, cache))
+        with cache[0].turn:
+            hidden = self.hidden_states(inputs, offset, cache)
+            if threading.active_count() > 1:  # computed while no other thread may write to the cache
+                mx.eval(hidden)
+        return self.logits(hidden)
 
     def hidden_states(
         self, inputs: mx.array, offset: int | None = None, cache: Sequence[KVCache] | None = None
@@ -206,6 +216,7 @@ class Decoder:
             RuntimeError: a forced kernel that failed its self-check on this device.
             ContextError: more than this machine's memory; nothing was allocated.
         """
+        check_process()
         config = self.config
         row_bits = config.head_dim * (quant_bit or 8 * self.dtype.size)  # levels alone: a lower bound is enough here
         least = max_seq_len * batch * len(self.layers) * 2 * config.num_key_value_heads * row_bits // 8
@@ -246,6 +257,7 @@ class Decoder:
 
     def _run(self, inputs: mx.array, start: int | mx.array, length: int, caches: Sequence[Attends | None]) -> mx.array:
         """``length`` is that of the context, reserved or, where nothing is, with these tokens."""
+        check_process()
         config = self.config
         x = self._embed_tokens.rows(inputs).astype(self.dtype)
         rotate = config.rope.rotary(config.head_dim, length).at(start, inputs.shape[1], self.dtype)

@@ -10,7 +10,7 @@ from typing import BinaryIO
 import mlx.core as mx
 
 from kvant.errors import CheckpointError, one_line
-from kvant.models.files import open_file, read_json, unique_keys
+from kvant.files import open_file, read_json, unique_keys
 from kvant.sizes import format_bytes, physical_memory
 
 FLOATS = ("F32", "F16", "BF16")
@@ -58,6 +58,7 @@ class TensorFiles:
                     if name in self._file_of:
                         raise CheckpointError(f"{path.name}: tensor {name} is also in {self._file_of[name].name}")
                     self._file_of[name], self._shape_of[name], self._dtype_of[name] = path, shape, dtype
+                self._check_identity(path)
                 self._nbytes += state.st_size
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: not a whole safetensors file: {one_line(error)}") from error

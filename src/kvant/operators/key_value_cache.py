@@ -7,7 +7,7 @@ import mlx.core as mx
 from kvant.operators.kernels.attend import quantize_rows
 from kvant.operators.kernels.dispatch import Backend
 from kvant.operators.quantization import multiply_levels, quantize
-from kvant.operators.validation import check_cache_call
+from kvant.operators.validation import check_cache_call, check_repeat
 
 
 def key_value_cache(
@@ -62,8 +62,7 @@ def key_value_cache(
         quant_group=quant_group,
         cache_layout=cache_layout,
     )
-    if isinstance(num_repeat, bool) or not isinstance(num_repeat, int) or num_repeat < 1:
-        raise ValueError(f"num_repeat is {num_repeat!r}; expected a positive int")
+    check_repeat(num_repeat, current_key, call)
     # (B, S, K, D) -> (B, K, S, D)
     key, value = (x.transpose(0, 2, 1, 3) for x in (current_key, current_value))
     write_rows(

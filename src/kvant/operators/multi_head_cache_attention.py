@@ -79,7 +79,15 @@ def multi_head_cache_attention(
         cache_layout=cache_layout,
     )
     mask = check_attention_call(
-        query, current_key, call, attn_mask, num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads
+        query,
+        current_key,
+        call,
+        attn_mask,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_kv_heads=num_kv_heads,
+        is_causal=is_causal,
+        is_alibi=is_alibi,
     )
     check_bias_split(bias_split, call, num_kv_heads or num_heads)
     if cache_layout == 1 and num_layer == 1:

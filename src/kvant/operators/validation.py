@@ -9,6 +9,7 @@ from kvant.operators.bias_split import BiasSplit
 from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization, levels_dtype
 
 KEY_INPUTS = ("current_key", "current_value")
+MAX_ELEMENTS = 2**31 - 1  # of a result: MLX counts with 32 bits in places
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,17 @@ def check_cache_call(
     return CacheCall(batch=B, new_tokens=S, start=start, head_dim=D)
 
 
+def check_repeat(num_repeat: int, current_key: mx.array, call: CacheCall) -> None:
+    """Check KeyValueCache's ``num_repeat``."""
+    if isinstance(num_repeat, bool) or not isinstance(num_repeat, int) or num_repeat < 1:
+        raise ValueError(f"num_repeat is {num_repeat!r}; expected a positive int")
+    B, _, K, D = current_key.shape
+    if B * call.end * K * num_repeat * D > MAX_ELEMENTS:
+        raise ValueError(
+            f"num_repeat is {num_repeat}; expected at most {MAX_ELEMENTS // (B * call.end * K * D)} for this call"
+        )
+
+
 def check_attention_call(
     query: mx.array,
     current_key: mx.array,
@@ -77,9 +89,17 @@ def check_attention_call(
     num_heads: int,
     head_dim: int,
     num_kv_heads: int,
+    is_causal: bool,
+    is_alibi: bool,
 ) -> mx.array | None:
     """Check what MultiHeadCacheAttention adds; return the mask cut to the rows that are read, or None."""
-    K = num_kv_heads or num_heads
+    for name, flag in (("is_causal", is_causal), ("is_alibi", is_alibi)):
+        if type(flag) is not bool:
+            raise ValueError(f"{name} is {flag!r}; expected True or False")
+    for name, array in (("query", query), ("attn_mask", attn_mask)):
+        if not isinstance(array, mx.array) and not (name == "attn_mask" and array is None):
+            raise ValueError(f"{name} is a {type(array).__name__}; expected an mx.array")
+    K = num_heads if _index(num_kv_heads, "num_kv_heads") == 0 else num_kv_heads
     for name, count in (("num_heads", num_heads), ("num_kv_heads", K), ("head_dim", head_dim)):
         if _index(count, name) < 1:
             raise ValueError(f"{name} is {count}; expected a positive int")
@@ -130,6 +150,8 @@ def check_bias_split(split: BiasSplit | None, call: CacheCall, num_kv_heads: int
     """Check the shapes of a bias split against the call."""
     if split is None:
         return
+    if not isinstance(split, BiasSplit):
+        raise ValueError(f"bias_split is a {type(split).__name__}; expected a BiasSplit")
     K, D, P = num_kv_heads, call.head_dim, len(split.pairs)
     if D % 2 or len(set(split.pairs)) != P or any(not 0 <= _index(p, "pair") < D // 2 for p in split.pairs):
         raise ValueError(f"bias_split has pairs {split.pairs}; expected different ints from 0 to {D // 2 - 1}")
@@ -188,7 +210,7 @@ def _check_layout(
     cache_layout: int,
 ) -> tuple[int, int]:
     """Check the shapes of cache and scale; return the batch and the tokens they were allocated for."""
-    if isinstance(cache_layout, bool) or cache_layout not in (0, 1):
+    if type(cache_layout) is not int or cache_layout not in (0, 1):
         raise ValueError(f"cache_layout is {cache_layout!r}; expected 0 or 1")
     names = "(MaxB, L, 2, MaxS, H, Dh)" if cache_layout == 0 else "(L, MaxB, 2, H, MaxS, Dh)"
     if cache.ndim != 6:
@@ -227,8 +249,8 @@ def _start(start_pos: int | mx.array) -> int:
 
 
 def _index(value: object, name: str) -> int:
-    """An int, or a ValueError that names what was given; a bool is not a number here."""
-    if not isinstance(value, bool):
+    """An int, or a ValueError that names what was given; a bool and an array are not numbers here."""
+    if not isinstance(value, bool | mx.array):
         try:
             return operator.index(value)  # type: ignore[arg-type]
         except TypeError:

@@ -58,10 +58,10 @@ class ByteDetokenizer(_Segments):
     that is not UTF-8 throughout becomes replacement characters there; here the characters within it were given out.
     """
 
-    def __init__(self, piece: Callable[[int], str | None], *, byte_level: bool, strips: bool) -> None:
-        """``piece``: an id to the vocabulary's string; ``strips``: the first space goes."""
+    def __init__(self, pieces: Sequence[str | None], *, byte_level: bool, strips: bool) -> None:
+        """``pieces``: the vocabulary's strings by id; ``strips``: the first space goes."""
         self._bytes: dict[int, tuple[bytes, bool]] = {}
-        self._piece = piece
+        self._pieces = pieces
         self._byte_level = byte_level
         self._strips = strips
         super().__init__()
@@ -74,7 +74,7 @@ class ByteDetokenizer(_Segments):
     def add_token(self, token: int) -> None:
         self.tokens.append(token)
         if token not in self._bytes:
-            piece = self._piece(token) or ""
+            piece = (self._pieces[token] if token < len(self._pieces) else None) or ""
             self._bytes[token] = (_byte_level(piece), True) if self._byte_level else _byte_fallback(piece)
         content, is_bytes = self._bytes[token]
         held = b"" if is_bytes else self._decoder.getstate()[0]

@@ -6,7 +6,7 @@ Where transformers builds a class's own pipeline instead of the file's (DEFAULTS
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # before the import: one text at a time needs no pool of threads
@@ -14,6 +14,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # before the import: one text at
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
+from kvant.files import unique_keys
 from kvant.text.added import TOKEN_KEYS, folder_tokens, token
 
 MAX_ID = 2**24  # a token's id is a place in a table
@@ -94,13 +95,17 @@ class Encoder:
     def facts(self) -> dict[str, Any]:
         """What the parent process knows without asking."""
         find = self._tokenizer.token_to_id
+        # Clean-up looks at several tokens at once.
+        kind = decoder_kind(self._decoder) if not self._clean_up or self._kind == "BPE" else "other"
+        last = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         return {
             "special": {name: [token, find(token)] for name, token in self._named.items()},
             "extra": self._extra,
             "size": self._tokenizer.get_vocab_size(with_added_tokens=True),
             "vocab_size": self._tokenizer.get_vocab_size(with_added_tokens=False),
             "thinking": next((pair for pair in THINKING if all(find(token) is not None for token in pair)), None),
-            "decoder": decoder_kind(self._decoder) if not self._clean_up or self._kind == "BPE" else "other",
+            "decoder": kind,
+            "pieces": [] if kind == "other" else self.tokens(list(range(last + 1)))["tokens"],
             "strips": isinstance(self._decoder, dict) and STRIP in self._decoder.get("decoders", ()),
         }
 
@@ -204,16 +209,6 @@ def decoder_kind(decoder: object) -> str:
         return "byte_level"
     steps = decoder.get("decoders") if decoder.get("type") == "Sequence" else None
     return "byte_fallback" if steps in (SPM, [*SPM, STRIP]) else "other"
-
-
-def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object's pairs as a dict; a key that is there twice is refused, for readers disagree which one counts."""
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"{key[:80]!r} is there twice")
-        result[key] = value
-    return result
 
 
 def _parse(content: bytes) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import ModelError
-from kvant.models.files import read_bytes, read_json, read_text, refuse_code
+from kvant.files import read_bytes, read_json, read_text, refuse_code
 
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 MAX_TEMPLATE_BYTES = 1024 * 1024  # the longest published ones have some 30,000

@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,31 +43,46 @@ class TextProcess:
     """
 
     def __init__(self, tokenizer: tuple[dict[str, Any], bytes] | None = None) -> None:
-        """``tokenizer``: the request that loads one, as in :meth:`ask`; default: none is loaded."""
+        """``tokenizer``: the request that loads one, as in :meth:`load`; default: none is loaded."""
         self._lock = threading.Lock()
         self._tokenizer = tokenizer
+        self._ready = False
+        self._unread = bytearray()
         self._start()
 
-    def load(self, request: dict[str, Any], payload: bytes) -> dict[str, Any]:
-        """:meth:`ask` to load a tokenizer, which then is loaded after every start.
+    def load(self, request: dict[str, Any], payload: bytes) -> Callable[[], dict[str, Any]]:
+        """Send the request that loads a tokenizer, which then is loaded after every start, too.
 
-        Raises:
-            TextError: as there.
+        Returns:
+            What waits for the answer; :meth:`ask` may not be called before. It raises as that does.
         """
-        answer = self.ask(request, payload)
-        self._tokenizer = request, payload
-        self._resting = _resident_bytes(self._process.pid) if not ADDRESS_LIMIT else 0
+        line = _encoded(request, payload)
+        with self._lock, self._ended_on_error():
+            self._send(line, payload)
+
+        def answer() -> dict[str, Any]:
+            with self._lock, self._ended_on_error():
+                if not self._ready:
+                    self._read(START_LIMIT_S)
+                    self._ready = True
+                found = json.loads(self._read(TIME_LIMIT_S))
+            if "error" in found:
+                raise TextError(found["error"])
+            self._tokenizer = request, payload
+            self._resting = resident_bytes(self._process.pid) if not ADDRESS_LIMIT else 0
+            return dict(found)
+
         return answer
 
-    def ask(self, request: dict[str, Any], payload: bytes = b"") -> dict[str, Any]:
-        """The worker's answer to a request, which is JSON, and the bytes that go with it.
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The worker's answer to a request, which is JSON.
 
         Raises:
             TextError: the request cannot be sent, fails, or takes too long or too much memory.
         """
-        line = _encoded(request, payload)
+        line = _encoded(request)
         with self._lock:
-            answer = json.loads(self._exchange(line, payload))
+            answer = json.loads(self._exchange(line))
         if "error" in answer:
             raise TextError(answer["error"])
         return dict(answer)
@@ -89,35 +106,39 @@ class TextProcess:
             raise ModelError(f"the process for the tokenizer cannot be started: {error}") from error
         self._owner = os.getpid()
         self._ready = False
+        self._unread = bytearray()
         self._resting = 0
-        self._end = weakref.finalize(self, _end, self._process)
+        self._end = weakref.finalize(self, _end, self._process, self._owner)
 
-    def _exchange(self, line: bytes, payload: bytes) -> bytes:
-        if self._owner != os.getpid():  # after a fork: the process is the parent's
-            self._end.detach()
-            self._start()
-        elif self._process.poll() is not None:
+    def _exchange(self, line: bytes) -> bytes:
+        if self._owner != os.getpid() or self._process.poll() is not None:  # after a fork: the process is the parent's
             self._end()
             self._start()
-        try:
+        with self._ended_on_error():
             if not self._ready:
                 self._read(START_LIMIT_S)
                 if self._tokenizer is not None:
-                    request, content = self._tokenizer
-                    self._send(_encoded(request, content), content)
-                    if b'"error"' in (answer := self._read(TIME_LIMIT_S))[:10]:
-                        raise TextError(json.loads(answer)["error"])
+                    request, payload = self._tokenizer
+                    self._send(_encoded(request, payload), payload)
+                    if "error" in (answer := json.loads(self._read(TIME_LIMIT_S))):
+                        raise TextError(answer["error"])
                 self._ready = True
-            self._send(line, payload)
+            self._send(line)
             return self._read(TIME_LIMIT_S)
+
+    @contextmanager
+    def _ended_on_error(self) -> Iterator[None]:
+        """End the process where its answer is not read to the end: it must not be the next one's."""
+        try:
+            yield
         except BrokenPipeError:
             raise self._died() from None
-        except BaseException:  # an answer that nobody reads must not be the next one's
+        except BaseException:
             self._end()
             raise
 
     def _send(self, *parts: bytes) -> None:
-        """Write to the process, which may be too busy to read: then its time runs, too."""
+        """Write to the process, which reads all of a request before it does anything."""
         stdin = self._process.stdin
         assert stdin is not None
         for part in parts:
@@ -130,10 +151,10 @@ class TextProcess:
         stdout = self._process.stdout
         assert stdout is not None
         end = time.monotonic() + limit_s
-        line = bytearray()
+        line, self._unread = self._unread, bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(stdout, selectors.EVENT_READ)
-            while not line.endswith(b"\n"):
+            while b"\n" not in line[-(1 << 20) :]:
                 if selector.select(LOOK_S):
                     piece = os.read(stdout.fileno(), 1 << 20)
                     if not piece:
@@ -143,9 +164,11 @@ class TextProcess:
                         raise TextError("it writes too much")
                 elif time.monotonic() > end:
                     raise TextError(f"it takes longer than {limit_s:g} s")
-                elif not ADDRESS_LIMIT and _resident_bytes(self._process.pid) > self._resting + MEMORY_LIMIT:
+                elif not ADDRESS_LIMIT and resident_bytes(self._process.pid) > self._resting + MEMORY_LIMIT:
                     raise TextError("it needs too much memory")
-        return bytes(line)
+        found, _, rest = line.partition(b"\n")
+        self._unread = rest
+        return bytes(found)
 
     def _died(self) -> TextError:
         code = self._process.wait()
@@ -159,7 +182,7 @@ class TextProcess:
         return TextError(f"its process ended with exit code {code}")
 
 
-def _encoded(request: dict[str, Any], payload: bytes) -> bytes:
+def _encoded(request: dict[str, Any], payload: bytes = b"") -> bytes:
     try:
         text = json.dumps({**request, "payload": len(payload)}, ensure_ascii=False)
         return text.encode("utf-8", "surrogatepass") + b"\n"
@@ -167,15 +190,21 @@ def _encoded(request: dict[str, Any], payload: bytes) -> bytes:
         raise TextError(f"it cannot be given this: {error}") from error
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
+def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
+    """End it and close its pipes; in a fork only the latter, for it is the parent's."""
+    is_owner = os.getpid() == owner
+    if is_owner:
+        process.kill()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()
-    process.wait()
+    if is_owner:
+        process.wait()
+    else:
+        process.returncode = 0  # so that Popen does not warn that it still runs
 
 
-def _resident_bytes(pid: int) -> int:
+def resident_bytes(pid: int) -> int:
     """Memory of a process, 0 where nobody knows."""
     try:
         done = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, check=False)

@@ -50,7 +50,7 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     except PromptError:
         raise
-    except Exception as error:  # what a tokenizer's files make transformers do around the template
+    except Exception as error:  # of another library's tokenizer
         raise PromptError(f"the chat template failed: {one_line(error)}") from error
     return str(text)
 
@@ -63,7 +63,9 @@ def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
 def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
     try:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    except BaseException as error:  # text that is no Unicode, or whatever a tokenizer's files make it do
+    except PromptError:
+        raise
+    except BaseException as error:  # of another library's tokenizer
         if not foreign(error):
             raise
         raise PromptError(f"the prompt cannot be encoded: {one_line(error)}") from error

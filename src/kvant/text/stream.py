@@ -34,7 +34,9 @@ class TextStream:
         try:
             advance()
             return str(self._detokenizer.last_segment)
-        except BaseException as error:  # whatever a tokenizer's files make it do
+        except ModelError:
+            raise
+        except BaseException as error:  # of another library's detokenizer
             if not foreign(error):
                 raise
             raise ModelError(f"the tokenizer cannot decode what was generated: {one_line(error)}") from error

@@ -31,6 +31,15 @@ def load_tokenizer(folder: Path, process: TextProcess | None = None) -> "Tokeniz
     Raises:
         ModelError: no tokenizer, or one that cannot be loaded within 5 seconds and 512 MiB.
     """
+    return begin_loading(folder, process or TextProcess())()
+
+
+def begin_loading(folder: Path, process: TextProcess) -> Callable[[], "Tokenizer"]:
+    """:func:`load_tokenizer` in two parts: the process loads while this one does something else, until it calls.
+
+    Raises:
+        ModelError: as there, now or when the result is called.
+    """
     files = read_tokenizer_files(folder)
     request = {
         "do": "load",
@@ -40,12 +49,22 @@ def load_tokenizer(folder: Path, process: TextProcess | None = None) -> "Tokeniz
         "model_type": files.model_type,
         "tokenizer_class": files.tokenizer_class,
     }
+
+    def failed(error: TextError) -> ModelError:
+        return ModelError(f"{folder}: the tokenizer cannot be loaded: {error}")
+
     try:
-        process = process or TextProcess()
-        facts = process.load(request, files.tokenizer)
+        answer = process.load(request, files.tokenizer)
     except TextError as error:
-        raise ModelError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
-    return Tokenizer(process, facts, files.templates)
+        raise failed(error) from error
+
+    def finish() -> Tokenizer:
+        try:
+            return Tokenizer(process, answer(), files.templates)
+        except TextError as error:
+            raise failed(error) from error
+
+    return finish
 
 
 class Tokenizer:
@@ -62,7 +81,6 @@ class Tokenizer:
         """From what the process knows after it has loaded the tokenizer; :func:`load_tokenizer` makes one."""
         self._process = process
         self._facts = facts
-        self._pieces: dict[int, str | None] = {}
         special: Mapping[str, tuple[str, int | None]] = facts["special"]
         self.special_tokens_map = {name: token for name, (token, _) in special.items()}
         ids = {name: token for name, (_, token) in special.items()}
@@ -182,7 +200,7 @@ class Tokenizer:
         kind = self._facts["decoder"]
         if kind == "other":
             return WindowDetokenizer(lambda ids: self.decode(ids, clean_up_tokenization_spaces=False))
-        return ByteDetokenizer(self._piece, byte_level=kind == "byte_level", strips=self._facts["strips"])
+        return ByteDetokenizer(self._facts["pieces"], byte_level=kind == "byte_level", strips=self._facts["strips"])
 
     def apply_chat_template(
         self,
@@ -244,11 +262,6 @@ class Tokenizer:
 
     def _find(self, tokens: list[str]) -> list[int | None]:
         return list(self._ask({"do": "ids", "tokens": tokens}, "no such tokens")["ids"])
-
-    def _piece(self, token: int) -> str | None:
-        if token not in self._pieces:
-            self._pieces[token] = self.convert_ids_to_tokens(token)
-        return self._pieces[token]
 
     def _ask(
         self, request: dict[str, Any], failure: str, kind: type[ModelError] | type[PromptError] = ModelError

@@ -3,22 +3,25 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvant.errors import WeightsError, one_line
 from kvant.sizes import format_bytes
-from kvant.weights.hub import Listing, UnreachableError, download, list_files
+from kvant.weights.digest import GIT_BLOB, SHA256, Digest
+from kvant.weights.download import Say, bytes_here, locked, note_branch, remove_partials
+from kvant.weights.hub import UnreachableError, download, list_files
 from kvant.weights.known import File, known_files
+from kvant.weights.listing import Listing
 from kvant.weights.lock import DEFAULT_BRANCH, Lock, Verified, check_writable, read_lock, write_lock
 from kvant.weights.reference import Reference, parse_reference
 from kvant.weights.resolve import compare, expect, pinned_commit, resolve
-from kvant.weights.snapshot import measure, snapshot_folder
+from kvant.weights.snapshot import git_blob_id, measure, real_file, snapshot_folder
 
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
-
-Say = Callable[[str], None]  # takes a line for a person
+RECORD = "kvant"  # the lock's name while the record is written
+HUB_DEFAULT_BRANCH = "main"
 
 
 def print_line(line: str) -> None:
@@ -95,7 +98,8 @@ def remote_facts(text: str, revision: str | None = None) -> tuple[Mapping[str, A
     if size > MAX_CONFIG_BYTES:
         raise WeightsError(f"{reference}: config.json has {size} bytes; expected at most {MAX_CONFIG_BYTES}")
     folder = snapshot_folder(reference.repository, listing.commit)
-    download(reference.repository, listing.commit, "config.json", folder)
+    digest = _digest(reference.repository, listing, "config.json", lock)
+    download(reference.repository, listing.commit, folder / "config.json", size, digest, print_line)
     _verified(reference.repository, listing, "config.json", lock, folder)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -120,18 +124,38 @@ def _fetch(reference: Reference, lock: Lock, listing: Listing, progress: Say) ->
     folder = snapshot_folder(repository, commit)
     _refuse_contradictions(repository, listing, lock)
     missing = [name for name in listing.files if not (folder / name).is_file()]
-    _refuse_without_space(reference, folder, sum(listing.files[name].bytes for name in missing))
-    for name in missing:
-        progress(f"fetching {reference}, {name}: {format_bytes(listing.files[name].bytes)}")
-        download(repository, commit, name, folder)
+    digests = {name: _digest(repository, listing, name, lock) for name in missing}
+    here = sum(bytes_here(folder / name, digest) for name, digest in digests.items())
+    _refuse_without_space(reference, folder, sum(listing.files[name].bytes for name in missing) - here)
+    for name, digest in digests.items():
+        size = listing.files[name].bytes
+        progress(f"fetching {reference}, {name}: {format_bytes(size)}")
+        download(repository, commit, folder / name, size, digest, progress)
     progress(f"verifying {reference}: {len(listing.files)} files")
     verified = {name: _verified(repository, listing, name, lock, folder) for name in listing.files}
-    lock = read_lock(repository)  # again: another pull may have ended since
-    lock.snapshots[commit] = verified
+    with locked(folder.parents[1].name, RECORD, lambda: None):
+        lock = read_lock(repository)  # again: another pull may have ended since
+        lock.snapshots[commit] = verified
+        if reference.commit is None:
+            lock.pins[reference.revision or DEFAULT_BRANCH] = commit
+        write_lock(lock)
     if reference.commit is None:
-        lock.pins[reference.revision or DEFAULT_BRANCH] = commit
-    write_lock(lock)
+        note_branch(repository, reference.revision or HUB_DEFAULT_BRANCH, commit)
+    remove_partials(repository)
     return folder
+
+
+def _digest(repository: str, listing: Listing, name: str, lock: Lock) -> Digest:
+    """What a file's content must have: by the hub, else by weights.toml, else by an earlier pull."""
+    listed = listing.files[name].digest
+    if listed is not None:
+        return listed
+    known = known_files(repository, listing.commit).get(name)
+    recorded = lock.snapshots.get(listing.commit, {}).get(name)
+    for source in (known, recorded):
+        if source is not None and source.sha256 is not None:
+            return Digest(SHA256, source.sha256)
+    raise WeightsError(f"{repository}: the hub states no digest of {name}; nothing else could tell what came")
 
 
 def _refuse_contradictions(repository: str, listing: Listing, lock: Lock) -> None:
@@ -166,4 +190,11 @@ def _verified(repository: str, listing: Listing, name: str, lock: Lock, folder: 
     compare(folder, name, measured, recorded, known_files(repository, listing.commit).get(name))
     listed = listing.files[name]
     expect(folder, name, measured, listed.bytes, listed.sha256, "as the hub states")
+    if listed.digest is not None and listed.digest.kind == GIT_BLOB:
+        given = git_blob_id(folder, name)
+        if given != listed.digest.value:
+            raise WeightsError(
+                f"{folder / name}: git blob id {given}; expected {listed.digest.value}, as the hub states; "
+                f"nothing was deleted; remove {real_file(folder, name)} and pull again to fetch it anew"
+            )
     return measured

@@ -3,15 +3,21 @@
 import hashlib
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 
 from kvant.errors import WeightsError
+from kvant.weights.digest import GIT_BLOB, new_hash
 from kvant.weights.lock import Verified
+from kvant.weights.settings import repository_folder
 
 SUFFIXES = (".safetensors", ".json", ".jinja", ".tiktoken")
 NAMES = ("tokenizer.model", "merges.txt", "vocab.txt")
 SECOND_COPY = "consolidated"  # Mistral's own format, all the weights again
+TEMPLATES = "additional_chat_templates"  # the one subfolder that a tokenizer's loader reads; it is not pulled
+CHUNK_BYTES = 1 << 20
 
 
 def is_wanted(name: str) -> bool:
@@ -25,11 +31,8 @@ def is_wanted(name: str) -> bool:
 
 
 def snapshot_folder(repository: str, commit: str) -> Path:
-    """Where huggingface_hub keeps a commit's files: under HF_HUB_CACHE, HF_HOME, or its default."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    cache = Path(HF_HUB_CACHE).expanduser().resolve()
-    return cache / f"models--{repository.replace('/', '--')}" / "snapshots" / commit
+    """Where huggingface_hub keeps a commit's files."""
+    return repository_folder(repository) / "snapshots" / commit
 
 
 def real_file(folder: Path, name: str) -> Path:
@@ -43,7 +46,7 @@ def real_file(folder: Path, name: str) -> Path:
     path = folder / name
     try:
         real = path.resolve(strict=True)
-        roots = (folder, folder.parents[1] / "blobs", folder.parents[2] / "blobs")  # as models.files has them
+        roots = (folder, folder.parents[1] / "blobs", folder.parents[2] / "blobs")  # as kvant.files has them
     except (OSError, RuntimeError) as error:
         raise WeightsError(f"{path}: no such file; pull it again") from error
     if not any(real.is_relative_to(root) for root in roots):
@@ -57,16 +60,43 @@ def measure(folder: Path, name: str) -> Verified:
     """Read a file whole: its bytes, its time and its digest.
 
     Raises:
-        WeightsError: no such file, or one that was written meanwhile.
-        OSError: it cannot be read.
+        WeightsError: no such file, one that cannot be read, or one that was written or replaced meanwhile.
     """
-    with open(real_file(folder, name), "rb") as file:
-        before = os.fstat(file.fileno())
+    with _unchanging(folder, name) as (file, state):
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        after = os.fstat(file.fileno())
-    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-        raise WeightsError(f"{folder / name}: written to while it was read")
-    return Verified(after.st_size, after.st_mtime_ns, digest)
+    return Verified(state.st_size, state.st_mtime_ns, digest)
+
+
+def git_blob_id(folder: Path, name: str) -> str:
+    """The id git gives a file's content; errors are those of :func:`measure`."""
+    with _unchanging(folder, name) as (file, state):
+        found = new_hash(GIT_BLOB, state.st_size)
+        while piece := file.read(CHUNK_BYTES):
+            found.update(piece)
+    return found.hexdigest()
+
+
+@contextmanager
+def _unchanging(folder: Path, name: str) -> Iterator[tuple[BufferedReader, os.stat_result]]:
+    """A file and its state, which must be the same after it was read: the same file, size and time."""
+    path = folder / name
+    try:
+        # Once resolved, no link is followed; a pipe put in its place does not block.
+        handle = os.open(real_file(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(handle, "rb") as file:
+            before = os.fstat(handle)
+            if not stat.S_ISREG(before.st_mode):
+                raise WeightsError(f"{path}: not a regular file")
+            yield file, before
+            after, there = os.fstat(handle), real_file(folder, name).stat()
+    except OSError as error:
+        raise WeightsError(f"{path}: cannot be read: {error.strerror}") from error
+    if not _identity(before) == _identity(after) == _identity(there):
+        raise WeightsError(f"{path}: written to or replaced while it was read")
+
+
+def _identity(state: os.stat_result) -> tuple[int, ...]:
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def is_unchanged(folder: Path, name: str, recorded: Verified) -> bool:
@@ -85,6 +115,12 @@ def refuse_others(folder: Path, names: Iterable[str]) -> None:
     Raises:
         WeightsError: there is one.
     """
-    others = sorted(path.name for path in folder.iterdir() if is_wanted(path.name) and path.name not in set(names))
+    known = set(names)
+    others = sorted(path.name for path in folder.iterdir() if path.name not in known and _is_read(path.name))
     if others:
         raise WeightsError(f"{folder / others[0]}: not among the files that were pulled and verified; remove it")
+
+
+def _is_read(name: str) -> bool:
+    """Whether a loader may read an entry of this name; on some disks capital letters do not count."""
+    return is_wanted(name.lower()) or name.lower() == TEMPLATES

@@ -60,7 +60,7 @@ def choose(kernels: str | None = None) -> Choice:
     if wanted is None:
         wanted = os.environ.get(VARIABLE) or None
         asked = f"{VARIABLE} is {wanted!r}"
-    if wanted is not None and wanted not in KERNELS:
+    if wanted is not None and (not isinstance(wanted, str) or wanted not in KERNELS):
         raise ValueError(f"{asked}; expected {' or '.join(map(repr, KERNELS))}")
     if wanted == "composed":
         return Choice(None, asked)

@@ -1,0 +1,190 @@
+"""Kinds of harm that a model folder can do on purpose, for the fuzzer and the tests.
+
+Each function of KINDS spoils a whole folder, which then must be refused in one line or work: nothing of it may run, and
+neither time nor memory may grow. ``plant`` puts code beside the model that would tell.
+"""
+
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CLASSES = [
+    "AutoProcessor",
+    "AutoFeatureExtractor",
+    "MusicgenProcessor",
+    "AutoTokenizer",
+    "evil.Evil",
+    "ConvBertTokenizer",
+]
+MODULES = (
+    "evil",
+    "tokenization_evil",
+    "processing_evil",
+    "json",
+    "typing",
+    "jinja2",
+    "tokenizers",
+    "kvant",
+    "__init__",
+)
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+BIG_TEXT = "{{ 'a b c d ' * 4000000 }}"
+
+
+def plant(folder: Path) -> Path:
+    """Put code into the folder that would leave a mark beside it. The mark, which must never be there."""
+    mark = folder.parent / "executed"
+    code = f"import os; os.makedirs({str(mark)!r}, exist_ok=True)\n" + "class Evil: pass\nclass Tokenizer: pass\n"
+    for name in MODULES:
+        (folder / f"{name}.py").write_text(code)
+    return mark
+
+
+def change(path: Path, **values: Any) -> None:
+    """Set keys of a JSON file; it is made where it is missing."""
+    raw = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(raw | values))
+
+
+def foreign_class(folder: Path, rng: random.Random) -> str:
+    """Classes of transformers that are no tokenizers, and load others by name."""
+    name = rng.choice(CLASSES)
+    evil = {"auto_map": {name: "evil.Evil"}}
+    where = rng.choice(["tokenizer_config.json", "config.json"])
+    if rng.random() < 0.7:
+        (folder / "tokenizer_config.json").unlink()
+    change(folder / where, tokenizer_class=name)
+    files = ("processor_config.json", "preprocessor_config.json", "feature_extractor_config.json")
+    for file in rng.choice([files[:1], files]):
+        change(folder / file, **evil)
+    if rng.random() < 0.2:
+        change(folder / where, **evil)
+    return f"{where}: {name}"
+
+
+def init_inputs(folder: Path, rng: random.Random) -> str:
+    """Arguments of a tokenizer's constructor that are paths."""
+    pipe = folder / "pipe"
+    os.mkfifo(pipe)
+    path = rng.choice(["/dev/zero", "/proc/self/mem", str(pipe), "/etc/passwd"])
+    name = rng.choice(["ConvBertTokenizer", "BertTokenizer", "Qwen2Tokenizer", "LlamaTokenizer", "ByT5Tokenizer"])
+    keys = ("vocab_file", "merges_file", "tokenizer_file", "sp_model", "vocab", "spm_file", "gguf_file")
+    if rng.random() < 0.5:
+        (folder / "tokenizer_config.json").unlink()
+    change(folder / "tokenizer_config.json", tokenizer_class=name, init_inputs=[path] * rng.choice([1, 2]))
+    if rng.random() < 0.3:
+        change(folder / "tokenizer_config.json", **dict.fromkeys(keys, path))
+    return f"{name}: {path}"
+
+
+def growth(folder: Path, rng: random.Random) -> str:
+    """Normalizers and pre-tokenizers that make a text longer, many of them."""
+    steps = {
+        "byte level": BYTE_LEVEL,
+        "prepend": {"type": "Prepend", "prepend": "a" * 1000},
+        "decompose": {"type": "NFKD"},
+        "replace": {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"},
+    }
+    name = rng.choice(sorted(steps))
+    many = [steps[name]] * rng.choice([30, 300])
+    before = {"type": "Sequence", "normalizers": many}
+    if name == "byte level" and rng.random() < 0.5:
+        change(folder / "tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": many})
+    else:
+        change(folder / "tokenizer.json", normalizer=before)
+    text = "\\ufdfa" * 1000 if name == "decompose" else "aé " * 1000
+    change(folder / "tokenizer_config.json", chat_template=f"{{{{ '{text}' * 100 }}}}")
+    return f"{len(many)} times {name}"
+
+
+def expression(folder: Path, rng: random.Random) -> str:
+    """Regular expressions that take for ever."""
+    pattern = rng.choice(["a*a*a*b", "(a+)+$", "(a|a)*b", "a{0,5000}{0,5000}b", "(?=(a+)+b)"])
+    step = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    if rng.random() < 0.5:
+        change(folder / "tokenizer.json", pre_tokenizer=step)
+    else:
+        replace = {"type": "Replace", "pattern": {"Regex": pattern}, "content": ""}
+        change(folder / "tokenizer.json", normalizer=replace)
+    count = rng.choice([40, 20_000, 3_000_000])
+    change(folder / "tokenizer_config.json", chat_template=f"{{{{ 'a' * {count} }}}}")
+    return f"{pattern} on {count}"
+
+
+def added_tokens(folder: Path, rng: random.Random) -> str:
+    """Very many tokens, in one of the places that list them."""
+    names = [f"<t{number}>" for number in range(200_000)]
+    where = rng.choice(["additional_special_tokens", "extra_special_tokens", "added_tokens_decoder", "tokenizer.json"])
+    if where == "tokenizer.json":
+        kind = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
+        added = [{"id": 1280 + number, "content": name, **kind} for number, name in enumerate(names)]
+        change(folder / "tokenizer.json", added_tokens=added)
+    elif where == "added_tokens_decoder":
+        listed = {str(1280 + number): {"content": name} for number, name in enumerate(names[:100_000])}
+        change(folder / "tokenizer_config.json", added_tokens_decoder=listed)
+    else:
+        change(folder / "tokenizer_config.json", **{where: names})
+    return where
+
+
+def unigram(folder: Path, rng: random.Random) -> str:
+    """Pieces of which every one fits at every place."""
+    count = rng.choice([1000, 5000])
+    pieces = [["<unk>", 0.0], *(["a" * size, -float(size)] for size in range(1, count))]
+    model = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
+    change(folder / "tokenizer.json", model=model, pre_tokenizer=None, normalizer=None, decoder=None, added_tokens=[])
+    change(folder / "tokenizer_config.json", chat_template="{{ 'a' * 2000000 }}")
+    return f"{count} pieces"
+
+
+def word_piece(folder: Path, rng: random.Random) -> str:
+    """Words of any length: the time grows with their square."""
+    vocabulary = {"[UNK]": 0, "a": 1, "##a": 2, "##" + "a" * 50: 3}
+    model = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "vocab": vocabulary}
+    model["max_input_chars_per_word"] = rng.choice([10**9, 2**63 - 1])
+    change(folder / "tokenizer.json", model=model, pre_tokenizer=None, normalizer=None, decoder=None, added_tokens=[])
+    change(folder / "tokenizer_config.json", chat_template=f"{{{{ 'a' * {rng.choice([100_000, 5_000_000])} ~ 'b' }}}}")
+    return str(model["max_input_chars_per_word"])
+
+
+def long_file(folder: Path, rng: random.Random) -> str:
+    """A tokenizer.json of 60 MB that takes a hundred times as much to read."""
+    item = rng.choice(["{}", "[]", '{"a":[]}', "0"])
+    text = ",".join([item] * (60_000_000 // (len(item) + 1)))
+    key = rng.choice(["added_tokens", "more", "model"])
+    (folder / "tokenizer.json").write_text(f'{{"{key}": [{text}]}}')
+    return f"{key}: {item}"
+
+
+def big_text(folder: Path, rng: random.Random) -> str:
+    """A template that writes a text of any size."""
+    template = rng.choice(
+        [BIG_TEXT, "{{ '🦊' * 30000000 }}", "{% for i in range(10**6) %}a b {% endfor %}", "{{ ' ' * 33000000 }}"]
+    )
+    change(folder / "tokenizer_config.json", chat_template=template)
+    return template
+
+
+def hostile_config(folder: Path, rng: random.Random) -> str:
+    """Numbers in config.json that are none, or absurd: for `kvant models`, too."""
+    keys = ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"]
+    key = rng.choice([*keys, "max_position_embeddings"])
+    value = rng.choice(['"x"', "1e999", "NaN", "1" + "0" * 400, "-1", "true", "[]", "{}", '"9"', "0.5", "null"])
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) | {key: "HERE"}
+    if value == '"9"':
+        raw |= dict.fromkeys(keys, 2**31) | {key: "HERE"}
+    path.write_text(json.dumps(raw).replace('"HERE"', value))
+    return f"{key} {value[:20]}"
+
+
+KINDS: dict[str, Callable[[Path, random.Random], str]] = {
+    kind.__name__: kind
+    for kind in (
+        *(foreign_class, init_inputs, growth, expression, added_tokens, unigram, word_piece),
+        *(long_file, big_text, hostile_config),
+    )
+}

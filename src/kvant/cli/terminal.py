@@ -1,0 +1,65 @@
+"""Text for a terminal: what it would obey is shown instead. A model, a folder's name or a hub can write anything."""
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Control characters of ASCII and Latin-1, but for the ends of lines and tabs.
+CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
+
+
+def escaped(text: str) -> str:
+    """The text with a Python escape for every character that a terminal would obey."""
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def write_generated(text: str, *, raw: bool) -> None:
+    """Generated text to standard output at once: escaped on a terminal unless ``raw``, elsewhere as it is."""
+    sys.stdout.write(text if raw or not sys.stdout.isatty() else escaped(text))
+    sys.stdout.flush()
+
+
+def console(**settings: Any) -> "Console":
+    """A rich console on standard output that escapes every string it is given; its own styles stay."""
+    from rich.console import Console
+    from rich.text import Text
+
+    class EscapingConsole(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(escaped(text), **options)
+
+    return EscapingConsole(**settings)
+
+
+class _Escaping:
+    """A stream that escapes what is written to it, and is otherwise the stream behind it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(escaped(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def escaping_standard_error() -> Iterator[None]:
+    """Escape all that is written to standard error; progress bars and the chat's prompt write to :func:`behind`."""
+    stream = sys.stderr
+    sys.stderr = _Escaping(stream)
+    try:
+        yield
+    finally:
+        sys.stderr = stream
+
+
+def behind(stream: TextIO) -> TextIO:
+    """The stream that does not escape."""
+    return stream._stream if isinstance(stream, _Escaping) else stream

@@ -1,0 +1,149 @@
+"""A new model folder beside an old one: it appears whole or not at all, and carries over what does not change."""
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import mkdtemp
+
+from kvant.errors import ConvertError, one_line
+from kvant.files import check_file
+from kvant.sizes import format_bytes
+from kvant.text.folder import TEMPLATES
+
+CARRIED = (  # to the new folder, byte for byte
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+MARKER = "kvant.lock"  # in a part folder of kvant's; the process that writes the folder holds a lock on it
+TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # what rename says of a destination in use
+
+
+def check_new(dest: Path) -> Path:
+    """The absolute path of a folder to make.
+
+    Raises:
+        ConvertError: something is there that is no empty folder, or the path cannot be a folder's.
+    """
+    try:
+        dest = dest.expanduser().absolute()
+        if dest.is_symlink() or (dest.exists() and not (dest.is_dir() and not any(dest.iterdir()))):
+            raise ConvertError(f"{dest}: is there already; expected a new folder's path or an empty folder")
+        if not dest.parent.is_dir():
+            raise ConvertError(f"{dest.parent}: no such folder; expected one to put {dest.name} into")
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, a user who does not exist, a NUL
+        raise ConvertError(f"{str(dest)[:200]}: cannot be a folder: {one_line(error)}") from error
+    return dest
+
+
+def carried_files(source: Path) -> list[Path]:
+    """The files of :data:`CARRIED` that the folder has, and its further chat templates.
+
+    Raises:
+        ModelError: one that is no regular file of the folder.
+    """
+    files = [source / name for name in CARRIED if os.path.lexists(source / name)]
+    files += sorted((source / TEMPLATES).glob("*.jinja"))
+    return [check_file(path, source) for path in files]
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Refuse bytes that the disk has no room for.
+
+    Raises:
+        ConvertError: more are needed than are free.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ConvertError(f"{folder}: {format_bytes(needed)} are needed, {format_bytes(free)} are free")
+
+
+def copy_files(files: Iterable[Path], source: Path, folder: Path) -> None:
+    """Copy files of the source folder, or of a folder in it, to the same place in another folder."""
+    for path in files:
+        copy = folder / path.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
+
+
+@contextmanager
+def appearing(dest: Path) -> Iterator[Path]:
+    """A folder to write into. It becomes ``dest`` when all went well, and is gone when not.
+
+    It is written inside a part folder of this process alone: ``.NAME.xxxxxxxx.part`` beside ``dest``.
+
+    Args:
+        dest: as :func:`check_new` returns it. An empty folder is replaced; anything else is left as it is.
+
+    Raises:
+        ConvertError: a write that failed, or a ``dest`` that appeared meanwhile.
+    """
+    try:
+        part = Path(mkdtemp(prefix=f".{dest.name}.", suffix=".part", dir=dest.parent))
+        try:
+            with _lock(part):
+                folder = part / "folder"
+                folder.mkdir()  # with the usual mode: mkdtemp's is the owner's alone
+                yield folder
+                _rename(folder, dest)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    except (OSError, RuntimeError) as error:  # MLX's writer raises the latter
+        raise ConvertError(f"{dest}: cannot be written: {one_line(error)}") from error
+
+
+def remove_leftovers(dest: Path) -> list[Path]:
+    """Remove the part folders of ``dest`` whose process was killed. The paths removed.
+
+    A part folder has kvant's marker. Its process lives while the marker is locked.
+    """
+    with suppress(OSError, RuntimeError, ValueError):  # a path that check_new refuses
+        dest = dest.expanduser().absolute()
+        ours = re.compile(rf"\.{re.escape(dest.name)}\.[a-z0-9_]{{8}}\.part")  # the random part is mkdtemp's
+        parts = sorted(path for path in dest.parent.iterdir() if ours.fullmatch(path.name) and not path.is_symlink())
+        return [part for part in parts if _remove_dead(part)]
+    return []
+
+
+def _remove_dead(part: Path) -> bool:
+    try:
+        # Not blocking: the marker may be a pipe, which is none of ours.
+        marker = os.open(part / MARKER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        if not stat.S_ISREG(os.fstat(marker).st_mode):
+            return False
+        fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(part)
+    except OSError:  # locked, or not ours to remove
+        return False
+    finally:
+        os.close(marker)
+    return True
+
+
+@contextmanager
+def _lock(part: Path) -> Iterator[None]:
+    """Mark the part folder as this process's. The marker gets its name when it is locked, never before."""
+    new = part / "new"
+    with new.open("xb") as marker:
+        with suppress(OSError):  # a file system without locks: nobody else removes this folder
+            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            new.rename(part / MARKER)
+        yield
+
+
+def _rename(folder: Path, dest: Path) -> None:
+    try:
+        folder.rename(dest)
+    except OSError as error:
+        if error.errno not in TAKEN:
+            raise
+        raise ConvertError(f"{dest}: is there already; it appeared during the conversion") from error

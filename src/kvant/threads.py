@@ -1,0 +1,57 @@
+"""Who may compute: one thread at a time through a cache, and no process that was forked from one that did."""
+
+import os
+from threading import RLock
+from types import TracebackType
+
+_started = False  # whether this process has given MLX work
+_forked = False
+
+
+class Turn:
+    """A cache's: held by the thread that computes through it. Another thread is refused rather than let wait.
+
+    MLX's arrays are not made for two threads: it ends the process. One thread after the other is fine.
+    """
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("the cache is in use by another thread; expected one thread at a time, or a cache each")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type["Turn"], tuple[()]]:
+        return Turn, ()  # a copy of a cache has a turn of its own
+
+
+def check_process() -> None:
+    """Called before MLX is given work; refuse a process that was forked from one in which MLX has had some.
+
+    MLX computes in threads of its own. A fork has none of them and would wait for ever.
+
+    Raises:
+        RuntimeError: such a process.
+    """
+    global _started
+    if _forked:
+        raise RuntimeError(
+            "this process was forked from one that had loaded a model; MLX's threads are not in it. "
+            "Start it with multiprocessing's 'spawn', or load the model only after the fork"
+        )
+    _started = True
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = _started
+
+
+os.register_at_fork(after_in_child=_after_fork)

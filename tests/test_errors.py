@@ -1,0 +1,79 @@
+"""An error's text: one printable line of bounded width, with the start and the end of what it quotes."""
+
+import unicodedata
+
+import pytest
+from rich.cells import cell_len
+
+from kvant.errors import CheckpointError, KvantError, ModelError, WeightsError, one_line, printable
+
+ROOM = 3 * 79  # a character of two columns may leave a line's last one empty
+HOSTILE = {
+    "long": "x" * 100_000,
+    "many words": "word " * 100_000,
+    "wide": "\N{CJK UNIFIED IDEOGRAPH-6F22}" * 10_000,
+    "escapes of a terminal": "\x1b]52;c;aGVsbG8=\x07\x1b[2J\x9b31m" * 1000,
+    "marks of direction": "\N{RIGHT-TO-LEFT OVERRIDE}\N{LEFT-TO-RIGHT ISOLATE}gnp.exe" * 1000,
+    "of no width": "\N{ZERO WIDTH SPACE}\N{ZERO WIDTH JOINER}\N{WORD JOINER}\ufeff" * 1000,
+    "lines": "one\ntwo\r\nthree\u2028four\u2029five\x0bsix\x85seven" * 1000,
+    "half a character": "\ud800\udfff" * 1000,
+    "combining": "e" + "\N{COMBINING ACUTE ACCENT}" * 10_000,
+    "tags": "\U000e0041\U000e007f" * 1000,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
+@pytest.mark.parametrize("kind", [KvantError, ModelError, CheckpointError])
+def test_a_hostile_name(kind: type[KvantError], name: str) -> None:
+    text = str(kind(f"START {name}: a reason END"))
+    assert text.isprintable()
+    assert not {unicodedata.category(c) for c in text} & {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+    assert text.startswith("START ")
+    assert text.endswith(" a reason END")
+    assert cell_len(f"kvant: error: {text}") <= ROOM
+
+
+@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_library_s_error(name: str) -> None:
+    text = one_line(RuntimeError(name))
+    assert text.isprintable()
+    assert 0 < cell_len(text) <= ROOM
+
+
+def test_an_error_that_says_nothing() -> None:
+    assert one_line(RuntimeError("\n \n")) == "RuntimeError"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "plain",
+        "x" * 223,
+        "Zo\u00eb: \N{CJK UNIFIED IDEOGRAPH-6F22} is 5; expected 'a b'",
+        "a" * 100 + " " + "b" * 100,
+    ],
+    ids=len,
+)
+def test_what_fits_stays(text: str) -> None:
+    assert printable(text) == str(KvantError(text)) == text
+
+
+def test_a_path_keeps_its_ends_and_the_reason_stays_whole() -> None:
+    path = "/Users/somebody/" + "folder/" * 50 + "config.json"
+    text = str(ModelError(f"{path}: num_hidden_layers is 'x'; expected an int"))
+    assert text.startswith("/Users/somebody/")
+    assert text.endswith("/config.json: num_hidden_layers is 'x'; expected an int")
+
+
+def test_what_a_person_is_to_compare_or_copy_stays_whole() -> None:
+    path, digests = "/Users/somebody/" + "folder/" * 30, ("a" * 64, "b" * 64)
+    text = f"{path}: sha256 {digests[0]}; expected {digests[1]}; remove {path} and pull again"
+    assert str(WeightsError(text)) == text
+    assert cell_len(str(WeightsError("word " * 10_000))) <= 1000
+
+
+@pytest.mark.parametrize("columns", [40, 41, 100])
+@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
+def test_any_width(name: str, columns: int) -> None:
+    assert cell_len(printable(name, columns)) <= columns
