@@ -1,7 +1,6 @@
 """PMX KeyValueCache: append the current keys and values to a cache, and return every row so far."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import mlx.core as mx
 
@@ -196,19 +195,19 @@ def read_sequences(
     dtype: mx.Dtype,
     product_dtype: mx.Dtype | None = None,
 ) -> list[tuple[mx.array, mx.array]]:
-    """:func:`read_rows` of B sequences that end at B rows, in cache layout 1 with one layer: (1, K, T, D) of each.
-
-    Their bytes are joined first and dequantized at once.
-    """
-
-    def joined(array: mx.array) -> mx.array:  # (2, K, T of all, last)
-        return mx.concatenate([array[0, b, :, :, :end] for b, end in enumerate(ends)], axis=2)
-
-    rows = joined(cache)
-    if quant_bit and scale is not None:
-        rows = multiply_levels(rows, joined(scale), quant_bit, product_dtype or scale.dtype)
-    starts = list(accumulate(ends[:-1]))
-    return [(each[:1], each[1:]) for each in mx.split(rows.astype(dtype), starts, axis=2)]
+    """:func:`read_rows` of B sequences, each up to its own end: (1, K, T, D) of each. Cache layout 1, one layer."""
+    return [
+        read_rows(
+            1,
+            end,
+            cache[:, b : b + 1],
+            None if scale is None else scale[:, b : b + 1],
+            quant_bit=quant_bit,
+            dtype=dtype,
+            product_dtype=product_dtype,
+        )
+        for b, end in enumerate(ends)
+    ]
 
 
 def _stored_rows(array: mx.array, layer: int, batch: int, end: int, cache_layout: int) -> mx.array:
