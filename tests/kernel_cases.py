@@ -40,7 +40,8 @@ class KernelCase:
     num_kv_heads: int = 2
     head_dim: int = 64
     new_tokens: int = 1
-    offset: int = 5
+    offset: int = 5  # of the first sequence
+    shorter: int = 0  # cached tokens that each sequence has fewer than the one before, down to none
     max_rows: int = 37
     dtype: str = "float32"
     quant_bit: int = 8
@@ -66,6 +67,16 @@ class KernelCase:
         return self.offset + self.new_tokens
 
     @property
+    def offsets(self) -> list[int]:
+        """Cached tokens of each sequence."""
+        return [max(0, self.offset - self.shorter * b) for b in range(self.batch)]
+
+    @property
+    def ends(self) -> list[int]:
+        """Rows that each sequence reads."""
+        return [offset + self.new_tokens for offset in self.offsets]
+
+    @property
     def spec(self) -> Spec:
         stored = {8: "int8", 4: "uint8", 0: self.cache_dtype}[self.quant_bit]
         return Spec(self.dtype, stored, self.scale_dtype, 1, 0, self.quant_bit, self.quant_group, cache_layout=1)
@@ -80,7 +91,10 @@ class KernelCase:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A case's arrays as NumPy holds them; rows of cache, scale, rotation and mask past the call's are poison."""
+    """A case's arrays as NumPy holds them; a sequence's rows of cache and scale past its own are poison.
+
+    So are rows of rotation and columns of mask past the longest sequence's.
+    """
 
     query: Array  # (B, H, S, D)
     cache: Array  # (1, B, 2, K, MaxS, D')
@@ -100,7 +114,12 @@ def draw(case: KernelCase) -> Drawn:
     width = D // 2 if case.quant_bit == 4 else D
     cache = poisoned((1, B, 2, K, case.max_rows, width), spec.cache_dtype)
     scale = poisoned((1, B, 2, K, case.max_rows, D // case.quant_group), spec.scale_dtype) if case.quant_bit else None
-    cache, scale = oracle.store(key, value, 0, cache, scale, spec._replace(dtype="float32"))
+    stored = oracle.store(key, value, 0, cache, scale, spec._replace(dtype="float32"))
+    for b, end in enumerate(case.ends):
+        for array, poison in zip(stored, (cache, scale), strict=True):
+            if array is not None and poison is not None:
+                array[0, b, :, :, end:] = poison[0, b, :, :, end:]
+    cache, scale = stored
     pairs = tuple(sorted(rng.permutation(D // 2)[: case.pairs or 0].tolist()))
     angle = 10.0 ** rng.uniform(-3, 0, len(pairs))[:, None] * np.arange(case.max_rows)
     rotation = np.stack([np.cos(angle), np.sin(angle)]).astype(np.float32)
@@ -147,15 +166,23 @@ def expected(case: KernelCase, drawn: Drawn) -> Array:
         key[..., first] += b1 * cosine - b2 * sine
         key[..., second] += b1 * sine + b2 * cosine
         value += drawn.value_bias
-    output = oracle.attend(
-        drawn.query.swapaxes(1, 2),
-        key,
-        value,
-        is_causal=case.is_causal,
-        is_alibi=case.is_alibi,
-        attn_mask=drawn.mask,
-    )
-    return output.swapaxes(1, 2)  # (B, S, H, D) -> (B, H, S, D)
+    outputs = [
+        oracle.attend(
+            drawn.query[b : b + 1].swapaxes(1, 2),
+            key[b : b + 1, :end],
+            value[b : b + 1, :end],
+            is_causal=case.is_causal,
+            is_alibi=case.is_alibi,
+            attn_mask=mask_of(drawn.mask, b),
+        )
+        for b, end in enumerate(case.ends)
+    ]
+    return np.concatenate(outputs).swapaxes(1, 2)  # (B, S, H, D) -> (B, H, S, D)
+
+
+def mask_of(mask: Array | None, b: int) -> Array | None:
+    """The mask of one sequence."""
+    return mask[b : b + 1] if mask is not None and mask.ndim == 4 and mask.shape[0] > 1 else mask
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -191,14 +218,16 @@ def kernels_on_host(
 
 def run(case: KernelCase, drawn: Drawn, texts: Mapping[str, str] | None = None) -> mx.array:
     """The kernel's output. Raises a HostError where it does what it must not."""
-    dead = np.arange(case.max_rows) >= case.num_keys
-    forbidden = {"cache": dead[:, None]}
+    dead = np.arange(case.max_rows) >= np.array(case.ends).reshape(-1, 1, 1, 1)  # (B, 1, 1, MaxS)
+    forbidden = {"cache": dead[..., None]}
     if case.quant_bit:
-        forbidden["scale"] = dead[:, None]
+        forbidden["scale"] = dead[..., None]
     if drawn.pairs:
-        forbidden["rotation"] = dead
+        forbidden["rotation"] = np.arange(case.max_rows) >= case.num_keys
     if drawn.mask is not None:
-        forbidden["mask"] = np.arange(drawn.mask.shape[-1]) >= case.num_keys
+        own = drawn.mask.ndim == 4 and drawn.mask.shape[0] > 1
+        ends = np.array(case.ends).reshape(-1, 1, 1, 1) if own else case.num_keys
+        forbidden["mask"] = np.arange(drawn.mask.shape[-1]) >= ends
     spec, split = case.spec, None
     if case.pairs is not None:
         split = BiasSplit(mx.array(drawn.key_bias), drawn.pairs, mx.array(drawn.rotation), mx.array(drawn.value_bias))
@@ -210,7 +239,7 @@ def run(case: KernelCase, drawn: Drawn, texts: Mapping[str, str] | None = None) 
             to_mx(drawn.query, case.dtype),
             to_mx(drawn.cache, spec.cache_dtype),
             None if drawn.scale is None else mx.array(drawn.scale),
-            mx.array(case.offset),
+            mx.array(case.offsets) if case.shorter else mx.array(case.offset),
             quant_bit=case.quant_bit,
             quant_group=case.quant_group,
             is_causal=case.is_causal,
@@ -283,7 +312,10 @@ def instances(seed: int = 6) -> list[KernelCase]:
 
 
 def runs(case: KernelCase) -> list[KernelCase]:
-    """Calls of one instance: one at offset 0 or 1 and two about the boundaries of splits and steps; of other sizes."""
+    """Calls of one instance: one at offset 0 or 1 and two about the boundaries of splits and steps; of other sizes.
+
+    Sequences are of one length in one of them, of several in the others.
+    """
     rng = np.random.default_rng(case.seed)
     splits, least = case.splits or 1, case.least_rows
     edges = {least, 2 * least, splits * least, case.step, splits * case.step}
@@ -304,6 +336,7 @@ def runs(case: KernelCase) -> list[KernelCase]:
                 case,
                 seed=1000 * case.seed + offset,
                 offset=offset,
+                shorter=0 if len(cases) % 2 else offset // 2 + 1,
                 max_rows=offset + case.new_tokens + int(rng.choice([0, 1, 6])),
                 batch=batch,
                 num_kv_heads=num_kv_heads,

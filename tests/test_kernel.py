@@ -39,6 +39,7 @@ def test_the_cases_cover_what_they_say() -> None:
     assert {case.batch for case in cases} >= {1, 2, 4}
     assert {case.num_kv_heads for case in cases} == {1, 2, 3}
     assert {case.offset for case in cases} >= {0, 1}
+    assert {len(set(case.offsets)) for case in cases} == {1, 2, 3}  # lengths in a batch
     shapes = {case: threadgroup_shape(case.ratio * case.new_tokens, case.pairs or 0, case.crews) for case in cases}
     assert {crews for _, crews, _, _ in shapes.values()} >= {1, 2, 3, 4, 8}
     assert any(parts > 1 for parts, _, _, _ in shapes.values())

@@ -42,6 +42,8 @@ ALIBI = replace(ALONE, pairs=None, is_alibi=True)
 NIBBLES = replace(ALONE, quant_bit=4, quant_group=16)
 FLOATS = replace(ALONE, quant_bit=0, cache_dtype="float32")
 HALVES = replace(FLOATS, cache_dtype="float16")
+# Sequences of 140 and 70 tokens.
+RAGGED = replace(ALONE, shorter=70)
 # Scores far under those that the maximum starts with, were it 0.
 LOW = replace(MASKED, mask_shift=-200.0)
 
@@ -109,6 +111,9 @@ FIRST_PASS = [
     ),
     Mutant("metal.h", "#define KVANT_DEVICE device", "#define KVANT_DEVICE", ALONE, (CompileFailed,)),
     # which rows
+    attend("offset[batch]", "offset[0]", RAGGED, Unreadable),
+    attend("offset[batch]", "offset[1 - batch]", RAGGED, Unreadable),
+    attend("offset[batch]", "offset[head]", RAGGED, Unreadable, NUMBERS),
     attend("start + NEW;", "start + NEW + 1;", ALONE, Unreadable),
     attend("start + NEW;", "start + NEW - 1;", ALONE, NUMBERS),
     attend("min(first + share, rows)", "first + share", ALONE, *OUTSIDE),

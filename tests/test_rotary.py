@@ -109,6 +109,25 @@ def test_several_tokens(rope_calls: list[tuple[int, ...]], head_dim: int, theta:
     assert rope_calls == [(BATCH, HEADS, 5, head_dim)]
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+@pytest.mark.parametrize("new_tokens", [1, 5])
+@pytest.mark.parametrize("offsets", [(0, 4095), (37, 1), (9, 9)])
+def test_an_offset_for_each_sequence(offsets: tuple[int, int], new_tokens: int, dtype: mx.Dtype) -> None:
+    """Each of the two sequences is turned as it is alone."""
+    heads = _heads(64, new_tokens, dtype)
+    for theta in (1e4, 1e6):
+        output = Rotary.plain(64, theta).at(mx.array(offsets), new_tokens, dtype)(heads)
+        assert (output.dtype, output.shape) == (dtype, heads.shape)
+        for b, offset in enumerate(offsets):
+            expected = _turned(heads[b : b + 1], theta, offset)
+            given = np.array(output[b : b + 1].astype(mx.float32))
+            if dtype == mx.float32:
+                assert (np.abs(given - expected) <= _tolerance(expected, offset + new_tokens - 1, 6)).all()
+            else:
+                alone = Rotary.plain(64, theta).at(offset, new_tokens, dtype)(heads[b : b + 1])
+                assert mx.array_equal(output[b : b + 1], alone).item()
+
+
 @pytest.mark.parametrize(("dtype", "bits"), [(mx.float16, 11), (mx.bfloat16, 8)])
 def test_one_token_in_half_precision(rope_calls: list[tuple[int, ...]], dtype: mx.Dtype, bits: int) -> None:
     """By MLX's RoPE: in a matrix of its dtype the cosines would be rounded as well."""
@@ -129,6 +148,10 @@ def test_a_position_that_is_not_known_yet() -> None:
     for offset in (5, 900):
         expected = _turned(heads, 1e6, offset)
         assert (np.abs(np.array(step(heads, mx.array(offset))) - expected) <= _tolerance(expected, offset, 2)).all()
+    several = step(heads, mx.array([3, 40]))  # traced once more: one position a sequence
+    for b, offset in enumerate((3, 40)):
+        expected = _turned(heads[b : b + 1], 1e6, offset)
+        assert (np.abs(np.array(several[b : b + 1]) - expected) <= _tolerance(expected, offset, 2)).all()
     expected = _turned(heads, 1e6, 7)  # with the same tables, now outside
     output = Rotary.plain(64, 1e6).at(7, 1, mx.float32)(heads)
     assert (np.abs(np.array(output) - expected) <= _tolerance(expected, 7, 2)).all()

@@ -101,7 +101,9 @@ def test_random_cases_are_taken_and_vary() -> None:
     for case in [*cases, *check.SELF_CHECK]:
         shape = (case.B, case.H, case.S, case.D)
         assert refusal(shape, quant_bit=case.quant_bit, quant_group=case.quant_group) is None
-        assert 0 <= case.offset <= case.max_seq_len - case.S
+        assert 0 <= min(case.offsets) <= case.offset <= case.max_seq_len - case.S
+    assert any(len(set(case.offsets)) > 1 for case in cases)
+    assert any(len(set(case.offsets)) > 1 for case in check.SELF_CHECK)
     for field, count in {"D": 4, "quant_bit": 3, "dtype": 3, "is_alibi": 2, "K": 4, "quant_group": 5}.items():
         assert len({getattr(case, field) for case in cases}) == count
 

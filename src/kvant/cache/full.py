@@ -18,6 +18,11 @@ class FullKVCache:
         self.turn = Turn()
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence, all the same; one 0 while the cache is empty."""
+        return (0,) if self._rows is None else (self.offset,) * self._rows[0].shape[0]
+
+    @property
     def offset(self) -> int:
         """Tokens in the cache; the position of the next one."""
         return 0 if self._rows is None else self._rows[0].shape[2]

@@ -19,7 +19,7 @@ class Attends(Protocol):
         """Append (B, K, S, D) keys and values, and attend (B, H, S, D) queries to every row so far, causally.
 
         ``mask`` is added to the scores (boolean: True keeps): (S, T), (H, S, T) or (B, H, S, T) with T = offset + S,
-        where H and B may be 1. Returns (B, H, S, D).
+        where H and B may be 1; a sequence shorter than the longest reads its own first columns. Returns (B, H, S, D).
         """
 
 
@@ -32,8 +32,12 @@ class KVCache(Attends, Protocol):
         """Held while a thread computes through the cache; that of a model's first layer counts for all of them."""
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence in the cache; the position of its next one."""
+
+    @property
     def offset(self) -> int:
-        """Tokens in the cache; the position of the next one."""
+        """Tokens of the longest sequence."""
 
     @property
     def max_seq_len(self) -> int | None:

@@ -1,5 +1,6 @@
 """A preallocated key/value cache of one layer, quantized in groups: PMX cache_layout 1 with one layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -46,7 +47,7 @@ class QuantizedKVCache:
             max_seq_len: tokens it can hold.
             num_kv_heads: K.
             head_dim: D.
-            batch: B, sequences side by side; all have the same length.
+            batch: B, sequences side by side, each with a length of its own.
             quant_bit: 8, 4, or 0 for no quantization.
             quant_group: elements of D that share one scale.
             dtype: dtype of the rows at 0 bits; without meaning otherwise.
@@ -79,7 +80,7 @@ class QuantizedKVCache:
         self.bias_split = bias_split
         self.backend = resolve(kernels, self._refusal((batch, num_kv_heads, 1, head_dim)))
         self._max_seq_len = max_seq_len
-        self._offset = 0
+        self._lengths = (0,) * batch
         shape = (1, batch, 2, num_kv_heads, max_seq_len)
         stored = head_dim // 2 if quant_bit == 4 else head_dim
         # A list, not two attributes: mx.compile captures a container, and puts new arrays into it.
@@ -105,9 +106,14 @@ class QuantizedKVCache:
         return self.backend if takes else None
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence; the position of its next one."""
+        return self._lengths
+
+    @property
     def offset(self) -> int:
-        """Tokens in the cache; the position of the next one."""
-        return self._offset
+        """Tokens of the longest sequence."""
+        return max(self._lengths)
 
     @property
     def max_seq_len(self) -> int:
@@ -126,18 +132,19 @@ class QuantizedKVCache:
             ContextError: more tokens than there is room for; nothing was written.
             ValueError: shapes that do not fit the cache.
         """
-        check_rows(query, key, value, mask, self._offset)
+        offset = self.offset
+        check_rows(query, key, value, mask, offset)
         B, K, S, D = key.shape
         self.check_shape(B, K, D)
-        if self._offset + S > self._max_seq_len:
+        if offset + S > self._max_seq_len:
             raise ContextError(
-                f"{S} more tokens do not fit: {self._offset} of the {self._max_seq_len} reserved tokens are used"
+                f"{S} more tokens do not fit: {offset} of the {self._max_seq_len} reserved tokens are used"
             )
         output = append_and_attend(
             query,
             key,
             value,
-            self._offset,
+            offset if min(self._lengths) == offset else self._lengths,
             self.cache,
             self.scale,
             mask=mask,
@@ -147,12 +154,12 @@ class QuantizedKVCache:
             bias_split=self.bias_split,
             backend=self.backend_for(query),
         )
-        self._offset += S
+        self.advance(S)
         return output
 
     def advance(self, num_tokens: int) -> None:
-        """Count tokens that :class:`StaticAppend` appended."""
-        self._offset += num_tokens
+        """Count ``num_tokens`` more tokens of every sequence: those that :class:`StaticAppend` appended."""
+        self._lengths = tuple(length + num_tokens for length in self._lengths)
 
     def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
         """Raise a ValueError unless the cache was made for this batch, these kv heads and this head dimension."""
@@ -164,19 +171,33 @@ class QuantizedKVCache:
                 f"given {batch}, {num_kv_heads} and {head_dim}"
             )
 
-    def trim(self, num_tokens: int) -> int:
-        """Forget the last ``num_tokens`` tokens, or all there are; return how many were forgotten."""
-        if type(num_tokens) is not int or num_tokens < 0:
+    def trim(self, num_tokens: int | Sequence[int]) -> int:
+        """Forget the last tokens of every sequence, or all it has.
+
+        Args:
+            num_tokens: an int for all sequences, or B ints, one each.
+
+        Returns:
+            how many were forgotten, of the sequence that lost most.
+
+        Raises:
+            ValueError: a number below 0, or not one for each sequence; nothing was forgotten.
+        """
+        batch = len(self._lengths)
+        each = list(num_tokens) if isinstance(num_tokens, Sequence) else [num_tokens] * batch
+        if any(type(n) is not int or n < 0 for n in each):
             raise ValueError(f"num_tokens is {num_tokens}; expected an int, 0 or more")
+        if len(each) != batch:
+            raise ValueError(f"num_tokens has {len(each)} numbers; the cache has {batch} sequences")
         with self.turn:
-            forgotten = min(num_tokens, self._offset)
-            self._offset -= forgotten
-            return forgotten
+            forgotten = [min(n, length) for n, length in zip(each, self._lengths, strict=True)]
+            self._lengths = tuple(length - n for n, length in zip(forgotten, self._lengths, strict=True))
+            return max(forgotten)
 
     def reset(self) -> None:
         """Forget every token; the memory stays reserved."""
         with self.turn:
-            self._offset = 0
+            self._lengths = (0,) * len(self._lengths)
 
     def _refusal(self, query_shape: tuple[int, ...]) -> str | None:
         return refusal(query_shape, quant_bit=self.quant_bit, quant_group=self.quant_group)
@@ -186,13 +207,13 @@ class QuantizedKVCache:
 class StaticAppend:
     """One append to a cache, in operations that are the same for any offset: what a compiled step attends through.
 
-    Nothing is checked, the cache's own offset stays as it is, and its arrays are replaced, not changed.
+    Nothing is checked, the cache's own lengths stay as they are, and its arrays are replaced, not changed.
 
     Attributes:
         cache: appended to.
-        offset: () integer array: where the new row goes; it must be below the cache's max_seq_len.
-        rows: rows to read, more than ``offset`` and at most max_seq_len; those past the new one are ignored. The fused
-            kernel reads up to the new one, whatever this says.
+        offset: integer array: where the new row goes, below the cache's max_seq_len; () for all sequences, or (B,).
+        rows: rows to read, more than any ``offset`` and at most max_seq_len; a sequence's rows past its new one are
+            ignored. The fused kernel reads up to the new one, whatever this says.
     """
 
     cache: QuantizedKVCache

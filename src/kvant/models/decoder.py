@@ -131,12 +131,15 @@ class Decoder:
         self._norm = norm
         self._lm_head = lm_head
 
-    def __call__(self, inputs: mx.array, offset: int | None = None, cache: Sequence[KVCache] | None = None) -> mx.array:
+    def __call__(
+        self, inputs: mx.array, offset: int | mx.array | None = None, cache: Sequence[KVCache] | None = None
+    ) -> mx.array:
         """Logits of every position.
 
         Args:
-            inputs: (B, S) token ids.
-            offset: tokens already in the cache; None takes the cache's own count. It can only confirm it.
+            inputs: (B, S) token ids: S new tokens of each of B sequences.
+            offset: tokens already in the cache: an int where all sequences have as many, or an integer array (B,).
+                It can only confirm the cache's own count, which None takes.
             cache: one cache a layer, from :meth:`make_cache`, appended to; None: plain causal attention, nothing kept.
 
         Returns:
@@ -159,7 +162,7 @@ class Decoder:
         return self.logits(hidden)
 
     def hidden_states(
-        self, inputs: mx.array, offset: int | None = None, cache: Sequence[KVCache] | None = None
+        self, inputs: mx.array, offset: int | mx.array | None = None, cache: Sequence[KVCache] | None = None
     ) -> mx.array:
         """The normalized stream after the last layer, (B, S, hidden): what :meth:`logits` reads.
 
@@ -167,9 +170,11 @@ class Decoder:
         """
         if inputs.ndim != 2 or 0 in inputs.shape:
             raise ValueError(f"inputs has shape {tuple(inputs.shape)}; expected (B, S) token ids")
-        start = self._start(offset, cache)
+        B, S = inputs.shape
+        lengths = self._lengths(B, offset, cache)
+        start = lengths[0] if len(set(lengths)) == 1 else mx.array(lengths)
         reserved = None if cache is None else cache[0].max_seq_len
-        length = start + inputs.shape[1] if reserved is None else reserved
+        length = max(lengths) + S if reserved is None else reserved
         return self._run(inputs, start, length, [None] * len(self.layers) if cache is None else cache)
 
     def static_hidden_states(
@@ -181,8 +186,8 @@ class Decoder:
 
         Args:
             token: (B, 1) ids.
-            offset: () integer array: tokens already in the cache.
-            rows: cached rows to read, more than ``offset``; those at and past the new token are ignored.
+            offset: integer array: tokens already in the cache; () for all sequences, or (B,), one each.
+            rows: cached rows to read, more than any ``offset``; those at and past the new token are ignored.
             cache: one cache a layer; its arrays are replaced.
 
         Returns:
@@ -207,6 +212,7 @@ class Decoder:
     ) -> list[QuantizedKVCache]:
         """Allocate one cache a layer, for ``max_seq_len`` tokens each; at 0 bits rows keep the compute dtype.
 
+        ``batch`` sequences lie side by side, with a length each.
         With ``bias_split`` keys and values are stored without their biases, which attention adds exactly; a model
         without such biases has nothing to split. ``kernels`` as in :class:`kvant.cache.QuantizedKVCache`.
 
@@ -275,16 +281,36 @@ class Decoder:
                     f"inputs has token ids {low} to {high}; the model knows 0 to {self.config.vocab_size - 1}"
                 )
 
-    def _start(self, offset: int | None, cache: Sequence[KVCache] | None) -> int:
-        if cache is None:
-            cached = 0
-        else:
+    def _lengths(self, batch: int, offset: int | mx.array | None, cache: Sequence[KVCache] | None) -> tuple[int, ...]:
+        """Tokens of each of ``batch`` sequences that are cached already, after a check of ``offset`` against them."""
+        cached: tuple[int, ...] = (0,)
+        if cache is not None:
             if len(cache) != len(self.layers):
                 raise ValueError(f"cache has {len(cache)} layers; the model has {len(self.layers)}")
-            offsets = {layer.offset for layer in cache}
-            if len(offsets) > 1:
-                raise ValueError(f"the cache's layers hold different numbers of tokens: {sorted(offsets)}")
-            cached = offsets.pop()
-        if offset is not None and (type(offset) is not int or offset != cached):
-            raise ValueError(f"offset is {offset}; the cache holds {cached} tokens")
+            lengths = {layer.lengths for layer in cache}
+            if len(lengths) > 1:
+                different = ", ".join(str(list(each)) for each in sorted(lengths))
+                raise ValueError(f"the cache's layers hold different numbers of tokens: {different}")
+            cached = lengths.pop()
+        if len(cached) != batch:
+            if cache is not None:
+                cache[0].check_shape(batch, self.config.num_key_value_heads, self.config.head_dim)
+            cached = (cached[0],) * batch  # no cache, or one that grows and is empty
+        if offset is None:
+            return cached
+        if isinstance(offset, mx.array):
+            if tuple(offset.shape) != (batch,) or not mx.issubdtype(offset.dtype, mx.integer):
+                raise ValueError(
+                    f"offset is an array of {offset.dtype} {tuple(offset.shape)}; "
+                    f"expected an int or an array of integers ({batch},)"
+                )
+            given = tuple(offset.tolist())  # type: ignore[arg-type]
+        elif type(offset) is int:
+            given = (offset,) * batch
+        else:
+            raise ValueError(f"offset is {offset!r}; expected an int or an array of integers ({batch},)")
+        if given != cached:
+            said = list(given) if isinstance(offset, mx.array) else offset
+            held = cached[0] if len(set(cached)) == 1 else list(cached)
+            raise ValueError(f"offset is {said}; the cache holds {held} tokens")
         return cached

@@ -1,7 +1,7 @@
 """Scaled dot-product attention over rows that are already floating point: the composed path of every cache."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -108,6 +108,44 @@ def _attend_newest(query: mx.array, key: mx.array, value: mx.array, bias_split: 
     return output.reshape(B, H, 1, D).astype(dtype)
 
 
+def attend_sequences(
+    query: mx.array,
+    sequences: Sequence[tuple[mx.array, mx.array]],
+    *,
+    is_causal: bool = True,
+    is_alibi: bool = False,
+    mask: mx.array | None = None,
+    bias_split: BiasSplit | None = None,
+) -> mx.array:
+    """:func:`attend_rows` for sequences of different lengths.
+
+    Args:
+        query: (B, H, S, D).
+        sequences: key and value (1, K, T, D) of each of the B sequences, with a T of its own.
+        mask: as ``attend_rows`` takes it, for the largest T; a shorter sequence reads its first T columns.
+
+    Returns:
+        (B, H, S, D) in the query's dtype.
+    """
+    outputs = []
+    for b, (key, value) in enumerate(sequences):
+        own_mask = mask
+        if mask is not None:
+            own_mask = mask[b : b + 1] if mask.ndim == 4 and mask.shape[0] > 1 else mask
+            own_mask = own_mask[..., : key.shape[2]]
+        output = attend_rows(
+            query[b : b + 1],
+            key,
+            value,
+            is_causal=is_causal,
+            is_alibi=is_alibi,
+            mask=own_mask,
+            bias_split=bias_split,
+        )
+        outputs.append(output)
+    return mx.concatenate(outputs)
+
+
 def attend_live_rows(
     query: mx.array, key: mx.array, value: mx.array, live: mx.array, *, bias_split: BiasSplit | None = None
 ) -> mx.array:
@@ -116,7 +154,7 @@ def attend_live_rows(
     Args:
         query: (B, H, 1, D).
         key, value: (B, K, T, D); what the others hold is not read, NaN included.
-        live: (T,) boolean, at least one True.
+        live: (T,) boolean for all sequences, or (B, T), one each; at least one True.
         bias_split: what the keys and values lack of their biases; row j is at position j.
 
     Returns:
@@ -126,10 +164,10 @@ def attend_live_rows(
     dtype = query.dtype
     if bias_split is not None or D not in GPU_FUSED_HEAD_DIMS:  # as in attend_rows
         query, key, value = (x.astype(mx.float32) for x in (query, key, value))
-    key, value = (mx.where(live[:, None], x, mx.zeros_like(x)) for x in (key, value))
-    mask = live[None, None, None]
+    mask = live.reshape(-1, 1, 1, T)
+    key, value = (mx.where(mask.swapaxes(2, 3), x, mx.zeros_like(x)) for x in (key, value))
     if bias_split is not None and bias_split.pairs:
-        mask = mx.where(live, score_bias(query, bias_split, T), -math.inf)
+        mask = mx.where(mask, score_bias(query, bias_split, T), -math.inf)
     output = mx.fast.scaled_dot_product_attention(query, key, value, scale=1 / math.sqrt(D), mask=mask)
     if bias_split is not None:
         output = output + _value_bias(bias_split, query.shape[1])

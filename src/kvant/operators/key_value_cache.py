@@ -95,7 +95,7 @@ def key_value_cache(
 def write_rows(
     key: mx.array,
     value: mx.array,
-    start: int,
+    start: int | tuple[int, ...],
     cache: mx.array,
     scale: mx.array | None,
     *,
@@ -105,17 +105,35 @@ def write_rows(
     cache_layout: int = 1,
     backend: Backend | None = None,
 ) -> None:
-    """Quantize (B, K, S, D) keys and values in one go and write them at ``start``, in place; unchecked."""
+    """Quantize (B, K, S, D) keys and values in one go and write them at ``start``, in place; unchecked.
+
+    ``start`` may be B ints, one for each sequence: in cache layout 1 with one layer.
+    """
     B, S = key.shape[0], key.shape[2]
     stored = [cache] if scale is None else [cache, scale]
     parts = quantized_parts(
         key, value, quant_bit=quant_bit, quant_group=quant_group, dtypes=[x.dtype for x in stored], backend=backend
     )
+    if not isinstance(start, int):
+        offset = mx.array(start)
+        for array, part in zip(stored, parts, strict=True):
+            array[:] = put_rows(array, part, offset)  # the caller's array gets the new value
+        return
     for array, part in zip(stored, parts, strict=True):
         if cache_layout == 0:  # (B, 2, K, S, last) -> (B, 2, S, K, last)
             array[:B, layer_idx, :, start : start + S] = part.transpose(0, 1, 3, 2, 4)
         else:
             array[layer_idx, :B, :, :, start : start + S] = part
+
+
+def put_rows(array: mx.array, rows: mx.array, offset: mx.array) -> mx.array:
+    """A cache or scale (1, B, 2, K, MaxS, last) with (B, 2, K, S, last) rows written at ``offset`` (B,).
+
+    One operation for all sequences. MLX writes in place where nothing else holds ``array``.
+    """
+    B, _, _, S, _ = rows.shape
+    place = offset[:, None] + mx.arange(S)  # (B, S)
+    return mx.put_along_axis(array, place.reshape(1, B, 1, 1, S, 1), rows[None], axis=4)
 
 
 def quantized_parts(
@@ -166,6 +184,30 @@ def read_rows(
         rows = multiply_levels(rows, scales, quant_bit, product_dtype or scale.dtype)
     rows = rows.astype(dtype)
     return rows[:, 0], rows[:, 1]
+
+
+def read_sequences(
+    ends: Sequence[int],
+    cache: mx.array,
+    scale: mx.array | None,
+    *,
+    quant_bit: int,
+    dtype: mx.Dtype,
+    product_dtype: mx.Dtype | None = None,
+) -> list[tuple[mx.array, mx.array]]:
+    """:func:`read_rows` of B sequences, each up to its own end: (1, K, T, D) of each. Cache layout 1, one layer."""
+    return [
+        read_rows(
+            1,
+            end,
+            cache[:, b : b + 1],
+            None if scale is None else scale[:, b : b + 1],
+            quant_bit=quant_bit,
+            dtype=dtype,
+            product_dtype=product_dtype,
+        )
+        for b, end in enumerate(ends)
+    ]
 
 
 def _stored_rows(array: mx.array, layer: int, batch: int, end: int, cache_layout: int) -> mx.array:

@@ -2,11 +2,11 @@
 
 import mlx.core as mx
 
-from kvant.operators.attention import attend_live_rows, attend_rows
+from kvant.operators.attention import attend_live_rows, attend_rows, attend_sequences
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.kernels.attend import attend, refusal
 from kvant.operators.kernels.dispatch import Backend, resolve
-from kvant.operators.key_value_cache import quantized_parts, read_rows, write_rows
+from kvant.operators.key_value_cache import put_rows, quantized_parts, read_rows, read_sequences, write_rows
 from kvant.operators.validation import check_attention_call, check_bias_split, check_cache_call
 
 
@@ -122,7 +122,7 @@ def append_and_attend(
     query: mx.array,
     key: mx.array,
     value: mx.array,
-    start: int,
+    start: int | tuple[int, ...],
     cache: mx.array,
     scale: mx.array | None,
     *,
@@ -139,6 +139,8 @@ def append_and_attend(
 ) -> mx.array:
     """The operator on (B, heads, S, D) arrays, unchecked: what the engine's caches call. Changes cache and scale.
 
+    ``start`` is an int for all sequences, or B ints, one each: in cache layout 1 with one layer. The mask's columns are
+    then those of the longest sequence, and a shorter one's further columns are not read.
     With a ``backend`` the fused kernel computes it; it must take the call (``kernels.attend.refusal``, cache layout 1,
     one layer), and ``product_dtype`` is float32 whatever is given.
 
@@ -157,12 +159,13 @@ def append_and_attend(
         cache_layout=cache_layout,
         backend=backend,
     )
+    B, _, S, _ = key.shape
     if backend is not None:
         return attend(
             query,
             cache,
             scale,
-            mx.array(start, mx.int32),
+            mx.array((start,) * B if isinstance(start, int) else start, mx.int32),
             quant_bit=quant_bit,
             quant_group=quant_group,
             is_causal=is_causal,
@@ -171,7 +174,14 @@ def append_and_attend(
             bias_split=bias_split,
             backend=backend,
         )
-    B, _, S, _ = key.shape
+    if not isinstance(start, int):
+        ends = [offset + S for offset in start]
+        sequences = read_sequences(
+            ends, cache, scale, quant_bit=quant_bit, dtype=query.dtype, product_dtype=product_dtype
+        )
+        return attend_sequences(
+            query, sequences, is_causal=is_causal, is_alibi=is_alibi, mask=mask, bias_split=bias_split
+        )
     all_keys, all_values = read_rows(
         B,
         start + S,
@@ -211,7 +221,7 @@ def append_and_attend_static(
     Args:
         query: (B, H, 1, D).
         key, value: (B, K, 1, D).
-        offset: () integer array: where the new row goes.
+        offset: integer array: where the new row goes; () for all sequences, or (B,), one each.
         cache, scale: (1, B, 2, K, MaxS, D' or D/G).
         rows: rows to read, more than ``offset``. The fused kernel goes by ``offset`` itself.
         backend: as in :func:`append_and_attend`.
@@ -223,10 +233,13 @@ def append_and_attend_static(
     parts = quantized_parts(
         key, value, quant_bit=quant_bit, quant_group=quant_group, dtypes=[x.dtype for x in stored], backend=backend
     )
-    place = offset.reshape(1)
-    updated = [  # (B, 2, K, 1, last) -> (1, B, 2, K, 1, last)
-        mx.slice_update(array, part[None], place, axes=(4,)) for array, part in zip(stored, parts, strict=True)
-    ]
+    if offset.size == 1:
+        place = offset.reshape(1)
+        updated = [  # (B, 2, K, 1, last) -> (1, B, 2, K, 1, last)
+            mx.slice_update(array, part[None], place, axes=(4,)) for array, part in zip(stored, parts, strict=True)
+        ]
+    else:
+        updated = [put_rows(array, part, offset) for array, part in zip(stored, parts, strict=True)]
     new_cache, new_scale = updated[0], updated[1] if len(updated) > 1 else None
     if backend is not None:
         output = attend(
@@ -249,5 +262,5 @@ def append_and_attend_static(
         dtype=query.dtype,
         product_dtype=product_dtype,
     )
-    live = mx.arange(rows) <= offset
+    live = mx.arange(rows) <= offset.reshape(-1, 1)  # (B or 1, T)
     return attend_live_rows(query, keys, values, live, bias_split=bias_split), *updated

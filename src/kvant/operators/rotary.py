@@ -49,13 +49,16 @@ class Rotary:
         half precision the table would be rounded too.
 
         Args:
-            offset: position of the first token; an array, without dimensions, where the position is not known yet.
+            offset: position of the first token: an int, a () array where it is not known yet, or a (B,) array with one
+                position a sequence.
             new_tokens: S.
             dtype: of what will be turned.
         """
         if mx.default_device().type == mx.cpu and new_tokens == 1 and dtype == mx.float32:
             matrix = self._matrix(offset)
-            return lambda heads: heads @ matrix
+            if matrix.ndim == 2:
+                return lambda heads: heads @ matrix
+            return lambda heads: (heads.squeeze(2) @ matrix)[:, :, None]  # (B, heads, D) @ (B, D, D)
         return lambda heads: self._rope(heads, offset)
 
     def _rope(self, heads: mx.array, offset: int | mx.array) -> mx.array:
@@ -71,7 +74,12 @@ class Rotary:
         return turned if self.factor == 1.0 else turned * self.factor
 
     def _matrix(self, offset: int | mx.array) -> mx.array:
-        """(D, D) R with x R = x turned: R[p, p] = R[p + D/2, p + D/2] = cos, R[p, p + D/2] = sin = -R[p + D/2, p]."""
+        """(D, D) R with x R = x turned: R[p, p] = R[p + D/2, p + D/2] = cos, R[p, p + D/2] = sin = -R[p + D/2, p].
+
+        With an offset (B,) it is (B, D, D).
+        """
+        if isinstance(offset, mx.array) and offset.ndim:
+            offset = offset[:, None, None]
         angle = self._frequency * offset
         return self._same * mx.cos(angle) + self._other * mx.sin(angle)
 

@@ -2,7 +2,7 @@
 // them where a kv head has more queries than one threadgroup takes.
 //
 // Inputs: query (B, H, NEW, DIM) T; cache (1, B, 2, K, MaxS, stored); scale (1, B, 2, K, MaxS, DIM / GROUP), any array
-// where BITS is 0; offset (1,) int: rows before the new ones, which are in the cache already; and where they are used
+// where BITS is 0; offset (B,) int: rows before the new ones, which are in the cache already; and where they are used
 // mask (1 or B, 1 or H, NEW, columns) float; key_bias (K, 2, PAIRS) float, pairs (PAIRS,) int, rotation (2, PAIRS, rows) float;
 // slopes (H,) float.
 // Outputs, float: partial (B, H, NEW, SPLITS, DIM), the sum of values by weight exp(score - most); sums, most (B, H, NEW, SPLITS).
@@ -46,7 +46,7 @@ const uint heads = cache_shape[3];
 const uint room = cache_shape[4];
 const uint group = batch * heads + head;
 
-const int start = offset[0];
+const int start = offset[batch];
 const int rows = start + NEW;
 const int share = max((rows + SPLITS - 1) / SPLITS, LEAST_ROWS);
 const int first = int(split) * share;

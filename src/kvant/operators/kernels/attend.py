@@ -38,10 +38,11 @@ def attend(
 
     Args:
         query: (B, H, S, D).
-        cache: (1, B, 2, K, MaxS, D') levels, or rows at 0 bits; rows at and past offset + S are not read.
+        cache: (1, B, 2, K, MaxS, D') levels, or rows at 0 bits; a sequence's rows from its offset + S on are not read.
         scale: (1, B, 2, K, MaxS, D/G), or None at 0 bits.
-        offset: () or (1,) int32: rows before the new ones.
-        mask: (S, T), (H, S, T) or (B, H, S, T) with 1 for H and B where all share it; boolean (True keeps) or added.
+        offset: () or (1,) integers for all sequences, or (B,), one each: rows before the new ones.
+        mask: (S, T), (H, S, T) or (B, H, S, T) with 1 for H and B where all share it, T of the longest sequence;
+            boolean (True keeps) or added.
         bias_split: what the cached rows lack of their biases.
         backend: metal or cuda.
 
@@ -63,7 +64,7 @@ def attend(
             query,
             cache,
             nothing if scale is None else scale,
-            offset.reshape(1).astype(mx.int32),
+            mx.broadcast_to(offset.reshape(-1), (B,)).astype(mx.int32),
             _constant(((((0.0,),),),), mx.float32) if mask is None else _added(mask),
             bias_split.key_bias if bias_split is not None and pairs else nothing,
             _constant(bias_split.pairs if bias_split is not None and pairs else (0,), mx.int32),

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvant.operators.attention import attend_rows
+from kvant.operators.attention import attend_sequences
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, MAX_NEW_TOKENS
 from kvant.operators.kernels.dispatch import Backend
-from kvant.operators.key_value_cache import quantized_parts, read_rows, write_rows
+from kvant.operators.key_value_cache import quantized_parts, read_sequences, write_rows
 from kvant.operators.multi_head_cache_attention import append_and_attend
 from kvant.operators.quantization import FLOAT_DTYPES, levels_dtype, multiply_levels
 from kvant.operators.rotary import Rotary
@@ -27,6 +27,7 @@ class Case:
     """A call: B sequences of ``offset`` cached and S new tokens, with H query and K kv heads of D elements.
 
     Attributes:
+        shorter: cached tokens that each sequence has fewer than the one before, down to none.
         pairs: rotary pairs of a bias split; None: there is none.
     """
 
@@ -40,14 +41,25 @@ class Case:
     quant_bit: int
     quant_group: int
     dtype: mx.Dtype
+    shorter: int = 0
     is_alibi: bool = False
     pairs: tuple[int, ...] | None = None
     seed: int = 0
 
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Cached tokens of each sequence."""
+        return tuple(max(0, self.offset - self.shorter * b) for b in range(self.B))
+
     def __str__(self) -> str:
         batch = f"{self.B} x " if self.B > 1 else ""
         kind = f"{self.quant_bit} bits g{self.quant_group}" if self.quant_bit else "rows"
-        extras = [name for name, on in (("ALiBi", self.is_alibi), ("bias split", self.pairs is not None)) if on]
+        kinds = (
+            ("several lengths", self.shorter),
+            ("ALiBi", self.is_alibi),
+            ("bias split", self.pairs is not None),
+        )
+        extras = [name for name, on in kinds if on]
         dtype = str(self.dtype).removeprefix("mlx.core.")
         heads = f"{self.H}/{self.K} heads of {self.D}"
         return ", ".join([f"{batch}{self.offset}+{self.S} tokens", heads, kind, dtype, *extras])
@@ -56,7 +68,7 @@ class Case:
 SELF_CHECK = (
     # offsets in the middle of a split of the rows, and of what a threadgroup takes at once
     Case(1, 14, 2, 64, 1, 301, 1100, 8, 32, mx.float16, pairs=(5, 31), seed=1),
-    Case(2, 8, 2, 128, 3, 70, 515, 4, 32, mx.bfloat16, seed=2),
+    Case(2, 8, 2, 128, 3, 70, 515, 4, 32, mx.bfloat16, shorter=33, seed=2),
     Case(1, 4, 4, 64, 1, 129, 300, 8, 64, mx.float32, seed=3),
     Case(1, 16, 2, 128, 1, 600, 1024, 0, 32, mx.float16, seed=4),
 )
@@ -78,7 +90,7 @@ class Agreement:
 
 
 class Trial:
-    """A case's arrays. Rows at and past the new ones are poisoned: an output that read one is NaN."""
+    """A case's arrays. A sequence's rows at and past its new ones are poisoned: an output that read one is NaN."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -102,6 +114,9 @@ class Trial:
             if T:
                 past = normal(3, B, K, T, D), normal(4, B, K, T, D)
                 write_rows(*past, 0, self.cache, self.scale, quant_bit=case.quant_bit, quant_group=case.quant_group)
+                floats = self.cache if self.scale is None else self.scale
+                for b, offset in enumerate(case.offsets):
+                    floats[0, b, :, :, offset:] = poison
             self.bias_split: BiasSplit | None = None
             if case.pairs is not None:
                 table = rotation_table(Rotary.plain(D, 1e6), case.pairs, case.max_seq_len)
@@ -117,7 +132,7 @@ class Trial:
             self.query,
             self.key,
             self.value,
-            case.offset,
+            case.offsets if case.shorter else case.offset,
             self.cache,
             self.scale,
             is_alibi=case.is_alibi,
@@ -138,18 +153,17 @@ class Trial:
         case = self.case
         given = self.run(backend)
         with mx.stream(mx.cpu):
-            keys, values = read_rows(
-                case.B,
-                case.offset + case.S,
+            sequences = read_sequences(
+                [offset + case.S for offset in case.offsets],
                 self.cache,
                 self.scale,
                 quant_bit=case.quant_bit,
                 dtype=case.dtype,
                 product_dtype=mx.float32,
             )
-            expected = attend_rows(self.query, keys, values, is_alibi=case.is_alibi, bias_split=self.bias_split).astype(
-                mx.float32
-            )
+            expected = attend_sequences(
+                self.query, sequences, is_alibi=case.is_alibi, bias_split=self.bias_split
+            ).astype(mx.float32)
             error = _number((mx.abs(given.astype(mx.float32) - expected) / (1 + mx.abs(expected))).max())
             problem = self._rows_problem()
         tolerance = TOLERANCE[case.dtype]
@@ -160,7 +174,11 @@ class Trial:
     def _rows_problem(self) -> str | None:
         """What is wrong with the new rows as the kernel stored them."""
         case = self.case
-        stored = [x[0, ..., case.offset : case.offset + case.S, :] for x in (self.cache, self.scale) if x is not None]
+        stored = [  # (B, 2, K, S, D' or D/G)
+            mx.stack([x[0, b, :, :, offset : offset + case.S] for b, offset in enumerate(case.offsets)])
+            for x in (self.cache, self.scale)
+            if x is not None
+        ]
         expected = quantized_parts(
             self.key,
             self.value,
@@ -216,6 +234,7 @@ def random_cases(count: int, seed: int) -> Iterator[Case]:
             is_alibi=is_alibi,
             pairs=pairs,
             seed=draw.getrandbits(32),
+            shorter=draw.choice((0, draw.randint(1, 500))),
         )
 
 
