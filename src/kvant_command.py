@@ -3,6 +3,7 @@
 Outside the package, whose own first lines load libraries. Nothing is imported here that takes time.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ def main() -> NoReturn:
     """Run ``kvant`` and leave at once: what the interpreter does at its end takes a tenth of a second, for nothing."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell ignores it for us
         signal.signal(signal.SIGINT, end_now)
+    gc.disable()  # imports leave nothing to collect; the command enables it again
     try:
         from kvant.cli import main as command
     except ImportError as error:  # MLX without a back end: its message says how to install one

@@ -1,5 +1,6 @@
 """The commands, and what every one of them does with an error: one line on standard error and an exit code."""
 
+import gc
 import os
 import sys
 from importlib import import_module
@@ -78,6 +79,8 @@ def _run() -> int:
         # Its start takes as long as the imports beside which it starts.
         process = TextProcess() if sys.argv[1:2] and sys.argv[1] in TALKING else None
         app = make_app(sys.argv[1:])
+        gc.freeze()
+        gc.enable()
         interrupts.begin()
         code = app(standalone_mode=False, obj=process)
         return code if isinstance(code, int) else 0

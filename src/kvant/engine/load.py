@@ -3,7 +3,6 @@
 from importlib import resources
 from pathlib import Path
 
-from kvant import weights
 from kvant.errors import ModelError
 from kvant.models import Decoder, load_decoder
 from kvant.models.checkpoint import Progress, check_folder
@@ -106,6 +105,8 @@ def _find_pulled(path_or_name: str | Path, name: str, revision: str | None) -> P
     shown = name if len(name) <= 200 else f"{name[:200]}..."
     if isinstance(path_or_name, Path) or name.startswith(("/", ".", "~")):
         raise ModelError(f"model {shown!r} is not a folder")
+    from kvant import weights  # not for a folder: it imports what pulling takes
+
     try:
         return weights.resolve(name, revision)
     except ValueError as error:
