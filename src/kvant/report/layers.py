@@ -51,6 +51,11 @@ class SideBySide:
         return self._exact.bias_split
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens in the exact cache, for each sequence."""
+        return self._exact.lengths
+
+    @property
     def offset(self) -> int:
         """Tokens in the exact cache."""
         return self._exact.offset
