@@ -12,9 +12,10 @@ import pytest
 from checkpoints import reference_model, save_checkpoint
 from hostile import MESSAGES, SETTINGS, change, file_bytes, good_model, refused, sparse, tensor
 
+import kvant
 from kvant.bench.adapters import load_adapter
 from kvant.bench.engines import EngineSpec
-from kvant.errors import CheckpointError, KvantError, ModelError
+from kvant.errors import CheckpointError, KvantError, ModelError, PromptError
 from kvant.models import ModelConfig, load_decoder
 from kvant.models.parameters import matrices, vectors
 from kvant.text.tokenizer import load_tokenizer
@@ -266,3 +267,13 @@ def test_a_list_of_templates(folder: Path) -> None:
     assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == "first"
     with pytest.raises(KvantError, match="too much memory"):
         tokenizer.apply_chat_template(MESSAGES, chat_template="other")
+
+
+def test_an_empty_template_makes_an_empty_prompt(folder: Path) -> None:
+    """It was an AssertionError."""
+    (folder / "chat_template.jinja").write_text("")
+    shutil.rmtree(folder / "additional_chat_templates")
+    model, tokenizer = kvant.load(folder)
+    assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == ""
+    with pytest.raises(PromptError, match="the prompt is empty"):
+        kvant.generate(model, tokenizer, tokenizer.apply_chat_template(MESSAGES))
