@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +72,35 @@ mx.eval(a)
         _, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr) == (130, b"")
     assert time.monotonic() - sent < LIMIT_S
+
+
+def test_a_conversion_undoes_what_it_writes_first(tmp_path: Path) -> None:
+    """An operation that outlasts the deadline, while a folder is half-written."""
+    code = """
+import os, sys, kvant_command
+import kvant
+import mlx.core as mx
+import mlx_lm.utils
+def slow(*arguments):
+    a = mx.random.normal((1000, 1000))
+    for _ in range(60):
+        a = a @ a
+    os.write(1, b"started")
+    mx.eval(a)
+mlx_lm.utils.save_config = slow
+sys.argv = ["kvant", "convert", "pocket", sys.argv[1], "-q"]
+kvant_command.main()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "dest")], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert os.read(process.stdout.fileno(), 7) == b"started"
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (130, b"")
+    assert list(tmp_path.iterdir()) == []
 
 
 def _children(parent: int) -> set[int]:

@@ -14,9 +14,9 @@ from kvant.cli import interrupts
 from kvant.cli.terminal import escaping_standard_error
 from kvant.errors import KvantError, one_line, printable
 from kvant.text.process import TextProcess
+from kvant_command import EXIT_INTERRUPTED
 
 EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 # In the order of the help. Each is imported when it is asked for: together they take longer than a short answer.
 COMMANDS = ("generate", "chat", "plan", "convert", "report", "pull", "models", "doctor", "bench")
 GROUPS = ("bench",)

@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from kvant.cli import options
+from kvant.cli import interrupts, options
 from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
 from kvant.engine.convert import Conversion, convert_folder
@@ -101,6 +101,7 @@ def _terminable() -> Iterator[None]:
 
     before = signal.signal(signal.SIGTERM, end)
     try:
-        yield
+        with interrupts.patient():
+            yield
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -1,4 +1,4 @@
-"""Ctrl-C while a command runs: KeyboardInterrupt, and an end after a quarter of a second where nothing reacts to it.
+"""Ctrl-C while a command runs: KeyboardInterrupt, and an end after a fifth of a second where nothing reacts to it.
 
 Python tells of a signal between two operations of its own, and one operation of MLX can take seconds. A thread waits
 for the signal beside it.
