@@ -5,7 +5,7 @@ from typing import Any
 
 from attention_variants import SHAPES
 
-from kvant.bench.plot import COLORS
+from kvant.tools.bench.plot import COLORS
 
 # Of MLX's time, at the shape and context of GOAL; of copy bandwidth at 8 bits.
 GOAL, GOAL_RATIOS, GOAL_SHARE = ("qwen3-4b", 32768), {8: 0.6, 4: 0.4}, 0.6
@@ -106,11 +106,11 @@ def draw(recording: dict[str, Any], path: Path) -> None:
                 color = COLORS[number % len(COLORS)]
                 low, middle, high = ([r["ms"][name] for r in own] for name in ("minimum", "median", "maximum"))
                 axes.fill_between(places, low, high, color=color, alpha=0.15, linewidth=0)
-                dashes = "--" if own and own[0]["path"] == "composed" and "fused" in recording["paths"] else "-"
+                dashes = "--" if own and own[0]["path"] == "unfused" and "fused" in recording["paths"] else "-"
                 (lines[label],) = axes.plot(
                     places, middle, dashes, color=color, linewidth=1.6, marker="o", markersize=3
                 )
-                if own and own[0]["path"] in ("composed", "fused") and own[0]["bits"] not in floors:
+                if own and own[0]["path"] in ("unfused", "fused") and own[0]["bits"] not in floors:
                     floors.append(own[0]["bits"])
                     floor = [r["cache_bytes"] / recording["copy_bandwidth_gb_s"] / 1e6 for r in own]
                     axes.plot(places, floor, ":", color=color, linewidth=1.2)

@@ -9,12 +9,12 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
-from kvant.bench import bytes as model
-from kvant.bench.bytes import AttentionStep, Traffic
 from kvant.cache import QuantizedKVCache
 from kvant.operators.attention import attend_rows
 from kvant.operators.kernels.attend import attend
 from kvant.operators.key_value_cache import read_rows, write_rows
+from kvant.tools.bench import bytes as model
+from kvant.tools.bench.bytes import AttentionStep, Traffic
 
 SHAPES = {  # query heads, kv heads, head_dim, layers
     "qwen2.5-0.5b": (14, 2, 64, 24),
@@ -22,7 +22,7 @@ SHAPES = {  # query heads, kv heads, head_dim, layers
     "qwen3-4b": (32, 8, 128, 36),
 }
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-PATHS = ("composed", "fused")
+PATHS = ("unfused", "fused")
 SPARE = 256  # rows reserved past the context, as every cache has some
 CHUNK = 8192  # rows made at a time
 READING = ("dequantize", "attend", "combine")  # the stages of the byte model that are timed
@@ -39,7 +39,7 @@ class Variant:
     """One way to attend.
 
     Attributes:
-        path: composed, fused, mlx or mlx-lm.
+        path: unfused, fused, mlx or mlx-lm.
         row_bytes: of one cached token, keys and values.
         traffic: by the byte model, without the append; None where it doesn't say.
         layers: the arrays of each.
@@ -149,7 +149,7 @@ def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -
             scale = scales[0] if scales else None
             return read_rows(1, context, cache, scale, quant_bit=bits, dtype=kind, product_dtype=mx.float32)
 
-        def composed(query: mx.array, arrays: Arrays, stored: Callable[..., Any] = stored) -> mx.array:
+        def unfused(query: mx.array, arrays: Arrays, stored: Callable[..., Any] = stored) -> mx.array:
             return attend_rows(query, *stored(arrays))
 
         def exact(arrays: Arrays, stored: Callable[..., Any] = stored) -> Sequence[mx.array]:
@@ -161,7 +161,7 @@ def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -
         ]
         own = step(bits, group)
         for path in plan["paths"]:
-            traffic = reading(model.fused(own) if path == "fused" else model.composed(own))
+            traffic = reading(model.fused(own) if path == "fused" else model.unfused(own))
             variants.append(
                 Variant(
                     name=f"kvant {bits}-bit",
@@ -171,7 +171,7 @@ def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -
                     row_bytes=own.row_bytes,
                     traffic=traffic if path == "fused" or plan["kind"] == "cpu" else None,  # compiled there
                     layers=[cache.arrays for cache in caches],
-                    attend=fused if path == "fused" else composed,
+                    attend=fused if path == "fused" else unfused,
                     rows=exact,
                 )
             )

@@ -35,11 +35,11 @@ import mlx.core as mx
 from attention_report import draw, goals, table
 from attention_variants import DTYPES, PATHS, SHAPES, SPARE, Arrays, Variant, check, make_variants
 
-from kvant.bench.bandwidth import COPY_BYTES, copy_bandwidth_gb_s
-from kvant.bench.plot import check_plot_path
-from kvant.bench.statistics import Spread, paired_ratio
 from kvant.errors import KvantError
 from kvant.operators.kernels.dispatch import gpu_backend
+from kvant.tools.bench.bandwidth import COPY_BYTES, copy_bandwidth_gb_s
+from kvant.tools.bench.plot import check_plot_path
+from kvant.tools.bench.statistics import Spread, paired_ratio
 
 CONTEXTS = {"gpu": "1k,2k,4k,8k,16k,32k,64k,128k", "cpu": "1k,4k,16k"}
 CHAIN_BYTES = {"gpu": 2**30, "cpu": 2**27}  # of unquantized rows: layers of a chain are fewer where this is exceeded
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = _plan(options)
     except (ValueError, KvantError) as error:
         parser.error(str(error))
-    if plan["paths"] == ["composed"]:
+    if plan["paths"] == ["unfused"]:
         print("The fused kernel does not run here: kvant's path is that in MLX operations.", file=sys.stderr)
     recording = {**_about(arguments), **plan, "results": [], "skipped": [], "goals": []}
     bandwidth = recording["copy_bandwidth_gb_s"] = round(copy_bandwidth_gb_s(_copy_bytes()), 3)
@@ -180,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--contexts", help=f"cached tokens; default {CONTEXTS['gpu']}, on a CPU {CONTEXTS['cpu']}")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="default: all of %(default)s")
     parser.add_argument("--bits", default="0,8,4", help="of a cached element; default %(default)s")
-    parser.add_argument("--paths", help="composed, fused or both; default: fused on a GPU, composed on a CPU")
+    parser.add_argument("--paths", help="unfused, fused or both; default: fused on a GPU, unfused on a CPU")
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of activations and plain rows; default bfloat16, on a CPU float32"
     )
@@ -206,7 +206,7 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
     """
     kind = "gpu" if mx.default_device().type == mx.gpu else "cpu"
     where = gpu_backend()
-    paths = (options.paths or ("fused" if where else "composed")).split(",")
+    paths = (options.paths or ("fused" if where else "unfused")).split(",")
     shapes, bits = options.shapes.split(","), [int(n) for n in _numbers("--bits", options.bits)]
     for name, given, allowed in (
         ("--shapes", shapes, [*SHAPES]),

@@ -20,11 +20,11 @@ import mlx.core as mx
 
 from kvant.engine.load import POCKET, find_model, load_folder
 from kvant.models import Decoder
-from kvant.report.divergence import Tally
-from kvant.report.formats import REFERENCE, CacheFormat
-from kvant.report.questions import Conversation, answer, question_sets
-from kvant.report.teacher import compare
-from kvant.report.texts import Text, built_in_text
+from kvant.tools.report.divergence import Tally
+from kvant.tools.report.formats import REFERENCE, CacheFormat
+from kvant.tools.report.questions import Conversation, answer, question_sets
+from kvant.tools.report.teacher import compare
+from kvant.tools.report.texts import Text, built_in_text
 
 CONSTANT = 300.0
 SWEEP = (0.0, 3.0, 10.0, 30.0, 100.0, 300.0, 900.0)

@@ -1,4 +1,4 @@
-"""What the bias split adds to a decode step's attention, a layer, on the composed path: alternating, medians.
+"""What the bias split adds to a decode step's attention, a layer, on the unfused path: alternating, medians.
 
 Run: python scripts/bias_split_cost.py
 """

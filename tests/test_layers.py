@@ -11,7 +11,7 @@ ROOT = Path(kvant.__file__).parent
 # From the ground up. A module imports its own package and those before it.
 FLOORS = [
     "errors", "files", "sizes", "threads", "weights", "library_copy", "blas", "operators", "cache", "models", "text",
-    "engine", "memory", "chat", "__init__", "bench", "report", "doctor", "cli", "__main__",
+    "engine", "__init__", "tools", "cli", "__main__",
 ]  # fmt: skip
 DATA = ["pocket"]  # files, no code
 

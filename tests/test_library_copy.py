@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_blas import PACKAGE, _environment, _files, _only_copy, _report, needs_openblas
+from support.openblas import PACKAGE, environment, files, needs_openblas, only_copy, report
 
 pytestmark = needs_openblas
 
@@ -23,18 +23,18 @@ def _plant(copy: Path) -> None:
 
 def test_the_test_s_planted_file_does_end_a_process_that_loads_it(tmp_path: Path) -> None:
     """Otherwise the tests below could pass for another reason. It is the user's own file here."""
-    _report(tmp_path)
-    _plant(_only_copy(tmp_path))
-    _only_copy(tmp_path).chmod(0o600)
-    done = subprocess.run([sys.executable, "-c", "import kvant"], env=_environment(tmp_path), check=False)
+    report(tmp_path)
+    _plant(only_copy(tmp_path))
+    only_copy(tmp_path).chmod(0o600)
+    done = subprocess.run([sys.executable, "-c", "import kvant"], env=environment(tmp_path), check=False)
     assert done.returncode == 66
 
 
 def _loads_another(cache: Path, planted: os.stat_result) -> None:
     """A run that makes the copy again and loads that."""
-    blas, errors = _report(cache)
+    blas, errors = report(cache)
     assert (blas.split(",")[0], errors) == ("OpenBLAS", "")
-    state = _only_copy(cache).stat()
+    state = only_copy(cache).stat()
     assert state.st_ino != planted.st_ino
     assert (state.st_uid, state.st_mode & 0o777) == (os.geteuid(), 0o600)
     assert (cache / "kvant").stat().st_mode & 0o022 == 0
@@ -42,45 +42,45 @@ def _loads_another(cache: Path, planted: os.stat_result) -> None:
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o777])
 def test_a_copy_that_others_can_write_to_is_made_again(tmp_path: Path, mode: int) -> None:
-    _report(tmp_path)
-    _plant(_only_copy(tmp_path))
-    _only_copy(tmp_path).chmod(mode)
-    _loads_another(tmp_path, _only_copy(tmp_path).stat())
+    report(tmp_path)
+    _plant(only_copy(tmp_path))
+    only_copy(tmp_path).chmod(mode)
+    _loads_another(tmp_path, only_copy(tmp_path).stat())
 
 
 @pytest.mark.parametrize("mode", [0o775, 0o703, 0o1777])
 def test_what_is_in_a_folder_that_others_can_write_to_is_made_again(tmp_path: Path, mode: int) -> None:
-    _report(tmp_path)
-    _plant(_only_copy(tmp_path))
-    _only_copy(tmp_path).chmod(0o600)
+    report(tmp_path)
+    _plant(only_copy(tmp_path))
+    only_copy(tmp_path).chmod(0o600)
     (tmp_path / "kvant").chmod(mode)
-    _loads_another(tmp_path, _only_copy(tmp_path).stat())
+    _loads_another(tmp_path, only_copy(tmp_path).stat())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_a_copy_of_another_user_is_made_again(tmp_path: Path) -> None:
-    _report(tmp_path)
-    _plant(_only_copy(tmp_path))
-    _only_copy(tmp_path).chmod(0o600)
-    os.chown(_only_copy(tmp_path), 12345, 12345)
-    _loads_another(tmp_path, _only_copy(tmp_path).stat())
+    report(tmp_path)
+    _plant(only_copy(tmp_path))
+    only_copy(tmp_path).chmod(0o600)
+    os.chown(only_copy(tmp_path), 12345, 12345)
+    _loads_another(tmp_path, only_copy(tmp_path).stat())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 def test_a_folder_of_another_user_is_left_alone(tmp_path: Path) -> None:
     """In a cache folder of mode 1777 anybody can be the first to make it."""
-    _report(tmp_path)
-    _plant(_only_copy(tmp_path))
+    report(tmp_path)
+    _plant(only_copy(tmp_path))
     os.chown(tmp_path / "kvant", 12345, 12345)
     tmp_path.chmod(0o1777)
-    blas, errors = _report(tmp_path)
+    blas, errors = report(tmp_path)
     reason = f"{tmp_path / 'kvant'} belongs to user 12345; expected 0"
     assert (blas, errors) == (f"mlx: {PACKAGE} could not be loaded: {reason}", "")
 
 
 def test_a_link_in_the_copy_s_place_is_replaced(tmp_path: Path) -> None:
-    _report(tmp_path / "cache")
-    copy = _only_copy(tmp_path / "cache")
+    report(tmp_path / "cache")
+    copy = only_copy(tmp_path / "cache")
     copy.rename(tmp_path / "elsewhere")
     copy.symlink_to(tmp_path / "elsewhere")
     _plant(tmp_path / "elsewhere")
@@ -91,15 +91,15 @@ def test_a_link_in_the_folder_s_place_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "kvant").symlink_to(tmp_path / "elsewhere")
-    blas, errors = _report(tmp_path / "cache")
+    blas, errors = report(tmp_path / "cache")
     assert blas.startswith(f"mlx: {PACKAGE} could not be loaded: ")
-    assert (errors, _files(tmp_path / "elsewhere")) == ("", [])
+    assert (errors, files(tmp_path / "elsewhere")) == ("", [])
 
 
 def test_a_copy_with_a_hole_is_made_again(tmp_path: Path) -> None:
     """As a power cut may leave one: it ended the process when it was loaded."""
-    _report(tmp_path)
-    copy = _only_copy(tmp_path)
+    report(tmp_path)
+    copy = only_copy(tmp_path)
     whole = copy.read_bytes()
     middle = len(whole) // 2 // 65536 * 65536
     os.truncate(copy, middle)
@@ -107,13 +107,13 @@ def test_a_copy_with_a_hole_is_made_again(tmp_path: Path) -> None:
         file.seek(middle + 1_048_576)
         file.write(whole[middle + 1_048_576 :])
     assert copy.stat().st_size == len(whole)
-    assert _report(tmp_path)[0].startswith("OpenBLAS")
-    assert _only_copy(tmp_path).read_bytes() == whole
+    assert report(tmp_path)[0].startswith("OpenBLAS")
+    assert only_copy(tmp_path).read_bytes() == whole
 
 
 def test_copies_that_were_not_used_for_a_month_are_removed(tmp_path: Path) -> None:
-    _report(tmp_path)
-    copy = _only_copy(tmp_path)
+    report(tmp_path)
+    copy = only_copy(tmp_path)
     month, week = (copy.stat().st_mtime - days * 86400 for days in (31, 7))
     for name, age in (
         ("openblas-1-1.so", month), ("openblas-x.part", month), ("openblas-2-2.so", week), ("mine.so", month)
@@ -122,9 +122,9 @@ def test_copies_that_were_not_used_for_a_month_are_removed(tmp_path: Path) -> No
         path.mkdir() if name.endswith("part") else path.touch()
         os.utime(path, (age, age))
     os.utime(copy, (month, month))
-    _report(tmp_path)
+    report(tmp_path)
     assert copy.stat().st_mtime > week  # in use
     copy.unlink()
-    _report(tmp_path)
+    report(tmp_path)
     names = {copy.name, "openblas-2-2.so", "mine.so"}
     assert {path.name for path in copy.parent.iterdir()} == names

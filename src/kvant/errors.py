@@ -25,7 +25,7 @@ __all__ = [
     "ModelError",
     "PromptError",
     "WeightsError",
-    "foreign",
+    "is_library_error",
     "one_line",
     "printable",
 ]
@@ -116,6 +116,6 @@ def _width(text: str) -> int:
     return len(text) if text.isascii() else sum(2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
-def foreign(error: BaseException) -> bool:
+def is_library_error(error: BaseException) -> bool:
     """Whether this is a library's error rather than a wish to end: a panic in Rust is no Exception, but is one."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -1,7 +1,7 @@
 """What a layer attends through: key/value caches of one layer each."""
 
 from kvant.cache.full import FullKVCache
-from kvant.cache.layer import Attends, KVCache
-from kvant.cache.quantized import QuantizedKVCache, StaticAppend
+from kvant.cache.layer import AttentionCache, KVCache
+from kvant.cache.quantized import CompiledCacheView, QuantizedKVCache
 
-__all__ = ["Attends", "FullKVCache", "KVCache", "QuantizedKVCache", "StaticAppend"]
+__all__ = ["AttentionCache", "CompiledCacheView", "FullKVCache", "KVCache", "QuantizedKVCache"]

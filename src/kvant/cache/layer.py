@@ -8,7 +8,7 @@ from kvant.operators.bias_split import BiasSplit
 from kvant.threads import Turn
 
 
-class Attends(Protocol):
+class AttentionCache(Protocol):
     """What a model's layer sees of its cache. B batch, S new tokens, H query heads, K kv heads, D head_dim."""
 
     @property
@@ -24,7 +24,7 @@ class Attends(Protocol):
 
 
 @runtime_checkable
-class KVCache(Attends, Protocol):
+class KVCache(AttentionCache, Protocol):
     """One layer's keys and values, and how many they are."""
 
     @property

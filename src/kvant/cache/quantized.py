@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.kernels.attend import refusal
+from kvant.operators.kernels.attend import unsupported_reason
 from kvant.operators.kernels.dispatch import Backend, resolve
 from kvant.operators.multi_head_cache_attention import append_and_attend, append_and_attend_static
 from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization, levels_dtype
@@ -24,7 +24,7 @@ class QuantizedKVCache:
     Attributes:
         quant_bit, quant_group, bias_split: as given.
         turn: held while a thread computes through the cache.
-        backend: what runs the fused kernel for calls that it takes; None: all are composed.
+        backend: what runs the fused kernel for calls that it takes; None: all are unfused.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class QuantizedKVCache:
             dtype: dtype of the rows at 0 bits; without meaning otherwise.
             scale_dtype: float16 or float32.
             bias_split: what keys and values will lack of their biases, its table as long as the cache.
-            kernels: "composed" or "fused" forces how attention is computed; None: the environment variable
+            kernels: "unfused" or "fused" forces how attention is computed; None: the environment variable
                 KVANT_KERNELS does, or else it is the fused kernel on a GPU. Decided now, for the cache's life. Calls of
-                more new tokens than the kernel takes (8), as in a prefill, are composed whatever this says.
+                more new tokens than the kernel takes (8), as in a prefill, are unfused whatever this says.
 
         Raises:
             ValueError: a size below 1, a group that does not divide D, an unsupported bit or dtype; a kernel forced for
@@ -78,7 +78,7 @@ class QuantizedKVCache:
         self.quant_bit = quant_bit
         self.quant_group = quant_group
         self.bias_split = bias_split
-        self.backend = resolve(kernels, self._refusal((batch, num_kv_heads, 1, head_dim)))
+        self.backend = resolve(kernels, self._unsupported_reason((batch, num_kv_heads, 1, head_dim)))
         self._max_seq_len = max_seq_len
         self._lengths = (0,) * batch
         shape = (1, batch, 2, num_kv_heads, max_seq_len)
@@ -101,8 +101,8 @@ class QuantizedKVCache:
         return self.arrays[1] if self.quant_bit else None
 
     def backend_for(self, query: mx.array) -> Backend | None:
-        """What runs the fused kernel for a (B, H, S, D) query; None: it is composed."""
-        takes = self.backend is not None and self._refusal(query.shape) is None
+        """What runs the fused kernel for a (B, H, S, D) query; None: it is unfused."""
+        takes = self.backend is not None and self._unsupported_reason(query.shape) is None
         return self.backend if takes else None
 
     @property
@@ -158,7 +158,7 @@ class QuantizedKVCache:
         return output
 
     def advance(self, num_tokens: int) -> None:
-        """Count ``num_tokens`` more tokens of every sequence: those that :class:`StaticAppend` appended."""
+        """Count ``num_tokens`` more tokens of every sequence: those that :class:`CompiledCacheView` appended."""
         self._lengths = tuple(length + num_tokens for length in self._lengths)
 
     def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
@@ -199,12 +199,12 @@ class QuantizedKVCache:
         with self.turn:
             self._lengths = (0,) * len(self._lengths)
 
-    def _refusal(self, query_shape: tuple[int, ...]) -> str | None:
-        return refusal(query_shape, quant_bit=self.quant_bit, quant_group=self.quant_group)
+    def _unsupported_reason(self, query_shape: tuple[int, ...]) -> str | None:
+        return unsupported_reason(query_shape, quant_bit=self.quant_bit, quant_group=self.quant_group)
 
 
 @dataclass(frozen=True, slots=True)
-class StaticAppend:
+class CompiledCacheView:
     """One append to a cache, in operations that are the same for any offset: what a compiled step attends through.
 
     Nothing is checked, the cache's own lengths stay as they are, and its arrays are replaced, not changed.

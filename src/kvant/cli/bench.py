@@ -14,7 +14,7 @@ from kvant.cli.options import BadValueError
 from kvant.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from kvant.bench.recording import Header, Recording
+    from kvant.tools.bench.recording import Header, Recording
 
 app = typer.Typer(invoke_without_command=True, subcommand_metavar="[compare A B]")
 
@@ -26,7 +26,7 @@ def bench(
     engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="kvant, kvant:composed or kvant:fused (its kernels), mlx-lm, mlx-lm:float32 (its weights cast), "
+            help="kvant, kvant:unfused or kvant:fused (its kernels), mlx-lm, mlx-lm:float32 (its weights cast), "
             "mlx-lm:openblas (kvant's BLAS lent to it), concat (kvant with a cache that grows) or none (no cache: "
             "everything computed again for every token); repeatable; default: kvant and mlx-lm."
         ),
@@ -101,9 +101,9 @@ def bench(
     specs += bench_options.server(server, server_model, source)
     baseline = bench_options.baseline(baseline, specs)
 
-    from kvant.bench.prompts import random_prompts, word_prompts
-    from kvant.bench.recording import Recorder
-    from kvant.bench.runner import Plan, measure
+    from kvant.tools.bench.prompts import random_prompts, word_prompts
+    from kvant.tools.bench.recording import Recorder
+    from kvant.tools.bench.runner import Plan, measure
 
     # A polite kill, or a terminal that is closed, is Ctrl-C: the report is printed, and files that were made for the
     # run are removed. Under nohup the terminal's end stays ignored.
@@ -140,8 +140,8 @@ def compare(
 ) -> None:
     """Set two recordings side by side."""
 
-    from kvant.bench import report
-    from kvant.bench.recording import read_recording
+    from kvant.tools.bench import report
+    from kvant.tools.bench.recording import read_recording
 
     recordings = read_recording(a), read_recording(b)
     console = terminal.console()
@@ -157,8 +157,8 @@ def _header(model: str, seed: int, baseline: str) -> "Header":
     from importlib.metadata import version
 
     from kvant import __version__, blas
-    from kvant.bench.bandwidth import measure_device
-    from kvant.bench.recording import Header
+    from kvant.tools.bench.bandwidth import measure_device
+    from kvant.tools.bench.recording import Header
 
     device, bandwidth = measure_device()
     return Header(
@@ -181,8 +181,8 @@ def _header(model: str, seed: int, baseline: str) -> "Header":
 
 def _report(recording: "Recording", plot: Path | None, json_summaries: bool) -> None:
     """Print the figures of the runs that came to their end, and draw them."""
-    from kvant.bench import report
-    from kvant.bench.agreement import agreement
+    from kvant.tools.bench import report
+    from kvant.tools.bench.agreement import agreement
 
     summaries = report.summarize(recording)
     if json_summaries:
@@ -195,6 +195,6 @@ def _report(recording: "Recording", plot: Path | None, json_summaries: bool) -> 
         if same is not None:
             console.print(f"\n{same}", markup=False, highlight=False)
     if plot is not None:
-        from kvant.bench import plot as drawing
+        from kvant.tools.bench import plot as drawing
 
         drawing.plot(recording, plot)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvant import blas
-from kvant.bench.engines import OPENBLAS, WITH_KV_BITS, EngineSpec, engine_specs
 from kvant.cli.options import BadValueError, check_kernels
 from kvant.engine.load import POCKET, find_model
 from kvant.models.config import ModelConfig
 from kvant.operators.quantization import QUANT_BITS
+from kvant.tools.bench.engines import OPENBLAS, WITH_KV_BITS, EngineSpec, engine_specs
 
 if TYPE_CHECKING:
-    from kvant.bench.shapes import Shape
+    from kvant.tools.bench.shapes import Shape
 
 DEFAULT_ENGINES = ("kvant", "mlx-lm")
 DEFAULT_CONTEXTS = (128, 1024, 4096)
@@ -49,7 +49,7 @@ class Source:
         if self.path is not None:
             yield self.path
             return
-        from kvant.bench.shapes import Shape, random_model
+        from kvant.tools.bench.shapes import Shape, random_model
 
         assert isinstance(self.sizes, Shape)
         made = random_model(self.sizes, bits=self.weight_bits, group_size=self.weight_group_size, seed=seed)
@@ -73,7 +73,7 @@ def source(model: str | None, shape: str | None, weight_bits: int | None, weight
         return Source(name, ModelConfig.from_folder(path), path)
     if model is not None:
         raise BadValueError(f"--model {model} and --random {shape} exclude each other")
-    from kvant.bench.shapes import SHAPES, shape_bytes
+    from kvant.tools.bench.shapes import SHAPES, shape_bytes
 
     if shape not in SHAPES:
         raise BadValueError(f"--random is {shape!r}; expected {SHAPE_NAMES}")
@@ -141,7 +141,7 @@ def server(url: str | None, model: str | None, source: Source) -> list[EngineSpe
         if model is not None:
             raise BadValueError(f"--server-model is {model!r}, but there is no --server")
         return []
-    from kvant.bench.streaming import StreamingServer
+    from kvant.tools.bench.streaming import StreamingServer
 
     if source.path is None:
         raise BadValueError("--server needs --model, whose tokenizer writes its prompts; random weights have none")
@@ -164,7 +164,7 @@ def baseline(label: str | None, engines: Sequence[EngineSpec]) -> str:
 
 def check_seed(seed: int) -> None:
     """Refuse a seed that a recording cannot hold."""
-    from kvant.bench.lines import WIDEST
+    from kvant.tools.bench.lines import WIDEST
 
     if not -WIDEST <= seed <= WIDEST:
         raise BadValueError(f"--seed is {seed}; expected from {-WIDEST} to {WIDEST}")
@@ -184,7 +184,7 @@ def check_files(output: Path | None, plot: Path | None) -> None:
         if not output.parent.is_dir():
             raise BadValueError(f"--output: the folder of {output} does not exist")
     if plot is not None:
-        from kvant.bench.plot import check_plot_path
+        from kvant.tools.bench.plot import check_plot_path
 
         try:
             check_plot_path(plot)

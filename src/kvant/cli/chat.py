@@ -8,16 +8,16 @@ from typing import Any
 
 import typer
 
-from kvant.chat import Conversation
 from kvant.cli import interrupts, options, terminal
 from kvant.cli.progress import LateProgress
 from kvant.cli.sampling import build_sampling, with_sampling
 from kvant.cli.session import Session, open_session
 from kvant.cli.statistics import RunStatistics
+from kvant.engine.conversation import Conversation
 from kvant.engine.load import POCKET
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ContextError, KvantError, PromptError
-from kvant.memory import Settings
+from kvant.tools.plan import Settings
 
 HELP = (
     "/reset forgets the conversation, /stats shows its numbers, /help this line, /quit ends; "

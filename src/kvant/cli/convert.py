@@ -12,12 +12,12 @@ import typer
 from kvant.cli import interrupts, options
 from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
-from kvant.engine.convert import Conversion, convert_folder
-from kvant.engine.convert_tokenizer import convert_tokenizer
 from kvant.engine.load import find_model
-from kvant.engine.new_folder import remove_leftovers
-from kvant.engine.weight_format import WeightFormat
 from kvant.sizes import format_bytes
+from kvant.tools.convert.convert import Conversion, convert_folder
+from kvant.tools.convert.new_folder import remove_leftovers
+from kvant.tools.convert.tokenizer import convert_tokenizer
+from kvant.tools.convert.weight_format import WeightFormat
 
 
 def convert(

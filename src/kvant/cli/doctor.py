@@ -13,7 +13,7 @@ from kvant.sizes import format_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvant.doctor import Diagnosis
+    from kvant.tools.doctor import Diagnosis
 
 
 def doctor(
@@ -23,11 +23,11 @@ def doctor(
 ) -> None:
     """Say what kvant runs on, which way each operator goes and why, and check the fused kernel where a GPU is.
 
-    The kernel's results are held against the composed operator's; a mismatch is exit code 1.
+    The kernel's results are held against the unfused operator's; a mismatch is exit code 1.
     """
     with suppress(RuntimeError):  # a kernel that failed its self-check is what the diagnosis is about
         options.check_kernels()
-    from kvant.doctor import diagnose
+    from kvant.tools.doctor import diagnose
 
     with LateProgress("trying kernels", quiet=quiet) as progress:
         found = diagnose(progress.update)
@@ -54,7 +54,7 @@ def _print(found: "Diagnosis") -> None:
         wrong = [result for result in found.kernels if result.problem is not None]
         for result in wrong:
             line(f"wrong: {result.case}: {result.problem}")
-        line(f"kernel against composed operator: {len(found.kernels) - len(wrong)} of {len(found.kernels)} cases agree")
+        line(f"kernel against unfused operator: {len(found.kernels) - len(wrong)} of {len(found.kernels)} cases agree")
     ahead = found.look_ahead
     if ahead is not None:
         faster = "before" if ahead.faster else "after"
@@ -91,7 +91,7 @@ def _paths(found: "Diagnosis") -> "Table":
 
 
 def _kernels(found: "Diagnosis") -> "Table":
-    table = _table("kernel against composed", "error", "allowed", "ms", "composed ms")
+    table = _table("kernel against unfused", "error", "allowed", "ms", "unfused ms")
     for column in table.columns[1:]:
         column.justify = "right"
     for result in found.kernels:
@@ -100,7 +100,7 @@ def _kernels(found: "Diagnosis") -> "Table":
             _shown(result.error, ".1e"),
             _shown(result.tolerance, ".1e"),
             _shown(result.fused_ms, ".3f"),
-            _shown(result.composed_ms, ".3f"),
+            _shown(result.unfused_ms, ".3f"),
         )
     return table
 

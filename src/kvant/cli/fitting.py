@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from kvant.cli.options import AUTO, BadValueError, KvSize
 from kvant.errors import ContextError
-from kvant.memory import Checkpoint, Machine, MemoryPlan, Settings, longest_context, plan
 from kvant.sizes import format_bytes
+from kvant.tools.plan import Checkpoint, Machine, MemoryPlan, Settings, longest_context, plan
 
 DEFAULT_MAX_KV_SIZE = 4096
 
@@ -18,7 +18,7 @@ def plan_that_fits(
     machine: Machine,
     split_pairs: Sequence[int] | None = None,
 ) -> MemoryPlan:
-    """The plan of a run that fits into a machine; ``split_pairs`` as in :func:`kvant.memory.plan`.
+    """The plan of a run that fits into a machine; ``split_pairs`` as in :func:`kvant.tools.plan.plan`.
 
     Raises:
         ContextError: more tokens than the model's context, or a plan that does not fit; it says what would.

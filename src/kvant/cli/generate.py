@@ -17,8 +17,8 @@ from kvant.engine.generate import GenerationResponse, stream_generate
 from kvant.engine.load import POCKET
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import PromptError
-from kvant.memory import Settings
 from kvant.text.prompt import encode_rendered, render_chat
+from kvant.tools.plan import Settings
 
 
 @with_sampling

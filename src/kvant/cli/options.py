@@ -43,7 +43,7 @@ KvBiasSplit = Annotated[
 Kernels = Annotated[
     str | None,
     typer.Option(
-        metavar="composed|fused",
+        metavar="unfused|fused",
         help="How attention reads the cache; default: KVANT_KERNELS, else the fused kernel on a GPU that it works on.",
     ),
 ]

@@ -12,12 +12,12 @@ from kvant.cli import options, terminal
 from kvant.cli.fitting import plan_for
 from kvant.cli.options import BadValueError
 from kvant.engine.load import POCKET, find_adapter, find_model
-from kvant.engine.weight_format import WeightFormat
 from kvant.errors import ModelError
-from kvant.memory import Checkpoint, LongestContext, Machine, MemoryPlan, Settings, longest_context
-from kvant.memory.machine import Device, default_device, machine_with, this_machine
-from kvant.memory.plan import FLOAT32, as_record
 from kvant.sizes import format_bytes
+from kvant.tools.convert.weight_format import WeightFormat
+from kvant.tools.plan import Checkpoint, LongestContext, Machine, MemoryPlan, Settings, longest_context
+from kvant.tools.plan.machine import Device, default_device, machine_with, this_machine
+from kvant.tools.plan.plan import FLOAT32, as_record
 
 BITS = (0, 8, 4)  # of a cache whose longest context is told; 0 is the compute dtype's 16 or 32
 DOES_NOT_FIT = 1

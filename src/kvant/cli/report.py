@@ -15,8 +15,8 @@ from kvant.errors import KvantError
 
 if TYPE_CHECKING:
     from kvant.models import Decoder
-    from kvant.report.formats import CacheFormat
-    from kvant.report.measure import FormatResult
+    from kvant.tools.report.formats import CacheFormat
+    from kvant.tools.report.measure import FormatResult
 
 DEFAULT_TOKENS = 4096
 
@@ -64,11 +64,11 @@ def report(
     options.check_text(model=model, adapter_path=adapter_path, text=None if text is None else str(text))
     options.check_kernels()
 
-    from kvant.report.formats import parse_formats
-    from kvant.report.measure import figures_json, measure
-    from kvant.report.questions import question_sets
-    from kvant.report.suggest import suggest as choose
-    from kvant.report.texts import built_in_text, text_file
+    from kvant.tools.report.formats import parse_formats
+    from kvant.tools.report.measure import figures_json, measure
+    from kvant.tools.report.questions import question_sets
+    from kvant.tools.report.suggest import suggest as choose
+    from kvant.tools.report.texts import built_in_text, text_file
 
     try:
         wanted = None if formats is None else parse_formats(formats)
@@ -95,7 +95,7 @@ def report(
     if json_object:
         print(json.dumps(figures_json(found) | _suggestion(suggest, fit), indent=2, allow_nan=False))
     else:
-        from kvant.report.table import describe, tables
+        from kvant.tools.report.table import describe, tables
 
         console = terminal.console()
         for line in describe(found):
@@ -106,7 +106,7 @@ def report(
         if fit is not None:
             console.print(f"suggested: {fit.format.flags}", markup=False, highlight=False, soft_wrap=True)
     if plot is not None:
-        from kvant.report.plot import plot as draw
+        from kvant.tools.report.plot import plot as draw
 
         draw(found, plot)
     if suggest is not None and fit is None:
@@ -120,7 +120,7 @@ def _name(model: str, adapter_path: str | None) -> str:
 
 def _formats(model: "Decoder", wanted: "list[CacheFormat] | None") -> "list[CacheFormat]":
     """What to measure; a format the model's cache cannot have is a usage error."""
-    from kvant.report.formats import check_formats, default_formats
+    from kvant.tools.report.formats import check_formats, default_formats
 
     if wanted is None:
         return default_formats(model)
@@ -132,7 +132,7 @@ def _formats(model: "Decoder", wanted: "list[CacheFormat] | None") -> "list[Cach
 
 
 def _check_plot(path: Path) -> None:
-    from kvant.bench.plot import check_plot_path
+    from kvant.tools.bench.plot import check_plot_path
 
     try:
         check_plot_path(path)

@@ -13,12 +13,12 @@ from kvant.cli.options import BadValueError, KvSize
 from kvant.cli.progress import LateProgress
 from kvant.engine.load import find_adapter, find_model, load_folder
 from kvant.errors import ContextError
-from kvant.memory import Checkpoint, Settings, split_pairs, this_machine
-from kvant.memory.machine import default_device
 from kvant.models import Decoder
 from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer
+from kvant.tools.plan import Checkpoint, Settings, split_pairs, this_machine
+from kvant.tools.plan.machine import default_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def open_session(
         settings: of the cache and of reading the prompt.
         adapter_path: the folder of an adapter for it.
         max_kv_size: tokens to reserve, "auto" for as many as fit, None for the default.
-        kernels: "composed" or "fused"; None: what the device has.
+        kernels: "unfused" or "fused"; None: what the device has.
         wired: keep the planned memory resident.
         quiet: print nothing.
         process: for the tokenizer, where one was started already.

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from kvant.cache import KVCache
 from kvant.engine.sampling import LogitsProcessor, Sampler, draw_key, for_a_run, sample
-from kvant.engine.step import CompiledStep, can_compile, pays
+from kvant.engine.step import CompiledStep, can_compile, should_compile
 from kvant.models import Decoder
 
 
@@ -51,7 +51,7 @@ def decode(
         raise ValueError("compiled is True; a step through a cache that grows is another one for every token")
     sampler = for_a_run(sampler)
     step_function = None
-    if compiled or (compiled is None and pays() and can_compile(cache)):
+    if compiled or (compiled is None and should_compile() and can_compile(cache)):
         step_function = CompiledStep(model, cache, sampler, processed=bool(logits_processors))
     vocab_size = model.config.vocab_size
     tokens = mx.array(list(prompt)) if logits_processors else None

@@ -16,7 +16,7 @@ def can_compile(cache: Sequence[KVCache]) -> bool:
     return all(isinstance(layer, QuantizedKVCache) for layer in cache)
 
 
-def pays() -> bool:
+def should_compile() -> bool:
     """Whether compiling the step is worth it: on a GPU.
 
     On a CPU the step is built while the last one runs, which takes as long (measured, docs/decode-step.md); a compiled

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvant.cache import Attends, KVCache, QuantizedKVCache, StaticAppend
+from kvant.cache import AttentionCache, CompiledCacheView, KVCache, QuantizedKVCache
 from kvant.errors import ContextError
 from kvant.models.bias import ProjectionBias
 from kvant.models.config import ModelConfig
@@ -29,7 +29,7 @@ class Attention:
     query_key_norm: mx.array | None  # (H + K, 1, D)
     o_proj: Linear
 
-    def __call__(self, x: mx.array, rotate: Rotate, cache: Attends | None) -> mx.array:
+    def __call__(self, x: mx.array, rotate: Rotate, cache: AttentionCache | None) -> mx.array:
         """(B, S, hidden) -> (B, S, hidden); ``rotate`` turns heads to their positions."""
         config = self.config
         B, S, _ = x.shape
@@ -87,7 +87,7 @@ class Block:
     post_attention_layernorm: mx.array  # (hidden,)
     rms_norm_eps: float
 
-    def __call__(self, x: mx.array, rotate: Rotate, cache: Attends | None) -> mx.array:
+    def __call__(self, x: mx.array, rotate: Rotate, cache: AttentionCache | None) -> mx.array:
         """(B, S, hidden) -> (B, S, hidden)."""
         x = x + self.self_attn(rms_norm(x, self.input_layernorm, self.rms_norm_eps), rotate, cache)
         return x + self.mlp(rms_norm(x, self.post_attention_layernorm, self.rms_norm_eps))
@@ -193,7 +193,7 @@ class Decoder:
         Returns:
             (B, 1, hidden).
         """
-        layers = [StaticAppend(layer, offset, rows) for layer in cache]
+        layers = [CompiledCacheView(layer, offset, rows) for layer in cache]
         return self._run(token, offset, cache[0].max_seq_len, layers)
 
     def logits(self, hidden_states: mx.array) -> mx.array:
@@ -261,7 +261,9 @@ class Decoder:
         head = [] if self._lm_head is None else self._lm_head.arrays
         return [*self._embed_tokens.arrays, *(a for layer in self.layers for a in layer.arrays), self._norm, *head]
 
-    def _run(self, inputs: mx.array, start: int | mx.array, length: int, caches: Sequence[Attends | None]) -> mx.array:
+    def _run(
+        self, inputs: mx.array, start: int | mx.array, length: int, caches: Sequence[AttentionCache | None]
+    ) -> mx.array:
         """``length`` is that of the context, reserved or, where nothing is, with these tokens."""
         check_process()
         config = self.config

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention over rows that are already floating point: the composed path of every cache."""
+"""Scaled dot-product attention over rows that are already floating point: the unfused path of every cache."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -4,7 +4,7 @@ import mlx.core as mx
 
 from kvant.operators.attention import attend_live_rows, attend_rows, attend_sequences
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.kernels.attend import attend, refusal
+from kvant.operators.kernels.attend import attend, unsupported_reason
 from kvant.operators.kernels.dispatch import Backend, resolve
 from kvant.operators.key_value_cache import put_rows, quantized_parts, read_rows, read_sequences, write_rows
 from kvant.operators.validation import check_attention_call, check_bias_split, check_cache_call
@@ -52,9 +52,9 @@ def multi_head_cache_attention(
         num_kv_heads: K; 0 means H.
         bias_split: an extension of PMX: what ``current_key``, ``current_value`` and the cached rows lack of their
             projections' biases, keys rotated as their positions, row j at position j. None: the plain operator.
-        kernels: "composed" or "fused" forces one; None: the environment variable KVANT_KERNELS does, or else it is the
+        kernels: "unfused" or "fused" forces one; None: the environment variable KVANT_KERNELS does, or else it is the
             fused kernel on a GPU for calls that it takes: few new tokens, cache_layout 1, one layer. It multiplies
-            levels and scales in float32, where the composed operator rounds products to the scale's dtype.
+            levels and scales in float32, where the unfused operator rounds products to the scale's dtype.
 
     Returns:
         (B, S, H, D) in the query's dtype.
@@ -92,7 +92,7 @@ def multi_head_cache_attention(
     check_bias_split(bias_split, call, num_kv_heads or num_heads)
     if cache_layout == 1 and num_layer == 1:
         shape = (call.batch, num_heads, call.new_tokens, head_dim)
-        reason = refusal(shape, quant_bit=quant_bit, quant_group=quant_group)
+        reason = unsupported_reason(shape, quant_bit=quant_bit, quant_group=quant_group)
     else:
         reason = f"cache_layout {cache_layout} with num_layer {num_layer}; it takes layout 1 with one layer"
     backend = resolve(kernels, reason)
@@ -141,8 +141,8 @@ def append_and_attend(
 
     ``start`` is an int for all sequences, or B ints, one each: in cache layout 1 with one layer. The mask's columns are
     then those of the longest sequence, and a shorter one's further columns are not read.
-    With a ``backend`` the fused kernel computes it; it must take the call (``kernels.attend.refusal``, cache layout 1,
-    one layer), and ``product_dtype`` is float32 whatever is given.
+    With a ``backend`` the fused kernel computes it; it must support the call
+    (``kernels.attend.unsupported_reason``, cache layout 1, one layer). ``product_dtype`` is then float32.
 
     Returns:
         (B, H, S, D) in the query's dtype.

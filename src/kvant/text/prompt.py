@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import mlx.core as mx
 
-from kvant.errors import PromptError, foreign, one_line
+from kvant.errors import PromptError, is_library_error, one_line
 from kvant.text.tokenizer import Tokenizer
 
 Message = Mapping[str, str]
@@ -66,7 +66,7 @@ def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> lis
     except PromptError:
         raise
     except BaseException as error:  # of another library's tokenizer
-        if not foreign(error):
+        if not is_library_error(error):
             raise
         raise PromptError(f"the prompt cannot be encoded: {one_line(error)}") from error
     return ids

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from kvant.errors import ModelError, foreign, one_line
+from kvant.errors import ModelError, is_library_error, one_line
 from kvant.text.tokenizer import Tokenizer
 
 
@@ -37,7 +37,7 @@ class TextStream:
         except ModelError:
             raise
         except BaseException as error:  # of another library's detokenizer
-            if not foreign(error):
+            if not is_library_error(error):
                 raise
             raise ModelError(f"the tokenizer cannot decode what was generated: {one_line(error)}") from error
 

@@ -1,7 +1,7 @@
 // New keys and values as the cache stores them: a thread quantizes and packs a word of levels, LANES threads a group.
 //
 // Inputs: key, value (B, K, S, DIM) T. Outputs: levels (B, 2, K, S, DIM * BITS / 32) uint; scales (B, 2, K, S, DIM / GROUP) SCALE.
-// Every result is rounded to T, as those of the composed operator are; for half precision a quotient of two floats is
+// Every result is rounded to T, as those of the unfused operator are; for half precision a quotient of two floats is
 // rounded twice with the same result. A NaN makes its group's scale NaN.
 
 constexpr int TOP = BITS == 8 ? 127 : 7;

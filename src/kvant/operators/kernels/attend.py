@@ -34,7 +34,7 @@ def attend(
     bias_split: BiasSplit | None = None,
     backend: str,
 ) -> mx.array:
-    """Attention of S new tokens whose rows the cache already holds; unchecked: :func:`refusal` says what it takes.
+    """Attention of S new tokens whose rows the cache already holds. Unchecked: see :func:`unsupported_reason`.
 
     Args:
         query: (B, H, S, D).
@@ -136,7 +136,7 @@ def quantize_rows(
     return levels.view(mx.uint8 if quant_bit == 4 else mx.int8), scales
 
 
-def refusal(query_shape: tuple[int, ...], *, quant_bit: int, quant_group: int) -> str | None:
+def unsupported_reason(query_shape: tuple[int, ...], *, quant_bit: int, quant_group: int) -> str | None:
     """Why the kernel does not take such a call; None: it does. Any number of heads, kv heads and rows is taken.
 
     Args:

@@ -1,4 +1,4 @@
-"""The fused kernel held against the composed operator, on the device that it runs on."""
+"""The fused kernel held against the unfused operator, on the device that it runs on."""
 
 import random
 from collections.abc import Iterator
@@ -126,7 +126,7 @@ class Trial:
             mx.eval(self.query, self.key, self.value, self.cache, *([] if self.scale is None else [self.scale]))
 
     def run(self, backend: Backend | None) -> mx.array:
-        """Append the new rows and attend, by the kernel or, with None, by the composed operator; evaluated."""
+        """Append the new rows and attend, by the kernel or, with None, by the unfused operator; evaluated."""
         case = self.case
         output = append_and_attend(
             self.query,
@@ -147,7 +147,7 @@ class Trial:
         return output
 
     def agreement(self, backend: Backend) -> Agreement:
-        """Run the kernel; hold the rows it stored against the composed operator's, and its output against attention to
+        """Run the kernel; hold the rows it stored against the unfused operator's, and its output against attention to
         those rows, both on the CPU: some GPUs multiply float32 matrices with fewer bits.
         """
         case = self.case

@@ -1,4 +1,4 @@
-"""Which way attention is computed: by the fused kernel, or by the composed operator, which runs on every device."""
+"""Which way attention is computed: by the fused kernel, or by the unfused operator, which runs on every device."""
 
 import os
 import warnings
@@ -9,7 +9,7 @@ from typing import Literal
 import mlx.core as mx
 
 Backend = Literal["metal", "cuda"]
-KERNELS = ("composed", "fused")
+KERNELS = ("unfused", "fused")
 VARIABLE = "KVANT_KERNELS"
 
 
@@ -18,7 +18,7 @@ class Choice:
     """A path and why it is the one.
 
     Attributes:
-        backend: what runs the fused kernel; None: the composed operator is used.
+        backend: what runs the fused kernel; None: the unfused operator is used.
         forced: "fused" was asked for.
         failed: the kernel failed its self-check.
         reason: for people.
@@ -30,27 +30,28 @@ class Choice:
     failed: bool = False
 
 
-def resolve(kernels: str | None = None, refusal: str | None = None) -> Backend | None:
-    """What runs the fused kernel here and now; None: the composed operator is to be used.
+def resolve(kernels: str | None = None, unsupported_reason: str | None = None) -> Backend | None:
+    """What runs the fused kernel here and now; None: the unfused operator is to be used.
 
     ``kernels``, or without it the environment variable KVANT_KERNELS, forces one; otherwise it is the kernel on a GPU
     where it has passed its self-check, which runs at the first call. Where it fails, that is a RuntimeWarning, once.
 
     Args:
-        kernels: "composed", "fused" or None.
-        refusal: why the kernel does not take what it is wanted for (``kernels.attend.refusal``); None: it does.
+        kernels: "unfused", "fused" or None.
+        unsupported_reason: from ``kernels.attend.unsupported_reason``; None: the kernel supports the call.
 
     Raises:
-        ValueError: another word than "composed" or "fused"; "fused" where there is no GPU to run it, or a refusal.
+        ValueError: another word than "unfused" or "fused"; "fused" where there is no GPU to run it, or does not
+            support the call.
         RuntimeError: "fused" where the kernel failed its self-check.
     """
     choice = choose(kernels)
     if choice.failed:
         _warn(choice.reason)
-    if refusal is None or choice.backend is None:
+    if unsupported_reason is None or choice.backend is None:
         return choice.backend
     if choice.forced:
-        raise ValueError(f"the fused kernel is asked for, but does not take {refusal}")
+        raise ValueError(f"the fused kernel is asked for, but does not take {unsupported_reason}")
     return None
 
 
@@ -62,7 +63,7 @@ def choose(kernels: str | None = None) -> Choice:
         asked = f"{VARIABLE} is {wanted!r}"
     if wanted is not None and (not isinstance(wanted, str) or wanted not in KERNELS):
         raise ValueError(f"{asked}; expected {' or '.join(map(repr, KERNELS))}")
-    if wanted == "composed":
+    if wanted == "unfused":
         return Choice(None, asked)
     backend = gpu_backend()
     if backend is None:
@@ -99,8 +100,8 @@ def self_check_failure(backend: Backend) -> str | None:
 @cache
 def _warn(reason: str) -> None:
     warnings.warn(
-        f"{reason}; attention is computed by the composed operator instead. `kvant doctor` says more; "
-        f"{VARIABLE}=composed leaves the kernel alone, without this warning",
+        f"{reason}; attention is computed by the unfused operator instead. `kvant doctor` says more; "
+        f"{VARIABLE}=unfused leaves the kernel alone, without this warning",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -1,0 +1,1 @@
+"""What measures, predicts and prepares; nothing below imports it."""

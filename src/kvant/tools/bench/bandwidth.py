@@ -1,0 +1,66 @@
+"""The device's copy bandwidth: what a decode step's achieved bytes per second are held against."""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+import mlx.core as mx
+
+from kvant.errors import BenchError
+
+COPY_BYTES = 256 * 1024 * 1024  # far above any last-level cache; of two arrays this size
+REPEATS = 7
+COMMAND = [sys.executable, "-P", "-m", "kvant.tools.bench.bandwidth"]
+
+
+def copy_bandwidth_gb_s(size: int = COPY_BYTES, repeats: int = REPEATS) -> float:
+    """1e9 bytes read and written a second by MLX, copying one array into another on the default device.
+
+    A slice is written in place, as a cache appends its rows: new memory would be measured with the time the system
+    takes to hand it out (a seventh of the speed on a CPU). On a CPU MLX copies with one thread, as it decodes.
+
+    Args:
+        size: bytes copied; take it larger than every cache of the device.
+        repeats: copies timed, after one that is not; the result is their median.
+    """
+    row = 64 * 1024
+    rows = size // row
+    source, target = mx.random.uniform(shape=(rows, row // 4)), mx.zeros((rows, row // 4))
+    mx.eval(source, target)
+    times = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        target[1:] = source[1:]  # all but one row: a whole array would not be copied but renamed
+        mx.eval(target)
+        mx.synchronize()
+        times.append(time.perf_counter() - started)
+    return 2 * (rows - 1) * row / statistics.median(times[1:]) / 1e9
+
+
+def measure_device() -> tuple[str, float]:
+    """The device's name and copy bandwidth, measured in a process of its own, which takes its memory with it.
+
+    Raises:
+        BenchError: the process failed.
+    """
+    done = subprocess.run(COMMAND, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    try:
+        found = json.loads(done.stdout)
+        return str(found["device"]), float(found["copy_bandwidth_gb_s"])
+    except (ValueError, TypeError, KeyError):
+        lines = done.stderr.strip().splitlines()
+        reason = lines[-1] if lines else f"exit code {done.returncode}"
+        raise BenchError(f"the copy bandwidth could not be measured: {reason}") from None
+
+
+def main() -> None:
+    """Print both as JSON."""
+    name = mx.device_info().get("device_name", "unknown")
+    kind = "cpu" if mx.default_device().type == mx.cpu else "gpu"
+    print(json.dumps({"device": f"{name} ({kind})", "copy_bandwidth_gb_s": round(copy_bandwidth_gb_s(), 3)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""A benchmark's runs: a process for every engine, one at work at a time, in an order that alternates."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kvant import blas
+from kvant.tools.bench.engines import EngineSpec
+from kvant.tools.bench.lines import ATTENTION
+from kvant.tools.bench.process import WORKER_COMMAND, Worker
+from kvant.tools.bench.prompts import Prompt, Prompts
+from kvant.tools.bench.recording import Engine, Recorder, Run, Token
+
+WARM_UP = -1  # the round that is not recorded
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        engines: their labels are all different.
+        model: the folder.
+        prefill_step_size: prompt tokens fed at a time.
+        contexts: prompt tokens of the cases.
+        max_tokens: generated in every run, neither more nor fewer.
+        repeats: rounds.
+        prompts: of a number of tokens and a round.
+    """
+
+    engines: Sequence[EngineSpec]
+    model: Path
+    prefill_step_size: int
+    contexts: Sequence[int]
+    max_tokens: int
+    repeats: int
+    prompts: Prompts
+
+
+def measure(
+    plan: Plan, recorder: Recorder, progress: Progress, commands: Mapping[str, Sequence[str]] | None = None
+) -> None:
+    """Run everything and record it. The recorder has its header already.
+
+    Args:
+        plan: what to measure.
+        recorder: takes the lines as they come; what a run gave before Ctrl-C too.
+        progress: told a line a run.
+        commands: by label, the program of an engine's worker; default: ``kvant.tools.bench.worker`` for all.
+
+    Raises:
+        BenchError: an engine that failed or died; what was recorded stays.
+        KeyboardInterrupt: the same.
+    """
+    with ExitStack() as stack:
+        workers = {}
+        for spec in plan.engines:
+            progress(f"{spec.label}: loading")
+            command = (commands or {}).get(spec.label, WORKER_COMMAND)
+            # mlx-lm as its users have it, unless kvant's BLAS is lent to it.
+            environment = {blas.VARIABLE: blas.OWN} if spec.name == "mlx-lm" and not spec.openblas else {}
+            worker = stack.enter_context(Worker(spec.label, command, environment))
+            ready = worker.ask(_load_command(spec, plan), "ready")
+            with worker.checked():
+                recorder.write(_engine_line(spec, ready))
+            workers[spec] = worker
+        for number in range(plan.repeats):
+            for context in plan.contexts:
+                if number == 0:
+                    for spec, worker in workers.items():
+                        progress(f"{spec.label}: warming up with {context:,} tokens of context")
+                        # Without a cache every token has a shape of its own: nothing is kept from one to the next.
+                        tokens = min(2, plan.max_tokens) if spec.name == "none" else plan.max_tokens
+                        worker.ask(_run_command(plan.prompts(context, WARM_UP), tokens), "done")
+                for spec in list(workers)[:: -1 if number % 2 else 1]:
+                    latencies = _measure_run(workers[spec], plan, recorder, spec, number, context)
+                    progress(_run_progress(plan, spec.label, number, context, latencies))
+
+
+def _measure_run(
+    worker: Worker, plan: Plan, recorder: Recorder, spec: EngineSpec, number: int, context: int
+) -> list[float]:
+    """One run, recorded; its latencies in milliseconds."""
+    label = spec.label
+    command = _run_command(plan.prompts(context, number), plan.max_tokens)
+    try:
+        done = worker.ask(command, "done")
+    except KeyboardInterrupt:
+        _write_tokens(recorder, label, number, context, worker.interrupt())
+        raise
+    with worker.checked():
+        latencies: list[float] = list(done["latencies_ms"])
+        enough = 1 if spec.name == "server" else plan.max_tokens
+        if not enough <= len(latencies) <= done["tokens"] <= plan.max_tokens:
+            raise ValueError(f"{done['tokens']} tokens, {len(latencies)} latencies; expected {plan.max_tokens}")
+        _write_tokens(recorder, label, number, context, latencies)
+        recorder.write(
+            Run(
+                engine=label,
+                run=number,
+                context=context,
+                tokens=done["tokens"],
+                token_ids=done["token_ids"],
+                peak_memory_bytes=done["peak_memory_bytes"],
+                cache_bytes=done["cache_bytes"],
+                cache_bytes_per_token=done["cache_bytes_per_token"],
+                **{name: done[name] for name in ATTENTION},
+            )
+        )
+    return latencies
+
+
+def _load_command(spec: EngineSpec, plan: Plan) -> dict[str, Any]:
+    folder, step = str(plan.model), plan.prefill_step_size
+    return {"command": "load", "engine": asdict(spec), "model": folder, "prefill_step_size": step}
+
+
+def _run_command(prompt: Prompt, max_tokens: int) -> dict[str, Any]:
+    return {"command": "run", "prompt": prompt.ids, "text": prompt.text, "max_tokens": max_tokens}
+
+
+def _engine_line(spec: EngineSpec, ready: Mapping[str, Any]) -> Engine:
+    return Engine(
+        engine=spec.label,
+        name=spec.name,
+        kv_bits=spec.kv_bits,
+        kv_group_size=spec.kv_group_size,
+        dtype=ready["dtype"],
+        weight_bytes=ready["weight_bytes"],
+        weight_bytes_read=ready["weight_bytes_read"],
+    )
+
+
+def _write_tokens(recorder: Recorder, label: str, number: int, context: int, latencies: Sequence[float]) -> None:
+    for index, latency in enumerate(latencies):
+        recorder.write(Token(engine=label, run=number, context=context, position=context + index, latency_ms=latency))
+
+
+def _run_progress(plan: Plan, label: str, number: int, context: int, latencies: Sequence[float]) -> str:
+    typical = f", then {median(latencies[1:]):.2f} ms a token" if latencies[1:] else ""
+    typical += f", ended after {len(latencies)} tokens" if len(latencies) < plan.max_tokens else ""
+    return (
+        f"round {number + 1} of {plan.repeats}, {context:,} tokens of context, {label}: "
+        f"first token {latencies[0]:.1f} ms{typical}"
+    )

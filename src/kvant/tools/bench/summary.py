@@ -1,0 +1,170 @@
+"""What a recording says: the figures of every engine at every context."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from kvant.tools.bench.lines import ATTENTION
+from kvant.tools.bench.recording import Engine, Recording, Run, Token
+from kvant.tools.bench.statistics import Spread, paired_ratio, percentile, theil_sen
+
+Runs = list[tuple[Run, list[Token]]]
+SLOPE_DISTANCE = 100  # positions: over fewer, a slope is noise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """One engine's figures at one context; None where something is not known.
+
+    Attributes:
+        engine, context: the label, and the tokens of the prompt.
+        runs, interrupted: runs completed, from which all figures are, and runs left out.
+        first_token_ms: median over runs.
+        prefill_tokens_per_s: the context by the first token's time, median over runs.
+        latency_p50_ms, latency_p95_ms, latency_p99_ms: over the tokens of all runs, the first of each left out.
+        tokens_per_s: by a run's mean latency without the first token, median over runs.
+        slope_us_per_1k: microseconds a token more with every 1,000 tokens of context; one for all contexts of an
+            engine.
+        peak_memory_bytes, cache_bytes: the largest of the runs.
+        bytes_read_per_token: weights and cached tokens that one decode step reads, on average.
+        achieved_gb_per_s: that by the median latency, in 1e9 bytes.
+        copy_bandwidth_share: that by the device's copy bandwidth.
+        model_bytes_read, model_bytes_written: of one decode step, by the byte model: the weights, and whatever the
+            operations of attention and of the cache read and write; the rest of the step is left out.
+        attention_launches: operations of attention and of the cache in one decode step, by the same.
+        ratio, first_token_ratio: this engine's median latency and first-token time to the baseline's of the same
+            round; below 1 is faster.
+    """
+
+    engine: str
+    context: int
+    runs: int
+    interrupted: int
+    first_token_ms: float | None = None
+    prefill_tokens_per_s: float | None = None
+    latency_p50_ms: float | None = None
+    latency_p95_ms: float | None = None
+    latency_p99_ms: float | None = None
+    tokens_per_s: float | None = None
+    slope_us_per_1k: float | None = None
+    peak_memory_bytes: int | None = None
+    cache_bytes: int | None = None
+    bytes_read_per_token: float | None = None
+    achieved_gb_per_s: float | None = None
+    copy_bandwidth_share: float | None = None
+    model_bytes_read: float | None = None
+    model_bytes_written: float | None = None
+    attention_launches: float | None = None
+    ratio: Spread | None = None
+    first_token_ratio: Spread | None = None
+
+
+def summarize(recording: Recording, baseline: str | None = None) -> list[Summary]:
+    """The figures of every engine at every context, in the order of contexts and then of engines.
+
+    Args:
+        recording: as read or as just recorded.
+        baseline: label of the engine that ratios are to; default: the recording's.
+
+    Raises:
+        ValueError: a baseline that the recording does not have.
+    """
+    if baseline is not None and baseline not in recording.engines:
+        raise ValueError(f"baseline is {baseline!r}; expected one of {', '.join(recording.engines)}")
+    baseline = baseline or recording.header.baseline
+    runs: dict[tuple[int, str], Runs] = {}
+    for run, tokens in recording.completed():
+        runs.setdefault((run.context, run.engine), []).append((run, tokens))
+    left_out = [(context, label) for label, _, context in recording.interrupted()]
+    slopes = {label: _slope(runs, label) for label in recording.engines}
+    bandwidth = recording.header.copy_bandwidth_gb_s
+    order = list(recording.engines)
+    summaries = []
+    for context, label in sorted({*runs, *left_out}, key=lambda case: (case[0], order.index(case[1]))):
+        own, others = runs.get((context, label), []), runs.get((context, baseline or ""), [])
+        figures = _figures(own, recording.engines[label], bandwidth) if own else {}
+        summaries.append(
+            Summary(
+                engine=label,
+                context=context,
+                runs=len(own),
+                interrupted=left_out.count((context, label)),
+                slope_us_per_1k=slopes[label] if own else None,
+                ratio=paired_ratio(_p50s(own), _p50s(others)),
+                first_token_ratio=paired_ratio(_firsts(own), _firsts(others)),
+                **figures,
+            )
+        )
+    return summaries
+
+
+def summary_json(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
+    """The figures as JSON takes them, field by field; null where something is not known."""
+    return [asdict(summary) for summary in summaries]
+
+
+def _figures(runs: Runs, engine: Engine, bandwidth: float | None) -> dict[str, Any]:
+    """What one engine's completed runs at one context say by themselves."""
+    firsts = _firsts(runs).values()
+    later = [token for _, tokens in runs for token in tokens[1:]]
+    figures: dict[str, Any] = {
+        "first_token_ms": median(firsts),
+        "prefill_tokens_per_s": median(run.context / tokens[0].latency_ms * 1e3 for run, tokens in runs),
+        "peak_memory_bytes": _largest(run.peak_memory_bytes for run, _ in runs),
+        "cache_bytes": _largest(run.cache_bytes for run, _ in runs),
+    }
+    if not later:
+        return figures
+    latencies = [token.latency_ms for token in later]
+    for percent in (50, 95, 99):
+        figures[f"latency_p{percent}_ms"] = percentile(latencies, percent)
+    means = [sum(t.latency_ms for t in tokens[1:]) / len(tokens[1:]) for _, tokens in runs if tokens[1:]]
+    figures["tokens_per_s"] = median(1e3 / mean for mean in means)
+    per_cached = [run.cache_bytes_per_token for run, _ in runs if run.cache_bytes_per_token is not None]
+    if engine.weight_bytes_read is not None and per_cached:
+        # The step that makes the token of position p attends to p cached tokens.
+        cached = sum(token.position for token in later) / len(later)
+        figures["bytes_read_per_token"] = read = engine.weight_bytes_read + median(per_cached) * cached
+        figures["achieved_gb_per_s"] = achieved = read / figures["latency_p50_ms"] / 1e6
+        figures["copy_bandwidth_share"] = achieved / bandwidth if bandwidth else None
+    by_model = [_median(getattr(run, name) for run, _ in runs) for name in ATTENTION]
+    if engine.weight_bytes_read is not None and by_model[0] is not None:
+        figures["model_bytes_read"] = engine.weight_bytes_read + by_model[0]
+        figures["model_bytes_written"], figures["attention_launches"] = by_model[1:]
+    return figures
+
+
+def _slope(runs: dict[tuple[int, str], Runs], label: str) -> float | None:
+    """Microseconds per 1,000 tokens of context; None over so short a distance that it would be noise."""
+    groups = [
+        [(token.position, token.latency_ms) for _, tokens in own for token in tokens[1:]]
+        for (_, engine), own in runs.items()
+        if engine == label
+    ]
+    positions = [position for group in groups for position, _ in group]
+    if not positions or max(positions) - min(positions) < SLOPE_DISTANCE:
+        return None
+    slope = theil_sen(groups)
+    return None if slope is None else slope * 1e6  # ms a token -> us a thousand
+
+
+def _firsts(runs: Runs) -> dict[int, float]:
+    """First-token time by round."""
+    return {run.run: tokens[0].latency_ms for run, tokens in runs}
+
+
+def _p50s(runs: Runs) -> dict[int, float]:
+    """Median latency by round, the first token left out."""
+    return {run.run: median(t.latency_ms for t in tokens[1:]) for run, tokens in runs if tokens[1:]}
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    """The median of what is known."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _largest(values: Iterable[int | None]) -> int | None:
+    """The largest of what is known."""
+    return max((value for value in values if value is not None), default=None)

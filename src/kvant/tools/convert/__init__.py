@@ -1,0 +1,1 @@
+"""A checkpoint to another format of weights."""

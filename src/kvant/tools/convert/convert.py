@@ -1,0 +1,172 @@
+"""A model folder to another one with quantized or recast weights, by mlx-lm's converter.
+
+Of mlx-lm's, the model classes, the quantizer and the writer are used. Its ``convert`` as a whole is not: it reads every
+model*.safetensors it finds, drops an output head where config.json leaves tie_word_embeddings out, writes the
+tokenizer's files anew and copies the folder's Python files.
+"""
+
+import importlib
+import io
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from kvant.errors import CheckpointError, ConvertError, one_line
+from kvant.files import read_json
+from kvant.models.checkpoint import IGNORED_SUFFIXES, Progress, is_tied
+from kvant.models.config import ModelConfig
+from kvant.models.parameters import matrices, vectors
+from kvant.models.tensors import TensorFiles
+from kvant.text.tokenizer import load_tokenizer
+from kvant.tools.convert.new_folder import appearing, carried_files, check_new, check_room, copy_files
+from kvant.tools.convert.weight_format import DTYPES, WeightFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What was written.
+
+    Attributes:
+        source_bytes: of the source's tensors.
+        bytes: of the new ones.
+        bits_per_weight: their mean, scales and all that stays in floating point included.
+        unquantized: paths of matrices whose width the group size does not divide: they stay in floating point.
+    """
+
+    source_bytes: int
+    bytes: int
+    bits_per_weight: float
+    unquantized: tuple[str, ...]
+
+
+def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progress | None = None) -> Conversion:
+    """Convert a model folder with floating-point weights.
+
+    The new folder is written under another name beside ``dest`` and renamed at the end: there whole or not at all.
+
+    Args:
+        source: a folder kvant can load. Nothing in it is executed.
+        dest: does not exist, or is an empty folder; its parent exists.
+        to: what to convert to.
+        progress: called with (tensors checked, tensors in all) before anything is written.
+
+    Raises:
+        ModelError: a source that cannot be loaded.
+        ConvertError: one that is already quantized, a destination that is in use or has no room, a failed write.
+    """
+    dest = check_new(dest)
+    raw = read_json(source / "config.json")
+    config = ModelConfig.from_folder(source)
+    load_tokenizer(source)  # what could not be used afterwards is refused now
+    _check_finite(source, config, to, progress or (lambda done, total: None))
+    model, settings, source_bytes = _build(source, raw, config, to)
+    arrays = dict(tree_flatten(model.parameters()))
+    names, quantized = set(arrays), {name.removesuffix(".scales") for name in arrays if name.endswith(".scales")}
+    if to.bits and not quantized:
+        raise ConvertError(f"groups of {to.group_size} divide the width of no matrix; nothing would be quantized")
+    unquantized = [path for path in matrices(config) if f"{path}.weight" in names and path not in quantized]
+    size = sum(array.nbytes for array in arrays.values())
+    result = Conversion(source_bytes, size, _bits_per_weight(model), tuple(unquantized) if to.bits else ())
+    arrays.clear()  # the writer lets go of each shard's as it is written
+    carried = carried_files(source)
+    check_room(dest.parent, size + sum(path.stat().st_size for path in carried))
+    with appearing(dest) as folder:
+        _write(folder, model, settings)
+        copy_files(carried, source, folder)
+        if TensorFiles(folder).names != names:
+            raise ConvertError(f"{dest}: what was written does not hold every tensor")
+    return result
+
+
+def _expected(config: ModelConfig, tensors: TensorFiles) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor to convert: all of the model's, and there are no others."""
+    quantized = sorted(name for name in tensors.names if name.endswith(".scales"))
+    if config.quantization or quantized:
+        raise ConvertError(
+            "the model is already quantized; expected floating-point weights: quantizing twice loses more"
+        )
+    expected: dict[str, tuple[int, ...]] = {f"{path}.weight": size for path, size in matrices(config).items()}
+    expected |= {name: (size,) for name, size in vectors(config).items()}
+    if is_tied(config, tensors):
+        del expected["lm_head.weight"]
+    extra = sorted(tensors.names - expected.keys() - {"lm_head.weight"})
+    for name in extra:
+        if not name.endswith(IGNORED_SUFFIXES):
+            raise CheckpointError(f"unexpected tensor {name}; config.json describes a model without it")
+    return expected
+
+
+def _check_finite(source: Path, config: ModelConfig, to: WeightFormat, progress: Progress) -> None:
+    """Refuse weights that are no numbers, or none in the new dtype: quantized they would look like any others.
+
+    Tensor by tensor, each read and let go; the conversion reads them again.
+    """
+    tensors = TensorFiles(source)
+    expected = _expected(config, tensors)
+    for count, (name, shape) in enumerate(expected.items(), start=1):
+        array = tensors.take(name, shape)
+        dtype = DTYPES[to.dtype] if to.dtype else array.dtype
+        if not mx.isfinite(array.astype(dtype)).all().item():
+            raise CheckpointError(f"tensor {name} has values that are not finite in {str(dtype).split('.')[-1]}")
+        progress(count, len(expected))
+
+
+def _explicit(raw: Mapping[str, Any], config: ModelConfig, tied: bool) -> dict[str, Any]:
+    """config.json with what readers have different defaults for, mlx-lm's among them, written out."""
+    # What dynamic positions are made from is not the context they reach.
+    positions = config.rope.original_context if config.rope.kind == "dynamic" else config.max_position_embeddings
+    understood: dict[str, Any] = {
+        "head_dim": config.head_dim,
+        "max_position_embeddings": positions,
+        "num_key_value_heads": config.num_key_value_heads,
+        "rms_norm_eps": config.rms_norm_eps,
+    }
+    missing = {key: value for key, value in understood.items() if raw.get(key) is None}
+    # mlx-lm's qwen2 and llama don't look into rope_parameters (0.32.2), where transformers 5 puts all of this.
+    if raw.get("rope_parameters"):
+        missing["rope_scaling"] = raw["rope_parameters"]
+    return {**raw, **missing, "rope_theta": config.rope.theta, "tie_word_embeddings": tied}
+
+
+def _build(
+    source: Path, raw: Mapping[str, Any], config: ModelConfig, to: WeightFormat
+) -> tuple[Any, dict[str, Any], int]:
+    """mlx-lm's model with the weights to store, not computed yet; its config.json; the source's bytes."""
+    from mlx_lm.utils import MODEL_REMAPPING, quantize_model
+
+    tensors = TensorFiles(source)
+    weights = {name: tensors.take(name, shape) for name, shape in _expected(config, tensors).items()}
+    settings = _explicit(raw, config, tied="lm_head.weight" not in weights)
+    kind = config.model_type
+    arch = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
+    try:
+        model = arch.Model(arch.ModelArgs.from_dict(settings))
+        model.load_weights(list(weights.items()))
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConvertError(f"mlx-lm has no such model: {one_line(error)}") from error
+    if to.dtype:
+        model.set_dtype(DTYPES[to.dtype])
+        settings["dtype" if "dtype" in settings else "torch_dtype"] = to.dtype
+    if to.bits:
+        with redirect_stdout(io.StringIO()):  # it prints
+            model, settings = quantize_model(model, settings, to.group_size, to.bits, mode=to.mode)
+    return model, settings, sum(array.nbytes for array in weights.values())
+
+
+def _bits_per_weight(model: Any) -> float:
+    from mlx_lm.utils import compute_bits_per_weight
+
+    return float(compute_bits_per_weight(model))
+
+
+def _write(folder: Path, model: Any, settings: dict[str, Any]) -> None:
+    """config.json and the tensors, in shards of 5 GB with an index: computed here, one shard at a time."""
+    from mlx_lm.utils import save_config, save_model
+
+    save_model(folder, model, donate_model=True)
+    save_config(settings, folder / "config.json")

@@ -1,0 +1,79 @@
+"""All that is found out, and whether it is well."""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvant.operators.kernels.dispatch import gpu_backend
+from kvant.tools.doctor.kernels import KernelResult, try_kernels
+from kvant.tools.doctor.look_ahead import LookAhead, measure_look_ahead
+from kvant.tools.doctor.machine import Machine, look_at_machine
+from kvant.tools.doctor.paths import OperatorPath, operator_paths
+
+NO_GPU = (
+    "the fused kernel: there is no GPU that MLX uses, so it has not run here. kvant's tests run its Metal text on the "
+    "host, thread by thread (docs/host-run.md), which says nothing of its speed or of a GPU's own compiler"
+)
+OTHER_SHAPES = "the fused kernel in a model's own shapes: it is compiled for each when it is first used"
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What ``kvant doctor`` prints.
+
+    Attributes:
+        kernels: every case the fused kernel was tried on; empty without a GPU.
+        look_ahead: None where generation failed, which ``problem`` tells.
+        problem: why generation failed; None: it did not.
+        unchecked: what this machine cannot check.
+    """
+
+    machine: Machine
+    paths: list[OperatorPath]
+    kernels: list[KernelResult]
+    look_ahead: LookAhead | None
+    problem: str | None
+    unchecked: list[str]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing that was tried failed."""
+        return self.problem is None and all(result.problem is None for result in self.kernels)
+
+    def as_json(self) -> dict[str, Any]:
+        """For a program: numbers that are none are null."""
+        found: dict[str, Any] = asdict(self) | {"healthy": self.healthy}
+        if self.look_ahead is not None:
+            found["look_ahead"]["faster"] = self.look_ahead.faster
+        for result in found["kernels"]:
+            if result["error"] is not None and not math.isfinite(result["error"]):
+                result["error"] = None
+        return found
+
+
+def diagnose(progress: Callable[[int, int], None]) -> Diagnosis:
+    """Look at this machine and try the kernel; ``progress`` is called with (kernel cases done, in all).
+
+    Raises:
+        ValueError: KVANT_KERNELS is unknown, or asks for what cannot run here.
+    """
+    paths = operator_paths()
+    backend = gpu_backend()
+    kernels = [] if backend is None else try_kernels(backend, progress)
+    look_ahead = problem = None
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the fused kernel failed", RuntimeWarning)  # told in full here
+            look_ahead = measure_look_ahead()
+    except RuntimeError as error:  # the kernel that is asked for failed its self-check, or a driver did
+        problem = " ".join(str(error).split())
+    return Diagnosis(
+        machine=look_at_machine(),
+        paths=paths,
+        kernels=kernels,
+        look_ahead=look_ahead,
+        problem=problem,
+        unchecked=[NO_GPU if backend is None else OTHER_SHAPES],
+    )

@@ -1,0 +1,59 @@
+"""The fused kernel against the unfused operator, case by case: error and time on this device."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+from kvant.errors import one_line
+from kvant.operators.kernels.check import SELF_CHECK, Case, Trial, random_cases
+from kvant.operators.kernels.dispatch import Backend
+
+RANDOM_CASES, SEED = 12, 6
+REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class KernelResult:
+    """One case.
+
+    Attributes:
+        error: the output's largest, relative to 1 + the expected magnitude; None: the kernel did not run.
+        problem: what is wrong; None: nothing.
+        fused_ms, unfused_ms: medians of the call, its launch and its end included; None: the kernel did not run.
+    """
+
+    case: str
+    error: float | None
+    tolerance: float | None
+    problem: str | None
+    fused_ms: float | None
+    unfused_ms: float | None
+
+
+def try_kernels(backend: Backend, progress: Callable[[int, int], None]) -> list[KernelResult]:
+    """The self-check's cases and random ones; ``progress`` is called with (cases done, in all)."""
+    cases = [*SELF_CHECK, *random_cases(RANDOM_CASES, SEED)]
+    results: list[KernelResult] = []
+    for case in cases:
+        progress(len(results), len(cases))
+        results.append(_try(case, backend))
+    return results
+
+
+def _try(case: Case, backend: Backend) -> KernelResult:
+    try:
+        trial = Trial(case)
+        found = trial.agreement(backend)
+        times: dict[Backend | None, list[float]] = {backend: [], None: []}
+        for repeat in range(1 + REPEATS):
+            for path, own in times.items():
+                started = time.perf_counter()
+                trial.run(path)
+                if repeat:  # the first compiles what has not run yet
+                    own.append((time.perf_counter() - started) * 1e3)
+    except Exception as error:  # of a compiler or a driver: any
+        return KernelResult(str(case), None, None, one_line(error), None, None)
+    return KernelResult(
+        str(case), found.error, found.tolerance, found.problem, median(times[backend]), median(times[None])
+    )

@@ -1,0 +1,48 @@
+"""The way every operator goes on this machine, and why."""
+
+from dataclasses import dataclass
+
+from kvant.engine.step import should_compile
+from kvant.operators.kernels.attend import MAX_NEW_TOKENS
+from kvant.operators.kernels.dispatch import choose
+
+UNFUSED = "unfused"
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorPath:
+    """An operator is fused or unfused, none where the kernel asked for is wrong; a step is compiled or not."""
+
+    operator: str
+    path: str
+    reason: str
+
+
+def operator_paths() -> list[OperatorPath]:
+    """Every operator's.
+
+    Raises:
+        ValueError: KVANT_KERNELS is unknown, or asks for what cannot run here.
+    """
+    try:
+        choice = choose()
+        path, reason = UNFUSED if choice.backend is None else f"fused ({choice.backend})", choice.reason
+    except RuntimeError as error:  # the kernel is asked for, and failed its self-check
+        path, reason = "none", str(error)
+    more = f"for few queries there is a kernel, more than {MAX_NEW_TOKENS} are a matrix product over dequantized rows"
+    return [
+        OperatorPath(f"MultiHeadCacheAttention, 1 to {MAX_NEW_TOKENS} new tokens", path, reason),
+        OperatorPath("MultiHeadCacheAttention, more", UNFUSED, more),
+        OperatorPath("KeyValueCache", UNFUSED, "it returns dequantized rows, which the kernel never makes"),
+        OperatorPath("quantize, of appended rows", path, "goes with attention's"),
+        OperatorPath("quantize, dequantize", UNFUSED, "functions of their own have no kernel"),
+        _step(),
+    ]
+
+
+def _step() -> OperatorPath:
+    if should_compile():
+        return OperatorPath("decode step", "compiled", "on a GPU the step takes less time than building it")
+    return OperatorPath(
+        "decode step", "not compiled", "on a CPU it is built while the last one runs, and compiled would read more rows"
+    )

@@ -1,0 +1,220 @@
+"""How much memory a run takes, before it begins: weights, cache, and what a prompt's chunks need beside them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from kvant.engine.generate import PREFILL_STEP_SIZE
+from kvant.models import Decoder
+from kvant.models.config import ModelConfig
+from kvant.operators.quantization import check_quantization
+from kvant.tools.plan.checkpoint import Checkpoint
+from kvant.tools.plan.machine import Device, default_device
+from kvant.tools.plan.scratch import Chunk
+
+SCALE_BYTES = 2  # float16
+FLOAT32 = 4
+# The arrays' sum is within this much of what MLX counted on a CPU in the table of docs/memory-plan.md, which also says
+# where it is not.
+ACCURACY = 0.05
+# What the process takes beside the arrays where it comes out of the same memory: interpreter, libraries, MLX's buffers
+# for reuse; and while it is read, a tokenizer for each of its tokens. Measured, docs/memory-plan.md.
+PROCESS_BYTES = 170_000_000
+TOKENIZER_BYTES = 1_700
+# Copies of the logits in sampling: float32, log-probabilities and what they are made from.
+LOGITS_COPIES = 5
+# Rotary pairs a layer whose key bias stays out of the cache, where the weights that decide it were not read: 1 in 16.
+GUESSED_PAIRS = 1 / 16
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user chooses of a run; as the flags of the same names.
+
+    Attributes:
+        kv_bits: 8, 4, or 0 for a cache in the compute dtype.
+        kv_group_size: elements of a head that share one scale; without meaning at 0 bits.
+        kv_bias_split: the projections' biases stay out of the cache.
+        prefill_step_size: prompt tokens fed at a time.
+    """
+
+    kv_bits: int = 8
+    kv_group_size: int = 32
+    kv_bias_split: bool = True
+    prefill_step_size: int = PREFILL_STEP_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory of a run in bytes.
+
+    Attributes:
+        max_kv_size: tokens reserved in the cache.
+        settings: of the run.
+        weights: as they are held, whatever is held twice counted twice.
+        cache: levels, scales and bias tables of all layers; reserved before the first token.
+        scratch: what the widest chunk of a prompt needs beside them, or a step of decoding where that is more.
+        loading: the most while the weights are loaded, before there is a cache.
+        process: interpreter, libraries, tokenizer and MLX's buffers for reuse; 0 where it isn't the GPU's memory.
+        headroom: the accuracy of the plan: 5 % of the arrays.
+    """
+
+    max_kv_size: int
+    settings: Settings
+    weights: int
+    cache: int
+    scratch: int
+    loading: int
+    process: int
+    headroom: int
+
+    @property
+    def arrays(self) -> int:
+        """The most bytes of arrays at once: what ``mx.get_peak_memory`` says after a run of the full context."""
+        return max(self.weights + self.cache + self.scratch, self.loading)
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.arrays + self.process + self.headroom
+
+
+@dataclass(frozen=True, slots=True)
+class LongestContext:
+    """The longest context that fits: tokens, 0 where none does, and what ends it."""
+
+    tokens: int
+    ended_by: Literal["memory", "the model's context"]
+
+
+def plan(
+    checkpoint: Checkpoint,
+    *,
+    max_kv_size: int,
+    settings: Settings | None = None,
+    device: Device | None = None,
+    split_pairs: Sequence[int] | None = None,
+) -> MemoryPlan:
+    """The memory of loading a model and running it until its cache is full.
+
+    On a CPU everything is computed in float32, and the arrays are within 5 % of what MLX counted in tests. For a GPU,
+    which computes in the checkpoint's dtype, the scratch is an estimate nobody has measured yet, on the safe side:
+    everything a layer makes, as if nothing of it were freed before its end.
+
+    Args:
+        checkpoint: what is known of the model: :meth:`Checkpoint.from_folder` or :meth:`Checkpoint.from_facts`.
+        max_kv_size: tokens reserved in the cache; all of them are used.
+        settings: of the run; default: those of ``kvant generate``.
+        device: "cpu" or "gpu"; default: what MLX computes on here.
+        split_pairs: of each layer, the rotary pairs whose key bias stays out of the cache, :func:`split_pairs` of a
+            loaded model; default: one in sixteen, a guess. It only matters for models with biased keys.
+
+    Raises:
+        ValueError: a max_kv_size or prefill_step_size below 1, or a cache format the model cannot have.
+    """
+    settings = settings or Settings()
+    if max_kv_size < 1:
+        raise ValueError(f"max_kv_size is {max_kv_size}; expected at least 1")
+    return _planner(checkpoint, settings, device, split_pairs)(max_kv_size)
+
+
+def longest_context(
+    checkpoint: Checkpoint,
+    limit_bytes: int,
+    *,
+    settings: Settings | None = None,
+    device: Device | None = None,
+    split_pairs: Sequence[int] | None = None,
+) -> LongestContext:
+    """The tokens whose plan fits into ``limit_bytes`` where one more doesn't, or the model has no more.
+
+    A longer context reads its prompt in more and smaller blocks, so that a little past the end one may fit again.
+    Other arguments as those of :func:`plan`.
+    """
+
+    planned = _planner(checkpoint, settings or Settings(), device, split_pairs)
+
+    def fits(tokens: int) -> bool:
+        return planned(tokens).total <= limit_bytes
+
+    context = checkpoint.config.max_position_embeddings
+    if fits(context):
+        return LongestContext(context, "the model's context")
+    below, above = 0, context  # what fits, and what doesn't
+    while above - below > 1:
+        middle = (below + above) // 2
+        if fits(middle):
+            below = middle
+        else:
+            above = middle
+    return LongestContext(below, "memory")
+
+
+def split_pairs(model: Decoder) -> list[int]:
+    """Of each layer of a loaded model, the rotary pairs whose key bias stays out of the cache."""
+    biases = (layer.self_attn.qkv_bias for layer in model.layers)
+    return [0 if bias is None else len(bias.pairs) for bias in biases]
+
+
+def _planner(
+    checkpoint: Checkpoint, settings: Settings, device: Device | None, split_pairs: Sequence[int] | None
+) -> Callable[[int], MemoryPlan]:
+    """The plan by tokens reserved; what does not depend on them is added up once."""
+    config = checkpoint.config
+    check_quantization(settings.kv_bits, settings.kv_group_size, config.head_dim)
+    if settings.prefill_step_size < 1:
+        raise ValueError(f"prefill_step_size is {settings.prefill_step_size}; expected at least 1")
+    on_cpu = (device or default_device()) == "cpu"
+    itemsize = FLOAT32 if on_cpu else checkpoint.float_bytes
+    pairs = _pairs(config, settings, split_pairs)
+    weights = checkpoint.held_bytes(itemsize)
+    loading = checkpoint.loading_bytes(itemsize, on_cpu=on_cpu)
+    widest = max(pairs) if pairs else None
+
+    def planned(tokens: int) -> MemoryPlan:
+        def chunk(new: int) -> int:
+            return Chunk(config, itemsize, on_cpu, settings.kv_bits, widest, new, tokens).scratch()
+
+        cache = _cache_bytes(config, settings, tokens, itemsize, pairs)
+        scratch = max(
+            chunk(min(settings.prefill_step_size, tokens)), chunk(1) + LOGITS_COPIES * FLOAT32 * config.vocab_size
+        )
+        return MemoryPlan(
+            max_kv_size=tokens,
+            settings=settings,
+            weights=weights,
+            cache=cache,
+            scratch=scratch,
+            loading=loading,
+            process=PROCESS_BYTES + TOKENIZER_BYTES * config.vocab_size if on_cpu else 0,
+            headroom=round(ACCURACY * max(weights + cache + scratch, loading)),
+        )
+
+    return planned
+
+
+def _pairs(config: ModelConfig, settings: Settings, known: Sequence[int] | None) -> list[int] | None:
+    """The pairs that each layer splits off; None: there is no bias to split off, or it is to stay in."""
+    if not config.attention_bias or not settings.kv_bias_split:
+        return None
+    if known is None:
+        return [round(config.head_dim / 2 * GUESSED_PAIRS)] * config.num_hidden_layers
+    return list(known)
+
+
+def _cache_bytes(
+    config: ModelConfig, settings: Settings, tokens: int, itemsize: int, pairs: Sequence[int] | None
+) -> int:
+    """Bytes of what :class:`kvant.cache.QuantizedKVCache` allocates for every layer."""
+    K, D, bits = config.num_key_value_heads, config.head_dim, settings.kv_bits
+    row = 2 * K * (D * bits // 8 + D // settings.kv_group_size * SCALE_BYTES if bits else D * itemsize)
+    total = config.num_hidden_layers * row * tokens
+    for P in pairs or ():
+        total += FLOAT32 * (K * 2 * P + 2 * P * tokens + K * D)  # keys' bias, cosines and sines, values' bias
+    return total
+
+
+def as_record(plan: MemoryPlan) -> dict[str, int]:
+    """A plan's bytes by name, with the sums."""
+    names = [field.name for field in fields(plan) if field.name not in ("max_kv_size", "settings")]
+    return {name: getattr(plan, name) for name in (*names, "arrays", "total")}

@@ -1,0 +1,105 @@
+"""How far predictions are from those they should be: KLD, perplexity, agreement."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from kvant.tools.bench.statistics import percentile
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What was found over all positions; infinite where a prediction was not finite.
+
+    Attributes:
+        positions: predictions compared.
+        non_finite: how many of them had a NaN, a +inf, or nothing but -inf; their KLD and loss count as infinite.
+        perplexity: exp of the mean loss of the tokens that follow.
+        mean_kld_nats, p99_kld_nats: of the expected distribution against the given one.
+        top1: share of positions with the same likeliest token.
+    """
+
+    positions: int
+    non_finite: int
+    perplexity: float
+    mean_kld_nats: float
+    p99_kld_nats: float
+    top1: float
+
+
+@dataclass(slots=True)
+class Tally:
+    """Positions counted so far, a few floats each: logits are never kept."""
+
+    klds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    same: int = 0
+    non_finite: int = 0
+
+    def add(self, expected: mx.array, given: mx.array, following: Sequence[int]) -> None:
+        """Count positions.
+
+        Args:
+            expected, given: (S, vocab) log-probabilities, from :func:`log_probabilities`.
+            following: the tokens that follow, S of them, or S - 1 where the last position has none.
+        """
+        finite = mx.isfinite(mx.logsumexp(given, axis=-1))
+        kld = mx.where(finite, divergence(expected, given), math.inf)
+        same = finite & (mx.argmax(expected, axis=-1) == mx.argmax(given, axis=-1))
+        count = len(following)
+        if count:
+            tokens = mx.array(list(following))[:, None]
+            loss = -mx.take_along_axis(given[:count], tokens, axis=-1)[:, 0]
+            loss = mx.where(finite[:count], loss, math.inf)
+            self.losses += loss.tolist()  # type: ignore[arg-type]
+        self.klds += kld.tolist()  # type: ignore[arg-type]
+        self.same += int(same.sum().item())  # type: ignore[arg-type]
+        self.non_finite += len(given) - int(finite.sum().item())  # type: ignore[arg-type]
+
+    def figures(self) -> Figures:
+        """The figures of what was counted, at least one position and one token."""
+        return Figures(
+            positions=len(self.klds),
+            non_finite=self.non_finite,
+            perplexity=_exp(_mean(self.losses)),
+            mean_kld_nats=_mean(self.klds),
+            p99_kld_nats=percentile(self.klds, 99),
+            top1=self.same / len(self.klds),
+        )
+
+
+def log_probabilities(logits: mx.array) -> mx.array:
+    """(S, vocab) logits -> float32 log-probabilities; a row that has a NaN or a +inf is NaN throughout."""
+    logits = logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def divergence(expected: mx.array, given: mx.array) -> mx.array:
+    """KL(expected || given) of each row, in nats.
+
+    Computed as sum of p (log p - log q) - p + q, whose terms are none below 0: p and q sum to 1, so it is the same,
+    and rounding in their sums, which would hide a small divergence, cancels. Where the two are close a term is
+    p (d + expm1(-d)) with d = log p - log q.
+
+    Args:
+        expected, given: (S, vocab) float32 log-probabilities.
+
+    Returns:
+        (S,) float32; infinite where something expected is given no probability.
+    """
+    p, q = mx.exp(expected), mx.exp(given)
+    d = mx.where(p > 0, expected - given, 0.0)  # -inf - -inf would be NaN: what is not expected counts as q alone
+    near = p * (d + mx.expm1(-mx.clip(d, -1.0, 1.0)))
+    far = p * d - p + q
+    return mx.where(mx.abs(d) < 1.0, mx.where(p > 0, near, q), far).sum(axis=-1)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _exp(value: float) -> float:
+    """exp, infinite where a float cannot hold it."""
+    return math.exp(value) if value < 700 else math.inf

@@ -1,0 +1,124 @@
+"""The embedded model's question and recall sets: whether it still answers exactly, by how long the context was."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import mlx.core as mx
+
+from kvant.models import Decoder
+from kvant.text.prompt import encode_rendered, render_chat
+from kvant.text.tokenizer import Tokenizer
+from kvant.tools.report.teacher import STEP_SIZE, Cache, Fed
+from kvant.tools.report.texts import heldout_documents
+
+BUCKETS = (0, 128, 256, 512, 1024)  # tokens of context from which a bucket begins
+# What a set is of: questions about a story or a list, and recall of one fact among many of its kind.
+SETS = {"questions": ("questions", "facts"), "recall": ("recall",)}
+STORY_WORDS = 30  # an assistant's turn of more words is a story it tells, not an answer: none of those has more than 8
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation with its answers.
+
+    Attributes:
+        ids: all of it, to the end of the last answer.
+        answers: of each answer, the first of its tokens and past the last, its end token; the context is what is
+            before it, with right answers to the earlier questions.
+    """
+
+    ids: tuple[int, ...]
+    answers: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Exact answers of a set whose context is of ``context_from`` tokens or more, up to the next bucket."""
+
+    set: str
+    context_from: int
+    right: int
+    asked: int
+
+
+def question_sets(tokenizer: Tokenizer, tokens: int) -> dict[str, list[Conversation]]:
+    """The built-in sets, conversations of all lengths in turn, at most about ``tokens`` tokens of each set."""
+    return {
+        name: _evenly(
+            [read_conversation(tokenizer, d) for d in heldout_documents() if d["kind"].startswith(kinds)], tokens
+        )
+        for name, kinds in SETS.items()
+    }
+
+
+def read_conversation(tokenizer: Tokenizer, document: dict[str, Any]) -> Conversation:
+    """A document with ``messages`` and the last ``answer`` as token ids, divided where a prompt would end."""
+    messages = [*document["messages"], {"role": "assistant", "content": document["answer"]}]
+    ids: list[int] = []
+    answers = []
+    rendered = ""
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = render_chat(tokenizer, messages[:place])
+        ids += encode_rendered(tokenizer, prompt[len(rendered) :])
+        first = len(ids)
+        rendered = prompt + message["content"] + tokenizer.eos_token
+        ids += encode_rendered(tokenizer, rendered[len(prompt) :])
+        if len(message["content"].split()) <= STORY_WORDS:
+            answers.append((first, len(ids)))
+    return Conversation(tuple(ids), tuple(answers))
+
+
+def answer(model: Decoder, cache: Cache, conversation: Conversation, *, fed: Fed = lambda _: None) -> list[bool]:
+    """Whether each answer is what would be written greedily: each of its tokens the likeliest after those before it.
+
+    Args:
+        cache: emptied first.
+    """
+    for layer in cache:
+        layer.reset()
+    hidden = []
+    ids = conversation.ids
+    for first in range(0, len(ids), STEP_SIZE):
+        chunk = mx.array([ids[first : first + STEP_SIZE]])
+        hidden.append(model.hidden_states(chunk, cache=cache)[0])
+        mx.eval(hidden[-1])
+        fed(chunk.shape[1])
+    states = mx.concatenate(hidden)
+    right = []
+    for first, last in conversation.answers:
+        logits = model.logits(states[first - 1 : last - 1])
+        likeliest = mx.argmax(logits, axis=-1) == mx.array(ids[first:last])
+        right.append(bool((likeliest.all() & mx.isfinite(mx.logsumexp(logits, axis=-1)).all()).item()))
+    return right
+
+
+def score(name: str, conversations: Sequence[Conversation], right: Sequence[Sequence[bool]]) -> list[Score]:
+    """The answers of a set by bucket of context; buckets without a question are left out."""
+    counts = {first: [0, 0] for first in BUCKETS}
+    for conversation, answers in zip(conversations, right, strict=True):
+        for (place, _), exact in zip(conversation.answers, answers, strict=True):
+            count = counts[_bucket(place)]
+            count[0] += exact
+            count[1] += 1
+    return [Score(name, first, good, asked) for first, (good, asked) in counts.items() if asked]
+
+
+def _bucket(tokens: int) -> int:
+    return max(first for first in BUCKETS if first <= tokens)
+
+
+def _evenly(conversations: Sequence[Conversation], tokens: int) -> list[Conversation]:
+    """Of each length in turn, the longest first, as long as they fit; at least one."""
+    by_length: dict[int, list[Conversation]] = {first: [] for first in reversed(BUCKETS)}
+    for conversation in conversations:
+        by_length[_bucket(len(conversation.ids))].append(conversation)
+    in_turn = [c for row in zip_longest(*by_length.values()) for c in row if c is not None]
+    chosen: list[Conversation] = []
+    for conversation in in_turn:
+        if sum(len(c.ids) for c in chosen) + len(conversation.ids) <= tokens:
+            chosen.append(conversation)
+    return chosen or [min(in_turn, key=lambda c: len(c.ids))]

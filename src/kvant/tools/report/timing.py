@@ -1,0 +1,45 @@
+"""The time of a decode step through each cache, in turns."""
+
+from collections.abc import Sequence
+from statistics import median
+
+import mlx.core as mx
+
+from kvant.engine.decode import decode
+from kvant.engine.sampling import greedy
+from kvant.models import Decoder
+from kvant.tools.bench.latency import latencies_ms
+from kvant.tools.report.teacher import Cache
+
+STEPS, ROUNDS = 8, 5
+
+
+def step_ms(model: Decoder, caches: Sequence[Cache]) -> list[float]:
+    """Median milliseconds of a token, with a text in the caches; afterwards what they hold is of no use.
+
+    Caches take turns, forwards and backwards, so that a machine that grows slower favors none. The steps are those of
+    generation; they end at the last token a cache has room for.
+
+    Args:
+        caches: each with the same tokens, the last ``STEPS`` + 1 of which give way to what is fed, and with room for
+            as many.
+    """
+    times: list[list[float]] = [[] for _ in caches]
+    order = list(range(len(caches)))
+    for number in range(1 + ROUNDS):
+        for index in order:
+            latencies = _run(model, caches[index])
+            if number:  # the first round compiles, and touches what is not yet in the processor's caches
+                times[index] += latencies
+        order.reverse()
+    return [median(own) for own in times]
+
+
+def _run(model: Decoder, cache: Cache) -> list[float]:
+    for layer in cache:
+        layer.trim(STEPS + 1)
+    # The tokens' values have no influence on the time: whatever is likeliest is fed.
+    logits = model.logits(model.hidden_states(mx.array([[0]]), cache=cache)[:, -1])
+    steps = decode(model, logits, [], cache, max_tokens=STEPS + 1, sampler=greedy)
+    next(steps)
+    return latencies_ms(steps)

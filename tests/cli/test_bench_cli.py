@@ -1,0 +1,330 @@
+"""``kvant bench`` as its user meets it: engines, outputs, refusals, Ctrl-C, and no process left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.completions import Reply
+
+from kvant.cli import main
+from kvant.cli.bench_options import SHAPE_NAMES, contexts
+from kvant.tools.bench.recording import Recording, read_recording
+from kvant.tools.bench.shapes import SHAPES
+
+COMMAND = [sys.executable, "-m", "kvant", "bench"]
+SMALL = ["--prompt-tokens", "16", "-m", "8", "--repeats", "1"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Every engine that computes here, on the embedded model with an unquantized cache."""
+    file = tmp_path_factory.mktemp("bench") / "all.jsonl"
+    engines = ["--engine", "kvant", "--engine", "mlx-lm:float32", "--engine", "concat", "--engine", "none"]
+    return run(*SMALL, *engines, "--kv-bits", "0", "--output", str(file)), file
+
+
+def test_all_engines_agree(recorded: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    done, file = recorded
+    assert done.returncode == 0, done.stderr
+    recording = read_recording(file)
+    assert list(recording.engines) == ["kvant full", "mlx-lm float32", "concat", "none"]
+    assert len({run.token_ids for run in recording.runs}) == 1
+    assert [(run.tokens, run.context) for run in recording.runs] == [(8, 16)] * 4
+    assert len(recording.tokens) == 32
+    assert recording.interrupted() == []
+    header = recording.header
+    assert (header.model, header.seed, header.baseline) == ("pocket", 0, "mlx-lm float32")
+    assert header.command.startswith("bench --prompt-tokens 16 -m 8")
+    assert header.copy_bandwidth_gb_s is not None
+    assert header.copy_bandwidth_gb_s > 0.1
+    sizes = {engine.weight_bytes for engine in recording.engines.values()}
+    assert max(sizes) < 1.01 * min(sizes)  # type: ignore[operator, type-var]
+
+
+def test_tables_to_standard_output_and_progress_to_standard_error(
+    recorded: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    done, _ = recorded
+    for label in ("kvant full", "mlx-lm float32", "concat", "none"):
+        assert label in done.stdout
+        assert f"{label}: loading\n" in done.stderr
+        assert f"{label}: warming up with 16 tokens of context\n" in done.stderr
+        assert f"round 1 of 1, 16 tokens of context, {label}: first token " in done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    same = "Runs with the same tokens as mlx-lm float32: kvant full in 1 of 1, concat in 1 of 1, none in 1 of 1."
+    assert same in " ".join(done.stdout.split())
+
+
+def test_compare(recorded: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path) -> None:
+    _, file = recorded
+    done = run("compare", str(file), str(file))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"A: {file}\nB: {file}\n")
+    assert "kvant full" in done.stdout
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{}\n")
+    for other, message in ((broken, "line 1"), (tmp_path / "none.jsonl", "cannot be read")):
+        done = run("compare", str(file), str(other))
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith(f"kvant: error: {other}")
+        assert message in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_json_of_random_weights_with_quantized_caches() -> None:
+    model = ["--random", "pocket", "--weight-bits", "8", "--kv-bits", "8,4", "--kv-group-size", "32"]
+    engines = ["--engine", "kvant", "--engine", "mlx-lm:float32", "--baseline", "kvant 4-bit"]
+    done = run(*SMALL, *model, *engines, "--json", "--quiet")
+    assert (done.returncode, done.stderr) == (0, "")
+    summaries = json.loads(done.stdout)
+    labels = ["kvant 8-bit", "kvant 4-bit", "mlx-lm float32 8-bit", "mlx-lm float32 4-bit"]
+    assert [summary["engine"] for summary in summaries] == labels
+    assert [summary["ratio"]["median"] == 1.0 for summary in summaries] == [False, True, False, False]
+
+
+def test_a_server_beside_the_others(served: tuple[str, Reply], tmp_path: Path) -> None:
+    url, reply = served
+    chunk = {"choices": [{"index": 0, "text": " word", "finish_reason": None}]}
+    reply.say(*[chunk] * 4, {"choices": [], "usage": {"prompt_tokens": 16, "completion_tokens": 4}})
+    file = tmp_path / "server.jsonl"
+    arguments = ["--server", url, "--server-model", "small", "--engine", "kvant", "--kv-bits", "8"]
+    done = run(*SMALL, *arguments, "--output", str(file))
+    assert done.returncode == 0, done.stderr
+    recording = read_recording(file)
+    assert list(recording.engines) == ["kvant 8-bit", "server"]
+    assert [(run.engine, run.tokens) for run in recording.runs] == [("kvant 8-bit", 8), ("server", 4)]
+    assert "ended after 4 tokens" in done.stderr
+    warm_up, measured = (body["prompt"] for body in reply.bodies)
+    assert warm_up != measured
+    assert url not in done.stdout + done.stderr
+
+
+def test_a_server_that_is_not_there() -> None:
+    done = run(*SMALL, "--server", "http://127.0.0.1:1", "--engine", "none", "-q")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("kvant: error: engine server: http://127.0.0.1:1: ")
+
+
+def test_an_engine_that_cannot_load(make_checkpoint: Callable[..., tuple[Path, Any]]) -> None:
+    folder, _ = make_checkpoint()
+    (folder / "model.safetensors").write_bytes(b"nothing")
+    done = run(*SMALL, "--model", str(folder), "-q", "--engine", "concat")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("kvant: error: engine concat: ")
+    assert "not a whole safetensors file" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engine", "llama"], "engine is 'llama'; expected one of kvant, mlx-lm, concat, none"),
+        (["--engine", "mlx-lm:int8"], "only mlx-lm takes a dtype"),
+        (["--engine", "none", "--engine", "none"], "engine 'none' is named twice"),
+        (["--engine", "none", "--kv-bits", "8"], "--kv-bits is 8, but only kvant and mlx-lm quantize a cache"),
+        (["--engine", "none", "--kv-group-size", "32"], "--kv-group-size is 32, but only kvant and mlx-lm"),
+        (["--kv-bits", "8,x"], "--kv-bits is '8,x'; expected whole numbers between commas"),
+        (["--kv-bits", "8,8"], "--kv-bits has 8 twice"),
+        (["--kv-bits", "2"], "--kv-bits has 2; expected 0, 4 or 8"),
+        (["--kv-bits", "0", "--kv-group-size", "32"], "--kv-group-size is 32, but --kv-bits 0 does not quantize"),
+        (["--kv-group-size", "24"], "kv group size is 24; expected a divisor of the head dimension 64"),
+        (["--kv-group-size", "16"], "of mlx-lm also one of 32, 64, 128"),
+        (["--kv-group-size", "0"], "--kv-group-size is 0; expected at least 1"),
+        (["--prompt-tokens", ""], "--prompt-tokens is ''; expected whole numbers"),
+        (["--prompt-tokens", "0"], "--prompt-tokens has 0; expected at least 1"),
+        (["--prompt-tokens", "128,128"], "--prompt-tokens has 128 twice"),
+        (["--prompt-tokens", "128,1985"], "--prompt-tokens has 1985; with --max-tokens 64 that is more than"),
+        (["--max-tokens", "1921"], "--max-tokens is 1921; the model's context is 2048; set --prompt-tokens too"),
+        (["--max-tokens", "0"], "--max-tokens is 0; expected at least 1"),
+        (["--repeats", "0"], "--repeats is 0; expected at least 1"),
+        (["--repeats", "many"], "Invalid value"),
+        (["--prefill-step-size", "0"], "--prefill-step-size is 0; expected at least 1"),
+        (["--random", "gpt-5"], "--random is 'gpt-5'; expected qwen2.5-0.5b, "),
+        (["--random", "pocket", "--model", "pocket"], "--model pocket and --random pocket exclude each other"),
+        (["--weight-bits", "4"], "--weight-bits is 4, but only --random makes weights"),
+        (["--weight-group-size", "32"], "--weight-group-size is 32, but only --random makes weights"),
+        (["--random", "pocket", "--weight-bits", "3"], "bits is 3; expected 0, 4 or 8"),
+        (["--random", "pocket", "--weight-group-size", "48"], "group_size is 48"),
+        (
+            ["--random", "pocket", "--weight-bits", "0", "--weight-group-size", "64"],
+            "--weight-bits 0 does not quantize",
+        ),
+        (["--server-model", "x"], "--server-model is 'x', but there is no --server"),
+        (["--server", "ftp://x"], "--server: server URL is 'ftp://x'; expected http"),
+        (["--random", "pocket", "--server", "http://x"], "--server needs --model"),
+        (["--baseline", "mlxlm"], "--baseline is 'mlxlm'; expected one of 'kvant full', 'kvant 8-bit', 'kvant 4-bit'"),
+        (["--output", "HERE/there.jsonl"], "there.jsonl exists; a recording goes to a new file"),
+        (["--output", "HERE/no/x.jsonl"], "does not exist"),
+        (["--plot", "HERE/x.pdf"], "expected a name that ends in .png or .svg"),
+        (["--plot", "HERE/no/x.png"], "its folder does not exist"),
+        (["--plot", "HERE/x.svg", "--output", "HERE/x.svg"], "--output and --plot are both"),
+        (["--plot", "HERE/x.png", "--max-tokens", "1"], "--max-tokens is 1"),
+        (["--seed", "9223372036854775808"], "--seed is 9223372036854775808; expected from -9223372036854775807 to"),
+        (["--seed", "1", "compare", "a", "b"], "compare takes no options of bench; seed is given"),
+        (["compare", "a"], "Missing argument 'B'"),
+        (["nonsense"], "No such command 'nonsense'"),
+    ],
+)
+def test_usage_errors(
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Found before a process is started."""
+    (tmp_path / "there.jsonl").write_text("mine")
+    monkeypatch.setattr(sys, "argv", ["kvant", "bench", *(text.replace("HERE", str(tmp_path)) for text in arguments)])
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process is started"))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    output = capsys.readouterr()
+    assert (ended.value.code, output.out) == (2, "")
+    assert output.err.startswith("kvant: error: ")
+    assert message in output.err
+    assert output.err.count("\n") == 1
+    assert (tmp_path / "there.jsonl").read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_blas_that_is_not_there_is_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine ran with MLX's own, and was called OpenBLAS in every table."""
+    monkeypatch.setenv("KVANT_BLAS", "mlx")
+    done = run(*SMALL, "--engine", "mlx-lm:float32:openblas")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "kvant: error: an engine is to have openblas, but kvant has none to lend here (mlx: KVANT_BLAS asks for it)\n"
+    )
+
+
+def test_the_default_prompts_are_those_the_model_has_room_for() -> None:
+    assert contexts(None, 64, 2048) == [128, 1024]
+    assert contexts(None, 64, 4160) == [128, 1024, 4096]
+    assert contexts("7, 9", 1, 10) == [7, 9]
+
+
+def test_the_help_names_the_shapes() -> None:
+    assert SHAPE_NAMES.replace(" or ", ", ").split(", ") == list(SHAPES)
+
+
+def test_other_commands_do_not_wait_for_its_imports() -> None:
+    script = "import sys, kvant.cli; print(*(name for name in sys.modules if name.startswith('kvant.tools.bench')))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def _start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _wait_for(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stderr is not None
+    for found in process.stderr:
+        if line in found:
+            return
+    raise AssertionError(f"{line!r} did not come")
+
+
+ENDLESS = ["--engine", "none", "--engine", "concat", "--prompt-tokens", "32", "-m", "16", "--repeats", "1000"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
+    file = tmp_path / "cut.jsonl"
+    process = _start(*ENDLESS, "--output", str(file))
+    _wait_for(process, "round 2 of 1000")
+    workers = _children(process.pid)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    recording = read_recording(file)
+    assert len(recording.runs) >= 3
+    assert "none" in output  # the report of what came to its end
+    assert "concat" in output
+    _check_ended(workers)
+
+
+def test_under_nohup_it_outlives_its_terminal() -> None:
+    process = subprocess.Popen(
+        ["nohup", *COMMAND, *SMALL, "--engine", "concat"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    _wait_for(process, "measuring")
+    process.send_signal(signal.SIGHUP)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "concat" in output
+
+
+def test_a_killed_command_leaves_no_process(tmp_path: Path) -> None:
+    file = tmp_path / "cut.jsonl"
+    process = _start(*ENDLESS, "--output", str(file))
+    _wait_for(process, "round 1 of 1000")
+    workers = _children(process.pid)
+    process.kill()
+    process.communicate(timeout=60)
+    _check_ended(workers)
+    assert len(_read(file).runs) >= 1
+
+
+def test_an_engine_that_is_killed(tmp_path: Path) -> None:
+    if not Path("/proc").is_dir():
+        pytest.skip("processes are found in /proc")
+    file = tmp_path / "cut.jsonl"
+    process = _start(*ENDLESS, "--output", str(file))
+    _wait_for(process, "round 2 of 1000")
+    workers = _children(process.pid)
+    os.kill(workers[0], signal.SIGKILL)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    last = errors.splitlines()[-1]
+    assert last.startswith("kvant: error: engine ")
+    assert last.endswith("its process was ended by SIGKILL")
+    assert "Traceback" not in errors
+    assert "Time" in output
+    assert len(_read(file).runs) >= 3
+    _check_ended(workers)
+
+
+def _read(file: Path) -> Recording:
+    return read_recording(file)
+
+
+def _children(parent: int) -> list[int]:
+    """Processes it started; none where they cannot be found."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[1]) == parent:
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def _check_ended(processes: list[int]) -> None:
+    assert processes or not Path("/proc").is_dir()
+    deadline = time.monotonic() + 5
+    while any(_runs(number) for number in processes):
+        assert time.monotonic() < deadline, "a process is left"
+        time.sleep(0.05)
+
+
+def _runs(number: int) -> bool:
+    """Whether a process is there and not only waiting for its exit code to be read."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

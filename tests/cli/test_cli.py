@@ -1,0 +1,426 @@
+"""The command as its user meets it: a process, its two outputs, its exit code."""
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.command import COMMAND, QUESTION, run
+
+import kvant
+from kvant.cli import main
+from kvant.cli.progress import LateProgress
+
+# prompt_toolkit turns bracketed paste on where it reads a line, and off after it.
+PROMPT_SHOWN, PROMPT_HIDDEN = "\x1b[?2004h", "\x1b[?2004l"
+# The tokens that end a text, 0 and 2, made impossible.
+ENDLESS = ["--logit-bias", "0:-1e9", "--logit-bias", "2:-1e9", "--temp", "2", "-m", "1900"]
+
+
+def test_version() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"kvant {kvant.__version__}\n", "")
+
+
+def test_the_installed_command_is_this_one() -> None:
+    done = subprocess.run([Path(sys.executable).with_name("kvant"), "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"kvant {kvant.__version__}\n")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "-h"], ["chat", "--help"]])
+def test_help(arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 0
+    assert done.stdout.startswith("Usage: ")
+    assert done.stderr == ""
+
+
+def test_text_to_standard_output_and_statistics_to_standard_error() -> None:
+    done = run("generate", QUESTION)
+    assert done.returncode == 0
+    assert "Pip" in done.stdout
+    assert "<|" not in done.stdout
+    assert done.stdout.endswith("\n")
+    for pattern in (
+        r"^cache: 2048 tokens reserved, 8 bits in groups of 32, \d+\.\d\d MB$",
+        r"^prompt: \d+ tokens, [\d.]+ tokens/s$",
+        r"^generated: \d+ tokens, [\d.]+ tokens/s, ended by stop$",
+        r"^first token: \d+\.\d{3} s, after \d+\.\d\d s of loading$",
+        r"^latency: median \d+\.\d\d ms, p95 \d+\.\d\d ms a token$",
+        r"^peak memory: \d+\.\d\d MB$",
+    ):
+        assert re.search(pattern, done.stderr, re.MULTILINE), pattern
+    quiet = run("generate", QUESTION, "--quiet")
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, done.stdout, "")
+
+
+def test_the_prompt_can_come_three_ways() -> None:
+    ways = [
+        run("generate", QUESTION, "-q", "-m", "12"),
+        run("generate", "--prompt", QUESTION, "-q", "-m", "12"),
+        run("generate", "-", "-q", "-m", "12", stdin=QUESTION),
+    ]
+    assert [way.returncode for way in ways] == [0, 0, 0]
+    assert len({way.stdout for way in ways}) == 1
+
+
+@pytest.mark.parametrize("kv_bits", ["0", "4", "8"])
+def test_kv_bits_are_applied(kv_bits: str) -> None:
+    group = ["--kv-group-size", "16"] if kv_bits != "0" else []
+    done = run("generate", QUESTION, "-m", "30", "--kv-bits", kv_bits, "--max-kv-size", "100", *group)
+    assert done.returncode == 0
+    assert done.stdout.strip()
+    kind = f"{kv_bits} bits in groups of 16" if kv_bits != "0" else "float32"
+    assert f"cache: 100 tokens reserved, {kind}, " in done.stderr
+
+
+def test_json_lines() -> None:
+    text = run("generate", QUESTION, "-q", "-m", "25").stdout
+    done = run("generate", QUESTION, "--json", "-m", "25")
+    assert done.returncode == 0
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [record["index"] for record in records] == list(range(25))
+    assert "".join(record["text"] for record in records) == text.removesuffix("\n")
+    assert [record["finish_reason"] for record in records] == [None] * 24 + ["length"]
+    assert all(record["latency_ms"] > 0 and record["logprob"] <= 0 for record in records)
+    assert "generated: 25 tokens" in done.stderr
+
+
+def test_sampling_flags_are_applied() -> None:
+    flags = ["generate", QUESTION, "-q", "-m", "40", "--temp", "1.3"]
+    first, again, other = (run(*flags, "--seed", seed).stdout for seed in ("1", "1", "2"))
+    assert first == again != other
+    greedy = run("generate", QUESTION, "-q", "-m", "40").stdout
+    assert run(*flags, "--top-k", "1").stdout == greedy
+    assert run(*flags, "--top-p", "0.0001").stdout == greedy
+    assert run(*flags, "--min-p", "1").stdout == greedy
+    for penalty in ("--repetition-penalty", "--presence-penalty", "--frequency-penalty"):
+        recent = ["-q", "-m", "40", penalty, "9"]
+        penalized, of_one = (
+            run("generate", QUESTION, *recent, *size).stdout
+            for size in ([], [penalty.replace("penalty", "context-size"), "6"])
+        )
+        assert len({greedy, penalized, of_one}) == 3
+    xtc = ["--seed", "1", "--xtc-probability", "1"]
+    assert len({first, run(*flags, *xtc).stdout, run(*flags, *xtc, "--xtc-threshold", "0.4").stdout}) == 3
+    token = json.loads(run("generate", QUESTION, "-q", "-m", "1", "--json").stdout)["token"]
+    biased = run("generate", QUESTION, "-q", "-m", "1", "--json", "--logit-bias", f"{token}:-1e9").stdout
+    assert json.loads(biased)["token"] != token
+    assert run("generate", QUESTION, "-q", "-m", "40", "--stop", greedy[20:30]).stdout == greedy[:20] + "\n"
+
+
+def test_templates_are_used_unless_ignored() -> None:
+    asked = run("generate", QUESTION, "-m", "5").stderr
+    plain = run("generate", QUESTION, "-m", "5", "--ignore-chat-template").stderr
+    system = run("generate", QUESTION, "-m", "5", "--system-prompt", "Be brief.").stderr
+    counts = [int(re.search(r"prompt: (\d+) tokens", text)[1]) for text in (plain, asked, system)]  # type: ignore[index]
+    assert counts[0] < counts[1] < counts[2]
+
+
+USAGE_ERRORS = [
+    (["generate"], "no prompt"),
+    (["generate", "a", "--prompt", "b"], "given twice"),
+    (["generate", "a", "b"], "unexpected extra argument"),
+    (["generate", "a", "--bogus"], "--bogus"),
+    (["generate", "a", "--kv-bits", "3"], "--kv-bits is 3; expected 0, 4 or 8"),
+    (["generate", "a", "--kv-group-size", "0"], "--kv-group-size is 0"),
+    (["generate", "a", "--kv-group-size", "48"], "quant_group 48 does not divide the head dimension 64"),
+    (["generate", "a", "--max-kv-size", "0"], "--max-kv-size is 0"),
+    (["generate", "a", "--max-tokens", "0"], "--max-tokens is 0"),
+    (["generate", "a", "--max-tokens", "x"], "--max-tokens"),
+    (["generate", "a", "--prefill-step-size", "-1"], "--prefill-step-size is -1"),
+    (["generate", "a", "--temp", "-1"], "--temp is -1.0"),
+    (["generate", "a", "--top-p", "0.5"], "--top-p is 0.5, but temp 0"),
+    (["generate", "a", "--temp", "1", "--top-k", "99999"], "--top-k is 99999; expected less than"),
+    (["generate", "a", "--logit-bias", "x"], "--logit-bias is 'x'; expected TOKEN:BIAS"),
+    (["generate", "a", "--seed", "-1"], "--seed is -1"),
+    (["generate", "a", "--seed", "1"], "--seed is 1, but temp 0"),
+    (["generate", "a", "--temp", "1e-40"], "--temp is 1e-40"),
+    (["generate", "a", "--logit-bias", "5:inf"], "--logit-bias"),
+    (["generate", "a", "--repetition-context-size", "5"], "--repetition-context-size is 5"),
+    (["generate", "a", "--presence-context-size", "5"], "--presence-context-size is 5; expected a --presence-penalty"),
+    (
+        ["chat", "--frequency-context-size", "5"],
+        "--frequency-context-size is 5; expected a --frequency-penalty with it",
+    ),
+    (["chat", "--frequency-penalty", "1", "--frequency-context-size", "0"], "-size is 0; expected at least 1"),
+    (["generate", "a", "--presence-penalty", "nan"], "--presence-penalty is nan; expected a finite number"),
+    (["generate", "a", "--xtc-probability", "0.5"], "--xtc-probability is 0.5, but temp 0"),
+    (["generate", "a", "--temp", "1", "--xtc-probability", "2"], "--xtc-probability is 2.0; expected from 0 to 1"),
+    (["generate", "a", "--temp", "1", "--xtc-threshold", "0.2"], "is 0.2; expected an --xtc-probability with it"),
+    (["chat", "--xtc-threshold", "0.6"], "--xtc-threshold is 0.6; expected from 0 to 0.5"),
+    (["generate", "a", "--seed", str(2**64)], f"--seed is {2**64}; expected from 0 to {2**64 - 1}"),
+    (["generate", "a", "--temp", "1", "--logit-bias", "9999:1"], "--logit-bias has token 9999"),
+    (["generate", "a", "--kv-bits", "0", "--kv-group-size", "8"], "--kv-bits 0 does not quantize"),
+    (["generate", "a", "--stop", ""], "--stop is empty"),
+    (["generate", "a", "--system-prompt", "b", "--ignore-chat-template"], "--system-prompt needs the chat template"),
+    (["chat", "--kv-bits", "5"], "--kv-bits is 5"),
+    (["sing"], "No such command 'sing'"),
+    ([], "Missing command"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), USAGE_ERRORS)
+def test_usage_errors(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which spares its start; two of them as a process below."""
+    monkeypatch.setattr(sys, "argv", ["kvant", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    output = capsys.readouterr()
+    _check_refusal(subprocess.CompletedProcess(arguments, ended.value.code, output.out, output.err), 2, message)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("arguments", "message"), [USAGE_ERRORS[0], USAGE_ERRORS[4]])
+def test_usage_errors_of_a_process(arguments: list[str], message: str) -> None:
+    _check_refusal(run(*arguments), 2, message)
+
+
+FAILURES = [
+    (["generate", "a", "--model", "no/such"], "no/such is not here; `kvant pull no/such` fetches it"),
+    (["generate", "a", "--model", "./no/such"], "model './no/such' is not a folder"),
+    (["generate", "  "], "the prompt is empty"),
+    (["generate", "a", "--model", ""], "model '' is not a folder"),
+    (["generate", "a", "--model", "~nosuchuser/x"], "is not a folder"),
+    (["generate", "a", "--model", "x" * 5000], "is not a folder"),
+    (["generate", "word " * 4000], "tokens; 2048 are"),
+    (["generate", "a", "--max-kv-size", "4096"], "--max-kv-size is 4096; the model's context is 2048 tokens"),
+    (["generate", QUESTION, "--max-kv-size", "5"], "tokens; 5 are reserved"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), FAILURES)
+def test_failures(arguments: list[str], message: str) -> None:
+    _check_refusal(run(*arguments, "-q"), 1, message)
+
+
+def test_standard_input_that_is_no_text() -> None:
+    _check_refusal(run("generate", "-", stdin=b"\xff\xfe"), 1, "standard input is not UTF-8")
+
+
+def test_bytes_that_are_no_text() -> None:
+    done = subprocess.run([*COMMAND, "generate", b"\xff abc"], capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == b"kvant: error: the prompt is not valid UTF-8\n"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_closed_streams(closed: str) -> None:
+    command = " ".join([*COMMAND, "generate", "hi", "-q", "-m", "2", closed])
+    done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (done.stdout == b"") == (closed == ">&-")
+
+
+def test_a_template_that_fails_does_not_end_the_chat(pocket_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(pocket_folder, folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    check = "{% if messages[-1]['content'] == 'no' %}{{ raise_exception('not this one') }}{% endif %}"
+    path.write_text(json.dumps(settings | {"chat_template": check + settings["chat_template"]}))
+    done = run("chat", "--model", str(folder), "-m", "5", stdin="no\nHello!\n//x\n")
+    assert done.returncode == 0
+    assert "error: the chat template failed: not this one" in done.stderr
+    assert done.stdout.strip()
+    path.write_text(json.dumps({k: v for k, v in settings.items() if k != "chat_template"}))
+    for command in ("chat", "generate"):
+        arguments = ["--model", str(folder), "-q"] + ([QUESTION] if command == "generate" else [])
+        _check_refusal(run(command, *arguments), 1, "the model has no chat template")
+
+
+def test_broken_model_folders(make_checkpoint: Callable[..., tuple[Path, object]], tmp_path: Path) -> None:
+    _check_refusal(run("generate", "a", "--model", str(tmp_path)), 1, "config.json: no such file")
+    folder, _ = make_checkpoint()
+    _check_refusal(run("generate", "a", "--model", str(folder)), 1, "no tokenizer.json")
+    (folder / "tokenizer.json").write_text("{}")
+    _check_refusal(run("generate", "a", "--model", str(folder)), 1, "no model; expected a tokenizer")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    _check_refusal(run("generate", "a", "--model", str(folder)), 1, "not a whole safetensors file")
+
+
+def _check_refusal(done: subprocess.CompletedProcess[str], code: int, message: str) -> None:
+    """One line that says it, no traceback, nothing on standard output."""
+    assert done.stdout == ""
+    assert done.returncode == code, done.stderr
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("cache: ")]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("kvant: error: ")
+    assert message in lines[0]
+
+
+def test_a_reader_that_leaves() -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "generate", QUESTION, "-q"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(60) in (0, 1)
+    assert process.stderr.read() == ""
+    process.stderr.close()
+
+
+def test_interrupted() -> None:
+    process = subprocess.Popen(
+        [
+            *COMMAND,
+            "generate",
+            QUESTION,
+            "--temp",
+            "2",
+            "-m",
+            "1900",
+            "--logit-bias",
+            "0:-1e9",
+            "--logit-bias",
+            "2:-1e9",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert "ended by interruption" in errors
+
+
+def test_chat_over_a_pipe() -> None:
+    lines = f"{QUESTION}\n/stats\n/nonsense\n\nThank you!\n/stats\n/reset\n/stats\n"
+    done = run("chat", stdin=lines)
+    assert done.returncode == 0
+    assert "Pip" in done.stdout
+    assert "cache:" not in done.stdout
+    assert "/nonsense is not a command" in done.stderr
+    reused = [int(n) for n in re.findall(r"last turn: (\d+) tokens were in the cache", done.stderr)]
+    assert reused[0] == 0
+    assert reused[1] > 50
+    held = [int(n) for n in re.findall(r"messages, (\d+) tokens in the cache", done.stderr)]
+    assert held[0] < held[1]
+    assert held[2] == 0
+
+
+def test_chat_that_does_not_fit_goes_on() -> None:
+    done = run("chat", "--max-kv-size", "30", "--max-tokens", "5", stdin=f"{QUESTION * 4}\nHello!\n/quit\n")
+    assert done.returncode == 0
+    assert "30 are reserved; /reset forgets the conversation" in done.stderr
+    assert done.stdout.strip()
+
+
+class _Screen:
+    """What a terminal shows, read up to a text at a time; what came after it in the same read is kept."""
+
+    def __init__(self, terminal: int) -> None:
+        self.terminal = terminal
+        self.unread = ""
+
+    def wait_for(self, text: str, seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while text not in self.unread:
+            ready, _, _ = select.select([self.terminal], [], [], max(0, end - time.monotonic()))
+            assert ready, f"{text!r} did not appear in {self.unread!r}"
+            self.unread += os.read(self.terminal, 4096).decode(errors="replace")
+        self.unread = self.unread.partition(text)[2]
+
+
+def _exit_code(pid: int, terminal: int, seconds: float = 30) -> int:
+    """Read the terminal to its end, so that nobody waits for anybody, and take the child's exit code."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        ready, _, _ = select.select([terminal], [], [], 0.1)
+        try:
+            if ready and not os.read(terminal, 4096):
+                break
+        except OSError:  # how Linux says that the other side has gone
+            break
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError("the command did not end")
+
+
+def test_chat_on_a_terminal_survives_interrupts() -> None:
+    """Ctrl-C while an answer comes stops the answer; at the prompt it clears the line; Ctrl-D ends."""
+    environment = os.environ | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvpe(sys.executable, [*COMMAND, "chat", *ENDLESS], environment)
+    screen = _Screen(terminal)
+    try:
+        screen.wait_for(PROMPT_SHOWN)
+        os.write(terminal, QUESTION.encode() + b"\r")
+        screen.wait_for(PROMPT_HIDDEN)
+        time.sleep(1)
+        os.write(terminal, b"\x03")
+        screen.wait_for("stopped")
+        screen.wait_for(PROMPT_SHOWN)
+        os.write(terminal, b"half a line\x03")
+        screen.wait_for(PROMPT_SHOWN)
+        os.write(terminal, b"/stats\r")
+        screen.wait_for("conversation: 2 messages")
+        screen.wait_for(PROMPT_SHOWN)
+        os.write(terminal, b"\x04")
+        assert _exit_code(pid, terminal) == 0
+    finally:
+        os.close(terminal)
+
+
+def test_chat_applies_its_flags() -> None:
+    plain = run("chat", "-m", "20", "-q", stdin=QUESTION).stdout
+    for flags in (
+        ["--stop", plain[10:14]],
+        ["--system-prompt", "Be brief.", "--repetition-penalty", "9"],
+        ["--temp", "2", "--seed", "3"],
+    ):
+        assert run("chat", "-m", "20", "-q", *flags, stdin=QUESTION).stdout != plain
+    fed = [
+        int(re.search(r"(\d+) were fed", run("chat", "-m", "2", *flags, stdin=f"{QUESTION}\n/stats\n").stderr)[1])  # type: ignore[index]
+        for flags in ([], ["--system-prompt", "Be brief."])
+    ]
+    assert fed[1] > fed[0]
+
+
+class _Terminal(io.StringIO):
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("quiet", [True, False])
+@pytest.mark.parametrize("delay", [0.01, 60])
+def test_progress_appears_late_and_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, quiet: bool, delay: float
+) -> None:
+    stream = _Terminal(is_terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr("kvant.cli.progress.DELAY_S", delay)
+    monkeypatch.setenv("TERM", "xterm")
+    with LateProgress("loading", quiet=quiet) as progress:
+        progress.update(1, 2)
+        time.sleep(0.3)
+    assert ("loading" in stream.getvalue()) == (is_terminal and not quiet and delay < 1)

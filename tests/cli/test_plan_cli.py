@@ -1,0 +1,359 @@
+"""``kvant plan``, and generate and chat refusing what does not fit, as their user meets them."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from support.checkpoints import qwen2_config, qwen3_config, reference_model, save_checkpoint
+
+import kvant
+from kvant import weights
+from kvant.cli import fitting, main, session
+from kvant.cli import plan as command
+from kvant.errors import ContextError, ModelError
+from kvant.models import Decoder
+from kvant.sizes import format_bytes
+from kvant.tools.bench.shapes import SHAPES, write_random
+from kvant.tools.plan import Checkpoint, Machine, Settings, plan, split_pairs
+from kvant.tools.plan.machine import Device
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of the command, in this process."""
+    saved, sys.argv = sys.argv, ["kvant", *arguments]
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        sys.argv = saved
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def machine(limit_bytes: int, device: Device = "cpu") -> Machine:
+    """One with this little."""
+    return Machine(device, 2 * limit_bytes, limit_bytes, "a small machine")
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function (bytes): this machine has no more."""
+
+    def make(limit_bytes: int) -> None:
+        for module in (command, session):
+            monkeypatch.setattr(module, "this_machine", lambda device=None: machine(limit_bytes))
+
+    return make
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str], pocket_folder: Path) -> None:
+    made = plan(Checkpoint.from_folder(pocket_folder), max_kv_size=1000, settings=Settings(kv_bits=4), device="cpu")
+    code, out, err = call(
+        capsys, "plan", "pocket", "--max-kv-size", "1000", "--kv-bits", "4", "--device", "cpu", "--memory", "1GB"
+    )
+    assert (code, err) == (0, "")
+    for name, count in (
+        ("weights", made.weights),
+        ("cache", made.cache),
+        ("prefill scratch", made.scratch),
+        ("process", made.process),
+        ("headroom", made.headroom),
+        ("total", made.total),
+        ("limit", 2**30),
+    ):
+        assert re.search(rf"^{name} +{count:,} +[\d.]+ [kMG]B", out, re.MULTILINE), name
+    assert "1000 tokens at 4 bits" in out
+    assert "\nfits, " in out
+    for bits in (32, 8, 4):
+        assert re.search(rf"^ +{bits} bits +2048 tokens, the model's own$", out, re.MULTILINE)
+
+
+def test_json_and_the_exit_code_of_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "plan", "--device", "cpu", "--memory", "150MB", "--json")
+    record = json.loads(out)
+    assert (code, err, record["fits"]) == (1, "", False)
+    assert record["machine"]["limit_bytes"] == 150 * 2**20
+    assert record["bytes"]["total"] > 150 * 2**20
+    assert record["max_kv_size"] == 2048
+    assert [found["tokens"] for found in record["longest_context"]] == [0, 0, 0]
+    code, out, _ = call(capsys, "plan", "--device", "cpu", "--memory", "150MB")
+    assert code == 1
+    assert "does not fit: " in out
+
+
+def test_a_mac_that_is_not_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_raw("qwen2.5-7b")))
+    fits = {}
+    for memory in ("8GB", "16 GiB"):
+        for bits in ((), ("--weight-bits", "4")):
+            flags = ("--device", "gpu", "--memory", memory, "--json", *bits)
+            code, out, _ = call(capsys, "plan", str(tmp_path), *flags)
+            record = json.loads(out)
+            fits[memory, len(bits) > 0] = code == 0
+            assert record["machine"]["limit_bytes"] == int(memory.split("G")[0]) * 2**30 * 2 // 3
+            assert record["bytes"]["process"] == 0
+    assert fits == {("8GB", False): False, ("8GB", True): True, ("16 GiB", False): False, ("16 GiB", True): True}
+
+
+def _raw(name: str) -> dict[str, Any]:
+    return asdict(SHAPES[name]) | {"architectures": ["Qwen2ForCausalLM"], "torch_dtype": "bfloat16"}
+
+
+def test_a_listed_model_that_was_not_pulled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = SimpleNamespace(
+        config=_raw("qwen2.5-0.5b"), files=(SimpleNamespace(name="model.safetensors", bytes=None),)
+    )
+
+    def find(name: str) -> Path:
+        raise ModelError(f"{name} is not here")
+
+    monkeypatch.setattr(command, "find_model", find)
+    monkeypatch.setattr(weights, "known_models", lambda: {"listed": listed})
+    code, out, _ = call(capsys, "plan", "listed", "--json", "--device", "cpu", "--memory", "8GB")
+    assert code == 0
+    assert json.loads(out)["bytes"]["weights"] > 494_000_000 * 4
+    code, out, err = call(capsys, "plan", "unlisted")
+    assert (code, out) == (1, "")
+    assert "unlisted is not here" in err
+
+
+def test_remote(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = qwen2_config()
+    del raw["tie_word_embeddings"]
+    untied = Checkpoint.from_facts(raw | {"tie_word_embeddings": False}).stored_bytes
+    sizes = {"config.json": 500, "a.safetensors": untied - 3000, "b.safetensors": 4000, "tokenizer.json": 10**9}
+    asked = []
+    monkeypatch.setattr(weights, "remote_facts", lambda text: (asked.append(text), (raw, sizes))[1])
+    code, out, _ = call(capsys, "plan", "owner/model@main", "--remote", "--json", "--device", "gpu", "--memory", "8GB")
+    assert (code, asked) == (0, ["owner/model@main"])
+    assert json.loads(out)["bytes"]["weights"] == Checkpoint.from_facts(raw, untied).held_bytes(2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--memory", "much"], "--memory is 'much'; expected a size such as 8GB"),
+        (["--memory", "0GB"], "--memory is '0GB'"),
+        (["--memory", "-1GB"], "--memory"),
+        (["--device", "tpu"], "--device is 'tpu'; expected cpu or gpu"),
+        (["--max-kv-size", "all"], "--max-kv-size is 'all'; expected a number of tokens, or auto"),
+        (["--max-kv-size", "0"], "--max-kv-size is 0; expected at least 1"),
+        (["--kv-group-size", "48"], "48 does not divide the head dimension 64"),
+        (["--weight-group-size", "64"], "--weight-group-size is 64, but without --weight-bits"),
+        (["--weight-bits", "7"], "--weight-bits is 7; expected"),
+        (["--weight-bits", "4", "--weight-group-size", "48"], "--weight-group-size is 48; expected"),
+        (["a b", "--remote"], "'a b' is no known model"),
+        (["pocket", "--remote"], "'pocket' is embedded"),
+        (["--weight-bits", "0"], "--weight-bits is 0; expected bits of a quantized weight"),
+        (["--prefill-step-size", "0"], "--prefill-step-size is 0"),
+    ],
+)
+def test_bad_values(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
+    code, out, err = call(capsys, "plan", *flags)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-kv-size", "4096"], "--max-kv-size is 4096; the model's context is 2048 tokens"),
+        (["no/such/folder"], "no/such/folder"),
+        (["--adapter-path", "no/such"], "adapter 'no/such' is not a folder"),
+        (["--adapter-path", str(Path(kvant.__file__).parent)], "kvant: no adapters.safetensors; an adapter folder"),
+    ],
+)
+def test_what_the_model_cannot_have(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
+    code, out, err = call(capsys, "plan", *flags)
+    assert (code, out) == (1, "")
+    assert message in err
+
+
+def test_generate_refuses_before_it_loads(capsys: pytest.CaptureFixture[str], small: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(session, "load_folder", lambda *_: pytest.fail("the weights were loaded"))
+    small(201_000_000)
+    for arguments in (["generate", "Hello", "--max-kv-size", "2048"], ["chat", "--max-kv-size", "2048"]):
+        code, out, err = call(capsys, *arguments)
+        assert (code, out) == (1, "")
+        found = re.fullmatch(
+            r"kvant: error: 2048 tokens need 20\d\.\d\d MB \(weights 12\.35 MB, cache 2\.36 MB, "
+            r"prefill scratch [\d.]+ MB, the process [\d.]+ MB, headroom [\d.]+ MB\); "
+            r"there are 201\.00 MB \(a small machine\); "
+            r"--max-kv-size (\d+)( or --kv-bits 4)? would fit\n",
+            err,
+        )
+        assert found, err
+    tokens = int(found[1])
+    monkeypatch.undo()
+    checkpoint = Checkpoint.from_folder(Path(kvant.__file__).parent / "pocket")
+    totals = [plan(checkpoint, max_kv_size=n, device="cpu").total for n in (tokens, tokens + 1)]
+    assert totals[0] <= 201_000_000 < totals[1]
+
+
+@pytest.mark.parametrize("spare", [0, 40_000_000, 400_000_000])
+def test_what_is_proposed_does_fit(spare: int) -> None:
+    """Whatever the refusal names is a run that is not refused."""
+    checkpoint = Checkpoint.from_facts(_raw("qwen2.5-0.5b"))
+    least = plan(checkpoint, max_kv_size=1, settings=Settings(kv_bits=4), device="cpu").total
+    here = machine(least + spare)
+    with pytest.raises(ContextError) as refused:
+        fitting.plan_that_fits(checkpoint, Settings(kv_bits=0), 32768, here)
+    ways = str(refused.value).split("; ")[-1].removesuffix(" would fit").split(" or ")
+    assert ways
+    for way in ways:
+        flags = dict(re.findall(r"--([a-z-]+) (\d+)", way))
+        settings = Settings(kv_bits=int(flags.get("kv-bits", 0)))
+        fitting.plan_that_fits(checkpoint, settings, int(flags.get("max-kv-size", 32768)), here)
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(ContextError, match="no context fits, whatever the cache"):
+        fitting.plan_that_fits(Checkpoint.from_facts(_raw("qwen2.5-0.5b")), Settings(), "auto", machine(10**9))
+
+
+def test_auto_reserves_the_longest_that_fits(
+    capsys: pytest.CaptureFixture[str], small: Any, pocket_folder: Path, pocket: tuple[Decoder, Any]
+) -> None:
+    small(10**10)
+    code, _, err = call(capsys, "generate", "Hello", "-m", "2", "--max-kv-size", "auto")
+    assert code == 0
+    assert "cache: 2048 tokens reserved" in err
+    checkpoint = Checkpoint.from_folder(pocket_folder)
+    small(plan(checkpoint, max_kv_size=700, device="cpu").total)
+    code, _, err = call(capsys, "generate", "Hello", "-m", "2", "--max-kv-size", "auto")
+    assert code == 0
+    reserved = int(re.findall(r"^cache: (\d+) tokens reserved", err, re.MULTILINE)[0])
+    assert reserved >= 700
+    pairs = split_pairs(pocket[0])
+    most, *totals = (
+        plan(checkpoint, max_kv_size=tokens, device="cpu", split_pairs=split).total
+        for tokens, split in ((700, None), (reserved, pairs), (reserved + 1, pairs))
+    )
+    assert totals[0] <= most < totals[1]
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="Metal wires memory")
+def test_wiring_is_refused_where_nothing_can_be_wired(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "generate", "Hello", "--wired")
+    assert (code, out) == (2, "")
+    assert err == "kvant: error: --wired: only a Mac's GPU has memory to wire; MLX computes on the cpu here\n"
+
+
+def test_memory_is_wired_when_it_is_asked_for_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    wired: list[int] = []
+    monkeypatch.setattr(session.mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(session, "default_device", lambda: "gpu")
+    monkeypatch.setattr(session.mx, "set_wired_limit", wired.append)
+    monkeypatch.setattr(session, "this_machine", lambda: machine(10**10))
+    for asked in (False, True):
+        opened = session.open_session("pocket", Settings(), max_kv_size=50, wired=asked, quiet=True)
+        assert opened.cache[0].max_seq_len == 50
+        assert len(wired) == asked
+    planned = plan(Checkpoint.from_folder(Path(kvant.__file__).parent / "pocket"), max_kv_size=50, device="cpu")
+    assert wired == [planned.total]
+
+
+def test_a_download_is_not_needed(tmp_path: Path) -> None:
+    """config.json alone, and no network: what the command prints is made of nothing else."""
+    (tmp_path / "config.json").write_text(json.dumps(_raw("qwen2.5-7b")))
+    done = subprocess.run(
+        [sys.executable, "-m", "kvant", "plan", str(tmp_path), "--device", "gpu", "--memory", "16GB"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 1  # 15 GB of bfloat16 weights
+    assert "15,231,49" in done.stdout
+    assert done.stderr == ""
+
+
+def test_an_adapter_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "adapters.safetensors").write_bytes(bytes(1000))
+    without, with_it = (
+        json.loads(call(capsys, "plan", "--json", "--device", "cpu", *flags)[1])["bytes"]["weights"]
+        for flags in ([], ["--adapter-path", str(tmp_path)])
+    )
+    assert with_it == without + 3000
+
+
+def test_what_is_planned_is_what_generate_reserves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To the byte, where no bias decides of tables."""
+    config = qwen3_config(vocab_size=1280)
+    folder = save_checkpoint(tmp_path / "model", config, reference_model(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(kvant.__file__).parent / "pocket" / name, folder)
+    for flags in (["--kv-bits", "4"], ["--max-kv-size", "auto"], ["--max-kv-size", "33", "--kv-group-size", "8"]):
+        made = json.loads(call(capsys, "plan", str(folder), "--json", *flags)[1])
+        code, _, err = call(capsys, "generate", "Hello", "--model", str(folder), "-m", "1", *flags)
+        assert code == 0, err
+        line = f"cache: {made['max_kv_size']} tokens reserved, {made['kv_bits']} bits in groups of"
+        assert err.startswith(f"{line} {made['kv_group_size']}, {format_bytes(made['bytes']['cache'])}\n")
+
+
+def test_what_the_weights_split_off_is_planned_again_once_it_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], small: Any
+) -> None:
+    """Large biases in every rotary pair: their tables are many times what was guessed from config.json."""
+    config = qwen2_config(vocab_size=1280)
+    model = reference_model(config)
+    model.load_weights([(k, 1e4 * v) for k, v in tree_flatten(model.parameters()) if k.endswith("k_proj.bias")], False)
+    folder = save_checkpoint(tmp_path / "model", config, model)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(kvant.__file__).parent / "pocket" / name, folder)
+    checkpoint, settings = Checkpoint.from_folder(folder), Settings(prefill_step_size=8)
+    guessed, known = (
+        plan(checkpoint, max_kv_size=1024, settings=settings, device="cpu", split_pairs=pairs)
+        for pairs in (None, [config["hidden_size"] // config["num_attention_heads"] // 2] * 2)
+    )
+    small((guessed.total + known.total) // 2)
+    run = ["generate", "Hello", "--model", str(folder), "-m", "1", "--prefill-step-size", "8"]
+    code, out, err = call(capsys, *run)
+    assert (code, out) == (1, "")
+    flag = re.search("; --max-kv-size [0-9]+", err)
+    assert f"1024 tokens need {format_bytes(known.total)}" in err
+    assert flag is not None
+    for flags in (flag[0].split()[1:], ["--max-kv-size", "auto"]):
+        code, _, err = call(capsys, *run, *flags)
+        assert code == 0, err
+        assert err.startswith(f"cache: {flag[0].split()[2]} tokens reserved")
+
+
+def test_a_config_alone_says_no_less_than_its_files_would(tmp_path: Path) -> None:
+    """Without files a head counts as untied, as with a config.json from the hub."""
+    raw = _raw("qwen2.5-0.5b")
+    del raw["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert Checkpoint.from_folder(tmp_path) == Checkpoint.from_facts(raw)
+    assert not Checkpoint.from_folder(tmp_path).tied
+    (tmp_path / "model-00001-of-00001.safetensors").touch()
+    os.truncate(tmp_path / "model-00001-of-00001.safetensors", 988_097_824)
+    (tmp_path / "consolidated.safetensors").touch()  # the same weights in another format, which are not read
+    os.truncate(tmp_path / "consolidated.safetensors", 988_097_824)
+    assert Checkpoint.from_folder(tmp_path).tied
+
+
+def test_help_says_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "plan", "--help")
+    assert code == 0
+    assert "Exit code 0: it fits; 1: it does not." in " ".join(out.split())
+
+
+def test_a_random_models_folder_is_planned_by_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_random(SHAPES["pocket"], tmp_path, bits=8)
+    code, out, _ = call(capsys, "plan", str(tmp_path), "--json")
+    assert code == 0
+    assert json.loads(out)["context"] == 32768

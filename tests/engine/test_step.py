@@ -1,0 +1,234 @@
+"""The compiled decode step: compiled once a row bucket, the same tokens, no growth, no copy."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support.numbers import relative_error
+
+import kvant.engine.decode as decoding
+from kvant.cache import CompiledCacheView, FullKVCache, QuantizedKVCache
+from kvant.engine.decode import decode
+from kvant.engine.prefill import prefill
+from kvant.engine.sampling import greedy
+from kvant.engine.step import CompiledStep, row_bucket
+from kvant.models import Decoder
+from kvant.operators.bias_split import BiasSplit, rotation_table
+from kvant.operators.rotary import Rotary
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What tests/support/compiled_runs.py found."""
+    folder = tmp_path_factory.mktemp("bin")
+    compiler = folder / "g++"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ]\n')  # is there, and makes nothing
+    compiler.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-m", "support.compiled_runs"],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("bits", [8, 4, 0])
+def test_600_tokens_are_compiled_once_a_bucket_and_are_the_same(runs: dict[str, Any], bits: int) -> None:
+    same, compilations, grown = runs[f"{bits} bits"]
+    assert same
+    assert compilations == 3  # of 256, 512 and 768 rows, for 101 to 699
+    assert grown < 2**16
+
+
+@pytest.mark.parametrize("bits", ["8", "4", "0"])
+def test_through_the_fused_kernel_it_is_compiled_once(runs: dict[str, Any], bits: str) -> None:
+    """From 101 rows to 300, with a stand-in for the kernel: the structure, not the kernel, is what is seen here."""
+    same, compilations, grown = runs["fused"][bits]
+    assert same
+    assert compilations == 1
+    assert grown < 2**16
+
+
+def test_other_rotary_positions_are_compiled_too(runs: dict[str, Any]) -> None:
+    assert runs["turned"] == [[True, True]] * 2  # the same compiled, and not what plain positions give
+
+
+def test_memory_does_not_grow_over_1000_tokens(runs: dict[str, Any]) -> None:
+    assert runs["1000 tokens"] < 2**16
+
+
+def test_the_cache_is_not_copied_however_much_is_reserved(runs: dict[str, Any]) -> None:
+    small, large = runs["peaks"]
+    assert large < 4 * 2**20  # of 140 MB
+    assert large - small < 2**20
+
+
+def test_a_seed_reproduces_and_samples_vary(runs: dict[str, Any]) -> None:
+    first, again, eager, other, _, other_eager = runs["seeds"]
+    assert first == again == eager
+    assert other == other_eager
+    assert first != other
+    assert len(set(first)) > 10
+
+
+def test_a_seed_of_ones_own_draws_the_same_compiled(runs: dict[str, Any]) -> None:
+    """Its key is an input of the step: one compilation, and every token another key."""
+    texts = []
+    for eager, *ways in runs["seeded"]:
+        assert ways == [[eager, 1]] * 3  # at once, looking ahead, and with a processor
+        assert len(set(eager)) > 10
+        texts.append(eager)
+    assert texts[0] != texts[1]
+
+
+def test_processors_and_python_samplers_work_uncompiled(runs: dict[str, Any]) -> None:
+    compiled, eager = runs["processed"]
+    assert compiled == eager
+    tokens, calls, compilations, samples = runs["stateful"]
+    assert calls == 40  # every token, not once a trace
+    assert len(set(tokens)) > 2
+    assert compilations == 1
+    assert not samples
+
+
+def test_buckets() -> None:
+    assert [row_bucket(rows, 10_000) for rows in (1, 256, 257, 1024, 1025, 2048, 2049, 4097)] == [
+        256,
+        256,
+        512,
+        1024,
+        1280,
+        2048,
+        2560,
+        5120,
+    ]
+    for rows in range(1, 5000):
+        assert rows <= row_bucket(rows, 1 << 20) <= max(256, rows * 1.25 + 256)
+    assert row_bucket(300, 300) == 300
+    assert row_bucket(10, 100) == 100
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("bits", [8, 4, 0])
+@pytest.mark.parametrize("shape", [(4, 2, 64), (7, 1, 64), (4, 4, 80)], ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_static_append_is_the_same_attention(shape: tuple[int, int, int], bits: int, split: bool, batch: int) -> None:
+    """Against the cache's own way, at offsets around what is read, with rows past the offset that must not be read."""
+    H, K, D = shape
+    pairs = (3, D // 2 - 1)
+    bias_split = None
+    if split:
+        bias_split = BiasSplit(
+            key_bias=mx.random.normal((K, 2, 2), key=mx.random.key(3)) * 30,
+            pairs=pairs,
+            rotation=rotation_table(Rotary.plain(D, 1e4), pairs, 20),
+            value_bias=mx.random.normal((K, D), key=mx.random.key(4)),
+        )
+    group = 16
+    for offset, rows in ((0, 1), (0, 16), (9, 10), (9, 20), (19, 20)):
+        caches = [
+            QuantizedKVCache(
+                20, K, D, batch=batch, quant_bit=bits, quant_group=group, dtype=mx.float32, bias_split=bias_split
+            )
+            for _ in range(2)
+        ]
+        for cache in caches:
+            past = mx.random.normal((batch, K, 20, D), key=mx.random.key(1))
+            cache.attend(mx.repeat(past, H // K, axis=1), past, past + 1)
+            cache.trim(20 - offset)
+            poisoned = cache.arrays[1 if bits else 0]
+            poisoned[..., offset:, :] = float("nan")
+        query = mx.random.normal((batch, H, 1, D), key=mx.random.key(2))
+        key = mx.random.normal((batch, K, 1, D), key=mx.random.key(5))
+        expected = caches[0].attend(query, key, key * 2)
+        given = CompiledCacheView(caches[1], mx.array(offset), rows).attend(query, key, key * 2)
+        assert relative_error(given, expected) < 2e-5
+        assert caches[1].offset == offset
+        for mine, theirs in zip(caches[1].arrays, caches[0].arrays, strict=True):
+            same = (mine == theirs) | (mx.isnan(mine) & mx.isnan(theirs))
+            assert same.all().item()
+
+
+def test_half_precision_stays_half(pocket: tuple[Decoder, Any]) -> None:
+    cache = QuantizedKVCache(8, 2, 64, dtype=mx.float16)
+    rows = [mx.random.normal((1, heads, 1, 64)).astype(mx.float16) for heads in (4, 2, 2)]
+    output = CompiledCacheView(cache, mx.array(3), 8).attend(*rows)
+    assert output.dtype == mx.float16
+    assert mx.isfinite(output).all().item()
+
+
+def test_a_cache_that_grows_is_refused(pocket: tuple[Decoder, Any]) -> None:
+    model, _ = pocket
+    cache = [FullKVCache() for _ in model.layers]
+    logits = prefill(model, [1, 2, 3], cache, step_size=512)
+    steps = decode(model, logits, [1, 2, 3], cache, max_tokens=2, sampler=greedy, compiled=True)
+    with pytest.raises(ValueError, match="grows"):
+        next(steps)
+
+
+def test_on_a_cpu_the_step_is_not_compiled(pocket: tuple[Decoder, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pocket
+    made = []
+    monkeypatch.setattr(decoding, "CompiledStep", lambda *a, **k: made.append(a) or CompiledStep(*a, **k))
+    cache = model.make_cache(16)
+    logits = prefill(model, [1, 2, 3], cache, step_size=512)
+    list(decode(model, logits, [1, 2, 3], cache, max_tokens=4, sampler=greedy))
+    assert bool(made) == (mx.default_device().type == mx.gpu)
+
+
+def test_nothing_is_written_past_the_reservation(pocket: tuple[Decoder, Any]) -> None:
+    model, _ = pocket
+    cache = model.make_cache(4)
+    prefill(model, [1, 2, 3, 4], cache, step_size=512)
+    with pytest.raises(AssertionError, match="row 4 is past the 4 reserved"):
+        CompiledStep(model, cache, greedy, processed=False)(mx.array([5]))
+    assert cache[0].offset == 4
+
+
+def test_a_step_does_not_keep_its_cache_alive(pocket: tuple[Decoder, Any]) -> None:
+    """MLX's compiled functions don't take part in garbage collection: a cycle through one would never be freed."""
+    model, _ = pocket
+    cache = model.make_cache(64)
+    layer = weakref.ref(cache[0])
+    step = CompiledStep(model, cache, greedy, processed=False)
+    del cache, step
+    gc.collect()
+    assert layer() is None
+
+
+def test_a_trace_that_is_broken_off_leaves_cache_and_random_state(
+    pocket: tuple[Decoder, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX left placeholders in both: every later step, and every random number of the process, was an error."""
+    model, _ = pocket
+    cache = model.make_cache(8)
+    logits = prefill(model, [1, 2, 3], cache, step_size=512)
+    mx.random.seed(2**40 + 7)
+    mx.eval(logits, mx.random.uniform())
+    expected = mx.random.uniform(key=mx.random.split(mx.random.state[0])[1]).item()
+
+    def interrupt(self: Decoder, hidden: mx.array) -> mx.array:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "logits", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            CompiledStep(model, cache, greedy, processed=False)(mx.array([4]))
+    assert mx.random.uniform().item() == expected
+    assert {layer.offset for layer in cache} == {3}
+    again = model.make_cache(8)
+    prefill(model, [1, 2, 3], again, step_size=512)
+    rows = [prefill(model, [4, 5], layers, step_size=512) for layers in (cache, again)]
+    assert mx.array_equal(*rows).item()

@@ -1,0 +1,218 @@
+"""What a config.json of the family says, and leaves out: against transformers' own config classes; what is refused."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.checkpoints import llama_config, qwen2_config, reference_model, save_checkpoint
+
+from kvant.errors import CheckpointError, ModelError
+from kvant.models import ModelConfig, load_decoder
+from kvant.models.rope import Rope, read_rope
+
+KINDS = ("qwen2", "qwen3", "llama", "mistral")
+REQUIRED = {
+    "hidden_size": 512,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "num_attention_heads": 32,
+    "vocab_size": 100,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("nulls", [False, True])
+def test_what_is_left_out_is_transformers_default(kind: str, nulls: bool) -> None:
+    from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+    classes = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig, "mistral": MistralConfig}
+    said: dict[str, Any] = {"num_key_value_heads": None} if nulls and kind in ("qwen2", "qwen3", "llama") else {}
+    theirs = classes[kind](**REQUIRED, **said)
+    ours = ModelConfig.from_dict({"model_type": kind, **REQUIRED, **said})
+    assert ours.num_key_value_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 512 // 32)
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert theirs.rope_parameters == {"rope_type": ours.rope.kind, "rope_theta": ours.rope.theta}
+    window = theirs.sliding_window if kind == "mistral" else theirs.max_position_embeddings
+    assert ours.max_position_embeddings == min(theirs.max_position_embeddings, window)
+    assert (ours.attention_bias, ours.output_bias, ours.mlp_bias) == (kind == "qwen2", False, False)
+    assert ours.query_key_norm == (kind == "qwen3")
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "context"),
+    [
+        ("mistral", {}, 4096),
+        ("mistral", {"sliding_window": None}, 9000),
+        ("mistral", {"sliding_window": 4096}, 4096),
+        ("mistral", {"sliding_window": 16384}, 9000),
+        ("qwen2", {"sliding_window": 16}, 9000),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": False}, 9000),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True}, 9000),  # from layer 28 on
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}, 9000),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, 16),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}, 4096),
+        ("qwen3", {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, 9000),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention"] * 2}, 9000),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]},
+            16,
+        ),
+        ("llama", {"sliding_window": 16}, 9000),
+        ("llama", {"sliding_window": 16, "layer_types": ["sliding_attention"] * 2}, 16),
+    ],
+)
+def test_the_context_is_no_longer_than_a_window(kind: str, settings: dict[str, Any], context: int) -> None:
+    raw = {"model_type": kind, **REQUIRED, "num_key_value_heads": 2, "max_position_embeddings": 9000, **settings}
+    assert ModelConfig.from_dict(raw).max_position_embeddings == context
+
+
+def _rope(rope: dict[str, Any], key: str = "rope_parameters", **others: Any) -> Rope:
+    return read_rope({key: rope, **others}, 64, 1000)
+
+
+def test_where_rotary_positions_are_said() -> None:
+    assert read_rope({}, 64, 1000) == Rope(theta=10000.0)
+    for empty in (None, {}):
+        assert read_rope({"rope_scaling": empty, "rope_theta": 5.0}, 64, 1000) == Rope(theta=5.0)
+    linear = Rope("linear", 5.0, 2.0)
+    assert _rope({"rope_type": "linear", "factor": 2, "rope_theta": 5.0}) == linear
+    assert _rope({"rope_type": "linear", "factor": 2, "rope_theta": 5.0}, rope_theta=7.0) == linear
+    assert _rope({"type": "linear", "factor": 2.0}, "rope_scaling", rope_theta=5) == linear
+    assert _rope({"type": "linear", "rope_type": "linear", "factor": 2.0, "beta_fast": None}, rope_theta=5) == linear
+    both = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0}
+    assert _rope(both, rope_scaling=dict(both)) == linear
+    assert _rope({"partial_rotary_factor": 1.0}) == Rope()
+    # As transformers fills it in, and what it lets win.
+    assert _rope(LLAMA3).original_context == 1000
+    assert _rope(LLAMA3 | {"original_max_position_embeddings": 50}).original_context == 50
+    assert _rope(YARN | {"original_max_position_embeddings": 50}, original_max_position_embeddings=40) == _rope(
+        YARN | {"original_max_position_embeddings": 40}
+    )
+
+
+def test_the_context_of_dynamic_positions_is_longer() -> None:
+    raw = {"model_type": "llama", **REQUIRED, "max_position_embeddings": 2048}
+    for kind, context in (("dynamic", 5120), ("linear", 2048), ("yarn", 2048)):
+        config = ModelConfig.from_dict(raw | {"rope_scaling": {"type": kind, "factor": 2.5}})
+        assert config.max_position_embeddings == context
+
+
+BAD_ROPES = [
+    ({"rope_type": "longrope"}, "rope type 'longrope' is not supported; supported: 'default', 'linear', 'dynamic'"),
+    ({"type": "mrope", "mrope_section": [1]}, "rope type 'mrope'"),
+    ({"rope_type": "proportional"}, "rope type 'proportional'"),
+    ({"rope_type": ["yarn"]}, r"rope type \['yarn'\]"),
+    ({"rope_type": "linear"}, "rope_parameters.factor is missing"),
+    ({"rope_type": "linear", "factor": 0}, "factor is 0; expected a number from 1"),
+    ({"rope_type": "linear", "factor": 0.5}, "factor is 0.5; expected a number from 1"),
+    ({"rope_type": "linear", "factor": float("nan")}, "factor is nan"),
+    ({"rope_type": "linear", "factor": float("inf")}, "factor is inf"),
+    ({"rope_type": "linear", "factor": True}, "factor is True"),
+    ({"rope_type": "linear", "factor": "2"}, "factor is 2; expected"),
+    ({"rope_type": "linear", "factor": 10**400}, "factor is 1000"),
+    ({"rope_type": "linear", "factor": 2.0, "beta_fast": 3}, "rope_parameters has beta_fast 3, .* rope type 'linear'"),
+    ({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}, "has partial_rotary_factor 0.5"),
+    ({"rope_type": "dynamic", "factor": 2.0, "alpha": 3}, "rope_parameters has alpha 3"),
+    (LLAMA3 | {"low_freq_factor": 4.0}, "low_freq_factor is 4; expected less than high's, 4"),
+    (LLAMA3 | {"low_freq_factor": None}, "low_freq_factor is missing"),
+    (LLAMA3 | {"low_freq_factor": 0}, "low_freq_factor is 0"),
+    (LLAMA3 | {"original_max_position_embeddings": 8192.0}, "original_max_position_embeddings is 8192.0"),
+    (LLAMA3 | {"original_max_position_embeddings": -1}, "original_max_position_embeddings is -1"),
+    (LLAMA3 | {"original_max_position_embeddings": 0}, "original_max_position_embeddings is 0"),
+    (YARN | {"rope_theta": 1}, "rope_theta is 1.0; rope type 'yarn' needs more"),
+    (YARN | {"beta_fast": 1, "beta_slow": 2}, "beta_fast is 1; expected at least beta_slow, 2"),
+    (YARN | {"beta_slow": 1e-320}, "beta_slow is 1e-320"),
+    (YARN | {"truncate": "no"}, "truncate is 'no'"),
+    (YARN | {"attention_factor": 0}, "attention_factor is 0"),
+    (YARN | {"attention_factor": -1.0}, "attention_factor is -1.0"),
+    (YARN | {"mscale": -1.0, "mscale_all_dim": 1.0}, "mscale is -1.0"),
+    (YARN | {"llama_4_scaling_beta": 0.1}, "has llama_4_scaling_beta 0.1"),
+    ({"rope_theta": 0.5}, "rope_theta is 0.5; expected a number from 1"),
+]
+
+
+@pytest.mark.parametrize(("rope", "message"), BAD_ROPES)
+def test_rotary_positions_that_are_refused(rope: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        _rope(rope)
+    assert "\n" not in str(caught.value)
+
+
+def test_dynamic_positions_have_limits() -> None:
+    with pytest.raises(ModelError, match="head_dim is 2; rope type 'dynamic' needs at least 4"):
+        read_rope({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 2, 1000)
+    with pytest.raises(ModelError, match="rope factor 1e\\+29 makes a context of more than"):
+        ModelConfig.from_dict({"model_type": "llama", **REQUIRED, "rope_scaling": {"type": "dynamic", "factor": 1e29}})
+
+
+ODD = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=2),
+    st.floats(1e-6, 1e6), st.integers(1, 100_000),
+)  # fmt: skip
+NAMES = [
+    "factor", "rope_theta", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast",
+    "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate",
+]  # fmt: skip
+
+
+@settings(
+    deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)  # a busy machine is no finding
+@given(
+    st.sampled_from(["linear", "dynamic", "llama3", "yarn"]),
+    st.dictionaries(st.sampled_from(NAMES), ODD, max_size=4),
+    st.sampled_from([2, 4, 64, 128]),
+    st.integers(1, 100_000),
+)
+def test_any_values_are_refused_or_give_frequencies(
+    kind: str, changes: dict[str, Any], head_dim: int, length: int
+) -> None:
+    known = {"linear": {"factor": 2.0}, "dynamic": {"factor": 2.0}, "llama3": LLAMA3, "yarn": YARN}[kind]
+    try:
+        rope = read_rope({"rope_parameters": {"rope_type": kind, **known, **changes}}, head_dim, 1000)
+    except ModelError:
+        return
+    rotary = rope.rotary(head_dim, length)
+    assert len(rotary.frequencies) == head_dim // 2
+    assert all(math.isfinite(f) and 0 < f <= 1 for f in rotary.frequencies)
+    assert 0 < rotary.factor < math.inf
+
+
+@pytest.mark.parametrize("part", ["self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"])
+@pytest.mark.parametrize("said", [True, False])
+def test_biases_are_there_exactly_where_the_config_says_so(tmp_path: Path, part: str, said: bool) -> None:
+    import mlx.core as mx
+
+    biases = {"attention_bias": part.startswith("self_attn"), "mlp_bias": part.startswith("mlp")}
+    folder = save_checkpoint(tmp_path, llama_config(**biases), reference_model(llama_config(**biases)))
+    load_decoder(folder)
+    name = f"model.layers.1.{part}.bias"
+    if said:
+        weights = {key: mx.array(x) for key, x in mx.load(str(folder / "model.safetensors")).items()}
+        mx.eval(weights)
+        del weights[name]
+        mx.save_safetensors(str(folder / "model.safetensors"), weights)
+        message = f"tensor {name} is missing"
+    else:
+        (folder / "config.json").write_text(json.dumps(llama_config(attention_bias=False, mlp_bias=False)))
+        message = "unexpected tensor model.layers.0"
+    with pytest.raises(CheckpointError, match=message):
+        load_decoder(folder)
+
+
+def test_a_window_without_a_size() -> None:
+    for raw, message in (
+        (qwen2_config(layer_types=["sliding_attention"] * 2), "layer_types has 'sliding_attention', but there is no"),
+        (llama_config(layer_types=["sliding_attention"] * 2) | {"sliding_window": None}, "sliding_window is missing"),
+        (llama_config(model_type="mistral", architectures=None), "attention_bias is true; supported for mistral"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            ModelConfig.from_dict(raw)

@@ -1,0 +1,169 @@
+"""Every architecture and kind of RoPE against logits that transformers computed (scripts/golden.py), and mlx-lm's."""
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.checkpoints import load_reference
+from support.golden import CASES, GOLDEN, IDS
+from support.numbers import relative_error
+
+from kvant.cache import FullKVCache
+from kvant.models import Decoder, ModelConfig, load_decoder
+from kvant.tools.bench.adapters import MLXLM
+from kvant.tools.bench.engines import EngineSpec
+
+TOLERANCE = 1e-4  # of the largest logit
+MODELS = sorted(set(CASES.values()))
+FREQUENCIES: list[dict[str, Any]] = json.loads((GOLDEN / "frequencies.json").read_text())
+# mlx-lm 0.32.2 has no attention_factor and no truncate, and takes mscale without mscale_all_dim for the factor.
+NOT_IN_MLX_LM = ["llama yarn attention_factor", "llama yarn untruncated", "llama yarn mscale alone"]
+STEPS = {
+    "in chunks": [0, 5, 14, 15, len(IDS)],
+    "token by token": list(range(len(IDS) + 1)),
+    "a prompt and tokens": [0, 18, *range(19, len(IDS) + 1)],
+}
+
+
+def _config(case: str) -> dict[str, Any]:
+    raw: dict[str, Any] = json.loads((GOLDEN / case.replace(" ", "-") / "config.json").read_text())
+    return raw
+
+
+def _folder(case: str, tmp_path: Path, **changes: Any) -> Path:
+    """The model folder of a case, its config changed."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(GOLDEN / "weights" / f"{CASES[case]}.safetensors", folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(_config(case) | changes))
+    return folder
+
+
+def _expected(case: str) -> mx.array:
+    return mx.array(np.load(GOLDEN / case.replace(" ", "-") / "logits.npy"))
+
+
+def _in_steps(model: Decoder, bounds: list[int], cache: list[Any]) -> mx.array:
+    return mx.concatenate([model(mx.array([IDS[a:b]]), cache=cache)[0] for a, b in pairwise(bounds)])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_transformers(case: str, tmp_path: Path) -> None:
+    """In one pass, and through a cache without quantization, with biases in it and split off."""
+    model, expected = load_decoder(_folder(case, tmp_path)), _expected(case)
+    assert model.dtype == mx.float32
+    assert relative_error(model(mx.array([IDS]))[0], expected) < TOLERANCE
+    for bounds in STEPS.values():
+        for split in (True, False):
+            cache = model.make_cache(len(IDS), quant_bit=0, bias_split=split)
+            assert relative_error(_in_steps(model, bounds, cache), expected) < TOLERANCE
+    if "dynamic" not in case:  # a growing cache cannot know its length before
+        cache = [FullKVCache() for _ in model.layers]
+        assert relative_error(_in_steps(model, STEPS["in chunks"], cache), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_for_any_offset_is_transformers(case: str, tmp_path: Path) -> None:
+    """What is compiled on a GPU, uncompiled."""
+    model, expected = load_decoder(_folder(case, tmp_path)), _expected(case)
+    cache = model.make_cache(len(IDS), quant_bit=0)
+    first = 17
+    mx.eval(model(mx.array([IDS[:first]]), cache=cache))
+    for i in range(first, len(IDS)):
+        hidden = model.static_hidden_states(mx.array([[IDS[i]]]), mx.array(i), min(i + 4, len(IDS)), cache)
+        assert relative_error(model.logits(hidden)[0, 0], expected[i]) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in NOT_IN_MLX_LM])
+def test_mlx_lm_agrees(case: str, tmp_path: Path) -> None:
+    """Told by hand what it does not read: see :func:`checkpoints.load_reference`."""
+    folder = _folder(case, tmp_path)
+    expected = load_reference(folder)(mx.array([IDS]))[0]
+    assert relative_error(expected, _expected(case)) < TOLERANCE
+    assert relative_error(load_decoder(folder)(mx.array([IDS]))[0], expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", NOT_IN_MLX_LM)
+def test_mlx_lm_does_not(case: str, tmp_path: Path) -> None:
+    """If this fails mlx-lm has learned it, and the case belongs among the others."""
+    assert relative_error(load_reference(_folder(case, tmp_path))(mx.array([IDS]))[0], _expected(case)) > 0.01
+
+
+@pytest.mark.parametrize(("case", "agrees"), [("qwen2 linear", False), ("llama yarn", False), ("qwen3 yarn", True)])
+def test_what_mlx_lm_reads_of_rope_parameters(case: str, agrees: bool, tmp_path: Path) -> None:
+    from mlx_lm.utils import load_model
+
+    error = relative_error(load_model(_folder(case, tmp_path))[0](mx.array([IDS]))[0], _expected(case))
+    assert (error < TOLERANCE) == agrees
+    assert agrees or error > 0.01
+
+
+@pytest.mark.parametrize("case", ["qwen2 yarn", "llama llama3", "mistral old dynamic beyond", "qwen3 linear"])
+def test_the_benchmark_gives_mlx_lm_the_same_positions(case: str, tmp_path: Path) -> None:
+    adapter = MLXLM(EngineSpec("mlx-lm", kv_bits=0), _folder(case, tmp_path), 512)
+    assert relative_error(adapter._model(mx.array([IDS]))[0], _expected(case)) < TOLERANCE
+
+
+def test_the_fixture_tells_the_kinds_apart() -> None:
+    """With tolerances of the same size as the differences nothing would have been checked."""
+    for model in MODELS:
+        wanted = [f"{model} {kind}" for kind in ("default", "linear", "llama3", "yarn", "dynamic beyond")]
+        kinds = [case for case in wanted if case in CASES]
+        assert len(kinds) == (3 if model == "llama-bias" else 5)
+        for i, case in enumerate(kinds):
+            for other in kinds[:i]:
+                assert relative_error(_expected(case), _expected(other)) > 100 * TOLERANCE, (case, other)
+        assert relative_error(_expected(f"{model} dynamic"), _expected(f"{model} default")) < TOLERANCE
+    assert {_config(case)["model_type"] for case in CASES} == {"qwen2", "qwen3", "llama", "mistral"}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_part_left_out_is_noticed(model: str, tmp_path: Path) -> None:
+    """Each kind of bias and norm moves the logits by far more than the tolerance."""
+    case = f"{model} default"
+    folder = _folder(case, tmp_path)
+    path = folder / "model.safetensors"
+    weights = {name: mx.array(x) for name, x in mx.load(str(path)).items()}
+    mx.eval(weights)
+    parts = sorted({".".join(name.split(".")[-2:]) for name in weights if name.endswith(("bias", "norm.weight"))})
+    assert len(parts) == {"qwen2": 6, "qwen3": 5, "llama": 3, "llama-bias": 10, "mistral": 3}[model]
+    for part in parts:
+        changed = {
+            name: (mx.ones_like(x) if name.endswith("norm.weight") else mx.zeros_like(x)) if name.endswith(part) else x
+            for name, x in weights.items()
+        }
+        mx.save_safetensors(str(path), changed)
+        error = relative_error(load_decoder(folder)(mx.array([IDS]))[0], _expected(case))
+        assert error > 100 * TOLERANCE, part
+
+
+@pytest.mark.parametrize("entry", FREQUENCIES, ids=lambda e: f"{e['config']['rope_parameters']['rope_type']}")
+def test_frequencies_are_transformers(entry: dict[str, Any]) -> None:
+    """transformers computes them in float32, each with a few roundings."""
+    config = ModelConfig.from_dict(entry["config"])
+    rotary = config.rope.rotary(config.head_dim, entry["length"])
+    np.testing.assert_allclose(rotary.frequencies, entry["frequencies"], rtol=2e-6)
+    assert rotary.factor == pytest.approx(entry["factor"], rel=1e-12)
+
+
+def test_dynamic_positions_do_not_depend_on_how_a_prompt_is_cut(tmp_path: Path) -> None:
+    """The frequencies are those of the reserved length, from the first token on."""
+    case = "llama dynamic beyond"
+    model = load_decoder(_folder(case, tmp_path))
+    assert model.config.max_position_embeddings == 40  # 2.5 times 16
+    whole = _in_steps(model, [0, len(IDS)], model.make_cache(40, quant_bit=0))
+    for bounds in STEPS.values():
+        assert relative_error(_in_steps(model, bounds, model.make_cache(40, quant_bit=0)), whole) < TOLERANCE
+    assert relative_error(whole, _expected(case)) > 100 * TOLERANCE  # another length, another base
+
+
+@pytest.mark.parametrize(
+    ("case", "context"), [("mistral window", 24), ("qwen2 window", 24), ("mistral default", 64), ("qwen2 default", 64)]
+)
+def test_the_context_ends_with_the_window(case: str, context: int) -> None:
+    assert ModelConfig.from_dict(_config(case)).max_position_embeddings == context

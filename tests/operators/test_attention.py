@@ -1,0 +1,146 @@
+"""Attention of one token: to every row on a CPU, and to the rows that are live.
+
+B batch, T cached tokens, H query heads, K kv heads, D head_dim.
+"""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support import oracle
+from support.operator_cases import FLOATS, OUTPUT_TOLERANCE, check_output, to_mx
+from support.oracle import Array
+
+from kvant.operators import attention
+from kvant.operators.attention import attend_live_rows, attend_rows
+from kvant.operators.bias_split import BiasSplit, rotation_table
+from kvant.operators.rotary import Rotary
+
+THETA = 1e4
+HEADS = [(1, 1), (4, 2), (7, 1), (16, 2)]  # H, K: ratios 1, 2, 7 and 8
+PAIRS = {"no split": None, "values only": (), "some pairs": (0, 5, 15), "all pairs": tuple(range(16))}
+on_a_cpu = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="the newest token is special on a CPU only")
+
+
+class _Rows:
+    """Operands as both are given, (B, heads, T, D), and what is left out of keys and values by a bias split."""
+
+    def __init__(
+        self, heads: tuple[int, int], tokens: int, pairs: tuple[int, ...] | None, dtype: str = "float32", D: int = 32
+    ) -> None:
+        (H, K), B = heads, 3
+        rng = np.random.default_rng(H * 1000 + tokens)
+        self.dtype = dtype
+        self.query = oracle.cast(rng.standard_normal((B, H, 1, D)), dtype)
+        self.key, self.value = (oracle.cast(x, dtype) for x in rng.standard_normal((2, B, K, tokens, D)))
+        self.split, self.key_bias, self.value_bias = None, np.zeros((K, tokens, D)), np.zeros((K, 1, D))
+        if pairs is None:
+            return
+        self.value_bias = rng.uniform(-3, 3, (K, 1, D)).astype(np.float32)
+        bias = rng.uniform(-2, 2, (K, 2, D // 2)).astype(np.float32)
+        for p in pairs:
+            angle = np.arange(tokens) * THETA ** (-2 * p / D)
+            first, second = bias[:, 0, p, None], bias[:, 1, p, None]
+            self.key_bias[..., p] = first * np.cos(angle) - second * np.sin(angle)
+            self.key_bias[..., p + D // 2] = first * np.sin(angle) + second * np.cos(angle)
+        self.split = BiasSplit(
+            key_bias=mx.array(bias[..., list(pairs)]),
+            pairs=pairs,
+            rotation=rotation_table(Rotary.plain(D, THETA), pairs, tokens + 3),
+            value_bias=mx.array(self.value_bias[:, 0]),
+        )
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [to_mx(x, self.dtype) for x in (self.query, self.key, self.value)]
+
+    def expected(self, live: Array | slice = slice(None)) -> Array:
+        """Over some of the rows, with the biases where they belong: (B, H, 1, D)."""
+        key, value = self.key + self.key_bias, self.value + self.value_bias
+        operands = [x.swapaxes(1, 2) for x in (self.query, key[:, :, live], value[:, :, live])]
+        return oracle.attend(*operands, is_causal=True).swapaxes(1, 2)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("pairs", PAIRS)
+@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.parametrize("heads", HEADS)
+def test_the_newest_token(heads: tuple[int, int], tokens: int, pairs: str, dtype: str) -> None:
+    rows = _Rows(heads, tokens, PAIRS[pairs], dtype)
+    check_output(attend_rows(*rows.arrays, bias_split=rows.split), rows.expected(), dtype)
+
+
+@on_a_cpu
+def test_only_one_unmasked_token_is_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others need what it leaves out: masks, distances, an order of queries."""
+    calls = []
+    newest = attention._attend_newest
+
+    def record(query: mx.array, key: mx.array, value: mx.array, bias_split: BiasSplit | None) -> mx.array:
+        calls.append(query.shape)
+        return newest(query, key, value, bias_split)
+
+    monkeypatch.setattr(attention, "_attend_newest", record)
+    query, key, value = _Rows((4, 2), 9, None).arrays
+    attend_rows(query, key, value, mask=mx.ones((1, 9), mx.bool_))
+    attend_rows(query, key, value, is_alibi=True)
+    attend_rows(mx.concatenate([query, query], axis=2), key, value)
+    assert calls == []
+    attend_rows(query, key, value)
+    attend_rows(query, key, value, is_causal=False)
+    assert calls == [(3, 4, 1, 32)] * 2
+
+
+@on_a_cpu
+def test_large_scores_of_the_newest_token() -> None:
+    """Scores past float16, and past what exp holds in float32, of which one row's is the largest by 64."""
+    D = 64
+    query = mx.full((1, 2, 1, D), 16.0, mx.float16)
+    key = mx.full((1, 1, 5, D), 2000.0, mx.float16)
+    key[:, :, 3] = 2032.0
+    value = mx.random.normal((1, 1, 5, D), key=mx.random.key(0)).astype(mx.float16)
+    output = attend_rows(query, key, value)
+    assert mx.array_equal(output, mx.broadcast_to(value[:, :, 3:4], output.shape))
+
+
+LIVE = {
+    "all": np.ones(40, np.bool_),
+    "first": np.arange(40) == 0,
+    "a beginning": np.arange(40) < 23,
+    "an end": np.arange(40) >= 31,
+    "holes": np.random.default_rng(3).random(40) > 0.5,
+}
+
+
+@pytest.mark.parametrize("dead", [math.nan, math.inf, 1e4])
+@pytest.mark.parametrize("pairs", PAIRS)
+@pytest.mark.parametrize("live", LIVE)
+@pytest.mark.parametrize("heads", HEADS)
+def test_dead_rows_are_not_read(heads: tuple[int, int], live: str, pairs: str, dead: float) -> None:
+    rows, keep = _Rows(heads, 40, PAIRS[pairs]), LIVE[live]
+    expected = rows.expected(keep)
+    split = rows.split
+    if split is not None:  # of live rows alone, at the positions they have among all
+        split = BiasSplit(
+            split.key_bias, split.pairs, split.rotation[..., mx.array(np.flatnonzero(keep))], split.value_bias
+        )
+    query, key, value = rows.arrays
+    some = [x[:, :, mx.array(np.flatnonzero(keep))] for x in (key, value)]
+    alone = attend_rows(query, *some, bias_split=split)
+    poisoned = [mx.where(mx.array(keep)[:, None], x, dead) for x in (key, value)]
+    output = attend_live_rows(query, *poisoned, mx.array(keep), bias_split=rows.split)
+    check_output(output, expected, "float32")
+    tolerance = OUTPUT_TOLERANCE["float32"]
+    np.testing.assert_allclose(np.array(output), np.array(alone), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("D", [32, 64])  # 64 is a head_dim of MLX's fused attention
+@pytest.mark.parametrize("pairs", PAIRS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_dead_rows_are_not_read_in_any_dtype(dtype: str, pairs: str, D: int) -> None:
+    rows, keep = _Rows((4, 2), 40, PAIRS[pairs], dtype, D), LIVE["holes"]
+    query, key, value = rows.arrays
+    poisoned = [mx.where(mx.array(keep)[:, None], x, mx.array(math.nan, x.dtype)) for x in (key, value)]
+    output = attend_live_rows(query, *poisoned, mx.array(keep), bias_split=rows.split)
+    check_output(output, rows.expected(keep), dtype)

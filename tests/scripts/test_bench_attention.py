@@ -1,0 +1,188 @@
+"""The attention benchmark end to end at tiny sizes: all variants, tables, JSON, plot; what is wrong is not timed."""
+
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import attention_report
+import attention_variants
+import bench_attention
+import mlx.core as mx
+import pytest
+from support.metal_host import host_pytest_skip, on_host
+
+from kvant.operators.kernels import launch as launching
+
+SCRIPT = Path(bench_attention.__file__)
+VARIANTS = [
+    "MLX float32",
+    "mlx-lm 8-bit",
+    "mlx-lm 4-bit",
+    "kvant 0-bit unfused",
+    "kvant 8-bit unfused",
+    "kvant 4-bit unfused",
+]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer, one call a sample, no copy measured."""
+    monkeypatch.setattr(bench_attention, "CHAIN_BYTES", {"cpu": 1, "gpu": 1})
+    monkeypatch.setattr(bench_attention, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(bench_attention, "copy_bandwidth_gb_s", lambda size: 10.0)
+
+
+def test_the_script_end_to_end(tmp_path: Path) -> None:
+    output, plot = tmp_path / "a.json", tmp_path / "a.svg"
+    flags = ["--contexts", "16,40", "--shapes", "qwen2.5-0.5b", "--rounds", "3"]
+    command = [sys.executable, "-W", "error", str(SCRIPT), *flags, "--output", str(output), "--plot", str(plot)]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120)
+    assert done.returncode == 0, done.stderr
+    recording = json.loads(output.read_text())
+    cases = [(r["shape"], r["context"], r["variant"]) for r in recording["results"]]
+    assert cases == [("qwen2.5-0.5b", context, variant) for context in (16, 40) for variant in VARIANTS]
+    for result in recording["results"]:
+        elements = 2 * 2 * 64 * result["context"]
+        group = result["group"]
+        cache = elements * 4
+        if result["bits"]:  # mlx-lm: scale and bias a group, in float32; kvant: a scale, in float16
+            cache = elements * result["bits"] // 8 + elements // group * (8 if result["path"] == "mlx-lm" else 2)
+        assert result["cache_bytes"] == cache
+        ms = result["ms"]
+        assert 0 < ms["minimum"] <= ms["median"] <= ms["maximum"]
+        assert (ms["count"], result["ratio"]["count"]) == (3, 3)
+        assert result["gb_per_s"] == pytest.approx(cache / ms["median"] / 1e6)
+        assert result["copy_share"] == pytest.approx(result["gb_per_s"] / recording["copy_bandwidth_gb_s"])
+        assert result["model"]["bytes_read"] > cache
+        assert result["error"]["own_rows"] < 1e-5
+    assert [goal["met"] for goal in recording["goals"]] == [None] * 3
+    for name in ("date", "command", "device", "mlx", "mlx_lm", "kvant", "blas", "dtype", "copy_bandwidth_gb_s"):
+        assert recording[name], name
+    assert done.stdout.count("kvant 8-bit unfused |") == 2
+    assert done.stdout.count(": not measured") == 3
+    assert "fused kernel does not run here" in done.stderr
+    drawing = plot.read_text()
+    assert all(label in drawing for label in [*VARIANTS, "its cache read once at", "14 / 2 heads of 64"])
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = bench_attention.main(["--contexts", "8", "--shapes", "qwen2.5-0.5b", "--rounds", "1", *arguments])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+@pytest.mark.usefixtures("small")
+def test_json_to_standard_output_and_a_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plot = tmp_path / "a.png"
+    flags = ["--shapes", "qwen2.5-0.5b,qwen3-4b", "--bits", "8", "--dtype", "float16", "--plot", str(plot)]
+    code, out, _ = _run(capsys, "--json", *flags)
+    assert code == 0
+    variants = [result["variant"] for result in json.loads(out)["results"]]
+    assert variants == ["MLX float16", "mlx-lm 8-bit", "kvant 8-bit unfused"] * 2
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("small")
+def test_what_does_not_fit_is_left_out_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = _run(capsys, "--contexts", "8,65536", "--memory-gb", "0.1", "--bits", "8")
+    assert code == 0
+    assert re.search(r"left out: qwen2.5-0.5b at 65,536: needs \d+\.\d GB, the limit is 0.1", out)
+    assert "left out" in err
+    assert "| 8 | MLX" in out
+    code, out, err = _run(capsys, "--contexts", "65536", "--memory-gb", "0.1")
+    assert (code, out) == (1, "")
+    assert "nothing was measured" in err
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("wrong", ["attend_rows", "quantized_scaled_dot_product_attention"])
+def test_a_wrong_variant_is_not_timed(
+    wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = getattr(attention_variants, wrong)
+    monkeypatch.setattr(attention_variants, wrong, lambda *given: right(*given) * 1.01)
+    code, out, err = _run(capsys, "--bits", "8")
+    assert (code, out) == (1, "")
+    variant = "kvant 8-bit unfused" if wrong == "attend_rows" else "mlx-lm 8-bit"
+    assert f"qwen2.5-0.5b at 8: {variant} is wrong: its error to own_rows is 0.01" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--contexts", "1k,x"], "--contexts is '1k,x'; expected numbers"),
+        (["--contexts", "0"], "--contexts is '0'; expected numbers above 0"),
+        (["--contexts", "8,8"], "each once"),
+        (["--shapes", "gpt2"], "--shapes is ['gpt2']; expected some of qwen2.5-0.5b"),
+        (["--bits", "3"], "--bits is [3]; expected some of 0, 8, 4"),
+        (["--paths", "fused"], "--paths has fused, but the default device is a CPU"),
+        (["--paths", "slow"], "--paths is ['slow']; expected some of unfused, fused"),
+        (["--group", "48"], "--group is 48; expected a divisor"),
+        (["--mlx-lm-group", "16"], "--mlx-lm-group is 16; expected 32 or 64"),
+        (["--rounds", "0"], "--rounds"),
+        (["--memory-gb", "0"], "--memory-gb"),
+        (["--output", "nowhere/a.json"], "its folder does not exist"),
+        (["--plot", "a.pdf"], "expected a name that ends in .png or .svg"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_attention, "gpu_backend", lambda: None)
+    with pytest.raises(SystemExit) as caught:
+        bench_attention.main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def _recording(kind: str, dtype: str, eight: float, four: float, share: float) -> dict[str, Any]:
+    case = {"shape": "qwen3-4b", "context": 32768, "path": "fused"}
+    results = [
+        case | {"bits": 8, "ratio": {"median": eight}, "copy_share": share},
+        case | {"bits": 4, "ratio": {"median": four}, "copy_share": 0.1},
+        case | {"bits": 8, "ratio": {"median": 9.0}, "copy_share": 0.0, "path": "unfused"},
+        case | {"bits": 8, "ratio": {"median": 9.0}, "copy_share": 0.0, "context": 1024},
+    ]
+    return {"kind": kind, "dtype": dtype, "results": results}
+
+
+def test_goals() -> None:
+    def met(*given: Any) -> list[bool | None]:
+        return [goal["met"] for goal in attention_report.goals(_recording(*given))]
+
+    assert met("gpu", "bfloat16", 0.6, 0.4, 0.61) == [True, True, True]
+    assert met("gpu", "bfloat16", 0.61, 0.41, 0.6) == [False, False, False]
+    assert met("cpu", "bfloat16", 0.1, 0.1, 0.9) == [None] * 3
+    assert met("gpu", "float32", 0.1, 0.1, 0.9) == [None] * 3
+
+
+@host_pytest_skip
+@pytest.mark.usefixtures("small")
+def test_the_fused_path_on_the_host(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The kernel's Metal text, run by the host: the same rows as the other variants, in tables and JSON."""
+    make = launching._kernel
+    monkeypatch.setattr(launching, "_kernel", cache(lambda name, backend: on_host(make(name, backend))))
+    monkeypatch.setattr(bench_attention, "gpu_backend", lambda: "metal")
+    code, out, err = _run(capsys, "--contexts", "70", "--bits", "8", "--paths", "fused,unfused", "--json")
+    assert code == 0, err
+    results = {result["variant"]: result for result in json.loads(out)["results"]}
+    assert list(results) == ["MLX float32", "mlx-lm 8-bit", "kvant 8-bit fused", "kvant 8-bit unfused"]
+    fused, unfused = results["kvant 8-bit fused"], results["kvant 8-bit unfused"]
+    assert fused["error"]["own_rows"] < 1e-5
+    assert fused["error"]["unquantized"] == pytest.approx(unfused["error"]["unquantized"], rel=1e-3)
+    assert fused["model"]["launches"] == 2
+    assert fused["model"]["bytes_written"] < unfused["model"]["bytes_written"] / 10
+
+
+def test_a_compiled_chain_is_the_same() -> None:
+    """As on a GPU, where the chain is compiled; MLX's attention and mlx-lm's products have nothing to join."""
+    plan = {"dtype": "float32", "bits": [8], "paths": ["unfused"], "kind": "cpu", "backend": None, "seed": 0}
+    variants = attention_variants.make_variants("qwen2.5-0.5b", 8, 2, plan | {"group": 32, "mlx_lm_group": 64})
+    query = mx.random.normal((1, 14, 1, 64), key=mx.random.key(9))
+    for variant in variants[:2]:
+        chains = [bench_attention._chain(variant, compiled)(query, variant.layers) for compiled in (False, True)]
+        assert mx.allclose(*chains, rtol=1e-6, atol=1e-6).item()

@@ -1,0 +1,76 @@
+"""What is declared is what is used: pyproject.toml, constraints.txt and the imports of src, held against each other."""
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+PACKAGES = [Requirement(line) for lines in (PROJECT["dependencies"], *EXTRAS.values()) for line in lines]
+
+
+def constraints() -> dict[str, Requirement]:
+    """Each line of constraints.txt by its package's name."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    found = [Requirement(line) for line in lines if not line.startswith("#")]
+    by_name = {canonicalize_name(line.name): line for line in found}
+    assert len(by_name) == len(found), "a package twice"
+    return by_name
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=str)
+def test_the_exact_version_is_in_the_range(package: Requirement) -> None:
+    [exact] = constraints()[canonicalize_name(package.name)].specifier
+    assert package.specifier.contains(exact.version)
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=str)
+def test_a_range_has_both_ends(package: Requirement) -> None:
+    if package.extras:  # mlx[cpu]: mlx itself is a dependency, with its range
+        assert not package.specifier
+    else:
+        assert {part.operator for part in package.specifier} == {">=", "<"}
+
+
+def test_constraints_are_names_and_versions() -> None:
+    for line in constraints().values():
+        assert line.url is None
+        assert not line.extras
+        assert re.fullmatch(r"==[0-9][0-9a-z.]*", str(line.specifier))
+
+
+def test_mlx_and_its_back_ends_have_one_version() -> None:
+    exact = constraints()
+    versions = {str(exact[name].specifier) for name in ("mlx", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13")}
+    assert len(versions) == 1
+
+
+def test_every_import_is_declared() -> None:
+    imported = set()
+    for file in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported.add(node.module.partition(".")[0])
+    imported -= {"kvant", "kvant_command", *sys.stdlib_module_names}
+    assert "mlx" in imported
+    declared = {canonicalize_name(Requirement(line).name) for line in [*PROJECT["dependencies"], *EXTRAS["plot"]]}
+    distributions = packages_distributions()
+    for name in imported:
+        assert {canonicalize_name(found) for found in distributions[name]} & declared, f"{name} is not declared"
+
+
+def test_templates_cannot_leave_their_sandbox() -> None:
+    """jinja2 before 3.1.6 let a template call what its sandbox hides (CVE-2025-27516)."""
+    [jinja] = (package for package in PACKAGES if package.name == "jinja2")
+    assert not jinja.specifier.contains(Version("3.1.5"))

@@ -1,0 +1,141 @@
+"""Generation through the compiled step, for tests/engine/test_step.py: run in a process of its own, prints JSON.
+
+On a CPU, MLX compiles only where a C++ compiler is installed, and then fuses what it can into kernels that this
+compiler makes. Tests shall need none: the first ``g++`` on PATH is one that does nothing (test_step.py), and MLX is set
+not to fuse, a setting of its C++ interface. Tracing, replaying and donating are the same.
+"""
+
+import ctypes
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
+import mlx.core as mx
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+from kvant.engine import decode as decoding
+from kvant.engine import sampling
+from kvant.engine.decode import decode
+from kvant.engine.load import find_model
+from kvant.engine.prefill import prefill
+from kvant.engine.sampling import greedy
+from kvant.engine.step import CompiledStep
+from kvant.models import Decoder, load_decoder
+from kvant.operators.kernels import attend, dispatch
+from support.fused_path import unfused_launch
+
+NO_FUSE = 2
+PROMPT = [(7 * i) % 1000 for i in range(100)]
+
+
+class CountedStep(CompiledStep):
+    """The step, known to the caller."""
+
+    last: "CountedStep"
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        CountedStep.last = self
+
+
+def generate(model: Decoder, count: int, *, compiled: bool, bits: int = 8, rows: int = 2048, **options: Any) -> Any:
+    """Tokens of a run, and bytes: that active memory grew by, and the peak above what was active before."""
+    cache = model.make_cache(rows, quant_bit=bits)
+    if bits == 0:  # loud stale rows: whoever reads one has no number left
+        for layer in cache:
+            layer.arrays[0] = mx.full(layer.cache.shape, float("nan"), layer.cache.dtype)
+            mx.eval(layer.arrays)
+    logits = prefill(model, PROMPT, cache, step_size=512)
+    sampler = options.pop("sampler", greedy)
+    steps = decode(model, logits, PROMPT, cache, max_tokens=count, sampler=sampler, compiled=compiled, **options)
+    tokens = [next(steps)[0] for _ in range(20)]
+    active = mx.get_active_memory()
+    mx.reset_peak_memory()
+    tokens += [token for token, _ in steps]
+    grown, peak = mx.get_active_memory() - active, mx.get_peak_memory() - active
+    assert cache[0].offset == len(PROMPT) + count - 1
+    return tokens, grown, peak
+
+
+def sampled(model: Decoder, seed: int, *, compiled: bool) -> list[int]:
+    """50 sampled tokens."""
+    mx.random.seed(seed)
+    tokens, *_ = generate(model, 50, compiled=compiled, sampler=make_sampler(temp=2.0))
+    return tokens
+
+
+def seeded(model: Decoder, seed: int) -> list[Any]:
+    """50 tokens of kvant's own sampler: not compiled, then for each way of compiling the same, and its compilations."""
+    sampler = sampling.make_sampler(2.0, 0.99, 0.001, top_k=900, xtc_probability=0.3, seed=seed)
+    found: list[Any] = [generate(model, 50, compiled=False, sampler=sampler)[0]]
+    for options in ({}, {"look_ahead": 1}, {"logits_processors": [lambda tokens, logits: logits]}):
+        tokens, *_ = generate(model, 50, compiled=True, sampler=sampler, **options)
+        found.append([tokens, CountedStep.last.compilations])
+    return found
+
+
+def turned(kind: str, **settings: Any) -> list[bool]:
+    """Whether the embedded model with other rotary positions says the same compiled, and other things than its own."""
+    folder = find_model("pocket")
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": kind, "rope_theta": 1e6, **settings}
+    with tempfile.TemporaryDirectory() as name:
+        shutil.copy(folder / "model.safetensors", name)
+        Path(name, "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+        model = load_decoder(Path(name))
+    eager, compiled = (generate(model, 60, compiled=c)[0] for c in (False, True))
+    return [compiled == eager, eager != generate(load_decoder(folder), 60, compiled=False)[0]]
+
+
+def fused(model: Decoder, bits: int, expected: list[int]) -> list[Any]:
+    """A run through the fused path, compiled: whether tokens are as expected, compilations, bytes it grew by."""
+    given, grown, _ = generate(model, 200, compiled=True, bits=bits, rows=512)
+    return [given == expected[:200], CountedStep.last.compilations, grown]
+
+
+def main() -> None:
+    """Everything that is checked."""
+    library = ctypes.CDLL(str(Path(mx.__file__).parent / "lib" / "libmlx.so"))
+    library._ZN3mlx4core16set_compile_modeENS0_11CompileModeE(NO_FUSE)
+    decoding.CompiledStep = CountedStep  # type: ignore[misc]
+    model, _ = kvant.load("pocket")
+    found: dict[str, Any] = {}
+    eager = {bits: generate(model, 600, compiled=False, bits=bits)[0] for bits in (8, 4, 0)}
+    for bits, tokens in eager.items():
+        compiled, grown, _ = generate(model, 600, compiled=True, bits=bits)
+        found[f"{bits} bits"] = [compiled == tokens, CountedStep.last.compilations, grown]
+    found["turned"] = [turned("yarn", factor=4.0, original_max_position_embeddings=512), turned("linear", factor=8.0)]
+    found["1000 tokens"] = generate(model, 1000, compiled=True)[1]
+    found["peaks"] = [generate(model, 60, compiled=True, rows=rows)[2] for rows in (2048, 131_072)]
+
+    found["seeds"] = [sampled(model, seed, compiled=compiled) for seed in (1, 2) for compiled in (True, True, False)]
+    found["seeded"] = [seeded(model, seed) for seed in (1, 2)]
+    processors = make_logits_processors(None, 1.5, 20)
+    found["processed"] = [
+        generate(model, 60, compiled=compiled, logits_processors=processors)[0] for compiled in (True, False)
+    ]
+    calls = []
+
+    def counting(logprobs: mx.array) -> mx.array:
+        calls.append(logprobs.item() if logprobs.size == 1 else logprobs.max().item())  # looks at values
+        return mx.argmax(logprobs, axis=-1) if len(calls) % 2 else mx.argmin(logprobs, axis=-1)
+
+    found["stateful"] = [
+        generate(model, 40, compiled=True, sampler=counting)[0],
+        len(calls),
+        CountedStep.last.compilations,
+        CountedStep.last.samples,
+    ]
+
+    dispatch.gpu_backend = lambda: "metal"
+    dispatch.self_check_failure = lambda backend: None
+    attend.launch = unfused_launch
+    found["fused"] = {bits: fused(model, bits, tokens) for bits, tokens in eager.items()}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

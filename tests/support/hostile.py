@@ -1,0 +1,80 @@
+"""A good model folder to spoil, and what is asked of one that was: one clear line."""
+
+import json
+import os
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import kvant
+from kvant.engine.load import POCKET, find_model
+from kvant.errors import CheckpointError, ModelError
+from support.checkpoints import qwen2_config, reference_model, save_checkpoint
+
+SETTINGS = ["config.json", "generation_config.json", "tokenizer_config.json"]
+OPENED = [*SETTINGS, "tokenizer.json", "model.safetensors", "chat_template.jinja", "special_tokens_map.json"]
+OPENED += ["added_tokens.json", "additional_chat_templates/tool_use.jinja"]
+MESSAGES = [{"role": "user", "content": "Hello!"}]
+
+
+def good_model(folder: Path) -> Path:
+    """A tiny model with every file kvant opens."""
+    config = qwen2_config(vocab_size=1280, hidden_size=64, intermediate_size=64)
+    save_checkpoint(folder, config, reference_model(config))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(find_model(POCKET) / name, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "chat_template.jinja").write_text(settings["chat_template"])
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/tool_use.jinja").write_text("{{ messages }}")
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}')
+    (folder / "added_tokens.json").write_text("{}")
+    return folder
+
+
+def refused(folder: Path, kind: type[ModelError], message: str) -> None:
+    """One printable line of this kind, and no array made for it."""
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    with pytest.raises(ModelError, match=message) as caught:
+        kvant.load(folder)
+    assert type(caught.value) is kind
+    assert str(caught.value).isprintable()
+    assert len(f"kvant: error: {caught.value}") <= 3 * 80
+    if kind is CheckpointError:
+        assert mx.get_peak_memory() - before < 1_000_000
+
+
+def change(path: Path, **changes: Any) -> None:
+    """Set keys of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def tensor(*shape: int, start: int = 0, dtype: str = "F32") -> dict[str, Any]:
+    """What a header says of a tensor of four bytes an element, whose data begins at ``start``."""
+    size = 4
+    for length in shape:
+        size *= length
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + size]}
+
+
+def file_bytes(header: object, data_bytes: int, claim: int | None = None) -> bytes:
+    """A safetensors file, which may claim another length of its header; ``data_bytes`` zeros after that."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if claim is None else claim) + text + bytes(data_bytes)
+
+
+def sparse(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """A file that has these tensors and next to no bytes on the disk."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        header[name] = tensor(*shape, start=end)
+        end = header[name]["data_offsets"][1]
+    data = file_bytes(header, 0)
+    (folder / "model.safetensors").write_bytes(data)
+    os.truncate(folder / "model.safetensors", len(data) + end)

@@ -1,0 +1,27 @@
+"""Runs Metal kernels on a Linux machine, for tests: see docs/host-run.md."""
+
+import sys
+
+import pytest
+
+from support.metal_host.errors import HostError
+from support.metal_host.run import FORWARD, REVERSE, HostKernel, on_host, run_on_host, summary, worker
+from support.metal_host.source import KernelCall, kernel_call, traced
+
+# On a Mac Metal itself compiles and runs the kernels; everywhere else a host run that cannot happen is a failure.
+host_pytest_skip = pytest.mark.skipif(sys.platform == "darwin", reason="Metal runs kernels here")
+
+__all__ = [
+    "FORWARD",
+    "REVERSE",
+    "HostError",
+    "HostKernel",
+    "KernelCall",
+    "host_pytest_skip",
+    "kernel_call",
+    "on_host",
+    "run_on_host",
+    "summary",
+    "traced",
+    "worker",
+]

@@ -1,0 +1,172 @@
+"""Which compiler makes a kernel run here, and the compiled files, kept in the user's cache folder by their content.
+
+clang     an installed clang that can link AddressSanitizer: kernels run under it
+ziglang   the package of that name in this environment: without AddressSanitizer, with the worker's own checks only
+
+KVANT_HOST_CXX names a clang or is `ziglang`; without it an installed clang is taken before ziglang. Address spaces are
+checked by ziglang's compiler in both, because Debian's clang 14 has no bfloat arithmetic.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from support.metal_host.errors import CompileFailed, NoCompiler
+
+VARIABLE = "KVANT_HOST_CXX"
+SOURCES = Path(__file__).parent / "cpp"
+COMPILE_LIMIT_S = 300
+
+_LANGUAGE = [
+    "-x",
+    "c++",
+    "-std=c++17",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-iquote",
+    str(SOURCES),
+]
+_KERNEL = ["-Wno-unknown-attributes", "-Wno-ignored-attributes", "-Wno-duplicate-decl-specifier"]
+_SINGLE = "-Werror=double-promotion"  # a literal without f is a float in Metal and a double in CUDA
+_UNDEFINED = (
+    "-fsanitize=bounds,alignment,shift-exponent,integer-divide-by-zero,float-cast-overflow,signed-integer-overflow"
+)
+# Every load and store is reported to functions of ours. By AddressSanitizer's instrumentation: ThreadSanitizer's leaves
+# out, without a word, what is wider than 16 bytes. same-temp would leave out one of the two accesses of `x += 1`.
+_REPORTED = ["-asan-instrumentation-with-call-threshold=0", "-asan-memory-access-callback-prefix=metal_host_"]
+_REPORTED += ["-asan-opt-same-temp=0"]
+_WITH_RUNTIME = ["-asan-use-after-return=never"]
+_WITHOUT_RUNTIME = ["-asan-stack=0", "-asan-globals=0"]  # what only AddressSanitizer's own library can do
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """A C++ compiler: its kind, the command, and its name and version for people."""
+
+    kind: Literal["clang", "ziglang"]
+    command: tuple[str, ...]
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.version}, {'AddressSanitizer' if self.kind == 'clang' else 'own checks only'}"
+
+
+@cache
+def find_compiler() -> Compiler:
+    """The compiler that makes kernels to run. Raises NoCompiler."""
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted == "ziglang":
+        return _ziglang()
+    clang = shutil.which(wanted or "clang")
+    if clang and (found := _clang(clang)):
+        return found
+    if wanted:
+        raise NoCompiler(f"{VARIABLE} is {wanted!r}; expected `ziglang` or a clang that links AddressSanitizer")
+    return _ziglang()
+
+
+def _clang(path: str) -> Compiler | None:
+    version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()
+    if not version or "clang" not in version[0]:
+        return None
+    with tempfile.TemporaryDirectory() as scratch:
+        program = Path(scratch) / "empty.c"
+        program.write_text("int main(void) { return 0; }\n")
+        linked = subprocess.run([path, "-fsanitize=address", program, "-o", f"{program}.out"], capture_output=True)
+    return Compiler("clang", (path,), version[0]) if linked.returncode == 0 else None
+
+
+@cache
+def _ziglang() -> Compiler:
+    if find_spec("ziglang") is None:
+        raise NoCompiler(
+            "the host run of Metal kernels needs the extra `test` (its ziglang), and clang to run under ASan"
+        )
+    command = (sys.executable, "-m", "ziglang")
+    done = subprocess.run([*command, "version"], capture_output=True, text=True)
+    if done.returncode:
+        raise NoCompiler(f"ziglang does not run: {done.stderr.strip()}")
+    return Compiler("ziglang", (*command, "cc"), f"ziglang {done.stdout.strip()}")  # cc: no C++ library to build
+
+
+def check_spaces(name: str, text: str) -> None:
+    """Compiles the text with real address spaces. Raises CompileFailed."""
+    compiler = _ziglang()
+    path = _cached(compiler, text, ["spaces"], ".o")
+    if not path.exists():
+        _make(path, name, text, [[*compiler.command, *_LANGUAGE, *_KERNEL, "-O0", "-c", "{source}", "-o", "{target}"]])
+
+
+def kernel_library(compiler: Compiler, name: str, text: str) -> Path:
+    """The text compiled to run, as a shared library. Raises CompileFailed."""
+    reports = [*_REPORTED, *(_WITH_RUNTIME if compiler.kind == "clang" else _WITHOUT_RUNTIME)]
+    checks = ["-fsanitize=address", *(part for option in reports for part in ("-mllvm", option))]
+    checks += [_UNDEFINED, "-fno-sanitize-trap=all", "-fno-sanitize-recover=all"]
+    flags = [*_LANGUAGE, *_KERNEL, _SINGLE, *_machine(), "-O1", "-gline-tables-only", "-fPIC", *checks]
+    path = _cached(compiler, text, flags, ".so")
+    if not path.exists():
+        compile_it = [*compiler.command, *flags, "-c", "{source}", "-o", "{object}"]
+        link_it = [*compiler.command, "-O2", "-shared", "{object}", "-o", "{target}", "-lm"]
+        _make(path, name, text, [compile_it, link_it])
+    return path
+
+
+def worker_program(compiler: Compiler) -> Path:
+    """The program that runs kernel libraries."""
+    flags = [*_LANGUAGE, "-O2", "-g", "-rdynamic", *(["-fsanitize=address"] if compiler.kind == "clang" else [])]
+    path = _cached(compiler, "worker", flags, ".worker")
+    if not path.exists():
+        command = [*compiler.command, *flags, str(SOURCES / "worker.cpp"), "-o", "{target}", "-ldl"]
+        _make(path, "worker", "", [command])
+    return path
+
+
+def _machine() -> list[str]:
+    return ["-mf16c"] if platform.machine() == "x86_64" else []
+
+
+@cache
+def _sources() -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()))
+
+
+def _cached(compiler: Compiler, text: str, flags: list[str], suffix: str) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.expanduser("~/.cache")
+    content = repr([compiler, flags, text]).encode() + _sources()
+    return Path(base) / "kvant" / "metal-host" / (hashlib.sha256(content).hexdigest()[:32] + suffix)
+
+
+def _make(path: Path, name: str, text: str, commands: list[list[str]]) -> None:
+    """Runs the commands in a folder of their own; what they made appears whole, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        places = {key: os.path.join(scratch, name) for key, name in _PLACES.items()}
+        Path(places["source"]).write_text(text)
+        for command in commands:
+            filled = [part.format(**places) if part.startswith("{") else part for part in command]
+            done = subprocess.run(filled, capture_output=True, text=True, timeout=COMPILE_LIMIT_S)
+            if done.returncode:
+                raise CompileFailed(f"{name}: {_errors(done.stderr)}")
+        os.replace(places["target"], path)
+
+
+_PLACES = {"source": "kernel.cpp", "object": "kernel.o", "target": "target"}
+
+
+def _errors(output: str) -> str:
+    lines = output.splitlines()
+    first = next((i for i, line in enumerate(lines) if "error:" in line), 0)
+    return "\n".join(lines[first : first + 12])

@@ -1,0 +1,202 @@
+"""A user's machine that pulls from a hub on loopback (hub.py), and the repository it pulls.
+
+Every process ends at once if it looks up or connects to anything but loopback.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+import kvant
+from support.hub import Hub, serve
+
+Process = subprocess.Popen[str]
+Done = subprocess.CompletedProcess[str]
+
+REPOSITORY = "somebody/small-model"
+WEIGHTS = "model.safetensors"
+# What a process runs first: it ends where it would reach any other machine.
+LOOPBACK_ONLY = """
+import os, sys
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+def watch(event, arguments):
+    if event == "socket.getaddrinfo" and arguments[0] not in LOOPBACK:
+        os._exit(99)
+    if event == "socket.connect" and arguments[1][0] not in LOOPBACK:
+        os._exit(99)
+sys.addaudithook(watch)
+exec(os.environ.get("PRELUDE", ""))
+from kvant.cli import main
+"""
+# Many commands in one process, which spares its start: a line of JSON in, one out.
+SHELL = (
+    LOOPBACK_ONLY
+    + """
+import contextlib, io, json
+from pathlib import Path
+from kvant.engine.load import find_model
+from kvant.errors import ModelError
+from kvant.weights import known
+places = known.PLACES
+requests, sys.stdin = sys.stdin, io.StringIO()
+for line in requests:
+    arguments, listed = json.loads(line)
+    known.PLACES = (Path(listed),) if listed else places
+    known.known_models.cache_clear()
+    output, errors, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        try:
+            if arguments[0] == "find":
+                find_model(*arguments[1:])
+            else:
+                sys.argv = ["kvant", *arguments]
+                main()
+        except ModelError as error:
+            print(error)
+        except SystemExit as ended:
+            code = ended.code or 0
+    print(json.dumps([code, output.getvalue(), errors.getvalue()]), flush=True)
+"""
+)
+
+
+class Machine:
+    """A user's machine: a home, huggingface_hub's cache and kvant's, and the command."""
+
+    def __init__(self, hub: Hub, home: Path) -> None:
+        self.hub, self.home = hub, home
+        self.shells: dict[str, Process] = {}
+        (home / "hf").mkdir()
+        (home / "link").symlink_to(home / "hf")
+        self.environment = {
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(Path(kvant.__file__).parents[1]),
+            "HOME": str(home),
+            "HF_HOME": str(home / "link"),
+            "XDG_CACHE_HOME": str(home / "cache"),
+            "HF_ENDPOINT": hub.endpoint,
+            "KVANT_BLAS": "mlx",
+        }
+
+    def start(self, *arguments: str, code: str = f"{LOOPBACK_ONLY}main()", **environment: str) -> Process:
+        return subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", code, *arguments],
+            env=self.environment | environment,
+            cwd=self.home,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *arguments: str, listed: str | None = None, **environment: str) -> Done:
+        """A command, in the process of its environment."""
+        key = json.dumps(environment)
+        if key not in self.shells:
+            self.shells[key] = self.start(code=SHELL, **environment)
+        shell = self.shells[key]
+        assert shell.stdin is not None
+        assert shell.stdout is not None
+        print(json.dumps([arguments, listed]), file=shell.stdin, flush=True)
+        return subprocess.CompletedProcess(arguments, *json.loads(shell.stdout.readline()))
+
+    def close(self) -> None:
+        for shell in self.shells.values():
+            shell.communicate(timeout=60)
+
+    def pull(self, *arguments: str, listed: str | None = None, **environment: str) -> Path:
+        """A pull that must succeed; its folder."""
+        done = self.run("pull", *arguments, listed=listed, **environment)
+        assert done.returncode == 0, done.stderr
+        return Path(done.stdout.removesuffix("\n"))
+
+    def refuses(self, *arguments: str, code: int = 1, listed: str | None = None, **environment: str) -> str:
+        """The line of a command that must fail: the last on standard error, with no traceback."""
+        done = self.run(*arguments, listed=listed, **environment)
+        assert (done.returncode, done.stdout) == (code, ""), done.stderr
+        assert "Traceback" not in done.stderr
+        line = done.stderr.splitlines()[-1]
+        assert line.startswith("kvant: error: ")
+        return line
+
+    def resolves(self, model: str = REPOSITORY) -> str | None:
+        """Whether it can be loaded: None, or why not. Nothing is asked of the hub."""
+        count = len(self.hub.requests)
+        why = self.run("find", model).stdout
+        assert len(self.hub.requests) == count
+        return why or None
+
+    @property
+    def blobs(self) -> Path:
+        """Of the repository, in huggingface_hub's cache."""
+        return self.home / "hf" / "hub" / f"models--{REPOSITORY.replace('/', '--')}" / "blobs"
+
+    def partial(self) -> Path:
+        """The one file that is not whole."""
+        (found,) = self.blobs.glob("*.incomplete")
+        return found
+
+    def forget(self) -> None:
+        """All that was pulled."""
+        shutil.rmtree(self.blobs.parents[1])
+        self.lock.unlink()
+
+    @property
+    def lock(self) -> Path:
+        return self.home / "cache" / "kvant" / "weights" / f"{REPOSITORY.replace('/', '--')}.json"
+
+
+@pytest.fixture(scope="module")
+def files(pocket_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A repository: the embedded model in float32, 12 MB, its tokenizer, and what must never be pulled."""
+    made = tmp_path_factory.mktemp("model") / WEIGHTS
+    arrays = mx.load(str(pocket_folder / WEIGHTS))
+    mx.save_safetensors(str(made), {name: array.astype(mx.float32) for name, array in arrays.items()})
+    names = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+    found = {name: (pocket_folder / name).read_bytes() for name in names} | {WEIGHTS: made.read_bytes()}
+    never = ("pytorch_model.bin", "modeling.py", "consolidated.safetensors", "onnx/model.json", "README.md", "x.pkl")
+    return found | dict.fromkeys(never, b"not to be pulled")
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with serve(Hub()) as server:
+        yield server
+
+
+@pytest.fixture
+def machine(hub: Hub, tmp_path: Path) -> Iterator[Machine]:
+    with contextlib.closing(Machine(hub, tmp_path)) as made:
+        yield made
+
+
+@pytest.fixture
+def listed(files: dict[str, bytes], tmp_path: Path) -> "Listing":
+    return Listing(files, tmp_path / "weights.toml")
+
+
+class Listing:
+    """A weights.toml that names the repository."""
+
+    def __init__(self, files: dict[str, bytes], path: Path) -> None:
+        self.files, self.path = files, path
+
+    def write(self, commit: str, **changes: dict[str, object]) -> str:
+        lines = [f'[models.small]\nrepository = "{REPOSITORY}"\nrevision = "{commit}"\nlicense = "mit"\nfiles = [']
+        for name in ("config.json", WEIGHTS):
+            data = self.files[name]
+            facts = {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            facts |= changes.get(name.split(".")[0], {})
+            lines.append("  { " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in facts.items()) + " },")
+        lines += ["]", "[models.small.config]", "num_hidden_layers = 4"]
+        self.path.write_text("\n".join(lines))
+        return str(self.path)

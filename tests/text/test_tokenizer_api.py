@@ -1,0 +1,235 @@
+"""The tokenizer in use: mlx-lm's functions take it, its ends of text can be set, no other library comes along."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import numpy as np
+import pytest
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, NaiveStreamingDetokenizer, TokenizerWrapper
+from support.hostile import MESSAGES, change, good_model
+from support.tokenizers_made import FAMILIES, write_tokenizer
+
+import kvant
+from kvant.errors import ModelError, PromptError
+from kvant.models import Decoder
+from kvant.text.tokenizer import Tokenizer, load_tokenizer
+
+STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
+
+
+@pytest.fixture
+def fresh(pocket: tuple[Decoder, Tokenizer], pocket_folder: Path) -> tuple[Decoder, Tokenizer]:
+    """Pocket with a tokenizer that a test may change."""
+    tokenizer = load_tokenizer(pocket_folder)
+    tokenizer.eos_token_ids = pocket[1].eos_token_ids
+    return pocket[0], tokenizer
+
+
+def texts(model: Any, tokenizer: Any, prompt: list[int], stream: Any, max_tokens: int = 40) -> list[tuple[int, str]]:
+    return [(r.token, r.text) for r in stream(model, tokenizer, prompt, max_tokens=max_tokens)]
+
+
+def test_mlx_lms_functions_take_it(fresh: tuple[Decoder, Tokenizer], pocket_mlx_lm: nn.Module) -> None:
+    model, tokenizer = fresh
+    prompt = tokenizer.apply_chat_template(STORY, add_generation_prompt=True)
+    expected = kvant.generate(model, tokenizer, prompt, max_tokens=40)
+    assert "fox" in expected
+    assert mlx_lm.generate(pocket_mlx_lm, tokenizer, prompt, max_tokens=40) == expected
+    given = texts(pocket_mlx_lm, tokenizer, prompt, mlx_lm.stream_generate)
+    assert "".join(text for _, text in given) == expected
+    ours = texts(model, tokenizer, prompt, kvant.stream_generate)
+    assert [token for token, _ in given] == [token for token, _ in ours]
+
+
+@pytest.mark.parametrize("detokenizer", [NaiveStreamingDetokenizer, BPEStreamingDetokenizer])
+def test_mlx_lms_wrapper(fresh: tuple[Decoder, Tokenizer], pocket_mlx_lm: nn.Module, detokenizer: Any) -> None:
+    model, tokenizer = fresh
+    wrapped = TokenizerWrapper(tokenizer, detokenizer, eos_token_ids=[5])
+    assert wrapped.eos_token_ids == {5, tokenizer.eos_token_id}
+    assert wrapped.has_chat_template
+    assert not wrapped.has_thinking
+    assert len(wrapped) == len(tokenizer)
+    assert wrapped.vocab_size == tokenizer.vocab_size
+    prompt = wrapped.apply_chat_template(STORY, add_generation_prompt=True)
+    assert prompt == tokenizer.apply_chat_template(STORY, add_generation_prompt=True)
+    given = texts(pocket_mlx_lm, wrapped, prompt, mlx_lm.stream_generate)
+    whole = "".join(text for _, text in given)
+    assert (
+        whole
+        == tokenizer.decode([token for token, _ in given])
+        == kvant.generate(model, tokenizer, prompt, max_tokens=40)
+    )
+
+
+def test_the_wrapper_sees_no_template_where_there_is_none(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, "qwen2"))
+    assert TokenizerWrapper(tokenizer).has_chat_template is tokenizer.has_chat_template is False
+
+
+@pytest.mark.parametrize(("marks", "found"), [(["<think>", "</think>"], True), (["<think>"], False)])
+def test_marks_of_thinking(tmp_path: Path, marks: list[str], found: bool) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, "qwen3", extra_special_tokens=marks))
+    wrapped = TokenizerWrapper(tokenizer)
+    assert tokenizer.has_thinking is wrapped.has_thinking is found
+    assert (tokenizer.think_start, tokenizer.think_end) == (wrapped.think_start, wrapped.think_end)
+
+
+# Where a text ends.
+
+
+def test_an_empty_set_never_stops(fresh: tuple[Decoder, Tokenizer], pocket_mlx_lm: nn.Module) -> None:
+    model, tokenizer = fresh
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hi!"}], add_generation_prompt=True)
+    stopped = list(kvant.stream_generate(model, tokenizer, prompt, max_tokens=60))
+    assert stopped[-1].finish_reason == "stop"
+    assert len(stopped) < 50
+    tokenizer.eos_token_ids = set()
+    going_on = list(kvant.stream_generate(model, tokenizer, prompt, max_tokens=60))
+    assert len(going_on) == 60
+    assert going_on[-1].finish_reason == "length"
+    tokens = [response.token for response in going_on]
+    assert tokens[: len(stopped)] == [response.token for response in stopped]
+    assert stopped[-1].token in tokens
+    wrapped = TokenizerWrapper(tokenizer, BPEStreamingDetokenizer)
+    wrapped.eos_token_ids = None
+    assert tokens[:50] == [token for token, _ in texts(pocket_mlx_lm, wrapped, prompt, mlx_lm.stream_generate, 50)]
+
+
+def test_ends_can_be_added_and_set(fresh: tuple[Decoder, Tokenizer]) -> None:
+    model, tokenizer = fresh
+    prompt = tokenizer.apply_chat_template(STORY, add_generation_prompt=True)
+    tokens = [token for token, _ in texts(model, tokenizer, prompt, kvant.stream_generate)]
+    tokenizer.add_eos_token(tokenizer.convert_ids_to_tokens(tokens[7]))
+    cut = list(kvant.stream_generate(model, tokenizer, prompt, max_tokens=40))
+    assert [response.token for response in cut] == tokens[: tokens.index(tokens[7]) + 1]
+    assert cut[-1].finish_reason == "stop"
+    tokenizer.eos_token_ids = [tokens[3]]
+    tokenizer.add_eos_token(str(tokens[2]))
+    assert tokenizer.eos_token_ids == {tokens[2], tokens[3]}
+    tokenizer.eos_token_ids = None
+    assert tokenizer.eos_token_ids == set()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama2"])
+def test_an_end_that_is_no_token(tmp_path: Path, family: str) -> None:
+    """Not even where the vocabulary has a token for what it does not know."""
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, family))
+    with pytest.raises(ValueError, match="'<no token>' is not a token of this tokenizer"):
+        tokenizer.add_eos_token("<no token>")
+
+
+def test_no_end_in_the_models_configuration(tmp_path: Path) -> None:
+    folder = good_model(tmp_path / "model")
+    (folder / "generation_config.json").unlink()
+    change(folder / "config.json", eos_token_id=None)
+    model, tokenizer = kvant.load(folder)
+    assert tokenizer.eos_token_ids == {tokenizer.eos_token_id}
+    prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)
+    assert 1 <= len(list(kvant.stream_generate(model, tokenizer, prompt, max_tokens=4))) <= 4
+    change(folder / "tokenizer_config.json", eos_token=None)
+    for name in ("special_tokens_map.json", "added_tokens.json"):
+        (folder / name).unlink()
+    model, tokenizer = kvant.load(folder)
+    assert tokenizer.eos_token is tokenizer.eos_token_id is None
+    assert tokenizer.eos_token_ids == set()
+    assert len(list(kvant.stream_generate(model, tokenizer, prompt, max_tokens=4))) == 4
+
+
+# Arguments.
+
+
+def test_ids_of_other_types(pocket: tuple[Decoder, Tokenizer]) -> None:
+    tokenizer = pocket[1]
+    ids = tokenizer.encode("a fox")
+    assert tokenizer.decode(mx.array(ids)) == tokenizer.decode(np.array(ids)) == tokenizer.decode(tuple(ids)) == "a fox"
+    assert tokenizer.decode(ids[0]) == tokenizer.decode(np.int64(ids[0]))
+    assert tokenizer.convert_ids_to_tokens(mx.array(ids)) == tokenizer.convert_ids_to_tokens(ids)
+
+
+@pytest.mark.parametrize("ids", [[-1], -1, [2**32], ["a"], "5", None, 3.5, [1.5], [[1]], {"a": 1}])
+def test_what_is_no_id(pocket: tuple[Decoder, Tokenizer], ids: Any) -> None:
+    for method in (pocket[1].decode, pocket[1].convert_ids_to_tokens):
+        with pytest.raises(ValueError, match=r"^token ids? .*; expected") as caught:
+            method(ids)
+        assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("text", [None, b"a", 5, ["a"], "a fox \ud83e"])
+def test_what_is_no_text(pocket: tuple[Decoder, Tokenizer], text: Any) -> None:
+    with pytest.raises(PromptError, match=r"^the prompt (is a|has) .*; expected"):
+        pocket[1].encode(text)
+
+
+def test_a_folder_without_tokenizer_json(tmp_path: Path) -> None:
+    (write_tokenizer(tmp_path, "llama2") / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"no tokenizer\.json; `kvant convert --tokenizer` makes one"):
+        load_tokenizer(tmp_path)
+
+
+# What is imported.
+
+IN_PROCESS = """
+import json, sys
+{body}
+foreign = sorted(name for name in sys.modules if name.split(".")[0] in ("transformers", "mlx_lm", "tokenizers"))
+open({path!r}, "w").write(json.dumps(foreign))
+"""
+COMMAND = """
+from kvant.cli import main
+sys.argv = ["kvant", *{arguments}]
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code, ended.code
+"""
+LIBRARY = """
+import kvant
+from kvant.engine.sampling import make_sampler
+model, tokenizer = kvant.load("pocket")
+prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hello!"}], add_generation_prompt=True)
+sampler = make_sampler(temp=0.8, top_p=0.9, seed=3)
+for response in kvant.stream_generate(model, tokenizer, prompt, max_tokens=5, sampler=sampler):
+    print(response.text, end="")
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "stdin"),
+    [
+        (COMMAND.format(arguments=["generate", "-p", "Hello!", "-m", "5"]), ""),
+        (COMMAND.format(arguments=["generate", "-p", "Hello!", "-m", "5", "--temp", "0.8", "--seed", "3"]), ""),
+        (COMMAND.format(arguments=["chat", "-m", "5"]), "Hello!\n"),
+        (LIBRARY, ""),
+    ],
+    ids=["generate", "generate at a temperature", "chat", "stream_generate"],
+)
+def test_no_other_library_comes_along(tmp_path: Path, body: str, stdin: str) -> None:
+    path = tmp_path / "imported"
+    code = IN_PROCESS.format(body=body, path=str(path))
+    done = subprocess.run([sys.executable, "-c", code], input=stdin, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert json.loads(path.read_text()) == []
+
+
+def test_every_family_is_read_without_them(tmp_path: Path) -> None:
+    folders = [str(write_tokenizer(tmp_path / name, name)) for name in FAMILIES]
+    body = f"""
+from pathlib import Path
+from kvant.text.tokenizer import load_tokenizer
+for folder in {folders}:
+    tokenizer = load_tokenizer(Path(folder))
+    detokenizer = tokenizer.detokenizer
+    for token in tokenizer.encode("a fox"):
+        detokenizer.add_token(token)
+"""
+    path = tmp_path / "imported"
+    code = IN_PROCESS.format(body=body, path=str(path))
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert json.loads(path.read_text()) == []

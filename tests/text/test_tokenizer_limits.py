@@ -1,0 +1,215 @@
+"""Tokenizers made to do harm: one line within seconds, no memory of kvant's own process, and the next text works."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support.counts import count
+from support.hostile import MESSAGES
+from support.tokenizers_made import write_tokenizer
+
+import kvant
+from kvant.errors import KvantError, ModelError, PromptError
+from kvant.text import process as bounded
+from kvant.text.tokenizer import Tokenizer, load_tokenizer
+
+GROWTH = 250_000_000  # bytes: copies of the file or of a text of 32 million characters; not what is made of them
+
+
+@contextmanager
+def harmless(kind: type[KvantError], message: str) -> Iterator[None]:
+    """One printable line of this kind, within the limit and a second, while this process stays small."""
+    watched = sys.platform == "linux"
+    if watched:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _peak_bytes() if watched else 0
+    started = time.monotonic()
+    with pytest.raises(kind, match=message) as caught:
+        yield
+    assert time.monotonic() - started < bounded.TIME_LIMIT_S + 5  # a busy machine's start of the next process, too
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1100
+    assert not watched or _peak_bytes() - before < GROWTH
+
+
+def _peak_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def spoiled(folder: Path, family: str, spoil: Callable[[dict[str, Any]], object], **config: Any) -> Path:
+    """A family's folder with another tokenizer.json; ``llama3`` and ``unigram`` are taken as the file says."""
+    path = write_tokenizer(folder, family, **config) / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    spoil(raw)
+    path.write_text(json.dumps(raw))
+    return folder
+
+
+def normalizer(*steps: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
+    return lambda raw: raw.update(normalizer={"type": "Sequence", "normalizers": list(steps)})
+
+
+def split(pattern: str) -> Callable[[dict[str, Any]], None]:
+    step = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return lambda raw: raw.update(pre_tokenizer=step)
+
+
+def replace(text: str, by: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": text}, "content": by}
+
+
+def pieces_of_a(raw: dict[str, Any]) -> None:
+    """Every run of the letter is a piece."""
+    named = [["<unk>", 0.0], ["<s>", 0.0], ["</s>", 0.0]]
+    raw["model"] |= {"vocab": named + [["a" * n, -1.0 * n] for n in range(1, 3000)], "byte_fallback": False}
+    raw["pre_tokenizer"] = None
+
+
+def words_of_any_length(raw: dict[str, Any]) -> None:
+    vocabulary = raw["model"]["vocab"]
+    raw["model"] |= {"max_input_chars_per_word": 2**40, "vocab": {**vocabulary, "##a": max(vocabulary.values()) + 1}}
+    raw["pre_tokenizer"] = None
+
+
+TOO_MUCH = "it takes longer than 2 s|it needs too much memory"
+# What is done to a family's file, the text, and one that still works.
+TEXTS: dict[str, tuple[str, Callable[[dict[str, Any]], None], str, str]] = {
+    "bytes of bytes": ("llama3", normalizer(*[{"type": "ByteLevel"}] * 30), "é", "z"),
+    "prepending": ("llama3", normalizer(*[{"type": "Prepend", "prepend": "a" * 200_000}] * 300), "é", ""),
+    "decomposing": ("llama3", normalizer({"type": "NFKD"}), "\ufdfa" * 2_000_000, "z"),
+    "doubling": ("llama3", normalizer(*[replace("a", "aa")] * 40), "a", "z"),
+    "nested repeats": ("llama3", split("(a+)+$"), "a" * 1_000_000 + "b", "z"),
+    "quadratic repeats": ("llama3", split("a*a*a*b|a*c"), "a" * 8_000_000, "z"),
+    "long pieces": ("unigram", pieces_of_a, "a" * 1_000_000, "aaa z"),
+    "long words": ("wordpiece", words_of_any_length, "a" * 200_000, "fox"),
+}
+
+
+@pytest.mark.parametrize(("family", "spoil", "text", "harmless_text"), TEXTS.values(), ids=TEXTS)
+def test_a_text_that_takes_too_much(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    family: str,
+    spoil: Callable[[dict[str, Any]], None],
+    text: str,
+    harmless_text: str,
+) -> None:
+    tokenizer = load_tokenizer(spoiled(tmp_path, family, spoil))
+    expected = tokenizer.encode(harmless_text)
+    monkeypatch.setattr(bounded, "TIME_LIMIT_S", 2.0)
+    with harmless(PromptError, f"the prompt cannot be encoded: .*({TOO_MUCH}|retry-limit-in-match over)"):
+        tokenizer.encode(text)
+    monkeypatch.undo()
+    assert tokenizer.encode(harmless_text) == expected
+
+
+@pytest.fixture
+def llama3(tmp_path: Path) -> Tokenizer:
+    return load_tokenizer(write_tokenizer(tmp_path, "llama3"))
+
+
+def test_a_template_that_writes_a_long_text(llama3: Tokenizer) -> None:
+    source = "{{ 'a b c d ' * 4000000 }}"
+    assert len(llama3.apply_chat_template(MESSAGES, chat_template=source, tokenize=False)) == 32_000_000
+    with harmless(PromptError, TOO_MUCH.replace("2 s", "5 s")):
+        llama3.apply_chat_template(MESSAGES, chat_template=source)
+    assert llama3.decode(llama3.encode("a fox", add_special_tokens=False)) == "a fox"
+
+
+def test_a_decoder_that_grows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pocket: tuple[Any, Tokenizer]) -> None:
+    """In decode, and in what is generated."""
+    grow = {"type": "Sequence", "decoders": [replace("a", "aa")] * 40}
+    tokenizer = load_tokenizer(spoiled(tmp_path, "llama3", lambda raw: raw.update(decoder=grow)))
+    letter = tokenizer.convert_tokens_to_ids("a")
+    cache = pocket[0].make_cache(64)
+    run = kvant.stream_generate(
+        pocket[0], tokenizer, [1, 2, 3], sampler=lambda _: mx.array([letter]), prompt_cache=cache
+    )
+    monkeypatch.setattr(bounded, "TIME_LIMIT_S", 2.0)
+    with harmless(ModelError, "the tokenizer cannot decode: "):
+        tokenizer.decode([letter])
+    with harmless(ModelError, "the tokenizer cannot decode"):
+        next(run)
+    monkeypatch.undo()
+    assert tokenizer.decode(tokenizer.convert_tokens_to_ids(["z", "y"])) == "zy"
+    assert len(list(kvant.stream_generate(*pocket, [1, 2, 3], max_tokens=2, prompt_cache=cache))) <= 2
+
+
+# Tokenizers that take too much to load.
+
+
+def test_many_special_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = [f"<{number}>" for number in range(200_000)]
+    folder = spoiled(tmp_path, "llama3", dict, additional_special_tokens=names)
+    monkeypatch.setattr(bounded, "TIME_LIMIT_S", count(1, 5) * 1.0)
+    with harmless(ModelError, "the tokenizer cannot be loaded: it "):
+        load_tokenizer(folder)
+
+
+def test_many_empty_objects(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, "llama3")
+    number = count(9_000_000, 20_000_000)
+    (folder / "tokenizer.json").write_bytes(b'{"model": [' + b"{}," * number + b"{}]}")
+    with harmless(ModelError, "the tokenizer cannot be loaded: it needs too much memory"):
+        load_tokenizer(folder)
+
+
+def test_a_file_that_is_too_large(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, "llama3")
+    os.truncate(folder / "tokenizer.json", 65 * 1024 * 1024)
+    with harmless(ModelError, "expected at most 67108864"):
+        load_tokenizer(folder)
+
+
+# What is asked of it every day.
+
+
+@contextmanager
+def ctrl_c(after_s: float) -> Iterator[None]:
+    """Ctrl-C comes and ends at once what is done here; also where whoever runs the tests ignores it."""
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupt = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
+    started = time.monotonic()
+    interrupt.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+        assert time.monotonic() - started < after_s + 1
+    finally:
+        interrupt.cancel()
+        interrupt.join()
+        signal.signal(signal.SIGINT, usual)
+
+
+def test_ctrl_c_during_a_long_text(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(spoiled(tmp_path, "unigram", pieces_of_a))
+    expected = tokenizer.encode("aaa z")
+    with ctrl_c(0.3):
+        tokenizer.encode("a" * 1_000_000)
+    assert tokenizer.encode("aaa z") == expected
+
+
+def test_ctrl_c_while_a_tokenizer_loads(tmp_path: Path) -> None:
+    names = [f"<{number}>" for number in range(200_000)]
+    folder = spoiled(tmp_path, "llama3", dict, additional_special_tokens=names)
+    with ctrl_c(0.5):
+        load_tokenizer(folder)
+
+
+def test_long_texts_that_are_none_the_worse(pocket: tuple[Any, Tokenizer], llama3: Tokenizer) -> None:
+    """A text of a million characters, a hundred times pocket's context."""
+    text = "The quick brown fox jumps over the lazy dog, isn't it? \n" * 18_000
+    for tokenizer in (pocket[1], llama3):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == text
+        assert len(tokenizer.apply_chat_template([{"role": "user", "content": text}], chat_template="{{ messages }}"))

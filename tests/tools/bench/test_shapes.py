@@ -1,0 +1,163 @@
+"""Random models of known shapes: what is on disk, through both engines, and what is left when writing fails."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from mlx_lm.utils import load_model
+from support.numbers import relative_error
+
+from kvant.engine.load import POCKET, find_model
+from kvant.errors import KvantError
+from kvant.models import ModelConfig, load_decoder
+from kvant.models.rope import Rope
+from kvant.tools.bench.shapes import SHAPES, Shape, random_model, shape_bytes, write_random
+
+QWEN2 = Shape("tiny", "qwen2", 256, 2, 4, 2, 64, 384, 500, True, large_key_bias=True)
+QWEN3 = Shape("tiny3", "qwen3", 128, 2, 4, 2, 64, 384, 500, True)
+UNTIED = replace(QWEN2, tie_word_embeddings=False)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(0, 64), (4, 32), (4, 64), (8, 64), (8, 128)])
+@pytest.mark.parametrize("shape", [QWEN2, QWEN3, UNTIED], ids=["qwen2", "qwen3", "untied"])
+def test_both_engines_read_it_and_agree(tmp_path: Path, shape: Shape, bits: int, group_size: int) -> None:
+    write_random(shape, tmp_path, bits=bits, group_size=group_size, seed=3)
+    model = load_decoder(tmp_path)
+    reference, _ = load_model(tmp_path)
+    mx.random.seed(0)
+    ids = mx.random.randint(0, shape.vocab_size, (1, 24))
+    own = reference(ids)
+    assert mx.isfinite(own).all()  # as mlx-lm runs it, in bfloat16
+    assert 0.7 < mx.std(own.astype(mx.float32)).item() < 1.4
+    reference.set_dtype(model.dtype)
+    tolerance = 1e-4 if model.dtype == mx.float32 else 0.1
+    assert relative_error(model(ids)[0].astype(mx.float32), reference(ids)[0].astype(mx.float32)) < tolerance
+    assert len({int(row.argmax()) for row in own[0]}) > 8  # the answer depends on the token
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(0, 64), (4, 32), (8, 128)])
+@pytest.mark.parametrize("shape", [QWEN2, QWEN3, UNTIED], ids=["qwen2", "qwen3", "untied"])
+def test_the_bytes_on_disk_are_those_announced(tmp_path: Path, shape: Shape, bits: int, group_size: int) -> None:
+    write_random(shape, tmp_path, bits=bits, group_size=group_size)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) == shape.num_hidden_layers + 2
+    headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files)
+    announced = shape_bytes(shape, bits, group_size)
+    assert sum(file.stat().st_size for file in files) - headers == announced
+    assert json.loads((tmp_path / "model.safetensors.index.json").read_text())["metadata"]["total_size"] == announced
+
+
+@pytest.mark.parametrize("bits", [0, 4, 8])
+def test_matrices_have_unit_gain_and_no_mean(tmp_path: Path, bits: int) -> None:
+    write_random(QWEN2, tmp_path, bits=bits)
+    tensors = mx.load(str(tmp_path / "model-00002-of-00004.safetensors"))
+    path = "model.layers.0.mlp.down_proj"
+    weight = tensors[f"{path}.weight"]
+    if bits:
+        assert weight.dtype == mx.uint32
+        weight = mx.dequantize(weight, tensors[f"{path}.scales"], tensors[f"{path}.biases"], group_size=64, bits=bits)
+    weight = weight.astype(mx.float32) * 384**0.5
+    assert abs(mx.mean(weight).item()) < 0.02
+    assert abs(mx.std(weight).item() - 1) < 0.02
+
+
+def test_a_seed_writes_the_same_bytes_again(tmp_path: Path) -> None:
+    found = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        (tmp_path / name).mkdir()
+        write_random(QWEN2, tmp_path / name, bits=4, seed=seed)
+        found.append(_contents(tmp_path / name))
+    assert found[0] == found[1]
+    assert all(found[0][name] != found[2][name] for name in found[0] if "-0000" in name and "4-of" not in name)
+
+
+def test_one_key_pair_a_layer_is_as_large_as_qwen2s(tmp_path: Path) -> None:
+    write_random(QWEN2, tmp_path, bits=4)
+    assert [layer.self_attn.qkv_bias.pairs for layer in load_decoder(tmp_path).layers] == [(31,), (31,)]
+    (tmp_path / "other").mkdir()
+    write_random(replace(QWEN2, large_key_bias=False), tmp_path / "other", bits=4)
+    assert [layer.self_attn.qkv_bias.pairs for layer in load_decoder(tmp_path / "other").layers] == [(), ()]
+
+
+def test_pocket_is_the_embedded_models_shape() -> None:
+    shape, config = SHAPES[POCKET], ModelConfig.from_folder(find_model(POCKET))
+    for name in (
+        "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "intermediate_size", "vocab_size", "rms_norm_eps", "tie_word_embeddings",
+    ):  # fmt: skip
+        assert getattr(shape, name) == getattr(config, name)
+    assert config.rope == Rope(theta=shape.rope_theta)
+    assert shape.max_position_embeddings >= 8192
+
+
+def test_a_shapes_size_is_that_of_the_published_file() -> None:
+    """mlx-community/Qwen2.5-0.5B-Instruct-4bit has 278,064,920 bytes with its header."""
+    assert 0 < 278_064_920 - shape_bytes(SHAPES["qwen2.5-0.5b"], 4) < 100_000
+    assert shape_bytes(SHAPES["qwen2.5-7b"], 0) == 2 * 7_615_616_512
+
+
+def test_the_context_can_be_chosen(tmp_path: Path) -> None:
+    write_random(QWEN2, tmp_path, bits=4, context=70_000)
+    assert ModelConfig.from_folder(tmp_path).max_position_embeddings == 70_000
+
+
+@pytest.mark.parametrize(("bits", "group_size", "message"), [(3, 64, "bits is 3"), (4, 48, "group_size is 48")])
+def test_formats_that_cannot_be_written(tmp_path: Path, bits: int, group_size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        write_random(QWEN2, tmp_path, bits=bits, group_size=group_size)
+    with pytest.raises(ValueError, match="a divisor of"):
+        shape_bytes(replace(QWEN2, intermediate_size=96), 4, 64)
+
+
+def test_the_disk_is_asked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
+    with pytest.raises(KvantError, match=r"qwen2.5-7b needs 4.29 GB of disk; 1.00 GB are free"):
+        write_random(SHAPES["qwen2.5-7b"], tmp_path, bits=4)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = mx.save_safetensors
+
+    def fail_at_the_third(path: str, *rest: object, **named: object) -> None:
+        save(path, *rest, **named)
+        if "00003" in path:
+            raise RuntimeError("[write] Unable to write 3 bytes to file.")
+
+    monkeypatch.setattr(mx, "save_safetensors", fail_at_the_third)
+    with pytest.raises(KvantError, match=r"tiny cannot be written: .* Unable to write 3 bytes") as caught:
+        write_random(QWEN2, tmp_path, bits=4)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_temporary_model_goes_when_it_is_left(tmp_path: Path) -> None:
+    with random_model(QWEN2, bits=4, parent=tmp_path) as folder:
+        assert folder.parent == tmp_path
+        load_decoder(folder)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(KeyboardInterrupt), random_model(QWEN2, bits=4, parent=tmp_path) as folder:
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupted_while_writing(tmp_path: Path) -> None:
+    seen = []
+
+    def interrupt(done: int, total: int) -> None:
+        seen.append((done, total))
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_random(QWEN2, tmp_path, bits=0, progress=interrupt)
+    assert seen == [(1, 4), (2, 4)]
+    assert list(tmp_path.iterdir()) == []

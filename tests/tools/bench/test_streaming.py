@@ -1,0 +1,258 @@
+"""A streaming server as an engine, against a local one that speaks the protocol: known delays, and each failure."""
+
+import json
+import socket
+import threading
+import time
+from contextlib import closing
+from itertools import accumulate
+from typing import Any
+
+import pytest
+from support.completions import Reply
+
+from kvant.errors import KvantError
+from kvant.tools.bench.event_stream import MAX_EVENT_BYTES, events
+from kvant.tools.bench.streaming import StreamingServer, StreamSummary
+
+USAGE = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
+KEY = "sk-secret-0123456789"
+
+
+def _chunk(text: str, reason: str | None = None) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": text, "finish_reason": reason}]}
+
+
+def _fails(url: str, message: str, timeout_s: float = 5.0, max_tokens: int = 3) -> str:
+    server = StreamingServer(url, timeout_s=timeout_s)
+    with pytest.raises(KvantError, match=message) as caught:
+        list(server.pieces("Hi", max_tokens))
+    assert str(caught.value).startswith(f"{url}: ")
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 300
+    with pytest.raises(ValueError, match="no completion"):
+        _ = server.summary
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_pieces_and_counts(served: tuple[str, Reply], chunked: bool) -> None:
+    url, reply = served
+    reply.chunked = chunked
+    reply.say(_chunk(""), _chunk("One"), _chunk(" day"), _chunk(" é\n", "length"), USAGE)
+    server = StreamingServer(url, model="fox")
+    assert list(server.pieces("Tell", 3, seed=5)) == ["One", " day", " é\n"]
+    assert server.summary == StreamSummary(3, 7, 3, "length")
+    assert server.summary.one_token_an_event is True
+    assert reply.path == "/v1/completions"
+    assert reply.bodies == [
+        {
+            "prompt": "Tell", "max_tokens": 3, "temperature": 0, "seed": 5, "stream": True, "model": "fox",
+            "stream_options": {"include_usage": True}, "ignore_eos": True, "cache_prompt": False,
+        }
+    ]  # fmt: skip
+    assert "Authorization" not in reply.headers
+
+
+def test_pieces_come_when_they_are_sent(served: tuple[str, Reply]) -> None:
+    url, reply = served
+    waits = [0.1, 0.4, 0.1]
+    for wait, text in zip(waits, "abc", strict=True):
+        event = f"data: {json.dumps(_chunk(text))}\n\n".encode()
+        reply.parts += [wait, event]
+    reply.parts += [b"data: [DONE]\n\n", 30.0]  # the end is the event, not the connection's
+    reply.chunked = True
+    started = time.monotonic()
+    arrived = [time.monotonic() - started for _ in StreamingServer(url).pieces("Hi", 3)]
+    assert time.monotonic() - started < 5
+    for seconds, sent in zip(arrived, accumulate(waits), strict=True):
+        assert sent - 0.01 < seconds < sent + 0.35
+
+
+def test_breaking_off(served: tuple[str, Reply]) -> None:
+    url, reply = served
+    reply.parts = [f"data: {json.dumps(_chunk('a'))}\n\n".encode(), 30.0]
+    server = StreamingServer(url)
+    with closing(server.pieces("Hi", 3)) as pieces:
+        assert next(pieces) == "a"
+    with pytest.raises(ValueError, match="no completion has come to its end"):
+        _ = server.summary
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ([_chunk("a"), _chunk("b")], (2, None, None, None, None)),
+        ([_chunk("a b c"), USAGE], (1, 7, 3, None, False)),
+        ([_chunk("a"), _chunk("b"), _chunk("", "stop"), USAGE], (2, 7, 3, "stop", True)),
+        ([_chunk("a"), _chunk("b"), _chunk("", "length"), USAGE], (2, 7, 3, "length", False)),
+        ([_chunk("a"), {"choices": [], "usage": {"completion_tokens": True, "prompt_tokens": -1}}], (1,) + (None,) * 4),
+        ([_chunk("a"), {"choices": [], "usage": None}], (1, None, None, None, None)),
+    ],
+)
+def test_what_the_server_counts(served: tuple[str, Reply], said: list[Any], expected: tuple[Any, ...]) -> None:
+    url, reply = served
+    reply.say(*said)
+    server = StreamingServer(f"{url}/v1/")
+    list(server.pieces("Hi", 3))
+    assert reply.path == "/v1/completions"
+    found = server.summary
+    counts = (found.events, found.prompt_tokens, found.completion_tokens, found.finish_reason)
+    assert (*counts, found.one_token_an_event) == expected
+
+
+def test_the_key_is_sent_and_never_shown(served: tuple[str, Reply], monkeypatch: pytest.MonkeyPatch) -> None:
+    url, reply = served
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    reply.status, reply.content_type = 401, "application/json"
+    reply.parts = [json.dumps({"error": {"message": f"Incorrect API key provided: {KEY}"}}).encode()]
+    text = _fails(url, r"answered 401 Unauthorized: Incorrect API key provided: \*\*\*$")
+    assert KEY not in text
+    assert reply.headers["Authorization"] == f"Bearer {KEY}"
+    monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\r\nX: y")
+    with pytest.raises(KvantError, match="OPENAI_API_KEY has characters") as caught:
+        list(StreamingServer(url).pieces("Hi", 3))
+    assert KEY not in str(caught.value)
+
+
+def test_extras_a_server_refuses_are_left_out(served: tuple[str, Reply]) -> None:
+    url, reply = served
+
+    def choose(reply: Reply, body: dict[str, Any]) -> None:
+        refused = next((name for name in ("cache_prompt", "ignore_eos") if name in body), None)
+        if refused:
+            reply.status, reply.content_type = 400, "application/json"
+            reply.parts = [json.dumps({"error": {"message": f"Unrecognized argument: {refused}"}}).encode()]
+        else:
+            reply.status, reply.content_type = 200, "text/event-stream"
+            reply.say(_chunk("a"))
+
+    reply.before = choose
+    server = StreamingServer(url)
+    assert list(server.pieces("Hi", 3)) == ["a"]
+    assert [len(body) for body in reply.bodies] == [8, 7, 6]
+    assert list(server.pieces("Hi", 3)) == ["a"]
+    assert len(reply.bodies) == 4  # it is remembered
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (404, b'{"error": {"message": "model \\"x\\" not found"}}', 'answered 404 Not Found: model "x" not found$'),
+        (500, b"<h1>out of\n memory\x1b[31m</h1>" + b"x" * 10**6, r"answered 500 .*: <h1>out of memory \[31m</h1>xxx"),
+        (422, b'{"detail": "no prompt"}', "answered 422 .*: no prompt$"),
+        (400, b'{"error": true}', r"answered 400 Bad Request: {\"error\": true}$"),
+        (503, b"", "answered 503 Service Unavailable$"),
+        (301, b"", "answered 301 Moved Permanently$"),
+    ],
+)
+def test_refusals(served: tuple[str, Reply], status: int, body: bytes, message: str) -> None:
+    url, reply = served
+    reply.status, reply.content_type, reply.parts = status, "application/json", [body]
+    _fails(url, message)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([b'data: {"choices": [{"text": "a"}]}\n\n'], r"cut off after 1 events, before \[DONE\]"),
+        ([b'data: {"choices": [{"te'], r"cut off after 0 events"),
+        ([b""], r"cut off after 0 events"),
+        ([b"data: {oops\n\n"], "not a JSON object: {oops"),
+        ([b"data: [1]\n\n"], r"not a JSON object: \[1\]"),
+        ([b"data: " + b"[" * 100_000 + b"\n\n"], r"not a JSON object: \[\[\["),
+        ([b'data: {"error": {"message": "slot\\nunavailable"}}\n\n'], "reported an error: slot unavailable$"),
+        ([b'error: {"message": "no slot"}\n\n'], "reported an error: no slot$"),
+        ([b"event: error\ndata: gone\n\n"], "reported an error: gone$"),
+        ([b"data: [DONE]\n\n"], "ended the stream without any text"),
+        ([b'data: {"choices": [{"text": 5}, 3]}\n\ndata: {"choices": "x"}\n\ndata: [DONE]\n\n'], "without any text"),
+        ([b'data: {"choices": [{"text": "a"}]}\n\n'] * 40, "sent 23 events for 3 tokens, and did not end"),
+    ],
+)
+@pytest.mark.parametrize("chunked", [True, False])
+def test_streams_that_are_not_whole(
+    served: tuple[str, Reply], chunked: bool, parts: list[bytes | float], message: str
+) -> None:
+    url, reply = served
+    reply.parts, reply.chunked, reply.cut = [part for part in parts if part], chunked, True
+    _fails(url, message)
+
+
+def test_a_line_that_never_ends(served: tuple[str, Reply]) -> None:
+    url, reply = served
+    reply.parts = [b"data: "] + [b"x" * 65536] * 100
+    with pytest.raises(KvantError, match="a line of more than 1048576 bytes"):
+        list(StreamingServer(url, timeout_s=5).pieces("Hi", 3))
+
+
+def test_an_answer_that_is_no_stream(served: tuple[str, Reply]) -> None:
+    url, reply = served
+    reply.content_type, reply.parts = "application/json", [b'{"error": "streaming is off"}']
+    _fails(url, "answered with application/json, not a stream of events: streaming is off")
+
+
+@pytest.mark.parametrize("parts", [[2.0], [b": alive\n\n", 0.1] * 20], ids=["silence", "only comments"])
+def test_waiting_ends(served: tuple[str, Reply], parts: list[bytes | float]) -> None:
+    url, reply = served
+    reply.parts = parts
+    started = time.monotonic()
+    _fails(url, r"nothing came for 0.3 s", timeout_s=0.3)
+    assert time.monotonic() - started < 1.5
+
+
+def test_servers_that_are_not_there() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    _fails(f"http://127.0.0.1:{port}", "the connection failed: Connection refused")
+    _fails(f"http://a{'b' * 70}.invalid", "no such host|the connection failed")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+        def greet() -> None:
+            client, _ = listening.accept()
+            with client:
+                client.recv(65536)
+                client.sendall(b"220 mail.example ESMTP\r\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        _fails(url, "not a whole HTTP answer: BadStatusLine")
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "", "127.0.0.1:8080", "ftp://host", "http://", "http://host:port", "http://host:99999", "http://host/?key=1",
+        "http://host/#x", "http://ho st", "http://host\n", "http://[::1", "http://hést", "file:///etc/passwd",
+    ],
+)  # fmt: skip
+def test_urls_that_are_none(url: str) -> None:
+    with pytest.raises(ValueError, match="expected http:// or https:// and a host") as caught:
+        StreamingServer(url)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_password_in_a_url_is_not_shown() -> None:
+    with pytest.raises(ValueError, match="not supported") as caught:
+        StreamingServer("http://me:hunter2@host:x y")
+    assert "hunter2" not in str(caught.value)
+
+
+STREAM = (
+    b"\xef\xbb\xbf: a comment\r\nid: 7\r\nretry: 10\r\ndata: one\r\ndata:two\r\ndata\r\n\r\n"
+    b"event: note\ndata: \xc3\xa9\xff\n\n\n\nevent: empty\n\ndata:  three\r\rdata: [DONE]"
+)
+EVENTS = [("message", "one\ntwo\n"), ("note", "é\ufffd"), ("message", " three"), ("message", "[DONE]")]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_events_however_they_are_cut(size: int) -> None:
+    parts = iter([STREAM[i : i + size] for i in range(0, len(STREAM), size)] + [b""])
+    assert list(events(lambda: next(parts))) == EVENTS
+
+
+def test_an_event_of_many_lines_is_bounded() -> None:
+    with pytest.raises(KvantError, match="an event of more than"):
+        list(events(lambda: b"data: " + b"x" * (MAX_EVENT_BYTES // 8) + b"\n"))

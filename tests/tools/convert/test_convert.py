@@ -1,0 +1,389 @@
+"""``kvant convert``: what it writes is read by kvant and by mlx-lm with the same logits; whole or not at all."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.utils
+import pytest
+from support.checkpoints import (
+    llama_config,
+    quantize_reference,
+    qwen2_config,
+    qwen3_config,
+    reference_logits,
+    reference_model,
+    save_checkpoint,
+)
+from support.command import COMMAND, QUESTION, run
+from support.numbers import relative_error
+
+import kvant
+from kvant.cli import main
+from kvant.errors import ConvertError, KvantError, ModelError
+from kvant.tools.convert.convert import convert_folder
+from kvant.tools.convert.weight_format import WeightFormat
+
+TOLERANCE = 1e-4  # of the largest logit
+IDS = [5, 290, 17, 3, 88, 141, 60, 7, 299, 1, 44, 230]
+THETA = 1e4  # not mlx-lm's default for qwen2, which it takes where rope_theta is not at the top
+FOUR_BITS = WeightFormat.choose(4, 32)
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+
+def _config(**changes: Any) -> dict[str, Any]:
+    """config.json as transformers 5 writes it, for the embedded model's tokenizer."""
+    config = qwen2_config(vocab_size=1280, dtype="float32", **changes)
+    del config["rope_theta"]
+    return config | {"rope_parameters": {"rope_type": "default", "rope_theta": THETA}}
+
+
+def _reference(**changes: Any) -> nn.Module:
+    return reference_model(_config(**changes) | {"rope_theta": THETA})
+
+
+def _source(folder: Path, config: dict[str, Any], model: nn.Module, pocket_folder: Path, shards: int = 1) -> Path:
+    save_checkpoint(folder, config, model, shards)
+    for name in TOKENIZER:
+        shutil.copy(pocket_folder / name, folder)
+    return folder
+
+
+@pytest.fixture
+def make_source(tmp_path: Path, pocket_folder: Path) -> Callable[..., Path]:
+    """A function (config changes) -> folder of a random model with a tokenizer."""
+    return lambda shards=1, **changes: _source(
+        tmp_path / "source", _config(**changes), _reference(**changes), pocket_folder, shards
+    )
+
+
+def _mlx_lm_logits(folder: Path) -> mx.array:
+    """Of mlx-lm's own model on the converted files, in float32 as kvant computes on a CPU."""
+    model, _ = mlx_lm.utils.load_model(folder)
+    model.set_dtype(mx.float32)
+    return reference_logits(model, IDS)
+
+
+def _check_loads(folder: Path) -> mx.array:
+    """kvant and mlx-lm load it, with the same logits; kvant generates. The logits."""
+    model, tokenizer = kvant.load(folder)
+    logits = model(mx.array([IDS]))[0]
+    assert relative_error(logits, _mlx_lm_logits(folder)) < TOLERANCE
+    cache = model.make_cache(len(IDS) + 3, quant_bit=0)
+    tokens = [run.token for run in kvant.stream_generate(model, tokenizer, IDS, max_tokens=3, prompt_cache=cache)]
+    assert tokens[0] == logits[-1].argmax().item()
+    return logits
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (8, 64), (3, 64), (6, 128)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_affine(make_source: Callable[..., Path], tmp_path: Path, bits: int, group_size: int, tied: bool) -> None:
+    source, dest = make_source(tie_word_embeddings=tied), tmp_path / "dest"
+    done = convert_folder(source, dest, WeightFormat.choose(bits, group_size))
+    logits = _check_loads(dest)
+    expected = _reference(tie_word_embeddings=tied)
+    quantize_reference({}, expected, bits, group_size)
+    assert relative_error(logits, reference_logits(expected, IDS)) < TOLERANCE
+
+    written = mx.load(str(dest / "model.safetensors"))
+    assert isinstance(written, dict)
+    assert done.bytes == sum(array.nbytes for array in written.values())
+    assert done.source_bytes == sum(array.nbytes for array in mx.load(str(source / "model.safetensors")).values())  # type: ignore[union-attr]
+    # A scale and a bias in float32 for each group, and 0.5 % of the weights are norms and biases in float32.
+    assert done.bits_per_weight == pytest.approx(bits + 64 / group_size, abs=0.2)
+    assert done.unquantized == ()
+    config = json.loads((dest / "config.json").read_text())
+    assert config["quantization"] == {"group_size": group_size, "bits": bits, "mode": "affine"}
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": THETA}
+    assert config["rope_theta"] == kvant.load(dest)[0].config.rope.theta == THETA
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dest", "out", "source"]
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+def test_a_llama_with_biases_and_yarn(tmp_path: Path, pocket_folder: Path, mode: str) -> None:
+    """mlx-lm reads the converted file's rotary positions: it does not read transformers 5's."""
+    config = llama_config(vocab_size=1280)
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128}
+    config["rope_parameters"] = {**yarn, "rope_theta": config.pop("rope_theta")}
+    source = _source(tmp_path / "source", config, reference_model(config), pocket_folder)
+    convert_folder(source, tmp_path / "dest", WeightFormat.choose(4, 32, mode=mode))
+    _check_loads(tmp_path / "dest")
+
+
+def test_qwen3(tmp_path: Path, pocket_folder: Path) -> None:
+    config = qwen3_config(vocab_size=1280)
+    source = _source(tmp_path / "source", config, reference_model(config), pocket_folder)
+    convert_folder(source, tmp_path / "dest", FOUR_BITS)
+    _check_loads(tmp_path / "dest")
+
+
+@pytest.mark.parametrize(("mode", "bits", "group_size"), [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)])
+def test_block_modes(make_source: Callable[..., Path], tmp_path: Path, mode: str, bits: int, group_size: int) -> None:
+    dest = tmp_path / "dest"
+    convert_folder(make_source(), dest, WeightFormat.choose(mode=mode))
+    expected = _reference()
+    nn.quantize(expected, group_size, bits, mode=mode)
+    assert relative_error(_check_loads(dest), reference_logits(expected, IDS)) < TOLERANCE
+    config = json.loads((dest / "config.json").read_text())
+    assert config["quantization"] == {"group_size": group_size, "bits": bits, "mode": mode}
+
+
+def test_another_dtype(make_source: Callable[..., Path], tmp_path: Path) -> None:
+    source = make_source()
+    done = convert_folder(source, tmp_path / "half", WeightFormat.choose(0, dtype="float16"))
+    _check_loads(tmp_path / "half")
+    assert (done.bits_per_weight, done.bytes, done.unquantized) == (16, done.source_bytes / 2, ())
+    convert_folder(source, tmp_path / "dest", WeightFormat.choose(4, 64, dtype="bfloat16"))
+    _check_loads(tmp_path / "dest")
+    written = mx.load(str(tmp_path / "dest" / "model.safetensors"))
+    assert {array.dtype for array in written.values()} == {mx.uint32, mx.bfloat16}  # type: ignore[union-attr]
+    assert json.loads((tmp_path / "dest" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_width_that_groups_do_not_divide(make_source: Callable[..., Path], tmp_path: Path) -> None:
+    """mlx-lm leaves such a matrix in floating point and says nothing; kvant says so."""
+    done = convert_folder(make_source(intermediate_size=288), tmp_path / "dest", WeightFormat.choose(4, 64))
+    assert done.unquantized == tuple(f"model.layers.{layer}.mlp.down_proj" for layer in range(2))
+    _check_loads(tmp_path / "dest")
+
+
+def test_groups_that_divide_no_width(make_source: Callable[..., Path], tmp_path: Path) -> None:
+    source = make_source(hidden_size=96, intermediate_size=96, num_attention_heads=3, num_key_value_heads=3)
+    _refused(source, tmp_path, ConvertError, "groups of 64 divide the width of no matrix", WeightFormat.choose())
+
+
+def test_an_output_head_that_config_does_not_mention(make_source: Callable[..., Path], tmp_path: Path) -> None:
+    """transformers leaves tie_word_embeddings out where it has its default; mlx-lm's own would drop the head."""
+    source = make_source(tie_word_embeddings=False)
+    _change(source, tie_word_embeddings=None)
+    logits = kvant.load(source)[0](mx.array([IDS]))[0]
+    convert_folder(source, tmp_path / "dest", WeightFormat.choose(8, 32))
+    assert relative_error(_check_loads(tmp_path / "dest"), logits) < 0.05
+    assert json.loads((tmp_path / "dest" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_shards(make_source: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, dest = make_source(shards=3), tmp_path / "dest"
+    monkeypatch.setattr(mlx_lm.utils, "make_shards", _two_shards)
+    convert_folder(source, dest, FOUR_BITS)
+    assert sorted(path.name for path in dest.glob("*.safetensors*")) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    _check_loads(dest)
+
+
+def _two_shards(weights: dict[str, mx.array]) -> list[dict[str, mx.array]]:
+    names = list(weights)
+    return [{name: weights[name] for name in half} for half in (names[: len(names) // 2], names[len(names) // 2 :])]
+
+
+def test_what_is_carried_over(make_source: Callable[..., Path], tmp_path: Path) -> None:
+    source, dest = make_source(), tmp_path / "dest"
+    dest.mkdir()  # an empty folder is as good as none
+    (source / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool.jinja").write_text("{{ 1 }}")
+    (source / "modeling.py").write_text("raise SystemExit('executed')")
+    (source / "pytorch_model.bin").write_bytes(b"pickle")
+    convert_folder(source, dest, FOUR_BITS)
+    for name in (*TOKENIZER, "chat_template.jinja", "additional_chat_templates/tool.jinja"):
+        assert (dest / name).read_bytes() == (source / name).read_bytes()
+    assert not list(dest.glob("*.py")) + list(dest.glob("*.bin"))
+    assert kvant.load(dest)[1].apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+
+
+def _change(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+
+
+def _refused(source: Path, tmp_path: Path, kind: type[KvantError], message: str, to: WeightFormat = FOUR_BITS) -> None:
+    """One line; nothing is written, not even beside the destination."""
+    with pytest.raises(kind, match=message) as caught:
+        convert_folder(source, tmp_path / "out" / "dest", to)
+    assert "\n" not in str(caught.value)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.fixture(autouse=True)
+def _out(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+
+
+def test_code_is_refused(make_source: Callable[..., Path], tmp_path: Path) -> None:
+    source = make_source()
+    _change(source, model_file="model.py")
+    (source / "model.py").write_text("raise SystemExit('executed')")
+    _refused(source, tmp_path, ModelError, "model_file")
+
+
+def test_quantized_sources_are_refused(make_source: Callable[..., Path], tmp_path: Path) -> None:
+    source = make_source()
+    convert_folder(source, tmp_path / "dest", FOUR_BITS)
+    _refused(tmp_path / "dest", tmp_path, ConvertError, "already quantized")
+    _change(tmp_path / "dest", quantization=None, quantization_config=None)
+    _refused(tmp_path / "dest", tmp_path, ConvertError, "already quantized")
+
+
+def test_sources_that_cannot_be_loaded(make_source: Callable[..., Path], tmp_path: Path) -> None:
+    source = make_source()
+    (source / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    _refused(source, tmp_path, ModelError, r"no tokenizer\.json")
+    (tmp_path / "tokenizer.json").rename(source / "tokenizer.json")
+    _change(source, head_dim=32)
+    _refused(source, tmp_path, ModelError, "has shape")
+    _change(source, head_dim=64, model_type="mamba")
+    _refused(source, tmp_path, ModelError, "is not supported")
+
+
+NORM = "model.norm.weight"
+BAD_TENSORS = [
+    ({NORM: mx.full(128, float("nan"))}, None, f"{NORM} has values that are not finite in float32"),
+    ({NORM: mx.full(128, 1e5)}, "float16", f"{NORM} has values that are not finite in float16"),
+    ({NORM: mx.ones(7)}, None, f"{NORM} has shape"),
+    ({NORM: mx.ones(128, mx.int32)}, None, f"{NORM} has dtype I32"),
+    ({"model.extra.weight": mx.ones(2)}, None, "unexpected tensor model.extra.weight"),
+    ({"model.layers.0.mlp.up_proj.scales": mx.ones((256, 4))}, None, "already quantized"),
+]
+
+
+@pytest.mark.parametrize(("change", "dtype", "message"), BAD_TENSORS)
+def test_bad_tensors(
+    make_source: Callable[..., Path], tmp_path: Path, change: dict[str, mx.array], dtype: str | None, message: str
+) -> None:
+    source = make_source()
+    path = str(source / "model.safetensors")
+    weights = {name: mx.array(array) for name, array in mx.load(path).items()}  # type: ignore[union-attr]
+    mx.eval(weights)
+    mx.save_safetensors(path, weights | change)
+    _refused(source, tmp_path, KvantError, message, WeightFormat.choose(4, 32, dtype=dtype))
+
+
+def test_destinations_in_use(make_source: Callable[..., Path], tmp_path: Path) -> None:
+    source = make_source()
+    file, full, link = tmp_path / "file", tmp_path / "full", tmp_path / "link"
+    file.write_text("mine")
+    full.mkdir()
+    (full / "mine").write_text("mine")
+    link.symlink_to(tmp_path / "nowhere")
+    for dest in (file, full, link, source):
+        with pytest.raises(ConvertError, match="is there already; expected a new folder's path or an empty folder"):
+            convert_folder(source, dest, FOUR_BITS)
+    with pytest.raises(ConvertError, match=r"no/such: no such folder; expected one to put dest into"):
+        convert_folder(source, tmp_path / "no" / "such" / "dest", FOUR_BITS)
+    for name in ("x" * 5000, "~nosuchuser/x"):
+        with pytest.raises(ConvertError, match="cannot be a folder"):
+            convert_folder(source, Path(name), FOUR_BITS)
+    assert (file.read_text(), [path.name for path in full.iterdir()]) == ("mine", ["mine"])
+
+
+def test_no_room(make_source: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    _refused(make_source(), tmp_path, ConvertError, r"out: .* [kM]B are needed, 1.00 kB are free")
+
+
+@pytest.mark.parametrize("moment", ["mlx_lm.utils.save_model", "mlx_lm.utils.save_config", "shutil.copyfile"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("No space left on device")])
+def test_nothing_is_left_half_written(
+    make_source: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, error: Any
+) -> None:
+    """Interrupted, or failed, when a part of it is on the disk."""
+    source = make_source()
+    module, name = moment.rsplit(".", 1)
+    whole = getattr(sys.modules[module], name)
+
+    def stop(*arguments: Any, **keywords: Any) -> None:
+        whole(*arguments, **keywords)
+        assert list((tmp_path / "out").iterdir()) != []
+        raise error
+
+    monkeypatch.setattr(f"{module}.{name}", stop)
+    with pytest.raises(KeyboardInterrupt if error is KeyboardInterrupt else ConvertError) as caught:
+        convert_folder(source, tmp_path / "out" / "dest", FOUR_BITS)
+    assert list((tmp_path / "out").iterdir()) == []
+    if error is not KeyboardInterrupt:
+        assert str(caught.value).endswith("dest: cannot be written: No space left on device")
+
+
+def test_a_write_that_fails(tmp_path: Path) -> None:
+    """A file may not grow past a megabyte: MLX's own writer fails half-way."""
+    done = subprocess.run(
+        [*COMMAND, "convert", "pocket", str(tmp_path / "out" / "dest")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000)),
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("kvant: error: ")
+    assert "cannot be written" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_the_command(tmp_path: Path) -> None:
+    dest = tmp_path / "pocket-4bit"
+    done = run("convert", "pocket", str(dest), "--bits", "4", "--group-size", "64")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr == f"{dest}: 6.17 MB became 1.74 MB, 4.52 bits a weight\n"
+    told = run("generate", "--model", str(dest), QUESTION, "-q", "-m", "24")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert "Pip" in told.stdout
+    again = run("convert", "pocket", str(dest))
+    assert (again.returncode, again.stdout) == (1, "")
+    assert again.stderr.startswith(f"kvant: error: {dest}: is there already")
+
+
+def test_the_command_says_what_stays_unquantized(make_source: Callable[..., Path], tmp_path: Path) -> None:
+    dest = tmp_path / "dest"
+    done = run("convert", str(make_source(intermediate_size=288)), str(dest))
+    assert done.returncode == 0
+    assert done.stderr.splitlines()[1:] == [
+        "not quantized, groups of 64 do not divide the width: model.layers.0.mlp.down_proj and 1 more"
+    ]
+
+
+USAGE_ERRORS = [
+    (["--bits", "7"], "--bits is 7; expected for affine: 2, 3, 4, 5, 6, 8"),
+    (["--bits", "1"], "--bits is 1"),
+    (["--bits", "x"], "--bits"),
+    (["--group-size", "48"], "--group-size is 48; expected for affine: 32, 64, 128"),
+    (["--mode", "mxfp4", "--group-size", "64"], "--group-size is 64; expected for mxfp4: 32"),
+    (["--mode", "nvfp4", "--bits", "8"], "--bits is 8; expected for nvfp4: 4"),
+    (["--mode", "gptq"], "--mode is 'gptq'; expected affine, mxfp4, mxfp8, nvfp4"),
+    (["--dtype", "int8"], "--dtype is 'int8'; expected float16, bfloat16, float32"),
+    (["--bits", "0"], "--bits is 0 without a dtype, which changes nothing"),
+    (["--bits", "0", "--dtype", "float16", "--group-size", "32"], "--group-size is 32, but 0 bits do not quantize"),
+    (["--bits", "0", "--dtype", "float16", "--mode", "mxfp4"], "--mode is 'mxfp4', but 0 bits do not quantize"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), USAGE_ERRORS)
+def test_usage_errors(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvant", "convert", "pocket", str(tmp_path / "dest"), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    output = capsys.readouterr()
+    assert (ended.value.code, output.out) == (2, "")
+    assert output.err.startswith("kvant: error: ")
+    assert message in output.err
+    assert not (tmp_path / "dest").exists()

@@ -1,0 +1,177 @@
+"""A folder that is made: whole or not at all, and nothing removed that is not kvant's own."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.command import COMMAND, run
+
+from kvant.errors import ConvertError
+from kvant.tools.convert.new_folder import MARKER, appearing, remove_leftovers
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from kvant.tools.convert.new_folder import appearing
+with appearing(Path(sys.argv[1])) as folder:
+    (folder / "half").write_text("half")
+    print("ready", flush=True)
+    time.sleep(100)
+"""
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def _hold(dest: Path) -> "subprocess.Popen[str]":
+    """A process that is in the middle of writing ``dest``."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(dest)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    assert process.stdout.readline() == "ready\n"
+    process.stdout.close()
+    return process
+
+
+def test_the_folder_has_the_usual_mode(tmp_path: Path) -> None:
+    with appearing(tmp_path / "dest") as folder:
+        (folder / "file").write_text("text")
+        (part,) = tmp_path.iterdir()
+        assert stat.S_IMODE(part.stat().st_mode) == 0o700
+    (tmp_path / "plain").mkdir()
+    assert (tmp_path / "dest").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert _names(tmp_path) == ["dest", "plain"]
+    assert _names(tmp_path / "dest") == ["file"]
+
+
+def test_a_folder_it_did_not_make_stays(tmp_path: Path) -> None:
+    """The name a process of the same number once took, and names that are like kvant's."""
+    others = [f".dest.{os.getpid()}.part", ".dest.abcdefgh.part", ".dest.1.part", ".other.abcdefgh.part"]
+    for name in others:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text("mine")
+    (tmp_path / others[-1] / MARKER).touch()  # of another destination
+    os.mkfifo(tmp_path / others[1] / MARKER)
+    (tmp_path / ".dest.aaaaaaaa.part").symlink_to(others[-1])
+    assert remove_leftovers(tmp_path / "dest") == []
+    with appearing(tmp_path / "dest"):
+        pass
+    with pytest.raises(KeyboardInterrupt), appearing(tmp_path / "dest2"):
+        raise KeyboardInterrupt
+    for name in others:
+        assert (tmp_path / name / "mine").read_text() == "mine"
+    assert _names(tmp_path) == sorted([*others, ".dest.aaaaaaaa.part", "dest"])
+
+
+def test_the_first_of_two_wins(tmp_path: Path) -> None:
+    dest = tmp_path / "dest"
+
+    def second() -> None:
+        with appearing(dest) as folder:
+            (folder / "second").touch()
+            assert remove_leftovers(dest) == []  # it is being written
+            with appearing(dest) as first:
+                (first / "first").touch()
+
+    with pytest.raises(ConvertError, match="dest: is there already; it appeared"):
+        second()
+    assert _names(tmp_path) == ["dest"]
+    assert _names(dest) == ["first"]
+
+
+def _full(dest: Path) -> None:
+    dest.mkdir()
+    (dest / "mine").touch()
+
+
+@pytest.mark.parametrize("make", [Path.touch, _full, lambda dest: dest.symlink_to("nothing")])
+def test_what_appears_meanwhile_stays(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    dest = tmp_path / "dest"
+
+    def late() -> None:
+        with appearing(dest) as folder:
+            (folder / "new").touch()
+            make(dest)
+
+    with pytest.raises(ConvertError, match="is there already; it appeared"):
+        late()
+    assert _names(tmp_path) == ["dest"]
+    assert dest.is_symlink() or dest.is_file() or _names(dest) == ["mine"]
+
+
+def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:
+    with appearing(tmp_path / "dest") as folder:
+        (folder / "new").touch()
+        (tmp_path / "dest").mkdir()
+    assert _names(tmp_path / "dest") == ["new"]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    dest = tmp_path / "dest"
+    living, killed = _hold(dest), _hold(dest)
+    try:
+        killed.kill()
+        killed.wait()
+        assert len(_names(tmp_path)) == 2
+        (removed,) = remove_leftovers(dest)
+        assert not removed.exists()
+        (left,) = tmp_path.iterdir()
+        assert _names(left / "folder") == ["half"]
+    finally:
+        living.kill()
+        living.wait()
+
+
+def test_the_command_after_a_kill(tmp_path: Path) -> None:
+    dest = tmp_path / "dest"
+    killed = _hold(dest)
+    killed.kill()
+    killed.wait()
+    (part,) = tmp_path.iterdir()
+    done = run("convert", "pocket", str(dest))
+    assert done.returncode == 0
+    assert done.stderr.splitlines()[0] == f"{part}: removed; a convert that was killed had left it"
+    assert _names(tmp_path) == ["dest"]
+
+
+def test_two_commands_at_once(tmp_path: Path) -> None:
+    command = [*COMMAND, "convert", "pocket", str(tmp_path / "dest"), "-q"]
+    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    ends = sorted((process.communicate(timeout=120)[1], process.returncode) for process in both)
+    assert [code for _, code in ends] == [0, 1]
+    assert "is there already" in ends[1][0]
+    assert ends[1][0].count("\n") == 1
+    assert _names(tmp_path) == ["dest"]
+    assert run("generate", "-m", "2", "--model", str(tmp_path / "dest"), "Hello", "-q").returncode == 0
+
+
+SLOW = """
+import sys, time
+from kvant.cli import main
+import mlx_lm.utils
+mlx_lm.utils.save_config = lambda *arguments: (print("ready", flush=True), time.sleep(100))
+sys.argv[1:] = ["convert", "pocket", sys.argv[1]]
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_leave_nothing(tmp_path: Path, number: int, code: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, str(tmp_path / "dest")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    assert process.stdout.readline() == "ready\n"
+    assert len(_names(tmp_path)) == 1
+    start = time.monotonic()
+    process.send_signal(number)
+    _, told = process.communicate(timeout=60)
+    assert time.monotonic() - start < 20
+    assert (process.returncode, told) == (code, "")
+    assert _names(tmp_path) == []

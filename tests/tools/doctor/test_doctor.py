@@ -1,0 +1,226 @@
+"""`kvant doctor`: as its user meets it, and what it says of a GPU that is the host's Metal run, right and wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support.fused_path import host_kernel
+from support.metal_host import host_pytest_skip
+
+import kvant
+from kvant.cli import app as application
+from kvant.cli.app import make_app
+from kvant.operators.kernels import attend, launch
+from kvant.operators.kernels.check import SELF_CHECK
+from kvant.tools.doctor import diagnosis, kernels, look_ahead, machine
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command, without a wish of this process's environment."""
+    own = {name: value for name, value in os.environ.items() if name != "KVANT_KERNELS"}
+    return subprocess.run(
+        [sys.executable, "-m", "kvant", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=own | {"COLUMNS": "200"} | environment,
+    )
+
+
+# ---- on this machine -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """`kvant doctor --json` here."""
+    done = run("doctor", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_it_says_what_the_machine_is(found: dict[str, Any]) -> None:
+    here = found["machine"]
+    assert here["versions"].keys() == {"kvant", "mlx", "mlx-lm", "transformers"}
+    assert here["versions"]["kvant"] == kvant.__version__
+    assert here["versions"]["mlx"] == mx.__version__
+    assert here["device_info"] == mx.device_info()
+    assert here["memory_bytes"] > 2**28
+    assert (here["kind"] == "cpu") == (mx.default_device().type == mx.cpu)
+    assert found["healthy"] is True
+
+
+def test_without_a_gpu_it_says_what_it_cannot_check(found: dict[str, Any]) -> None:
+    if mx.default_device().type == mx.gpu:
+        pytest.skip("here it can")
+    assert found["kernels"] == []
+    assert [text for text in found["unchecked"] if "it has not run here" in text and "host" in text]
+    paths = {path["operator"]: path for path in found["paths"]}
+    assert {path["path"] for path in paths.values()} == {"unfused", "not compiled"}
+    assert "no GPU" in paths["MultiHeadCacheAttention, 1 to 8 new tokens"]["reason"]
+    assert all(path["reason"] for path in paths.values())
+
+
+def test_it_measures_the_look_ahead(found: dict[str, Any]) -> None:
+    times = found["look_ahead"]
+    assert 0 < times["after_ms"] < 10_000
+    assert 0 < times["before_ms"] < 10_000
+    assert times["faster"] == int(times["before_ms"] < times["after_ms"])
+
+
+def test_a_terminal_gets_the_same() -> None:
+    done = run("doctor")
+    assert (done.returncode, done.stderr) == (0, "")
+    for text in (
+        "device: ",
+        "memory: ",
+        "BLAS: ",
+        "compiler: ",
+        "KeyValueCache",
+        "look-ahead, pocket: ",
+        "not checked",
+    ):
+        assert text in done.stdout
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["report"], ["bench"], ["generate", "hi"], ["chat"]])
+def test_a_bad_variable_is_a_usage_error(command: list[str]) -> None:
+    done = run(*command, KVANT_KERNELS="metal")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "kvant: error: KVANT_KERNELS is 'metal'; expected 'unfused' or 'fused'\n"
+
+
+def test_the_flag() -> None:
+    done = run("generate", "hi", "--kernels", "quick")
+    assert (done.returncode, done.stderr) == (2, "kvant: error: --kernels is 'quick'; expected 'unfused' or 'fused'\n")
+    if mx.default_device().type == mx.cpu:
+        done = run("generate", "hi", "--kernels", "fused")
+        assert done.returncode == 2
+        assert done.stderr.startswith("kvant: error: --kernels is 'fused'; MLX's default device is no GPU")
+        done = run("bench", "--engine", "kvant:fused")
+        assert done.returncode == 2
+        assert "--engine kvant's setting is 'fused'; MLX's default device is no GPU" in done.stderr
+    done = run("generate", "hi", "--kernels", "unfused", "-m", "2", KVANT_KERNELS="fused")  # the flag wins
+    assert done.returncode == 0
+
+
+# ---- on a GPU that is a stand-in -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def host_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor sees a GPU, whose kernel runs on the host; it tries a few cases, and generates little."""
+    monkeypatch.setattr(launch, "_kernel", host_kernel)
+    for module in (diagnosis, machine):
+        monkeypatch.setattr(module, "gpu_backend", lambda: "metal")
+    monkeypatch.setattr(kernels, "random_cases", lambda count, seed: [])
+    monkeypatch.setattr(kernels, "REPEATS", 1)
+    monkeypatch.setattr(look_ahead, "STEPS", 1)
+    monkeypatch.setattr(look_ahead, "WARM_UP", 1)
+    monkeypatch.setattr(look_ahead, "ROUNDS", 1)
+    monkeypatch.setattr(look_ahead, "PROMPT", list(range(3, 12)))  # more than the kernel takes at once
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Exit code and standard output of the command in this process."""
+    code = make_app(["doctor"])(["doctor", *arguments], standalone_mode=False)
+    return int(code or 0), capsys.readouterr().out
+
+
+@host_pytest_skip
+def test_a_kernel_that_is_right(host_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = doctor(capsys, "--json")
+    assert code == 0
+    found = json.loads(text)
+    assert [result["case"] for result in found["kernels"]] == [str(case) for case in SELF_CHECK]
+    for result in found["kernels"]:
+        assert result["problem"] is None
+        assert 0 <= result["error"] <= result["tolerance"]
+        assert result["fused_ms"] > 0
+        assert result["unfused_ms"] > 0
+    assert found["paths"][0]["path"] == "fused (metal)"
+    assert "passed its self-check" in found["paths"][0]["reason"]
+
+
+def _off(run: Callable[..., list[mx.array]]) -> Callable[..., list[mx.array]]:
+    """A kernel whose outputs are a tenth too large for rows of 128."""
+
+    def wrong(name: str, backend: str, inputs: list[mx.array], **rest: Any) -> list[mx.array]:
+        results = run(name, backend, inputs, **rest)
+        return [results[0] * 1.1] if name == "combine" and results[0].shape[-1] == 128 else results
+
+    return wrong
+
+
+def _broken(run: Callable[..., list[mx.array]]) -> Callable[..., list[mx.array]]:
+    """A kernel that does not compile."""
+
+    def broken(*arguments: Any, **options: Any) -> list[mx.array]:
+        raise RuntimeError("Unable to build metal library from source\nprogram_source:1:1: error: no")
+
+    return broken
+
+
+@host_pytest_skip
+@pytest.mark.parametrize(("change", "wrong", "said"), [(_off, 2, "off by"), (_broken, 4, "Unable to build metal")])
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_kernel_that_is_wrong(
+    host_gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[..., Any],
+    wrong: int,
+    said: str,
+    forced: bool,
+) -> None:
+    """Exit code 1, what failed, and no warning beside it; unfused, or nothing where the kernel is asked for."""
+    monkeypatch.setattr(attend, "launch", change(attend.launch))
+    if forced:
+        monkeypatch.setenv("KVANT_KERNELS", "fused")
+    diagnosed = diagnosis.diagnose(lambda done, total: None)
+    monkeypatch.setattr("kvant.tools.doctor.diagnose", lambda progress: diagnosed)
+    code, text = doctor(capsys, "--json")
+    assert code == 1
+    found = json.loads(text)
+    assert found["healthy"] is False
+    assert sum(result["problem"] is not None for result in found["kernels"]) == wrong
+    assert found["paths"][0]["path"] == ("none" if forced else "unfused")
+    assert said in found["paths"][0]["reason"]
+    assert (found["look_ahead"] is None) == (found["problem"] is not None) == forced
+    code, text = doctor(capsys)
+    assert code == 1
+    assert text.count("wrong: ") == wrong + forced
+    assert said in text
+    assert f"{4 - wrong} of 4 cases agree" in text
+
+
+@host_pytest_skip
+def test_a_number_that_is_none_is_null_in_json(
+    host_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = attend.launch
+
+    def nan(name: str, *arguments: Any, **options: Any) -> list[mx.array]:
+        results = run(name, *arguments, **options)
+        return [results[0] * float("nan")] if name == "combine" else results
+
+    monkeypatch.setattr(attend, "launch", nan)
+    code, text = doctor(capsys, "--json")
+    assert code == 1
+    assert [result["error"] for result in json.loads(text)["kernels"]] == [None] * 4
+
+
+def test_a_wrong_kernel_that_is_asked_for_ends_a_command(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(attend, "launch", _broken(attend.launch))
+    monkeypatch.setattr(sys, "argv", ["kvant", "generate", "hi", "--kernels", "fused"])
+    with pytest.raises(SystemExit) as ended:
+        application.main()
+    assert ended.value.code == 1
+    assert "kvant: error: failed: kernels is 'fused'; the fused kernel failed" in capsys.readouterr().err

@@ -1,0 +1,279 @@
+"""The memory plan against what MLX counts from load through a run of the full context, each in a process of its own."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support.checkpoints import (
+    llama_config,
+    quantize_reference,
+    qwen2_config,
+    qwen3_config,
+    reference_model,
+    save_checkpoint,
+)
+
+from kvant.errors import ModelError
+from kvant.models import Decoder, ModelConfig, load_decoder
+from kvant.tools.bench.shapes import SHAPES, Shape, write_random
+from kvant.tools.plan import Checkpoint, LongestContext, Settings, longest_context, plan, scratch, split_pairs
+from kvant.tools.plan.plan import as_record
+from kvant.tools.plan.tape import Tape
+
+RUN = Path(__file__).parents[2] / "support" / "memory_run.py"
+RUNS = 5  # at most
+ACCURACY = 0.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its stored weights, and a run that fills ``tokens``."""
+
+    shape: Shape
+    tokens: int
+    weight_bits: int = 0
+    kv_bits: int = 8
+    kv_group: int = 32
+    step: int = 512
+
+
+def qwen2(
+    hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, inner: int, vocab: int, tied: bool
+) -> Shape:
+    """A Qwen2 with one large pair of key biases a layer, as write_random makes it."""
+    sizes = (hidden, layers, heads, kv_heads, head_dim, inner, vocab, tied)
+    return Shape("test", "qwen2", *sizes, max_position_embeddings=4096, large_key_bias=True)
+
+
+def qwen3(*sizes: Any) -> Shape:
+    """The same without biases, with norms of queries and keys."""
+    return replace(qwen2(*sizes), model_type="qwen3", large_key_bias=False)
+
+
+MANY_KEYS = (32, 16, 32, 32, 64, 32, 500, True)  # 16 layers whose keys and values outweigh everything else
+CASES = {
+    "bfloat16 weights, tied": Case(qwen2(512, 4, 8, 2, 64, 2048, 4000, True), 130),
+    "a large vocabulary, tied": Case(qwen2(256, 2, 4, 2, 64, 512, 40000, True), 100),
+    "a large vocabulary, untied": Case(qwen3(256, 2, 4, 2, 64, 512, 30000, False), 100),
+    "4-bit weights": Case(qwen2(1024, 3, 16, 4, 64, 4096, 2000, True), 130, weight_bits=4),
+    "8-bit weights, untied": Case(qwen3(1024, 3, 8, 4, 128, 3072, 20000, False), 70, weight_bits=8, step=64),
+    "an 8-bit cache": Case(qwen2(*MANY_KEYS), 448, step=64),
+    "a 4-bit cache": Case(qwen3(*MANY_KEYS), 448, kv_bits=4, kv_group=64, step=64),
+    "a cache that is not quantized": Case(qwen3(*MANY_KEYS), 300, kv_bits=0, step=64),
+    "a long step": Case(qwen2(256, 2, 4, 2, 64, 2048, 1000, True), 1540, step=1536),
+    "a long step through 4-bit weights": Case(
+        qwen3(512, 2, 8, 2, 64, 2048, 1000, True), 1030, weight_bits=4, step=1024
+    ),
+}
+
+
+def measure(folder: Path, case: Case) -> dict[str, Any]:
+    """The plan, and what MLX counted, in a process that did nothing else."""
+    run = {
+        "folder": str(folder),
+        "tokens": case.tokens,
+        "bits": case.kv_bits,
+        "group": case.kv_group,
+        "step": case.step,
+    }
+    done = subprocess.run([sys.executable, RUN, json.dumps(run)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plan_is_what_mlx_counts(name: str, tmp_path: Path) -> None:
+    """The plan is of the most that a run takes: on a busy machine MLX's threads keep up with the queue in some runs.
+
+    Those take less; so the most of a few counts, and none of them may be above the plan.
+    """
+    case = CASES[name]
+    write_random(case.shape, tmp_path, bits=case.weight_bits)
+    peak = 0
+    for _ in range(RUNS):
+        found = measure(tmp_path, case)
+        planned, known, measured = found["plan"], found["plan_when_loaded"], found["measured"]
+        peak = max(peak, measured["peak"])
+        print(f"{name}: planned {planned['arrays'] / peak:.3f} of {peak / 1e6:.1f} MB, {planned}")
+        assert planned["weights"] == known["weights"] == measured["weights"]
+        assert known["cache"] == measured["cache"]
+        if max(planned["arrays"], known["arrays"]) / peak - 1 < ACCURACY:
+            break
+    for made in (planned, known):
+        assert abs(made["arrays"] / peak - 1) < ACCURACY
+
+
+def test_a_plan_has_no_slack_to_hide_in() -> None:
+    """The sums are those of the parts; half the scratch or a forgotten second bias would be seen above."""
+    checkpoint = Checkpoint.from_facts(qwen2_config())
+    made = plan(checkpoint, max_kv_size=100, device="cpu")
+    assert made.arrays == max(made.weights + made.cache + made.scratch, made.loading)
+    assert made.total == made.arrays + made.process + made.headroom
+    assert made.headroom == round(0.05 * made.arrays)
+    record = as_record(made)
+    assert record["total"] == made.total
+    assert sorted(record) == sorted(
+        ["weights", "cache", "scratch", "loading", "process", "headroom", "arrays", "total"]
+    )
+
+
+@pytest.mark.parametrize("make", [qwen2_config, qwen3_config, llama_config])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("weight_format", [None, (3, 32, "affine"), (8, 64, "affine"), (4, 32, "mxfp4")])
+def test_weights_are_exact(
+    make: Callable[..., dict[str, Any]], tied: bool, weight_format: tuple[int, int, str] | None, tmp_path: Path
+) -> None:
+    config = make(tie_word_embeddings=tied)
+    model = reference_model(config)
+    if weight_format is not None:
+        config = quantize_reference(config, model, *weight_format)
+    save_checkpoint(tmp_path, config, model)
+    checkpoint = Checkpoint.from_folder(tmp_path)
+    loaded = load_decoder(tmp_path)
+    assert checkpoint.tied is tied
+    assert plan(checkpoint, max_kv_size=10, device="cpu").weights == loaded.nbytes
+    stored = sum(x.nbytes for x in mx.load(str(tmp_path / "model.safetensors")).values())
+    assert checkpoint.stored_bytes == stored
+
+
+def test_the_sizes_of_published_files() -> None:
+    """Their headers, of less than 100 kB, are all that is not counted."""
+    small = SHAPES["qwen2.5-0.5b"]
+    published = {
+        278_064_920: Checkpoint(_config(small), 2, True).quantized(4, 64),  # mlx-community/Qwen2.5-0.5B-Instruct-4bit
+        988_097_824: Checkpoint(_config(small), 2, True),  # Qwen/Qwen2.5-0.5B-Instruct
+        1_503_300_328: Checkpoint(_config(SHAPES["qwen3-0.6b"]), 2, False),  # Qwen/Qwen3-0.6B, whose tied head is there
+    }
+    for size, checkpoint in published.items():
+        assert 0 < size - checkpoint.stored_bytes < 100_000
+
+
+def _config(shape: Shape) -> ModelConfig:
+    raw = asdict(shape) | {"architectures": ["Qwen3ForCausalLM" if shape.model_type == "qwen3" else "Qwen2ForCausalLM"]}
+    return ModelConfig.from_dict(raw)
+
+
+def test_float_matrices_among_quantized_ones_count_as_floats() -> None:
+    quantization = {"bits": 4, "group_size": 32, "model.layers.1.mlp.down_proj": False, "lm_head": False}
+    config = qwen2_config(tie_word_embeddings=False, quantization=quantization, torch_dtype="bfloat16")
+    some, all_of_them = (
+        Checkpoint.from_facts(raw) for raw in (config, config | {"quantization": {"bits": 4, "group_size": 32}})
+    )
+    elements = 128 * 256 + 300 * 128
+    assert some.stored_bytes - all_of_them.stored_bytes == elements * 2 - (elements // 2 + elements // 32 * 4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("float_bytes", [2, 4])
+def test_the_files_say_what_config_json_leaves_out(tied: bool, float_bytes: int) -> None:
+    config = qwen2_config()
+    del config["tie_word_embeddings"]
+    expected = Checkpoint(ModelConfig.from_dict(config), float_bytes, tied)
+    assert Checkpoint.from_facts(config, expected.stored_bytes + 5000) == expected
+    without_files = Checkpoint.from_facts(config)
+    assert (without_files.float_bytes, without_files.tied) == (2, False)
+
+
+@pytest.mark.parametrize("bits", [0, 4, 8])
+@pytest.mark.parametrize("split", [True, False])
+def test_the_cache_is_exact_for_any_format(pocket: tuple[Decoder, Any], bits: int, split: bool) -> None:
+    model, _ = pocket
+    cache = model.make_cache(77, quant_bit=bits, quant_group=16, bias_split=split)
+    settings = Settings(kv_bits=bits, kv_group_size=16, kv_bias_split=split)
+    checkpoint = Checkpoint(model.config, 2, True)
+    made = plan(checkpoint, max_kv_size=77, settings=settings, device="cpu", split_pairs=split_pairs(model))
+    assert made.cache == sum(layer.nbytes for layer in cache)
+
+
+@pytest.mark.parametrize("bits", [0, 4, 8])
+def test_the_longest_context_is_exact_to_a_token(bits: int) -> None:
+    checkpoint = Checkpoint.from_facts(qwen2_config(max_position_embeddings=100_000, torch_dtype="float16"))
+    settings = Settings(kv_bits=bits)
+    for limit in (184_000_000, 200_000_000, 220_000_000):
+        found = longest_context(checkpoint, limit, settings=settings, device="cpu")
+        assert found.ended_by == "memory"
+        assert 0 < found.tokens < 100_000
+        totals = [
+            plan(checkpoint, max_kv_size=tokens, settings=settings, device="cpu").total
+            for tokens in (found.tokens, found.tokens + 1)
+        ]
+        assert totals[0] <= limit < totals[1]
+
+
+def test_the_longest_context_ends_with_the_models_or_is_none() -> None:
+    checkpoint = Checkpoint.from_facts(qwen2_config())
+    assert longest_context(checkpoint, 10**12, device="cpu") == LongestContext(1024, "the model's context")
+    assert longest_context(checkpoint, 10**6, device="cpu") == LongestContext(0, "memory")
+
+
+def test_a_gpu_holds_the_checkpoints_dtype() -> None:
+    checkpoint = Checkpoint.from_facts(qwen3_config(torch_dtype="bfloat16"))
+    cpu, gpu = (plan(checkpoint, max_kv_size=64, device=device) for device in ("cpu", "gpu"))
+    assert gpu.weights * 2 == cpu.weights
+    assert gpu.cache == cpu.cache  # 8 bits on both
+    assert gpu.process == 0
+    assert cpu.process > 0
+
+
+def test_as_if_converted() -> None:
+    raw = qwen2_config(tie_word_embeddings=False, torch_dtype="bfloat16")
+    converted = Checkpoint.from_facts(raw).quantized(4, 64)
+    assert converted == Checkpoint.from_facts(raw | {"quantization": {"bits": 4, "group_size": 64}})
+    with pytest.raises(ModelError, match="quantized already, to 4 bits"):
+        converted.quantized(8, 64)
+    with pytest.raises(ModelError, match="bits is 7"):
+        Checkpoint.from_facts(raw).quantized(7, 64)
+    odd = Checkpoint.from_facts(raw | {"intermediate_size": 96}).quantized(4, 64)
+    assert odd.config.quantization_of("model.layers.0.mlp.down_proj") is None
+    assert odd.config.quantization_of("model.layers.0.mlp.up_proj") == converted.config.quantization
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens", "message"),
+    [
+        (Settings(kv_bits=5), 10, "quant_bit is 5"),
+        (Settings(kv_group_size=48), 10, "48 does not divide"),
+        (Settings(prefill_step_size=0), 10, "prefill_step_size is 0"),
+        (Settings(), 0, "max_kv_size is 0"),
+    ],
+)
+def test_what_cannot_be_planned(settings: Settings, tokens: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(Checkpoint.from_facts(qwen2_config()), max_kv_size=tokens, settings=settings)
+
+
+def test_a_plan_is_made_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its work does not grow with the model or the context: a tape has two layers and the last blocks of attention."""
+    shape = SHAPES["qwen2.5-7b"]
+    sizes = []
+    peak = Tape.peak
+    monkeypatch.setattr(Tape, "peak", lambda tape: (sizes.append(len(tape.buffers)), peak(tape))[1])
+    for tokens in (512, 32768):
+        plan(Checkpoint(_config(shape), 2, False), max_kv_size=tokens, device="cpu")
+    assert max(sizes) < 300
+    sizes.clear()
+    plan(Checkpoint(_config(shape), 2, False).quantized(4, 64), max_kv_size=32768, device="cpu")
+    real = max(sizes)
+    sizes.clear()
+    absurd = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "head_dim"), 2**24)
+    absurd |= {"num_key_value_heads": 2**24, "num_hidden_layers": 4096, "max_position_embeddings": 2**24}
+    checkpoint = Checkpoint.from_facts(qwen2_config(**absurd, quantization={"bits": 4, "group_size": 64}))
+    assert longest_context(checkpoint, 10**12, device="cpu").tokens == 0
+    assert max(sizes) < 10 * real
+
+
+def test_a_quantized_matrix_in_more_parts_than_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking at the last parts alone changes nothing for the largest of published models, and little anywhere."""
+    checkpoint = Checkpoint(_config(SHAPES["qwen2.5-7b"]), 2, False).quantized(4, 64)
+    given = plan(checkpoint, max_kv_size=4096, device="cpu").scratch
+    monkeypatch.setattr(scratch, "PARTS", 10**6)
+    assert plan(checkpoint, max_kv_size=4096, device="cpu").scratch == given
+    monkeypatch.setattr(scratch, "PARTS", 16)
+    assert plan(checkpoint, max_kv_size=4096, device="cpu").scratch == pytest.approx(given, rel=0.05)

@@ -1,0 +1,360 @@
+"""What `kvant report` measures, against NumPy in float64, mlx-lm's own model, and caches that are secretly broken."""
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from bias_split import plant
+from rich.console import Console
+from support.checkpoints import reference_logits
+
+from kvant.cache import QuantizedKVCache
+from kvant.errors import KvantError
+from kvant.models import Decoder, load_decoder
+from kvant.models.bias import divide_bias
+from kvant.tools.report.divergence import Figures, Tally, divergence, log_probabilities
+from kvant.tools.report.findings import find
+from kvant.tools.report.formats import REFERENCE, CacheFormat
+from kvant.tools.report.layers import SideBySide, run_layers
+from kvant.tools.report.measure import Report, figures_json, measure
+from kvant.tools.report.plot import plot
+from kvant.tools.report.suggest import suggest
+from kvant.tools.report.table import tables
+from kvant.tools.report.teacher import compare
+from kvant.tools.report.texts import Text
+
+Pocket = tuple[Decoder, Any]
+Change = Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
+Array = np.ndarray[Any, np.dtype[np.float64]]
+FORMAT = CacheFormat(8, 32)
+
+
+def _log_softmax(logits: Any) -> Array:
+    rows = np.array(logits, dtype=np.float64)
+    rows = rows - rows.max(axis=-1, keepdims=True)
+    return rows - np.log(np.exp(rows).sum(axis=-1, keepdims=True))
+
+
+def _kld(expected: Array, given: Array) -> Array:
+    """By the definition; what is not expected counts nothing."""
+    with np.errstate(invalid="ignore"):
+        terms = np.exp(expected) * (expected - given)
+    return np.where(np.exp(expected) > 0, terms, 0.0).sum(axis=-1)
+
+
+def _figures(model: Decoder, ids: Sequence[int], caches: list[Any], **options: Any) -> list[Figures]:
+    tallies = [Tally() for _ in caches]
+    compare(model, ids, caches, tallies, **options)
+    return [tally.figures() for tally in tallies]
+
+
+class TestDivergence:
+    """Against NumPy in float64."""
+
+    @pytest.mark.parametrize("noise", [1e-4, 1e-2, 1.0, 10.0])
+    def test_it_is_the_definition(self, noise: float) -> None:
+        random = np.random.default_rng(0)
+        expected = 3 * random.standard_normal((9, 700)).astype(np.float32)
+        given = expected + noise * random.standard_normal((9, 700)).astype(np.float32)
+        kld = divergence(*(log_probabilities(mx.array(x)) for x in (expected, given)))
+        np.testing.assert_allclose(np.array(kld), _kld(_log_softmax(expected), _log_softmax(given)), rtol=2e-3)
+
+    def test_a_divergence_that_float32_sums_would_hide(self) -> None:
+        """1e-9 nats, where sums of probabilities are off by 1e-7."""
+        random = np.random.default_rng(1)
+        expected = random.standard_normal((4, 50_000)).astype(np.float32)
+        given = (expected + np.float32(4e-5) * random.standard_normal((4, 50_000))).astype(np.float32)
+        kld = np.array(divergence(*(log_probabilities(mx.array(x)) for x in (expected, given))))
+        right = _kld(_log_softmax(expected), _log_softmax(given))
+        assert (right < 2e-9).all()
+        np.testing.assert_allclose(kld, right, rtol=0.05)
+
+    def test_the_same_is_nothing_and_impossible_tokens_do_not_matter(self) -> None:
+        rows = mx.random.normal((3, 40), key=mx.random.key(0))
+        rows[:, 5] = -math.inf
+        same = log_probabilities(rows)
+        assert divergence(same, same).tolist() == [0.0] * 3
+
+    def test_what_is_given_no_probability(self) -> None:
+        expected = mx.zeros((1, 4))
+        given = mx.array([[0.0, 0.0, 0.0, -math.inf]])
+        kld = divergence(log_probabilities(expected), log_probabilities(given))
+        assert kld.item() == math.inf
+        back = divergence(log_probabilities(given), log_probabilities(expected))
+        assert back.item() == pytest.approx(math.log(4 / 3), rel=1e-5)
+
+    def test_figures(self) -> None:
+        random = np.random.default_rng(2)
+        expected, given = (random.standard_normal((2, 150, 60)) * 2).astype(np.float32)
+        following = random.integers(0, 60, 150).tolist()
+        tally = Tally()
+        for first in (0, 70):  # in parts, the last position without a token after it
+            part = slice(first, 70 if first == 0 else 150)
+            rows = [log_probabilities(mx.array(x[part])) for x in (expected, given)]
+            tally.add(*rows, following[part] if first == 0 else following[first:149])
+        figures = tally.figures()
+        klds = _kld(_log_softmax(expected), _log_softmax(given))
+        losses = -_log_softmax(given)[np.arange(149), following[:149]]
+        assert figures.positions == 150
+        assert figures.non_finite == 0
+        assert figures.mean_kld_nats == pytest.approx(klds.mean(), rel=1e-5)
+        assert figures.p99_kld_nats == pytest.approx(np.percentile(klds, 99), rel=1e-5)
+        assert figures.perplexity == pytest.approx(np.exp(losses.mean()), rel=1e-5)
+        assert figures.top1 == (expected.argmax(-1) == given.argmax(-1)).mean()
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_what_is_not_finite_is_counted_and_never_skipped(self, value: float) -> None:
+        rows = mx.random.normal((200, 30), key=mx.random.key(0))
+        broken = mx.array(rows)
+        broken[7, 3] = value
+        tally = Tally()
+        tally.add(log_probabilities(rows), log_probabilities(broken), [0] * 199)
+        figures = tally.figures()
+        assert (figures.positions, figures.non_finite) == (200, 1)
+        assert (figures.mean_kld_nats, figures.perplexity) == (math.inf, math.inf)
+        assert figures.p99_kld_nats == 0.0  # one of 200
+        assert figures.top1 == 199 / 200
+        for _ in range(3):
+            tally.add(log_probabilities(rows[:1]), log_probabilities(broken[7:8]), [0])
+        assert tally.figures().p99_kld_nats == math.inf
+
+
+class TestTeacherForcing:
+    def test_the_reference_is_mlx_lms_model(
+        self, pocket: Pocket, pocket_mlx_lm: nn.Module, heldout_ids: list[int]
+    ) -> None:
+        """Perplexity, and the KLD of an 8-bit cache that is fed token by token, both from mlx-lm's logits."""
+        model, _ = pocket
+        ids = heldout_ids[:96]
+        reference, given = _figures(model, ids, [f.make_cache(model, 96) for f in (REFERENCE, FORMAT)])
+        right = _log_softmax(reference_logits(pocket_mlx_lm, ids))
+        loss = -right[np.arange(95), ids[1:]].mean()
+        assert reference.perplexity == pytest.approx(math.exp(loss), rel=1e-5)
+        cache = model.make_cache(96, quant_bit=8, quant_group=32)
+        steps = [_log_softmax(model(mx.array([[token]]), cache=cache)[0]) for token in ids]
+        klds = _kld(right, np.concatenate(steps))
+        assert given.mean_kld_nats == pytest.approx(klds.mean(), rel=0.03)
+        assert given.p99_kld_nats == pytest.approx(np.percentile(klds, 99), rel=0.03)
+        assert given.mean_kld_nats > 1e-7
+        assert reference.mean_kld_nats == 0
+
+    @pytest.mark.parametrize("cache_format", [CacheFormat(8, 32), CacheFormat(4, 64), CacheFormat(4, 32, split=False)])
+    def test_chunks_are_token_by_token(self, pocket: Pocket, heldout_ids: list[int], cache_format: CacheFormat) -> None:
+        """The same cache, but for levels that rounding tips over, and the same predictions."""
+        model, _ = pocket
+        ids = heldout_ids[:96]
+        caches, figures = [], []
+        for step_size in (512, 40, 1):
+            cache = cache_format.make_cache(model, 96)
+            pair = [REFERENCE.make_cache(model, 96), cache]
+            figures.append(_figures(model, ids, pair, step_size=step_size)[1])
+            caches.append(cache)
+        for cache in caches[1:]:
+            differing = total = 0
+            for one, other in zip(caches[0], cache, strict=True):
+                assert one.offset == other.offset == 96
+                levels = [_levels(layer) for layer in (one, other)]
+                difference = np.abs(levels[0] - levels[1])
+                assert difference.max() <= 1
+                differing += int((difference > 0).sum())
+                total += difference.size
+                scales = [np.array(layer.scale.astype(mx.float32)) for layer in (one, other)]  # type: ignore[union-attr]
+                np.testing.assert_allclose(*scales, rtol=2e-3)
+            assert differing < 2e-3 * total
+        for other in figures[1:]:
+            assert other.mean_kld_nats == pytest.approx(figures[0].mean_kld_nats, rel=0.1)
+            assert other.perplexity == pytest.approx(figures[0].perplexity, rel=1e-3)
+
+    def test_pieces_do_not_see_each_other(self, pocket: Pocket, heldout_ids: list[int]) -> None:
+        model, _ = pocket
+        caches = [f.make_cache(model, 40) for f in (REFERENCE, FORMAT)]
+        alone = _figures(model, heldout_ids[:40], caches)
+        _figures(model, heldout_ids[40:60], caches)
+        assert _figures(model, heldout_ids[:40], caches) == alone
+
+    def test_a_reference_that_is_not_finite(self, make_checkpoint: Callable[..., tuple[Path, nn.Module]]) -> None:
+        folder, _ = make_checkpoint()
+        path = folder / "model.safetensors"
+        weights = {name: mx.array(x) for name, x in mx.load(str(path)).items()}
+        weights["model.norm.weight"][3] = math.nan
+        mx.save_safetensors(str(path), weights)
+        model = load_decoder(folder)
+        with pytest.raises(KvantError, match="not finite"):
+            _figures(model, [1, 2, 3], [f.make_cache(model, 8) for f in (REFERENCE, FORMAT)])
+
+
+def _levels(layer: QuantizedKVCache) -> Array:
+    levels = layer.cache
+    if layer.quant_bit == 4:
+        nibbles = mx.stack([levels & 15, levels >> 4], axis=-1).astype(mx.int32)
+        levels = mx.where(nibbles > 7, nibbles - 16, nibbles)
+    return np.array(levels.astype(mx.int32)).astype(np.float64)
+
+
+class Broken(CacheFormat):
+    """A format whose cache does something to what it is given, in some layers."""
+
+    change: Change = staticmethod(lambda key, value: (key, value))  # type: ignore[assignment]
+    layers: tuple[int, ...] = ()
+
+    def make_cache(self, model: Decoder, max_seq_len: int) -> list[QuantizedKVCache]:
+        cache = model.make_cache(max_seq_len, quant_bit=self.bits, quant_group=self.group, bias_split=self.split)
+        for number in self.layers:
+            _break(cache[number], self.change)
+        return cache
+
+
+def _break(layer: QuantizedKVCache, change: Change) -> None:
+    attend = layer.attend
+
+    def broken(query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
+        return attend(query, *change(key, value), mask)
+
+    layer.attend = broken  # type: ignore[method-assign]
+
+
+def _scale_off(key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
+    """As if every scale were a tenth too large."""
+    return 1.1 * key, 1.1 * value
+
+
+def _rows_lost(key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
+    kept = (mx.arange(key.shape[2]) % 16 != 5)[:, None]
+    return key * kept, value * kept
+
+
+def _heads_swapped(key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
+    return key[:, ::-1], value[:, ::-1]
+
+
+def _poisoned(key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
+    return key, mx.where(mx.arange(key.shape[2])[:, None] == 50, math.nan, value)
+
+
+CHANGES = {"scale": _scale_off, "rows": _rows_lost, "heads": _heads_swapped}
+
+
+class TestBrokenFormats:
+    """Caches that are secretly broken show in the figures, and in the layer where they are broken."""
+
+    @pytest.mark.parametrize(("what", "layers"), [("scale", (0, 1, 2, 3)), ("rows", (1,)), ("heads", (2,))])
+    def test_it_shows(self, pocket: Pocket, heldout_ids: list[int], what: str, layers: tuple[int, ...]) -> None:
+        model, _ = pocket
+        broken = type("Broken", (Broken,), {"change": staticmethod(CHANGES[what]), "layers": layers})(8, 32)
+        text = Text("a text", (tuple(heldout_ids[:128]),), 0)
+        report = measure("pocket", model, text, [FORMAT, broken])
+        healthy, found = report.results
+        assert found.figures.mean_kld_nats > 30 * healthy.figures.mean_kld_nats
+        assert found.figures.p99_kld_nats > 10 * healthy.figures.p99_kld_nats
+        assert found.bytes_per_token == healthy.bytes_per_token
+        for number, (good, bad) in enumerate(zip(healthy.layer_errors, found.layer_errors, strict=True)):
+            if number in layers:
+                assert bad > 8 * good
+            else:  # given its own inputs a layer is not blamed for what is before it
+                assert bad == good
+        assert suggest(report.results, 2 * healthy.figures.mean_kld_nats) is healthy
+
+    def test_values_that_are_not_finite(self, pocket: Pocket, heldout_ids: list[int], tmp_path: Path) -> None:
+        model, _ = pocket
+        broken = type("Broken", (Broken,), {"change": staticmethod(_poisoned), "layers": (3,)})(0, 32)
+        report = measure("pocket", model, Text("a text", (tuple(heldout_ids[:64]),), 0), [broken])
+        (found,) = report.results
+        assert found.figures.non_finite > 0
+        assert found.figures.mean_kld_nats == math.inf
+        assert found.layer_errors[3] == math.inf
+        assert suggest(report.results, 1e9) is None
+        (record,) = figures_json(report)["formats"]
+        assert record["mean_kld_nats"] is None
+        assert record["non_finite"] == found.figures.non_finite
+        assert record["layer_attention_errors"][:3] == found.layer_errors[:3]
+        assert record["layer_attention_errors"][3] is None
+        console = Console(file=io.StringIO(), width=80)
+        console.print(tables(report))
+        shown = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+        assert f"{broken.label}: {found.figures.non_finite} of 64 predictions are not finite" in shown
+        with pytest.raises(KvantError, match="nothing to draw"):
+            plot(report, tmp_path / "a.svg")
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_layers_error_is_that_of_its_attention() -> None:
+    """Two caches given one layer's rows by hand, their outputs compared in NumPy."""
+    keys = mx.random.split(mx.random.key(5), 3)
+    query = mx.random.normal((1, 4, 30, 64), key=keys[0])
+    key, value = (mx.random.normal((1, 2, 30, 64), key=k) for k in keys[1:])
+    both = SideBySide(QuantizedKVCache(30, 2, 64, quant_bit=0, dtype=mx.float32), [QuantizedKVCache(30, 2, 64)])
+    for part in (slice(0, 20), slice(20, 30)):
+        both.attend(query[:, :, part], key[:, :, part], value[:, :, part])
+    exact, given = (
+        np.array(QuantizedKVCache(30, 2, 64, quant_bit=bits, dtype=mx.float32).attend(query, key, value), np.float64)
+        for bits in (0, 8)
+    )
+    assert both.squares[0] == pytest.approx((exact**2).sum(), rel=1e-5)
+    assert both.squares[1] == pytest.approx(((given - exact) ** 2).sum(), rel=1e-3)
+    groups = np.array(key, np.float64).reshape(2, 30, 2, 32)
+    ranges = np.abs(groups).max(-1) / np.sqrt((groups**2).mean(-1))
+    np.testing.assert_allclose(np.array(both.key_ranges) / both.rows, ranges.mean(axis=1), rtol=1e-5)
+
+
+class TestFindings:
+    """Layers that are out of line are named, and others are not."""
+
+    def test_nothing_is_out_of_line_in_pocket(self, pocket: Pocket, heldout_ids: list[int]) -> None:
+        model, _ = pocket
+        run = run_layers(model, heldout_ids[:256], CacheFormat(0).make_cache(model, 256), [])
+        assert find(model, run.key_range, []) == []
+
+    def test_a_planted_key_bias(self, pocket_folder: Path, tmp_path: Path, heldout_ids: list[int]) -> None:
+        model = load_decoder(plant(pocket_folder, tmp_path / "planted", 0.0))
+        attention = model.layers[1].self_attn
+        H, K, D = 4, 2, 64
+        bias = mx.array(attention.qkv_bias.whole)  # type: ignore[union-attr]
+        bias[H * D + D - 1] += 300.0  # the second element of the first kv head's slowest pair
+        bias[(H + K) * D - 1] += 300.0
+        divided = divide_bias(model.config, attention.qkv_proj, bias, model.layers[1].input_layernorm)
+        planted = replace(model.layers[1], self_attn=replace(attention, qkv_bias=divided))
+        model.layers = (model.layers[0], planted, *model.layers[2:])
+        text = Text("a text", (tuple(heldout_ids[:128]),), 0)
+        formats = [CacheFormat(bits, 32, split) for bits in (8, 4) for split in (True, False)]
+        report = measure("planted", model, text, formats)
+        (finding,) = report.findings
+        assert (finding.layer, finding.kind) == (1, "key_bias")
+        assert finding.value == pytest.approx(300, rel=0.05)
+        by_format = {result.format: result.layer_errors[1] for result in report.results}
+        without, with_it = by_format[CacheFormat(4, 32, False)], by_format[CacheFormat(4, 32, True)]
+        assert without > 5 * with_it
+        assert f"4g32 attention error: {without:.2g} without, {with_it:.2g} with" in finding.text
+        assert "--kv-bias-split" in finding.text
+
+    def test_a_key_range(self, pocket: Pocket) -> None:
+        """One layer's keys have one element that is nearly all of its group."""
+        model, _ = pocket
+        wide, narrow = CacheFormat(4, 64), CacheFormat(4, 8)
+        errors = [(wide, [0.1, 0.1, 0.9, 0.1]), (narrow, [0.02, 0.02, 0.03, 0.02])]
+        (finding,) = find(model, [2.4, 2.5, 5.5, 2.3], errors)
+        assert (finding.layer, finding.kind, finding.times_median) == (2, "key_range", pytest.approx(5.5 / 2.45))
+        assert "0.9 with 4g64, 0.03 with 4g8: --kv-bits 4 --kv-group-size 8 is best" in finding.text
+        assert find(model, [2.4, 2.5, 3.6, 2.3], errors) == []
+
+
+def test_the_smallest_text_there_can_be(make_checkpoint: Callable[..., tuple[Path, nn.Module]]) -> None:
+    model = load_decoder(make_checkpoint()[0])
+    progress: list[tuple[int, int]] = []
+    report: Report = measure(
+        "random", model, Text("two tokens", ((5, 9),), 0), [REFERENCE, FORMAT],
+        progress=lambda done, total: progress.append((done, total)),
+    )  # fmt: skip
+    assert [r.format for r in report.results] == [REFERENCE, FORMAT]
+    assert report.results[0] is report.reference
+    assert report.results[1].figures.positions == 2
+    assert all(result.ms_per_token > 0 for result in report.results)
+    assert progress[0][0] == 0
+    assert progress[-1][0] == progress[-1][1]
+    assert [done for done, _ in progress] == sorted(done for done, _ in progress)

@@ -1,0 +1,181 @@
+"""What `kvant report` is given and what it makes of figures: formats, texts, questions, suggestions, a plot."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+
+from kvant.engine.generate import generate
+from kvant.errors import PromptError
+from kvant.models import Decoder, load_decoder
+from kvant.text.prompt import encode_rendered, render_chat
+from kvant.tools.report.divergence import Figures
+from kvant.tools.report.formats import REFERENCE, CacheFormat, check_formats, default_formats, parse_formats
+from kvant.tools.report.measure import FormatResult
+from kvant.tools.report.plot import NEAR, side_by_side
+from kvant.tools.report.questions import Conversation, Score, answer, question_sets, read_conversation, score
+from kvant.tools.report.suggest import suggest
+from kvant.tools.report.texts import built_in_text, heldout_documents, text_file
+
+Pocket = tuple[Decoder, Any]
+FORMAT = CacheFormat(8, 32)
+
+
+class TestFormats:
+    def test_notation(self) -> None:
+        formats = parse_formats("8g32, 4g64:nosplit,0")
+        assert formats == [CacheFormat(8, 32), CacheFormat(4, 64, split=False), REFERENCE]
+        assert parse_formats(",".join(f.label for f in formats)) == formats
+        assert formats[1].flags == "--kv-bits 4 --kv-group-size 64 --no-kv-bias-split"
+        assert formats[2].flags == "--kv-bits 0"
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [("8g32,8g32", "twice"), ("2g32", "'2g32'"), ("0g32", "'0g32'"), ("8g32:split", "unknown"), ("", "''"),
+         ("8", "'8'"), ("0,0", "twice")],
+    )  # fmt: skip
+    def test_unknown_ones(self, text: str, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            parse_formats(text)
+
+    def test_what_a_model_cannot_have(
+        self, pocket: Pocket, make_checkpoint: Callable[..., tuple[Path, nn.Module]]
+    ) -> None:
+        with pytest.raises(ValueError, match="4g48: quant_group 48 does not divide the head dimension 64"):
+            check_formats([CacheFormat(4, 48)], pocket[0])
+        folder, _ = make_checkpoint(
+            architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=48, attention_bias=False
+        )
+        unbiased = load_decoder(folder)
+        with pytest.raises(ValueError, match="8g16:nosplit: the model's keys and values have no bias"):
+            check_formats([CacheFormat(8, 16, split=False)], unbiased)
+        assert [f.label for f in default_formats(unbiased)] == ["8g48", "4g48"]
+        assert len(default_formats(pocket[0])) == 8
+
+    def test_bytes_a_token_are_those_of_the_cache(self, pocket: Pocket) -> None:
+        model, _ = pocket
+        assert REFERENCE.bytes_per_token(model) == 4 * 2 * 2 * 64 * 4
+        assert CacheFormat(8, 32).bytes_per_token(model) == 4 * 2 * 2 * (64 + 2 * 2)
+        assert CacheFormat(4, 64).bytes_per_token(model) == 4 * 2 * 2 * (32 + 2)
+
+
+def _result(label: str, kld: float, size: int) -> FormatResult:
+    (cache_format,) = parse_formats(label)
+    return FormatResult(cache_format, size, 1.0, Figures(10, 0, 2.0, kld, kld, 1.0), [kld], [])
+
+
+def test_the_suggestion_is_the_smallest_that_fits() -> None:
+    results = [_result("8g32", 1e-5, 1088), _result("4g32", 3e-3, 576), _result("4g32:nosplit", 2e-3, 576),
+               _result("4g64", 9e-3, 544), _result("4g8", math.inf, 500)]  # fmt: skip
+    chosen = {kld: suggest(results, kld) for kld in (1e-2, 3e-3, 1e-3, 1e-5, 9e-6)}
+    labels = {kld: None if result is None else result.format.label for kld, result in chosen.items()}
+    assert labels == {1e-2: "4g64", 3e-3: "4g32:nosplit", 1e-3: "8g32", 1e-5: "8g32", 9e-6: None}
+
+
+def test_formats_of_the_same_bytes_are_drawn_side_by_side() -> None:
+    sizes = [1088, 544, 1088, 1056]
+    places = side_by_side([_result("8g32", 1e-3, size) for size in sizes])
+    assert places[1] == 544
+    assert places[3] == 1056
+    assert sorted(places)[2:] == [pytest.approx(1088), pytest.approx(1088 + NEAR * 544)]
+
+
+class TestQuestions:
+    """Answers scored in one pass are those that are written greedily."""
+
+    def test_an_answer_is_right_where_generation_writes_it(self, pocket: Pocket) -> None:
+        model, tokenizer = pocket
+        documents = [d for d in heldout_documents() if d["kind"] in ("recall-2", "recall-4", "facts")][:4]
+        found, written = [], []
+        for document in documents:
+            for given in (document["answer"], "It says Otto likes purple."):
+                conversation = read_conversation(tokenizer, document | {"answer": given})
+                found.append(answer(model, FORMAT.make_cache(model, len(conversation.ids)), conversation)[-1])
+                ids = encode_rendered(tokenizer, render_chat(tokenizer, document["messages"]))
+                cache = FORMAT.make_cache(model, len(ids) + 24)
+                written.append(generate(model, tokenizer, ids, max_tokens=24, prompt_cache=cache).strip() == given)
+        assert found == written
+        assert True in found
+        assert False in found
+
+    def test_a_conversation_is_divided_where_its_prompts_end(self, pocket: Pocket) -> None:
+        _, tokenizer = pocket
+        for kind in ("recall-2", "questions"):
+            document = next(d for d in heldout_documents() if d["kind"] == kind and len(d["messages"]) > 2)
+            conversation = read_conversation(tokenizer, document)
+            messages = [*document["messages"], {"role": "assistant", "content": document["answer"]}]
+            short = [m["content"] for m in messages if m["role"] == "assistant" and len(m["content"].split()) < 30]
+            spans = [tokenizer.decode(conversation.ids[a:b]) for a, b in conversation.answers]
+            assert spans == [f"{text}<|im_end|>" for text in short]
+            first, last = conversation.answers[-1]
+            assert list(conversation.ids[:first]) == encode_rendered(
+                tokenizer, render_chat(tokenizer, document["messages"])
+            )
+            assert last == len(conversation.ids)
+
+    def test_scores_by_context(self) -> None:
+        conversations = [Conversation((0,) * 400, ((100, 104), (300, 305))), Conversation((0,) * 200, ((128, 130),))]
+        assert score("recall", conversations, [[True, False], [True]]) == [
+            Score("recall", 0, 1, 1), Score("recall", 128, 1, 1), Score("recall", 256, 0, 1),
+        ]  # fmt: skip
+
+    def test_sets(self, pocket: Pocket) -> None:
+        """All lengths are among them, within the tokens given; and a cache that forgets does not answer."""
+        model, tokenizer = pocket
+        sets = question_sets(tokenizer, 4096)
+        for own in sets.values():
+            assert 3000 < sum(len(c.ids) for c in own) <= 4096
+        places = [first for c in sets["recall"] for first, _ in c.answers]
+        assert min(places) < 128
+        assert max(places) >= 1024
+        short = sorted(sets["recall"], key=lambda c: len(c.ids))[:2]
+        whole = [right for c in short for right in answer(model, FORMAT.make_cache(model, 400), c)]
+        cache = FORMAT.make_cache(model, 400)
+        for layer in cache:
+            layer.attend = lambda query, key, value, mask=None: 0.0 * query  # type: ignore[method-assign]
+        forgot = [right for c in short for right in answer(model, cache, c)]
+        assert sum(whole) > 0.8 * len(whole)
+        assert not any(forgot)
+
+
+class TestTexts:
+    def test_the_built_in_text(self, pocket: Pocket) -> None:
+        _, tokenizer = pocket
+        text = built_in_text(tokenizer, 100, 250)
+        assert [len(piece) for piece in text.pieces] == [100, 100, 50]
+        assert text.tokens == 250
+        everything = built_in_text(tokenizer, 100, 10**9)
+        assert everything.left_out == 0
+        assert everything.tokens == text.tokens + text.left_out
+
+    def test_a_file(self, pocket: Pocket, tmp_path: Path) -> None:
+        _, tokenizer = pocket
+        (tmp_path / "a.txt").write_text("\ufeffThe fox went home.", encoding="utf-8")
+        ids = tokenizer.encode("The fox went home.", add_special_tokens=False)
+        text = text_file(tmp_path / "a.txt", tokenizer, 1280, 3, 4)
+        assert text.pieces == (tuple(ids[:3]), tuple(ids[3:4]))
+        assert text.left_out == len(ids) - 4
+
+    @pytest.mark.parametrize(
+        ("data", "message"),
+        [(b"", "is empty"), (b" \n", "is empty"), (b"a", "1 token long; expected at least 2"),
+         (b"abc \xff", "not UTF-8: invalid start byte at byte 4")],
+    )  # fmt: skip
+    def test_files_that_cannot_be_read(self, pocket: Pocket, tmp_path: Path, data: bytes, message: str) -> None:
+        (tmp_path / "a.txt").write_bytes(data)
+        with pytest.raises(PromptError, match=message):
+            text_file(tmp_path / "a.txt", pocket[1], 1280, 100, 100)
+
+    def test_no_file(self, pocket: Pocket, tmp_path: Path) -> None:
+        for path, message in ((tmp_path, "Is a directory"), (tmp_path / "b", "No such file"), (Path("a\0"), "null")):
+            with pytest.raises(PromptError, match=message):
+                text_file(path, pocket[1], 1280, 100, 100)
+
+    def test_a_file_that_is_too_large(self, pocket: Pocket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvant.tools.report.texts.MAX_FILE_BYTES", 8)
+        (tmp_path / "a.txt").write_text("123456789")
+        with pytest.raises(PromptError, match="larger than"):
+            text_file(tmp_path / "a.txt", pocket[1], 1280, 100, 100)

@@ -1,0 +1,319 @@
+"""weights.toml, references to models, and the lock."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.hub import git_id
+
+import kvant
+from kvant import weights
+from kvant.cli.models import cache_bytes
+from kvant.engine.load import find_model
+from kvant.errors import ModelError, WeightsError
+from kvant.models import Decoder
+from kvant.models.config import ARCHITECTURES, ModelConfig
+from kvant.weights.lock import Lock, Verified, read_lock, write_lock
+from kvant.weights.reference import COMMIT, REPOSITORY
+from kvant.weights.snapshot import git_blob_id, is_wanted, measure
+
+NAMES = [
+    "qwen2.5-0.5b",
+    "qwen2.5-0.5b-4bit",
+    "qwen2.5-1.5b",
+    "qwen2.5-1.5b-4bit",
+    "qwen2.5-7b",
+    "qwen3-0.6b",
+    "qwen3-0.6b-4bit",
+    "smollm2-135m",
+]
+SHAPE = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
+SHAPE += ["intermediate_size", "vocab_size", "max_position_embeddings", "rms_norm_eps"]
+PINNED = "7ae557604adf67be50417f59c2c2f167def9a775"
+# What weights.toml leaves out of a config.json; with it, the file can be written again.
+REST = {
+    "qwen2": {
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "max_window_layers": 21,
+        "sliding_window": 32768,
+        "transformers_version": "4.43.1",
+        "use_cache": True,
+        "use_sliding_window": False,
+    },
+    "qwen3": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "max_window_layers": 28,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "transformers_version": "4.51.0",
+        "use_cache": True,
+        "use_sliding_window": False,
+    },
+}
+
+
+def test_every_entry_can_be_used() -> None:
+    models = weights.known_models()
+    assert list(models) == NAMES
+    for name, model in models.items():
+        assert model.name == name
+        assert REPOSITORY.fullmatch(model.repository)
+        assert COMMIT.fullmatch(model.revision)
+        assert all(is_wanted(file.name) for file in model.files)
+        assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= {file.name for file in model.files}
+        for file in model.files:
+            assert file.bytes is None or file.bytes > 0
+            assert file.sha256 is None or len(bytes.fromhex(file.sha256)) == 32
+        if model.config["model_type"] in ARCHITECTURES.values():
+            config = ModelConfig.from_dict(model.config)
+            assert all(getattr(config, key) == model.config[key] for key in SHAPE)
+            assert config.rope.theta == model.config["rope_theta"]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("qwen")])
+def test_the_shape_is_that_of_the_pinned_config(name: str) -> None:
+    """Written again from the facts, config.json has the size and the digest it is pinned to."""
+    model = weights.known_models()[name]
+    facts: dict[str, Any] = {**model.config, **REST[model.config["model_type"]]}
+    quantization = facts.pop("quantization", None)
+    if facts["model_type"] == "qwen2":
+        del facts["head_dim"]  # not in the file: hidden_size / num_attention_heads
+        assert model.config["head_dim"] * facts["num_attention_heads"] == facts["hidden_size"]
+    if name == "qwen2.5-7b":
+        facts |= {"max_window_layers": 28, "sliding_window": 131072}
+    if quantization:
+        facts["quantization"] = quantization
+        if facts["model_type"] == "qwen3":  # a later mlx-lm wrote it twice
+            facts["quantization_config"] = quantization
+    written = json.dumps(dict(sorted(facts.items())), indent=4 if quantization else 2)
+    if facts["model_type"] == "qwen2" and not quantization:
+        written += "\n"
+    pinned = next(file for file in model.files if file.name == "config.json")
+    assert (len(written), hashlib.sha256(written.encode()).hexdigest()) == (pinned.bytes, pinned.sha256)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_weights_have_the_size_of_the_shape(name: str) -> None:
+    """Bytes of the tensors by arithmetic, and a header of a few hundred bytes a tensor."""
+    model = weights.known_models()[name]
+    c = model.config
+    hidden, inner, layers, head = c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"], c["head_dim"]
+    heads, kv_heads = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
+    embeddings = 1 if c["tie_word_embeddings"] and name != "qwen3-0.6b" else 2  # that one is tied and has both
+    matrices = embeddings * c["vocab_size"] * hidden
+    matrices += layers * (2 * hidden * heads + 2 * hidden * kv_heads + 3 * hidden * inner)
+    vectors = hidden + layers * 2 * hidden
+    vectors += layers * {"qwen2": heads + 2 * kv_heads, "qwen3": 2 * head, "llama": 0}[c["model_type"]]
+    bits = 16 if "quantization" not in c else c["quantization"]["bits"] + 32 / c["quantization"]["group_size"]
+    tensors = matrices * bits / 8 + vectors * 2
+    stated = sum(file.bytes or 0 for file in model.files if file.name.endswith(".safetensors"))
+    assert 0 < stated - tensors < layers * 40 * 100
+
+
+@pytest.mark.parametrize(
+    ("text", "revision", "expected"),
+    [
+        ("qwen2.5-0.5b", None, ("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B-Instruct", PINNED)),
+        ("Qwen/Qwen2.5-0.5B-Instruct", None, ("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B-Instruct", PINNED)),
+        ("Qwen/Qwen2.5-0.5B-Instruct", PINNED, ("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B-Instruct", PINNED)),
+        ("qwen2.5-0.5b", "main", (None, "Qwen/Qwen2.5-0.5B-Instruct", "main")),
+        ("qwen2.5-0.5b@main", "main", (None, "Qwen/Qwen2.5-0.5B-Instruct", "main")),
+        ("a/b", None, (None, "a/b", None)),
+        ("a/b.c_d-e@refs/pr/4", None, (None, "a/b.c_d-e", "refs/pr/4")),
+    ],
+)
+def test_references(text: str, revision: str | None, expected: tuple[str | None, ...]) -> None:
+    reference = weights.parse_reference(text, revision)
+    assert (reference.name, reference.repository, reference.revision) == expected
+    assert weights.parse_reference(str(reference)) == reference
+
+
+BAD = ["", "x", "a/b/c", "/a/b", "../a", "a/..", "a/b..c", "a/.b", "a/b--c", "a/b.git", "a/b-", "a b/c", "a/b\0", "ä/b"]
+BAD += [
+    "~/a",
+    "a\\b/c",
+    "a/b@",
+    "a/b@../x",
+    "a/b@/x",
+    "a/b@x//y",
+    "a/b@x y",
+    "a/b@-x",
+    "a/" + "b" * 97,
+    "a/b@" + "c" * 129,
+]
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_references(text: str) -> None:
+    with pytest.raises(ValueError, match=r"expected") as refused:
+        weights.parse_reference(text)
+    assert len(str(refused.value)) < 400
+    with pytest.raises(ModelError):
+        find_model(text)
+
+
+def test_two_revisions() -> None:
+    with pytest.raises(ValueError, match="has a revision of its own, but revision is 'x'"):
+        weights.parse_reference("a/b@y", "x")
+
+
+def test_a_folder_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("qwen3-0.6b", "a/b"):
+        with pytest.raises(WeightsError, match=f"^{name} is not here; `kvant pull {name}` fetches it$"):
+            find_model(name)
+        with pytest.raises(ModelError, match=r"is not a folder$"):
+            find_model(Path(name))
+        with pytest.raises(ModelError, match=r"is not a folder$"):
+            find_model(f"./{name}")
+        Path(name).mkdir(parents=True)
+        assert find_model(name) == find_model(Path(name)) == Path(name)
+        with pytest.raises(ValueError, match="a folder and the embedded model have none"):
+            kvant.load(name, revision="main")
+    with pytest.raises(ValueError, match="a folder and the embedded model have none"):
+        kvant.load("pocket", revision="main")
+    with pytest.raises(WeightsError, match=r"^a/c@later is not here"):
+        kvant.load("a/c", revision="later")
+
+
+def test_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.chdir(tmp_path)
+    commit = "0123456789" * 4
+    lock = Lock("a/b", {"": commit}, {commit: {"config.json": Verified(2, 3, "4")}})
+    write_lock(lock)
+    path = tmp_path / ".cache" / "kvant" / "weights" / "a--b.json"
+    assert [found.name for found in path.parent.iterdir()] == ["a--b.json"]
+    assert not (tmp_path / "relative").exists()
+    assert read_lock("a/b") == lock
+    assert read_lock("a/c") == Lock("a/c")
+    good = path.read_text()
+    for old, new in (
+        (good, "["),
+        (good, "[]"),
+        ('"format": 1', '"format": 2'),
+        ('"config.json"', '"../config.json"'),
+        (commit, "../.."),
+        ('"bytes": 2', '"bytes": null'),
+        ('"": ', '"../x": '),
+    ):
+        path.write_text(good.replace(old, new))
+        with pytest.raises(WeightsError, match="not a lock that kvant wrote; remove it and pull a/b again"):
+            read_lock("a/b")
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(WeightsError, match=r"a--b\.json: the record of what was pulled cannot be read"):
+        find_model("a/b")
+    path.rmdir()
+    path.write_text(good.replace("a/b", "a/B"))
+    with pytest.raises(WeightsError, match="the lock of 'a/B'; expected 'a/b'"):
+        read_lock("a/b")
+
+
+def _blob(tmp_path: Path, data: bytes) -> tuple[Path, Path]:
+    """A snapshot with one file, as huggingface_hub's cache has it, and the blob behind it."""
+    folder, blob = tmp_path / "models--a--b" / "snapshots" / PINNED, tmp_path / "models--a--b" / "blobs" / "0"
+    folder.mkdir(parents=True)
+    blob.parent.mkdir()
+    blob.write_bytes(data)
+    (folder / "x.json").symlink_to("../../blobs/0")
+    return folder, blob
+
+
+@pytest.mark.parametrize("data", [b"", b"hello\n", bytes(3_000_000)])
+def test_digests_are_those_of_git_and_sha256sum(tmp_path: Path, data: bytes) -> None:
+    folder, blob = _blob(tmp_path, data)
+    given = subprocess.run(["sha256sum", blob], capture_output=True, text=True, check=True).stdout
+    assert measure(folder, "x.json").sha256 == given.split()[0]
+    known = {0: "e69de29bb2d1d6434b8b29ae775ad8c2e48c5391", 6: "ce013625030ba8dba906f756967f9e9ca394464a"}
+    expected = known.get(len(data)) or git_id(data)
+    assert git_blob_id(folder, "x.json") == expected == git_id(data)
+
+
+@pytest.mark.parametrize("what", ["the blob", "the link", "a pipe", "in place"])
+def test_a_file_that_is_swapped_while_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Of the same size and time: only which file it is tells."""
+    folder, blob = _blob(tmp_path, b"one")
+    state = blob.stat()
+    other = blob.with_name("1")
+    other.write_bytes(b"two")
+    os.utime(other, ns=(state.st_atime_ns, state.st_mtime_ns))
+    digest = hashlib.file_digest
+
+    def swap(file: Any, name: str) -> Any:
+        found = digest(file, name)
+        if what == "the blob":
+            other.replace(blob)
+        elif what == "a pipe":
+            blob.unlink()
+            os.mkfifo(blob)
+        elif what == "the link":
+            (folder / "x.json").unlink()
+            (folder / "x.json").symlink_to("../../blobs/1")
+        else:
+            blob.write_bytes(b"two")
+            os.utime(blob, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+        return found
+
+    monkeypatch.setattr(hashlib, "file_digest", swap)
+    with pytest.raises(WeightsError, match=r"x\.json: (written to or replaced while it was read|not a regular file)"):
+        measure(folder, "x.json")
+
+
+@pytest.mark.parametrize("pipe", [False, True])
+def test_a_file_that_is_swapped_before_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipe: bool
+) -> None:
+    """For a link out of the cache, or a pipe that would never end."""
+    folder, blob = _blob(tmp_path, b"one")
+    (tmp_path / "secret").write_bytes(b"two")
+    open_file = os.open
+
+    def swap(path: Any, *rest: Any) -> int:
+        blob.unlink()
+        if pipe:
+            os.mkfifo(blob)
+        else:
+            blob.symlink_to(tmp_path / "secret")
+        return open_file(path, *rest)
+
+    monkeypatch.setattr(os, "open", swap)
+    expected = "not a regular file" if pipe else "cannot be read: Too many levels of symbolic links"
+    with pytest.raises(WeightsError, match=rf"x\.json: {expected}"):
+        measure(folder, "x.json")
+
+
+def test_cache_bytes_are_those_of_the_cache(pocket: tuple[Decoder, Any], pocket_folder: Path) -> None:
+    model, _ = pocket
+    stated = cache_bytes(json.loads((pocket_folder / "config.json").read_text()))
+    assert stated is not None
+    for bits in (8, 4):
+        caches = [model.make_cache(size, quant_bit=bits, quant_group=32, bias_split=False) for size in (256, 512)]
+        short, long = (sum(layer.nbytes for layer in cache) for cache in caches)
+        assert (long - short) / 256 == stated[bits]
+    assert stated[16] == 2 * stated[8] / (1 + 2 / 32)
+    assert cache_bytes({}) is None
+
+
+def test_the_command_starts_without_the_hub() -> None:
+    code = "import sys, kvant.cli.app; sys.exit('huggingface_hub' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
