@@ -13,9 +13,7 @@ import kvant.blas  # isort: skip  (before MLX: it loads a faster one)
 import mlx.core as mx
 
 import kvant
-from kvant.engine.decode import decode
-from kvant.engine.prefill import prefill
-from kvant.engine.sampling import greedy
+from kvant.engine.run import Run
 from kvant.models import Decoder
 
 RESERVATIONS = (256, 4096, 32768, 131072)
@@ -26,8 +24,7 @@ PROMPT = list(range(3, 35))
 def one_round(model: Decoder, max_seq_len: int, look_ahead: int, steps: int) -> tuple[float, int]:
     """Median milliseconds a step, and bytes the peak is above the resting state."""
     cache = model.make_cache(max_seq_len)
-    logits = prefill(model, PROMPT, cache, step_size=512)
-    tokens = decode(model, logits, PROMPT, cache, max_tokens=steps + 8, sampler=greedy, look_ahead=look_ahead)
+    tokens = Run(model, PROMPT, cache, max_tokens=steps + 8, look_ahead=look_ahead)
     for _ in range(8):
         next(tokens)
     mx.synchronize()

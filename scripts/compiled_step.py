@@ -10,10 +10,8 @@ import statistics
 import sys
 import time
 
-from kvant.engine.decode import decode
 from kvant.engine.load import load
-from kvant.engine.prefill import prefill
-from kvant.engine.sampling import greedy
+from kvant.engine.run import Run
 
 CONTEXTS = (128, 512, 1500)
 TOKENS, FIRST = 80, 10
@@ -33,8 +31,7 @@ def main() -> None:
         for number in range(rounds):
             for compiled in (False, True) if number % 2 else (True, False):
                 cache = model.make_cache(context + TOKENS, quant_bit=bits)
-                logits = prefill(model, prompt, cache, step_size=512)
-                steps = decode(model, logits, prompt, cache, max_tokens=TOKENS, sampler=greedy, compiled=compiled)
+                steps = Run(model, prompt, cache, max_tokens=TOKENS, compiled=compiled)
                 latencies, previous = [], time.perf_counter()
                 for _ in steps:
                     now = time.perf_counter()

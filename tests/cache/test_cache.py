@@ -9,9 +9,7 @@ import pytest
 from support.numbers import relative_error
 
 from kvant.cache import FullKVCache, QuantizedKVCache
-from kvant.engine.decode import decode
-from kvant.engine.prefill import prefill
-from kvant.engine.sampling import greedy
+from kvant.engine.run import Run
 from kvant.errors import ContextError
 from kvant.models import Decoder, load_decoder
 
@@ -156,8 +154,7 @@ def _peak_of_decoding(model: Decoder, max_seq_len: int, *, look_ahead: int = 0, 
     """Bytes above the resting state while the engine's own loop decodes 40 tokens."""
     prompt = list(range(1, 9))
     cache = model.make_cache(max_seq_len)
-    logits = prefill(model, prompt, cache, step_size=512)
-    steps = decode(model, logits, prompt, cache, max_tokens=48, sampler=greedy, look_ahead=look_ahead)
+    steps = Run(model, prompt, cache, max_tokens=48, look_ahead=look_ahead)
     for _ in range(8):
         next(steps)
     mx.synchronize()
@@ -190,8 +187,7 @@ def test_a_look_ahead_gives_the_same_tokens(make_checkpoint: Make) -> None:
     runs = []
     for look_ahead in (0, 1):
         cache = model.make_cache(64)
-        logits = prefill(model, [1, 2, 3], cache, step_size=2)
-        steps = decode(model, logits, [1, 2, 3], cache, max_tokens=30, sampler=greedy, look_ahead=look_ahead)
+        steps = Run(model, [1, 2, 3], cache, max_tokens=30, prefill_step_size=2, look_ahead=look_ahead)
         runs.append([token for token, _ in steps])
         assert cache[0].offset == 3 + 29
     assert runs[0] == runs[1]

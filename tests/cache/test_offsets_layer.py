@@ -114,7 +114,7 @@ def peak_of_appends(room: int, bits: int, *, static: bool, hold: bool = False) -
         if static:
             layer = CompiledCacheView(cache, mx.array(cache.lengths), 32)
             mx.eval(layer.attend(query[:, :, :1], rows[:, :, :1], rows[:, :, :1]), cache.arrays)
-            cache.advance(1)
+            cache.sequences.commit(1)
         else:
             mx.eval(cache.attend(query, rows, rows))
     return mx.get_peak_memory() - before

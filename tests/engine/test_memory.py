@@ -8,9 +8,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvant.engine.decode import decode
-from kvant.engine.prefill import prefill
-from kvant.engine.sampling import greedy
+from kvant.engine.run import Run, prefill
 from kvant.models import Decoder
 
 STEP_SIZE = 512
@@ -25,16 +23,13 @@ def test_active_memory_does_not_grow_over_1000_tokens(pocket: tuple[Decoder, Any
     model, _ = pocket
     prompt = _prompt(100)
     cache = model.make_cache(1200, quant_bit=bits)
-    steps = decode(
-        model, prefill(model, prompt, cache, step_size=STEP_SIZE), prompt, cache, max_tokens=1020, sampler=greedy
-    )
+    steps = Run(model, prompt, cache, max_tokens=1020, prefill_step_size=STEP_SIZE)
     active = []
     for _ in range(1020):
         next(steps)
         mx.synchronize()
         active.append(mx.get_active_memory())
     assert max(active[20:]) - active[20] < 2**16  # a step's own arrays; a cached token takes 4 kB at 0 bits
-    steps.close()
 
 
 def test_a_long_prefill_peaks_no_higher_than_mlx_lms_with_its_default_cache(
@@ -61,7 +56,6 @@ def test_a_long_prefill_peaks_no_higher_than_mlx_lms_with_its_default_cache(
             mx.array(prompt), pocket_mlx_lm, max_tokens=1, prompt_cache=cache, prefill_step_size=STEP_SIZE
         )
         next(steps)
-        steps.close()
 
     ours, theirs = peak(kvant_run), peak(mlx_lm_run)
     print(f"kvant {ours / 1e6:.1f} MB, mlx-lm {theirs / 1e6:.1f} MB, caches included")

@@ -10,8 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvant import generate, stream_generate
-from kvant.engine.decode import decode
-from kvant.engine.prefill import prefill
+from kvant.engine.run import Run
 from kvant.engine.sampling import SamplingOptions, draw_key, make_logits_processors, make_sampler, splitmix64
 from kvant.models import Decoder
 
@@ -24,9 +23,8 @@ def _tokens(pocket: Pocket, seed: int | None, count: int = 30, **settings: Any) 
     model, _ = pocket
     prompt = list(range(20, 60))
     cache = model.make_cache(128, quant_bit=8)
-    logits = prefill(model, prompt, cache, step_size=512)
-    sampler = make_sampler(2.0, seed=seed)
-    return [token for token, _ in decode(model, logits, prompt, cache, max_tokens=count, sampler=sampler, **settings)]
+    run = Run(model, prompt, cache, max_tokens=count, sampler=make_sampler(2.0, seed=seed), **settings)
+    return [token for token, _ in run]
 
 
 def test_splitmix64_by_its_published_sequence() -> None:

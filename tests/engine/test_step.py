@@ -13,12 +13,12 @@ import mlx.core as mx
 import pytest
 from support.numbers import relative_error
 
-import kvant.engine.decode as decoding
+import kvant.engine.run as running
 from kvant.cache import CompiledCacheView, FullKVCache, QuantizedKVCache
-from kvant.engine.decode import decode
-from kvant.engine.prefill import prefill
+from kvant.engine.run import Run, prefill
 from kvant.engine.sampling import greedy
 from kvant.engine.step import CompiledStep, row_bucket
+from kvant.errors import ContextError
 from kvant.models import Decoder
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.rotary import Rotary
@@ -172,19 +172,16 @@ def test_half_precision_stays_half(pocket: tuple[Decoder, Any]) -> None:
 def test_a_cache_that_grows_is_refused(pocket: tuple[Decoder, Any]) -> None:
     model, _ = pocket
     cache = [FullKVCache() for _ in model.layers]
-    logits = prefill(model, [1, 2, 3], cache, step_size=512)
-    steps = decode(model, logits, [1, 2, 3], cache, max_tokens=2, sampler=greedy, compiled=True)
     with pytest.raises(ValueError, match="grows"):
-        next(steps)
+        Run(model, [1, 2, 3], cache, max_tokens=2, compiled=True)
 
 
 def test_on_a_cpu_the_step_is_not_compiled(pocket: tuple[Decoder, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = pocket
     made = []
-    monkeypatch.setattr(decoding, "CompiledStep", lambda *a, **k: made.append(a) or CompiledStep(*a, **k))
+    monkeypatch.setattr(running, "CompiledStep", lambda *a, **k: made.append(a) or CompiledStep(*a, **k))
     cache = model.make_cache(16)
-    logits = prefill(model, [1, 2, 3], cache, step_size=512)
-    list(decode(model, logits, [1, 2, 3], cache, max_tokens=4, sampler=greedy))
+    list(Run(model, [1, 2, 3], cache, max_tokens=4))
     assert bool(made) == (mx.default_device().type == mx.gpu)
 
 
@@ -192,7 +189,7 @@ def test_nothing_is_written_past_the_reservation(pocket: tuple[Decoder, Any]) ->
     model, _ = pocket
     cache = model.make_cache(4)
     prefill(model, [1, 2, 3, 4], cache, step_size=512)
-    with pytest.raises(AssertionError, match="row 4 is past the 4 reserved"):
+    with pytest.raises(ContextError, match="1 more tokens do not fit: 4 of the 4 reserved tokens"):
         CompiledStep(model, cache, greedy, processed=False)(mx.array([5]))
     assert cache[0].offset == 4
 

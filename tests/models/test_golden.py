@@ -75,7 +75,8 @@ def test_a_step_for_any_offset_is_transformers(case: str, tmp_path: Path) -> Non
     first = 17
     mx.eval(model(mx.array([IDS[:first]]), cache=cache))
     for i in range(first, len(IDS)):
-        hidden = model.static_hidden_states(mx.array([[IDS[i]]]), mx.array(i), min(i + 4, len(IDS)), cache)
+        views = cache.compiled_views(mx.array(i), min(i + 4, len(IDS)))
+        hidden = model.states(mx.array([[IDS[i]]]), mx.array(i), views)
         assert relative_error(model.logits(hidden)[0, 0], expected[i]) < TOLERANCE
 
 

@@ -16,12 +16,10 @@ import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from kvant.engine import decode as decoding
+from kvant.engine import run as running
 from kvant.engine import sampling
-from kvant.engine.decode import decode
 from kvant.engine.load import find_model
-from kvant.engine.prefill import prefill
-from kvant.engine.sampling import greedy
+from kvant.engine.run import Run
 from kvant.engine.step import CompiledStep
 from kvant.models import Decoder, load_decoder
 from kvant.operators.kernels import attend, dispatch
@@ -48,9 +46,7 @@ def generate(model: Decoder, count: int, *, compiled: bool, bits: int = 8, rows:
         for layer in cache:
             layer.arrays[0] = mx.full(layer.cache.shape, float("nan"), layer.cache.dtype)
             mx.eval(layer.arrays)
-    logits = prefill(model, PROMPT, cache, step_size=512)
-    sampler = options.pop("sampler", greedy)
-    steps = decode(model, logits, PROMPT, cache, max_tokens=count, sampler=sampler, compiled=compiled, **options)
+    steps = Run(model, PROMPT, cache, max_tokens=count, compiled=compiled, **options)
     tokens = [next(steps)[0] for _ in range(20)]
     active = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -100,7 +96,7 @@ def main() -> None:
     """Everything that is checked."""
     library = ctypes.CDLL(str(Path(mx.__file__).parent / "lib" / "libmlx.so"))
     library._ZN3mlx4core16set_compile_modeENS0_11CompileModeE(NO_FUSE)
-    decoding.CompiledStep = CountedStep  # type: ignore[misc]
+    running.CompiledStep = CountedStep  # type: ignore[misc]
     model, _ = kvant.load("pocket")
     found: dict[str, Any] = {}
     eager = {bits: generate(model, 600, compiled=False, bits=bits)[0] for bits in (8, 4, 0)}

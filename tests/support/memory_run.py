@@ -8,9 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.engine.decode import decode
-from kvant.engine.prefill import prefill
-from kvant.engine.sampling import greedy
+from kvant.engine.run import Run
 from kvant.models import load_decoder
 from kvant.tools.plan import Checkpoint, Settings, plan, split_pairs
 from kvant.tools.plan.plan import as_record
@@ -35,8 +33,7 @@ def main() -> None:
     model = load_decoder(Path(run["folder"]))
     cache = model.make_cache(run["tokens"], quant_bit=run["bits"], quant_group=run["group"])
     prompt = [7 * i % model.config.vocab_size for i in range(run["tokens"] - DECODED + 1)]
-    logits = prefill(model, prompt, cache, step_size=run["step"])
-    generated = list(decode(model, logits, prompt, cache, max_tokens=DECODED, sampler=greedy))
+    generated = list(Run(model, prompt, cache, prefill_step_size=run["step"], max_tokens=DECODED))
     mx.synchronize()
     assert len(generated) == DECODED
     assert cache[0].offset == run["tokens"]

@@ -2,9 +2,9 @@
 
 import mlx.core as mx
 
+from kvant.cache.sequences import Sequences
 from kvant.operators.attention import attend_rows
 from kvant.operators.validation import check_rows
-from kvant.threads import Turn
 
 
 class FullKVCache:
@@ -15,17 +15,18 @@ class FullKVCache:
 
     def __init__(self) -> None:
         self._rows: tuple[mx.array, mx.array] | None = None
-        self.turn = Turn()
+        self._number: int | None = None  # of a model's cache
+        self.sequences = Sequences(None)
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sequence, all the same; one 0 while the cache is empty."""
-        return (0,) if self._rows is None else (self.offset,) * self._rows[0].shape[0]
+        return self.sequences.lengths
 
     @property
     def offset(self) -> int:
         """Tokens in the cache; the position of the next one."""
-        return 0 if self._rows is None else self._rows[0].shape[2]
+        return self.sequences.offset
 
     @property
     def max_seq_len(self) -> None:
@@ -40,7 +41,12 @@ class FullKVCache:
     @property
     def nbytes(self) -> int:
         """Bytes the keys and values take now."""
-        return 0 if self._rows is None else sum(x.nbytes for x in self._rows)
+        return sum(x.nbytes for x in self.state)
+
+    @property
+    def state(self) -> list[mx.array]:
+        """Keys and values, for mlx-lm, which evaluates them."""
+        return [] if self._rows is None else list(self._rows)
 
     def update_and_fetch(
         self, key: mx.array, value: mx.array, mask_length: int | None = None, mask: mx.array | str | None = None
@@ -60,15 +66,21 @@ class FullKVCache:
         """
         if key.ndim != 4 or key.shape != value.shape:
             raise ValueError(f"key has shape {tuple(key.shape)}, value {tuple(value.shape)}; expected one (B, H, S, D)")
-        if self._rows is not None:
-            cached_key, cached_value = self._rows
-            self.check_shape(key.shape[0], key.shape[1], key.shape[3])
+        batch, offset = key.shape[0], self.offset
+        if min(self.lengths) != offset:
+            raise ValueError(f"the cache holds {list(self.lengths)} tokens; expected sequences of one length")
+        if self._rows is not None and offset:
+            self.check_shape(batch, key.shape[1], key.shape[3])
+            cached_key, cached_value = (x[:, :, :offset] for x in self._rows)  # without a step that was not committed
             if key.dtype != cached_key.dtype:
                 raise ValueError(f"key is {key.dtype}; the cache holds {cached_key.dtype}")
             key = mx.concatenate([cached_key, key], axis=2)
             value = mx.concatenate([cached_value, value], axis=2)
         self._rows = (key, value)
-        return key, value, self.offset, mask
+        if not self.sequences.shared:
+            self.sequences.take_batch(batch)
+            self.sequences.commit(key.shape[2] - offset)
+        return key, value, key.shape[2], mask
 
     def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
         """Append keys and values and attend to every row so far; see :class:`kvant.cache.KVCache`."""
@@ -78,7 +90,7 @@ class FullKVCache:
 
     def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
         """Raise a ValueError unless the cache is empty or holds rows of this shape."""
-        if self._rows is None:
+        if self._rows is None or not self.offset:
             return
         B, K, _, D = self._rows[0].shape
         if (batch, num_kv_heads, head_dim) != (B, K, D):
@@ -87,19 +99,26 @@ class FullKVCache:
                 f"given {batch}, {num_kv_heads} and {head_dim}"
             )
 
+    def bind(self, sequences: Sequences, number: int) -> None:
+        """Become layer ``number`` of a model's cache with these sequences."""
+        self.sequences, self._number = sequences, number
+
+    def reserve(self, num_tokens: int) -> None:
+        """There is always room: the cache grows."""
+
+    def is_trimmable(self) -> bool:
+        """True, for mlx-lm."""
+        return True
+
     def trim(self, num_tokens: int) -> int:
         """Forget the last ``num_tokens`` tokens, or all there are; return how many were forgotten."""
-        if type(num_tokens) is not int or num_tokens < 0:
-            raise ValueError(f"num_tokens is {num_tokens}; expected an int, 0 or more")
-        with self.turn:
-            forgotten = min(num_tokens, self.offset)
-            if self._rows is not None:
-                kept = self.offset - forgotten
-                key, value = self._rows
-                self._rows = (key[:, :, :kept], value[:, :, :kept]) if kept else None
-            return forgotten
+        return self.sequences.trim(num_tokens, self._number)
 
     def reset(self) -> None:
         """Forget every token."""
-        with self.turn:
-            self._rows = None
+        self.sequences.reset()
+        self._rows = None
+
+    def release(self) -> None:
+        """The same as :meth:`reset`: nothing is reserved."""
+        self.reset()

@@ -4,8 +4,8 @@ from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
+from kvant.cache.sequences import Sequences
 from kvant.operators.bias_split import BiasSplit
-from kvant.threads import Turn
 
 
 class AttentionCache(Protocol):
@@ -16,24 +16,28 @@ class AttentionCache(Protocol):
         """The biases that keys and values are to be given without; None: they are given whole."""
 
     def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
-        """Append (B, K, S, D) keys and values, and attend (B, H, S, D) queries to every row so far, causally.
+        """Append (B, K, S, D) keys and values, and attend (B, H, S, D) queries to every token so far, causally.
 
         ``mask`` is added to the scores (boolean: True keeps): (S, T), (H, S, T) or (B, H, S, T) with T = offset + S,
-        where H and B may be 1; a sequence shorter than the longest reads its own first columns. Returns (B, H, S, D).
+        where H and B may be 1. A sequence shorter than the longest reads its own first columns. Returns (B, H, S, D).
         """
 
 
 @runtime_checkable
 class KVCache(AttentionCache, Protocol):
-    """One layer's keys and values, and how many they are."""
+    """One layer's keys and values.
+
+    A layer alone counts what is appended at once. A layer of a :class:`kvant.cache.ModelCache` leaves that to the
+    model, which commits a step when all layers have it.
+    """
 
     @property
-    def turn(self) -> Turn:
-        """Held while a thread computes through the cache; that of a model's first layer counts for all of them."""
+    def sequences(self) -> Sequences:
+        """The sequences it holds, its own or those of the model's cache."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence in the cache; the position of its next one."""
+        """Tokens of each sequence; the position of its next one."""
 
     @property
     def offset(self) -> int:
@@ -41,17 +45,33 @@ class KVCache(AttentionCache, Protocol):
 
     @property
     def max_seq_len(self) -> int | None:
-        """Tokens the cache can hold; None: it grows."""
+        """The reservation: tokens a sequence can have; None: the cache grows."""
 
     @property
     def nbytes(self) -> int:
         """Bytes the cache holds now."""
 
+    @property
+    def state(self) -> list[mx.array]:
+        """Its arrays, for mlx-lm, which evaluates them."""
+
+    def bind(self, sequences: Sequences, number: int) -> None:
+        """Become layer ``number`` of a model's cache with these sequences."""
+
     def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
         """Raise a ValueError unless the cache can hold keys and values (batch, num_kv_heads, S, head_dim)."""
 
+    def reserve(self, num_tokens: int) -> None:
+        """Raise a ContextError unless every sequence has room for ``num_tokens`` more tokens."""
+
+    def is_trimmable(self) -> bool:
+        """True, for mlx-lm."""
+
     def trim(self, num_tokens: int) -> int:
-        """Forget the last ``num_tokens`` tokens, or all there are; return how many were forgotten."""
+        """Forget the last tokens of every sequence; see :meth:`Sequences.trim`. Of all layers, in a model's cache."""
 
     def reset(self) -> None:
-        """Forget every token."""
+        """Forget every token; of all layers, in a model's cache."""
+
+    def release(self) -> None:
+        """Give the memory back. The cache cannot be used after it."""

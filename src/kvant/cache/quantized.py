@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from kvant.cache.sequences import Sequences
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.kernels.attend import unsupported_reason
@@ -12,7 +13,7 @@ from kvant.operators.kernels.dispatch import Backend, resolve
 from kvant.operators.multi_head_cache_attention import append_and_attend, append_and_attend_static
 from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization, levels_dtype
 from kvant.operators.validation import check_rows
-from kvant.threads import Turn, check_process
+from kvant.threads import check_process
 
 
 class QuantizedKVCache:
@@ -23,7 +24,7 @@ class QuantizedKVCache:
 
     Attributes:
         quant_bit, quant_group, bias_split: as given.
-        turn: held while a thread computes through the cache.
+        sequences: the sequences it holds.
         backend: what runs the fused kernel for calls that it takes; None: all are unfused.
     """
 
@@ -74,13 +75,13 @@ class QuantizedKVCache:
         if dtype not in FLOAT_DTYPES or scale_dtype not in SCALE_DTYPES:
             raise ValueError(f"dtype is {dtype}, scale_dtype {scale_dtype}; expected floats, the scale's not bfloat16")
         check_process()
-        self.turn = Turn()
+        self.sequences = Sequences(batch)
+        self._number: int | None = None  # of a model's cache
         self.quant_bit = quant_bit
         self.quant_group = quant_group
         self.bias_split = bias_split
         self.backend = resolve(kernels, self._unsupported_reason((batch, num_kv_heads, 1, head_dim)))
         self._max_seq_len = max_seq_len
-        self._lengths = (0,) * batch
         shape = (1, batch, 2, num_kv_heads, max_seq_len)
         stored = head_dim // 2 if quant_bit == 4 else head_dim
         # A list, not two attributes: mx.compile captures a container, and puts new arrays into it.
@@ -108,12 +109,12 @@ class QuantizedKVCache:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sequence; the position of its next one."""
-        return self._lengths
+        return self.sequences.lengths
 
     @property
     def offset(self) -> int:
         """Tokens of the longest sequence."""
-        return max(self._lengths)
+        return self.sequences.offset
 
     @property
     def max_seq_len(self) -> int:
@@ -122,8 +123,13 @@ class QuantizedKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of levels, scales and bias tables; the same before the first token and after the last."""
-        return sum(part.nbytes for part in (self.cache, self.scale, self.bias_split) if part is not None)
+        """Bytes of quantized values, scales and bias tables; the same before the first token and after the last."""
+        return sum(part.nbytes for part in (*self.arrays, self.bias_split) if part is not None)
+
+    @property
+    def state(self) -> list[mx.array]:
+        """Its arrays, for mlx-lm, which evaluates them."""
+        return self.arrays
 
     def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
         """Append keys and values and attend to every row so far; see :class:`kvant.cache.KVCache`.
@@ -132,19 +138,16 @@ class QuantizedKVCache:
             ContextError: more tokens than there is room for; nothing was written.
             ValueError: shapes that do not fit the cache.
         """
-        offset = self.offset
+        offset, lengths = self.offset, self.lengths
         check_rows(query, key, value, mask, offset)
         B, K, S, D = key.shape
         self.check_shape(B, K, D)
-        if offset + S > self._max_seq_len:
-            raise ContextError(
-                f"{S} more tokens do not fit: {offset} of the {self._max_seq_len} reserved tokens are used"
-            )
+        self.reserve(S)
         output = append_and_attend(
             query,
             key,
             value,
-            offset if min(self._lengths) == offset else self._lengths,
+            offset if min(lengths) == offset else lengths,
             self.cache,
             self.scale,
             mask=mask,
@@ -154,12 +157,19 @@ class QuantizedKVCache:
             bias_split=self.bias_split,
             backend=self.backend_for(query),
         )
-        self.advance(S)
+        if not self.sequences.shared:
+            self.sequences.commit(S)
         return output
 
-    def advance(self, num_tokens: int) -> None:
-        """Count ``num_tokens`` more tokens of every sequence: those that :class:`CompiledCacheView` appended."""
-        self._lengths = tuple(length + num_tokens for length in self._lengths)
+    def reserve(self, num_tokens: int) -> None:
+        """Raise a ContextError unless every sequence has room for ``num_tokens`` more tokens."""
+        if not self.arrays:
+            raise RuntimeError("the cache was released; expected one that was not")
+        if self.offset + num_tokens > self._max_seq_len:
+            raise ContextError(
+                f"{num_tokens} more tokens do not fit: "
+                f"{self.offset} of the {self._max_seq_len} reserved tokens are used"
+            )
 
     def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
         """Raise a ValueError unless the cache was made for this batch, these kv heads and this head dimension."""
@@ -171,33 +181,26 @@ class QuantizedKVCache:
                 f"given {batch}, {num_kv_heads} and {head_dim}"
             )
 
+    def bind(self, sequences: Sequences, number: int) -> None:
+        """Become layer ``number`` of a model's cache with these sequences."""
+        self.sequences, self._number = sequences, number
+
+    def is_trimmable(self) -> bool:
+        """True, for mlx-lm."""
+        return True
+
     def trim(self, num_tokens: int | Sequence[int]) -> int:
-        """Forget the last tokens of every sequence, or all it has.
-
-        Args:
-            num_tokens: an int for all sequences, or B ints, one each.
-
-        Returns:
-            how many were forgotten, of the sequence that lost most.
-
-        Raises:
-            ValueError: a number below 0, or not one for each sequence; nothing was forgotten.
-        """
-        batch = len(self._lengths)
-        each = list(num_tokens) if isinstance(num_tokens, Sequence) else [num_tokens] * batch
-        if any(type(n) is not int or n < 0 for n in each):
-            raise ValueError(f"num_tokens is {num_tokens}; expected an int, 0 or more")
-        if len(each) != batch:
-            raise ValueError(f"num_tokens has {len(each)} numbers; the cache has {batch} sequences")
-        with self.turn:
-            forgotten = [min(n, length) for n, length in zip(each, self._lengths, strict=True)]
-            self._lengths = tuple(length - n for n, length in zip(forgotten, self._lengths, strict=True))
-            return max(forgotten)
+        """Forget the last tokens of every sequence; see :meth:`Sequences.trim`."""
+        return self.sequences.trim(num_tokens, self._number)
 
     def reset(self) -> None:
         """Forget every token; the memory stays reserved."""
-        with self.turn:
-            self._lengths = (0,) * len(self._lengths)
+        self.sequences.reset()
+
+    def release(self) -> None:
+        """Give the memory back. The cache cannot be used after it."""
+        self.sequences.reset()
+        self.arrays.clear()
 
     def _unsupported_reason(self, query_shape: tuple[int, ...]) -> str | None:
         return unsupported_reason(query_shape, quant_bit=self.quant_bit, quant_group=self.quant_group)

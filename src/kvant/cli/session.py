@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvant.cache import QuantizedKVCache
+from kvant.cache import ModelCache, QuantizedKVCache
 from kvant.cli.fitting import plan_that_fits
 from kvant.cli.options import BadValueError, KvSize
 from kvant.cli.progress import LateProgress
@@ -27,17 +27,18 @@ class Session:
 
     model: Decoder
     tokenizer: Tokenizer
-    cache: list[QuantizedKVCache]
+    cache: ModelCache
     load_s: float
 
     @property
     def cache_bytes(self) -> int:
         """Bytes reserved in all layers; they never change."""
-        return sum(layer.nbytes for layer in self.cache)
+        return self.cache.nbytes
 
     def describe_cache(self) -> str:
         """The reservation in a line."""
         first = self.cache[0]
+        assert isinstance(first, QuantizedKVCache)
         kind = f"{first.quant_bit} bits in groups of {first.quant_group}" if first.quant_bit else f"{self.model.dtype}"
         return (
             f"{first.max_seq_len} tokens reserved, {kind.removeprefix('mlx.core.')}, {format_bytes(self.cache_bytes)}"

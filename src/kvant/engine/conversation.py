@@ -1,11 +1,11 @@
 """A conversation whose history stays in the cache: every turn feeds only what is new."""
 
+import time
 from collections.abc import Generator, Iterator, Sequence
 
 from kvant.cache import KVCache
-from kvant.engine.decode import trim_to
-from kvant.engine.generate import GenerationResponse, stream_tokens
-from kvant.engine.prefill import PromptProgress
+from kvant.engine.generate import GenerationResponse, check_stops, responses
+from kvant.engine.run import PREFILL_STEP_SIZE, PromptProgress, Run
 from kvant.engine.sampling import LogitsProcessor, Sampler
 from kvant.errors import ContextError
 from kvant.models import Decoder
@@ -31,7 +31,7 @@ class Conversation:
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._cache = cache
+        self._cache = model.check_cache(cache)
         self._system: list[Message] = []
         if system_prompt is not None:
             self._system.append({"role": "system", "content": system_prompt})
@@ -43,15 +43,13 @@ class Conversation:
         self._end_turn()
         self.messages: list[Message] = list(self._system)
         self.reused_tokens = 0
-        self._ids: list[int] = []  # what the cache holds
-        self._text = ""  # what those tokens stand for
-        for layer in self._cache:
-            layer.reset()
+        self._text = ""  # of the tokens in the cache
+        self._cache.reset()
 
     @property
     def num_tokens(self) -> int:
         """Tokens in the cache."""
-        return self._cache[0].offset
+        return self._cache.offset
 
     def send(
         self,
@@ -61,7 +59,7 @@ class Conversation:
         sampler: Sampler | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = None,
         stop: Sequence[str] = (),
-        prefill_step_size: int = 512,
+        prefill_step_size: int = PREFILL_STEP_SIZE,
         prompt_progress_callback: PromptProgress | None = None,
     ) -> Iterator[GenerationResponse]:
         """Say something and iterate over the answer; arguments as in :func:`kvant.stream_generate`.
@@ -72,53 +70,50 @@ class Conversation:
         Raises:
             ContextError: the conversation no longer fits the reserved context; it is as it was before.
         """
+        started = time.perf_counter()
         self._end_turn()
+        stops = check_stops(stop)
         question: Message = {"role": "user", "content": text}
         rendered = render_chat(self._tokenizer, [*self.messages, question])
         ids = self._encode(rendered)
-        limit = min(self._cache[0].max_seq_len or len(ids), self._model.config.max_position_embeddings)
+        limit = min(self._cache.max_seq_len or len(ids), self._model.config.max_position_embeddings)
         if len(ids) > limit:
             raise ContextError(f"the conversation would have {len(ids)} tokens; {limit} are reserved")
         # At least one token has to be fed for there to be logits.
-        self.reused_tokens = min(_common_prefix(ids, self._ids), len(ids) - 1)
-        trim_to(self._cache, self.reused_tokens)
-        self._ids, self._text = self._ids[: self.reused_tokens], ""
-        responses = stream_tokens(
+        reused = min(_common_prefix(ids, self._cache.ids[0]), len(ids) - 1)
+        self._cache.trim_to(reused)
+        self.reused_tokens, self._text = reused, ""
+        run = Run(
             self._model,
-            self._tokenizer,
-            ids[self.reused_tokens :],
+            ids[reused:],
             self._cache,
-            history=self._ids,
             max_tokens=max_tokens,
             sampler=sampler,
-            logits_processors=logits_processors,
+            logits_processors=logits_processors or (),
+            stop_tokens=self._tokenizer.eos_token_ids,
             prefill_step_size=prefill_step_size,
-            stop=stop,
             progress=prompt_progress_callback,
         )
-        self._turn = self._record(question, rendered, ids, responses)
+        answer = responses(run, self._tokenizer, stops, started)
+        self._turn = self._record(question, rendered, len(ids), answer)
         return self._turn
 
     def _record(
-        self, question: Message, rendered: str, ids: list[int], responses: Generator[GenerationResponse, None, None]
+        self, question: Message, rendered: str, prompt_tokens: int, answer: Iterator[GenerationResponse]
     ) -> Generator[GenerationResponse, None, None]:
-        tokens: list[int] = []
         pieces: list[str] = []
         last = None
         try:
-            for response in responses:
-                tokens.append(response.token)
+            for response in answer:
                 pieces.append(response.text)
                 if response.finish_reason:  # the turn is recorded before it is handed out: nobody may ask for more
                     last = response
                     break
                 yield response
         finally:
-            responses.close()
-            held = self._cache[0].offset
-            self._ids = (ids + tokens)[:held]
-            self._text = rendered + self._decode(self._ids[len(ids) :]) if held >= len(ids) else ""
-            if tokens:
+            ids = self._cache.ids[0]
+            self._text = rendered + self._decode(ids[prompt_tokens:]) if len(ids) >= prompt_tokens else ""
+            if pieces:
                 self.messages += [question, {"role": "assistant", "content": "".join(pieces)}]
         if last is not None:
             yield last
@@ -132,7 +127,7 @@ class Conversation:
     def _encode(self, rendered: str) -> list[int]:
         """Token ids of the conversation; what the cache holds is not encoded again where the text continues it."""
         if self._text and rendered.startswith(self._text):
-            return self._ids + encode_rendered(self._tokenizer, rendered[len(self._text) :])
+            return self._cache.ids[0] + encode_rendered(self._tokenizer, rendered[len(self._text) :])
         return encode_rendered(self._tokenizer, rendered)
 
     def _decode(self, ids: list[int]) -> str:

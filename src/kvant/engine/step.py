@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from kvant.cache import KVCache, QuantizedKVCache
+from kvant.cache import KVCache, ModelCache, QuantizedKVCache
 from kvant.engine.sampling import Sampler, SeededSampler, draw_key, greedy, sample
 from kvant.models import Decoder
 
@@ -32,8 +32,8 @@ def row_bucket(rows: int, max_seq_len: int) -> int:
 
 
 class CompiledStep:
-    """A function of token and offset that changes the cache; traced once a row bucket, and once where the fused kernel
-    reads the cache, which goes by the offset itself.
+    """A function of token and offset that changes the cache. Traced once per bucket of cached tokens. With the fused
+    kernel, which reads the offset itself, once in all.
 
     Greedy and seeded sampling are part of it. Any other sampler may look at values or keep state: it runs after the
     step, uncompiled, and so do logits processors.
@@ -42,18 +42,19 @@ class CompiledStep:
         samples: whether sampling is part of it.
     """
 
-    def __init__(self, model: Decoder, cache: Sequence[KVCache], sampler: Sampler, *, processed: bool) -> None:
+    def __init__(self, model: Decoder, cache: ModelCache, sampler: Sampler, *, processed: bool) -> None:
         """For a model, its cache (see :func:`can_compile`) and a sampler; ``processed``: there are processors."""
         is_seeded = isinstance(sampler, SeededSampler)
         self.samples = samples = (is_seeded or sampler is greedy) and not processed
         self._sampler = sampler
-        self._cache = layers = [layer for layer in cache if isinstance(layer, QuantizedKVCache)]
+        self._cache = cache
+        self._layers = layers = [layer for layer in cache if isinstance(layer, QuantizedKVCache)]
         self._traces = traces = [0]
 
         # A closure without self: MLX's compiled functions don't take part in garbage collection, a cycle would stay.
         def traced(token: mx.array, offset: mx.array, bucket: int, key: mx.array | None) -> tuple[mx.array, ...]:
             traces[0] += 1
-            hidden = model.static_hidden_states(token[None], offset, bucket, layers)
+            hidden = model.states(token[None], offset, cache.compiled_views(offset, bucket))
             logits = model.logits(hidden[:, -1])
             return sample(logits, None, sampler, (), key) if samples else (logits,)
 
@@ -66,26 +67,23 @@ class CompiledStep:
         return self._traces[0]
 
     def __call__(self, token: mx.array) -> tuple[mx.array, ...]:
-        """Feed (1,) a token.
+        """Begin the step of a token (1,); see :meth:`kvant.cache.ModelCache.commit`.
 
         Returns:
             the next token (1,) and its log-probabilities (vocab,) where :attr:`samples`, else the logits (1, vocab).
         """
-        layer = self._cache[0]
-        # Checked here, in Python: past the reservation a compiled write would be lost without a word.
-        if layer.offset >= layer.max_seq_len:
-            raise AssertionError(f"row {layer.offset} is past the {layer.max_seq_len} reserved ones")
-        fused = all(layer.backend is not None for layer in self._cache)
-        bucket = layer.max_seq_len if fused else row_bucket(layer.offset + 1, layer.max_seq_len)
-        held = [list(layer.arrays) for layer in self._cache]
+        # This checks the room, in Python: past the reservation a compiled write would be lost without a word.
+        (offset,) = self._cache.begin(token[None])
+        fused = all(layer.backend is not None for layer in self._layers)
+        reserved = self._layers[0].max_seq_len
+        bucket = reserved if fused else row_bucket(offset + 1, reserved)
+        held = [list(layer.arrays) for layer in self._layers]
         # An input of the function: as a constant it would be every draw's key.
-        key = draw_key(self._sampler, layer.offset + 1) if self.samples else None
+        key = draw_key(self._sampler, offset + 1) if self.samples else None
         try:
-            result: tuple[mx.array, ...] = self._function(token, mx.array(layer.offset), bucket, key)
+            result: tuple[mx.array, ...] = self._function(token, mx.array(offset), bucket, key)
         except BaseException:  # Ctrl-C while it is traced: MLX leaves the trace's placeholders in all it captured
-            for layer, arrays in zip(self._cache, held, strict=True):
+            for layer, arrays in zip(self._layers, held, strict=True):
                 layer.arrays[:] = arrays
             raise
-        for layer in self._cache:
-            layer.advance(1)
         return result

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvant.cache import AttentionCache, CompiledCacheView, KVCache, QuantizedKVCache
+from kvant.cache import AttentionCache, KVCache, ModelCache, QuantizedKVCache
 from kvant.errors import ContextError
 from kvant.models.bias import ProjectionBias
 from kvant.models.config import ModelConfig
@@ -17,6 +17,8 @@ from kvant.operators.normalization import rms_norm
 from kvant.operators.rotary import Rotate
 from kvant.sizes import format_bytes, physical_memory
 from kvant.threads import check_process
+
+DEFAULT_RESERVATION = 4096  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +136,13 @@ class Decoder:
     def __call__(
         self, inputs: mx.array, offset: int | mx.array | None = None, cache: Sequence[KVCache] | None = None
     ) -> mx.array:
-        """Logits of every position.
+        """Logits of every position; the step is committed.
 
         Args:
             inputs: (B, S) token ids: S new tokens of each of B sequences.
             offset: tokens already in the cache: an int where all sequences have as many, or an integer array (B,).
                 It can only confirm the cache's own count, which None takes.
-            cache: one cache a layer, from :meth:`make_cache`, appended to; None: plain causal attention, nothing kept.
+            cache: from :meth:`make_cache`, appended to; None: plain causal attention, nothing kept.
 
         Returns:
             (B, S, vocab) in the compute dtype.
@@ -153,12 +155,14 @@ class Decoder:
         """
         check_process()
         self._check_ids(inputs)
-        if not cache:
-            return self.logits(self.hidden_states(inputs, offset, cache))
-        with cache[0].turn:
+        if cache is None:
+            return self.logits(self.hidden_states(inputs, offset))
+        cache = self.check_cache(cache)
+        with cache.turn:
             hidden = self.hidden_states(inputs, offset, cache)
             if threading.active_count() > 1:  # computed while no other thread may write to the cache
                 mx.eval(hidden)
+            cache.commit()
         return self.logits(hidden)
 
     def hidden_states(
@@ -166,35 +170,45 @@ class Decoder:
     ) -> mx.array:
         """The normalized stream after the last layer, (B, S, hidden): what :meth:`logits` reads.
 
-        As :meth:`__call__`, but ids are not looked at: one outside the vocabulary would be read out of bounds.
+        As :meth:`__call__`, but the step is left for ``cache.commit``, and ids are not looked at: one outside the
+        vocabulary would be read out of bounds.
         """
         if inputs.ndim != 2 or 0 in inputs.shape:
             raise ValueError(f"inputs has shape {tuple(inputs.shape)}; expected (B, S) token ids")
-        B, S = inputs.shape
-        lengths = self._lengths(B, offset, cache)
-        start = lengths[0] if len(set(lengths)) == 1 else mx.array(lengths)
-        reserved = None if cache is None else cache[0].max_seq_len
-        length = max(lengths) + S if reserved is None else reserved
-        return self._run(inputs, start, length, [None] * len(self.layers) if cache is None else cache)
+        if cache is None:
+            lengths: tuple[int, ...] = (0,) * inputs.shape[0]
+            _check_offset(offset, lengths)
+            return self.states(inputs, 0, [None] * len(self.layers))
+        cache = self.check_cache(cache)
+        lengths = cache.lengths
+        if len(lengths) == inputs.shape[0]:
+            _check_offset(offset, lengths)
+        lengths = cache.begin(inputs)
+        return self.states(inputs, lengths[0] if len(set(lengths)) == 1 else mx.array(lengths), cache)
 
-    def static_hidden_states(
-        self, token: mx.array, offset: mx.array, rows: int, cache: Sequence[QuantizedKVCache]
-    ) -> mx.array:
-        """:meth:`hidden_states` of one new token in operations that are the same for any offset: to be compiled.
-
-        Nothing is checked, and the caches' own offsets stay as they are.
+    def states(self, inputs: mx.array, start: int | mx.array, caches: Sequence[AttentionCache | None]) -> mx.array:
+        """:meth:`hidden_states` through anything that attends, in operations that are the same for any array ``start``.
 
         Args:
-            token: (B, 1) ids.
-            offset: integer array: tokens already in the cache; () for all sequences, or (B,), one each.
-            rows: cached rows to read, more than any ``offset``; those at and past the new token are ignored.
-            cache: one cache a layer; its arrays are replaced.
-
-        Returns:
-            (B, 1, hidden).
+            inputs: (B, S) token ids.
+            start: position of the first new token: an int or an integer array () for all sequences, or (B,).
+            caches: what each layer attends through; None: the tokens themselves.
         """
-        layers = [CompiledCacheView(layer, offset, rows) for layer in cache]
-        return self._run(token, offset, cache[0].max_seq_len, layers)
+        check_process()
+        config = self.config
+        x = self._embed_tokens.rows(inputs).astype(self.dtype)
+        rotate = config.rope.rotary(config.head_dim, config.max_position_embeddings).at(
+            start, inputs.shape[1], self.dtype
+        )
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, rotate, cache)
+        return rms_norm(x, self._norm, config.rms_norm_eps)
+
+    def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
+        """The cache, or one made of a list of layers; a ValueError if it has other layers than the model."""
+        if len(cache) != len(self.layers):
+            raise ValueError(f"the cache has {len(cache)} layers; expected {len(self.layers)}")
+        return ModelCache.of(cache)
 
     def logits(self, hidden_states: mx.array) -> mx.array:
         """(..., hidden) -> (..., vocab)."""
@@ -202,19 +216,22 @@ class Decoder:
 
     def make_cache(
         self,
-        max_seq_len: int,
+        max_seq_len: int | None = None,
         *,
         batch: int = 1,
         quant_bit: int = 8,
         quant_group: int = 32,
         bias_split: bool = True,
         kernels: str | None = None,
-    ) -> list[QuantizedKVCache]:
-        """Allocate one cache a layer, for ``max_seq_len`` tokens each; at 0 bits rows keep the compute dtype.
+    ) -> ModelCache:
+        """Reserve a cache for ``max_seq_len`` tokens of each sequence; at 0 bits they keep the compute dtype.
 
-        ``batch`` sequences lie side by side, with a length each.
-        With ``bias_split`` keys and values are stored without their biases, which attention adds exactly; a model
-        without such biases has nothing to split. ``kernels`` as in :class:`kvant.cache.QuantizedKVCache`.
+        Args:
+            max_seq_len: the reservation; None, as mlx-lm calls it: the model's context, at most 4,096 tokens.
+            batch: sequences side by side, with a length each.
+            bias_split: keys and values are stored without their biases, which attention adds exactly; a model without
+                such biases has nothing to split.
+            quant_bit, quant_group, kernels: as in :class:`kvant.cache.QuantizedKVCache`.
 
         Raises:
             ValueError: a size below 1, an unsupported bit, a group that does not divide the head dimension, a kernel
@@ -224,26 +241,30 @@ class Decoder:
         """
         check_process()
         config = self.config
-        row_bits = config.head_dim * (quant_bit or 8 * self.dtype.size)  # levels alone: a lower bound is enough here
+        if max_seq_len is None:
+            max_seq_len = min(config.max_position_embeddings, DEFAULT_RESERVATION)
+        row_bits = config.head_dim * (quant_bit or 8 * self.dtype.size)  # without scales: a lower bound is enough here
         least = max_seq_len * batch * len(self.layers) * 2 * config.num_key_value_heads * row_bits // 8
         if least > (memory := physical_memory()):
             raise ContextError(
                 f"a cache of {max_seq_len} tokens needs {format_bytes(least)}; this machine has {format_bytes(memory)}"
             )
-        return [
-            QuantizedKVCache(
-                max_seq_len,
-                config.num_key_value_heads,
-                config.head_dim,
-                batch=batch,
-                quant_bit=quant_bit,
-                quant_group=quant_group,
-                dtype=self.dtype,
-                bias_split=layer.self_attn.bias_split(max_seq_len) if bias_split else None,
-                kernels=kernels,
-            )
-            for layer in self.layers
-        ]
+        return ModelCache(
+            [
+                QuantizedKVCache(
+                    max_seq_len,
+                    config.num_key_value_heads,
+                    config.head_dim,
+                    batch=batch,
+                    quant_bit=quant_bit,
+                    quant_group=quant_group,
+                    dtype=self.dtype,
+                    bias_split=layer.self_attn.bias_split(max_seq_len) if bias_split else None,
+                    kernels=kernels,
+                )
+                for layer in self.layers
+            ]
+        )
 
     @property
     def nbytes(self) -> int:
@@ -261,18 +282,6 @@ class Decoder:
         head = [] if self._lm_head is None else self._lm_head.arrays
         return [*self._embed_tokens.arrays, *(a for layer in self.layers for a in layer.arrays), self._norm, *head]
 
-    def _run(
-        self, inputs: mx.array, start: int | mx.array, length: int, caches: Sequence[AttentionCache | None]
-    ) -> mx.array:
-        """``length`` is that of the context, reserved or, where nothing is, with these tokens."""
-        check_process()
-        config = self.config
-        x = self._embed_tokens.rows(inputs).astype(self.dtype)
-        rotate = config.rope.rotary(config.head_dim, length).at(start, inputs.shape[1], self.dtype)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, rotate, cache)
-        return rms_norm(x, self._norm, config.rms_norm_eps)
-
     def _check_ids(self, inputs: mx.array) -> None:
         if not mx.issubdtype(inputs.dtype, mx.integer):
             raise ValueError(f"inputs has dtype {inputs.dtype}; expected integer token ids")
@@ -283,36 +292,24 @@ class Decoder:
                     f"inputs has token ids {low} to {high}; the model knows 0 to {self.config.vocab_size - 1}"
                 )
 
-    def _lengths(self, batch: int, offset: int | mx.array | None, cache: Sequence[KVCache] | None) -> tuple[int, ...]:
-        """Tokens of each of ``batch`` sequences that are cached already, after a check of ``offset`` against them."""
-        cached: tuple[int, ...] = (0,)
-        if cache is not None:
-            if len(cache) != len(self.layers):
-                raise ValueError(f"cache has {len(cache)} layers; the model has {len(self.layers)}")
-            lengths = {layer.lengths for layer in cache}
-            if len(lengths) > 1:
-                different = ", ".join(str(list(each)) for each in sorted(lengths))
-                raise ValueError(f"the cache's layers hold different numbers of tokens: {different}")
-            cached = lengths.pop()
-        if len(cached) != batch:
-            if cache is not None:
-                cache[0].check_shape(batch, self.config.num_key_value_heads, self.config.head_dim)
-            cached = (cached[0],) * batch  # no cache, or one that grows and is empty
-        if offset is None:
-            return cached
-        if isinstance(offset, mx.array):
-            if tuple(offset.shape) != (batch,) or not mx.issubdtype(offset.dtype, mx.integer):
-                raise ValueError(
-                    f"offset is an array of {offset.dtype} {tuple(offset.shape)}; "
-                    f"expected an int or an array of integers ({batch},)"
-                )
-            given = tuple(offset.tolist())  # type: ignore[arg-type]
-        elif type(offset) is int:
-            given = (offset,) * batch
-        else:
-            raise ValueError(f"offset is {offset!r}; expected an int or an array of integers ({batch},)")
-        if given != cached:
-            said = list(given) if isinstance(offset, mx.array) else offset
-            held = cached[0] if len(set(cached)) == 1 else list(cached)
-            raise ValueError(f"offset is {said}; the cache holds {held} tokens")
-        return cached
+
+def _check_offset(offset: int | mx.array | None, lengths: tuple[int, ...]) -> None:
+    """Raise a ValueError unless ``offset`` says what the lengths of the sequences say, or nothing."""
+    if offset is None:
+        return
+    batch = len(lengths)
+    if isinstance(offset, mx.array):
+        if tuple(offset.shape) != (batch,) or not mx.issubdtype(offset.dtype, mx.integer):
+            raise ValueError(
+                f"offset is an array of {offset.dtype} {tuple(offset.shape)}; "
+                f"expected an int or an array of integers ({batch},)"
+            )
+        given = tuple(offset.tolist())  # type: ignore[arg-type]
+    elif type(offset) is int:
+        given = (offset,) * batch
+    else:
+        raise ValueError(f"offset is {offset!r}; expected an int or an array of integers ({batch},)")
+    if given != lengths:
+        said = list(given) if isinstance(offset, mx.array) else offset
+        held = lengths[0] if len(set(lengths)) == 1 else list(lengths)
+        raise ValueError(f"offset is {said}; the cache holds {held} tokens")

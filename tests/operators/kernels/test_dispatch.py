@@ -11,9 +11,7 @@ from support.metal_host import host_pytest_skip
 from support.numbers import relative_error
 
 from kvant.cache import CompiledCacheView, QuantizedKVCache
-from kvant.engine.decode import decode
-from kvant.engine.prefill import prefill
-from kvant.engine.sampling import greedy
+from kvant.engine.run import Run, prefill
 from kvant.models import Decoder
 from kvant.operators import multi_head_cache_attention
 from kvant.operators.bias_split import BiasSplit, rotation_table
@@ -209,8 +207,7 @@ def test_generation_is_the_same_either_way(
 
     def eager(kernels: str | None) -> list[int]:
         cache = model.make_cache(300, quant_bit=bits, bias_split=split, kernels=kernels)
-        logits = prefill(model, prompt, cache, step_size=97)
-        tokens = decode(model, logits, prompt, cache, max_tokens=6, sampler=greedy, compiled=False)
+        tokens = Run(model, prompt, cache, prefill_step_size=97, max_tokens=6, compiled=False)
         return [token for token, _ in tokens]
 
     def static(tokens: list[int]) -> list[int]:
@@ -218,7 +215,7 @@ def test_generation_is_the_same_either_way(
         prefill(model, prompt, cache, step_size=512)
         found = [tokens[0]]
         for position, token in enumerate(tokens[:-1], start=len(prompt)):
-            hidden = model.static_hidden_states(mx.array([[token]]), mx.array(position), 0, cache)
+            hidden = model.states(mx.array([[token]]), mx.array(position), cache.compiled_views(mx.array(position), 0))
             found.append(int(mx.argmax(model.logits(hidden[:, -1])).item()))
         return found
 

@@ -12,9 +12,8 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from kvant.cache import FullKVCache, QuantizedKVCache
-from kvant.engine.decode import decode
-from kvant.engine.prefill import prefill
+from kvant.cache import FullKVCache, ModelCache, QuantizedKVCache
+from kvant.engine.run import Run
 from kvant.engine.sampling import greedy, sample
 from kvant.errors import CheckpointError
 from kvant.files import read_json
@@ -75,7 +74,7 @@ class Kvant:
         self._model = load_decoder(folder)
         self._spec = spec
         self._prefill_step_size = prefill_step_size
-        self._cache: Sequence[QuantizedKVCache] | Sequence[FullKVCache] = []
+        self._cache: ModelCache | None = None
 
     @property
     def dtype(self) -> str:
@@ -89,32 +88,31 @@ class Kvant:
 
     def tokens(self, prompt: Sequence[int], max_tokens: int) -> Tokens:
         """Prefill and decode, without text."""
-        self._cache = []  # the last run's, before the next is reserved
+        self._cache = None  # the last run's, before the next is reserved
         cache = self._cache = self._make_cache(len(prompt) + max_tokens)
-        logits = prefill(self._model, prompt, cache, step_size=self._prefill_step_size)
         # One more than is taken, so that the step after the last token is queued.
-        with closing(decode(self._model, logits, prompt, cache, max_tokens=max_tokens + 1, sampler=greedy)) as steps:
-            for token, _ in steps:
-                yield token
+        run = Run(self._model, prompt, cache, max_tokens=max_tokens + 1, prefill_step_size=self._prefill_step_size)
+        for token, _ in run:
+            yield token
 
     def cache_size(self) -> CacheSize:
         """Exact; biases that are the same for every token are not read once for each."""
         mx.synchronize()
         per_token = 0.0
-        for layer in self._cache:
+        for layer in self._cache or ():
             if isinstance(layer, FullKVCache):
                 per_token += layer.nbytes / max(1, layer.offset)
-            else:
+            elif isinstance(layer, QuantizedKVCache):
                 tables = [] if layer.bias_split is None else [layer.bias_split.rotation]
                 parts = [part for part in (layer.cache, layer.scale, *tables) if part is not None]
                 per_token += sum(part.nbytes for part in parts) / layer.max_seq_len
-        return CacheSize(sum(layer.nbytes for layer in self._cache), per_token)
+        return CacheSize(sum(layer.nbytes for layer in self._cache or ()), per_token)
 
     def attention_traffic(self, rows: int) -> Traffic | None:
         """By the path a layer takes; that in MLX operations is compiled on a GPU, where MLX joins some of them."""
         on_gpu = mx.default_device().type == mx.gpu
         traffic = Traffic()
-        for layer in self._cache:
+        for layer in self._cache or ():
             step = AttentionStep(
                 heads=self._model.config.num_attention_heads,
                 kv_heads=self._model.config.num_key_value_heads,
@@ -127,6 +125,7 @@ class Kvant:
             if isinstance(layer, FullKVCache):
                 traffic += model.total(model.concatenated(step))
                 continue
+            assert isinstance(layer, QuantizedKVCache)
             fused = layer.backend is not None
             if on_gpu and not fused:
                 return None
@@ -135,9 +134,9 @@ class Kvant:
             traffic += model.total(model.fused(step) if fused else model.unfused(step))
         return traffic
 
-    def _make_cache(self, max_seq_len: int) -> Sequence[QuantizedKVCache] | Sequence[FullKVCache]:
+    def _make_cache(self, max_seq_len: int) -> ModelCache:
         if self._spec.name == "concat":
-            return [FullKVCache() for _ in self._model.layers]
+            return ModelCache([FullKVCache() for _ in self._model.layers])
         bits, group = self._spec.kv_bits, self._spec.kv_group_size
         assert bits is not None  # kvant's spec has it
         if group is None:
@@ -230,16 +229,16 @@ class MLXLM:
 
         mx.synchronize(generation_stream)
         per_token = 0.0
-        for layer in self._cache:
+        for layer in self._cache or ():
             keys = layer.keys if isinstance(layer.keys, mx.array) else layer.keys[0]  # levels, scales, biases
             per_token += layer.nbytes / keys.shape[2]
-        return CacheSize(sum(layer.nbytes for layer in self._cache), per_token)
+        return CacheSize(sum(layer.nbytes for layer in self._cache or ()), per_token)
 
     def attention_traffic(self, rows: int) -> Traffic | None:
         """Of its quantized pair of products or of MLX's attention."""
         bits, group = self._spec.kv_bits or 0, self._spec.kv_group_size or 1
         traffic = Traffic()
-        for layer in self._cache:
+        for layer in self._cache or ():
             keys, kind = (layer.keys[0], layer.keys[1]) if bits else (layer.keys, layer.keys)
             step = AttentionStep(
                 heads=self._model.args.num_attention_heads,

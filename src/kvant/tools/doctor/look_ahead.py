@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from statistics import median
 
-from kvant.engine.decode import decode
 from kvant.engine.load import POCKET, find_model
-from kvant.engine.prefill import prefill
-from kvant.engine.sampling import greedy
+from kvant.engine.run import Run
 from kvant.models import Decoder, load_decoder
 from kvant.tools.bench.latency import latencies_ms
 
@@ -45,8 +43,7 @@ def measure_look_ahead() -> LookAhead:
 
 def _run(model: Decoder, depth: int) -> list[float]:
     cache = model.make_cache(RESERVED)
-    logits = prefill(model, PROMPT, cache, step_size=512)
-    steps = decode(model, logits, PROMPT, cache, max_tokens=WARM_UP + STEPS, sampler=greedy, look_ahead=depth)
+    steps = Run(model, PROMPT, cache, max_tokens=WARM_UP + STEPS, look_ahead=depth)
     for _ in range(WARM_UP):
         next(steps)
     return latencies_ms(steps)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from kvant.engine.generate import PREFILL_STEP_SIZE
+from kvant.engine.run import PREFILL_STEP_SIZE
 from kvant.models import Decoder
 from kvant.models.config import ModelConfig
 from kvant.operators.quantization import check_quantization

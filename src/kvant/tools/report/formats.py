@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvant.cache import QuantizedKVCache
+from kvant.cache import ModelCache
 from kvant.models import Decoder
 from kvant.operators.quantization import check_quantization
 
@@ -40,13 +40,13 @@ class CacheFormat:
             return "--kv-bits 0"
         return f"--kv-bits {self.bits} --kv-group-size {self.group}{'' if self.split else ' --no-kv-bias-split'}"
 
-    def make_cache(self, model: Decoder, max_seq_len: int) -> list[QuantizedKVCache]:
-        """One cache a layer; errors as those of :meth:`Decoder.make_cache`."""
+    def make_cache(self, model: Decoder, max_seq_len: int) -> ModelCache:
+        """Errors as those of :meth:`Decoder.make_cache`."""
         return model.make_cache(max_seq_len, quant_bit=self.bits, quant_group=self.group, bias_split=self.split)
 
     def bytes_per_token(self, model: Decoder) -> int:
         """Bytes that each token more takes in all layers; what does not grow with the tokens is left out."""
-        one, two = (sum(layer.nbytes for layer in self.make_cache(model, tokens)) for tokens in (1, 2))
+        one, two = (self.make_cache(model, tokens).nbytes for tokens in (1, 2))
         return two - one
 
 

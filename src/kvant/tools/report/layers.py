@@ -3,14 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import mlx.core as mx
 
-from kvant.cache import KVCache, QuantizedKVCache
+from kvant.cache import AttentionCache, ModelCache
 from kvant.models import Decoder
 from kvant.operators.bias_split import BiasSplit
-from kvant.tools.report.teacher import STEP_SIZE, Cache, Fed
+from kvant.tools.report.teacher import STEP_SIZE, Fed
 
 RANGE_GROUP = 32  # elements over which a key's range is looked at
 
@@ -38,7 +37,7 @@ class SideBySide:
         rows: how many those are.
     """
 
-    def __init__(self, exact: QuantizedKVCache, others: Sequence[QuantizedKVCache]) -> None:
+    def __init__(self, exact: AttentionCache, others: Sequence[AttentionCache]) -> None:
         self._exact = exact
         self._others = others
         self.squares = [0.0] * (1 + len(others))
@@ -49,21 +48,6 @@ class SideBySide:
     def bias_split(self) -> BiasSplit | None:
         """The exact cache's; the others have to have one where it has."""
         return self._exact.bias_split
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens in the exact cache, for each sequence."""
-        return self._exact.lengths
-
-    @property
-    def offset(self) -> int:
-        """Tokens in the exact cache."""
-        return self._exact.offset
-
-    @property
-    def max_seq_len(self) -> int:
-        """Tokens the exact cache can hold."""
-        return self._exact.max_seq_len
 
     def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
         """Attend through all caches; return what the exact one gives."""
@@ -83,8 +67,8 @@ class SideBySide:
 def run_layers(
     model: Decoder,
     piece: Sequence[int],
-    exact: Cache,
-    caches: Sequence[Cache],
+    exact: ModelCache,
+    caches: Sequence[ModelCache],
     *,
     step_size: int = STEP_SIZE,
     fed: Fed = lambda _: None,
@@ -96,13 +80,15 @@ def run_layers(
         caches: emptied first, as ``exact`` is.
     """
     for cache in (exact, *caches):
-        for layer in cache:
-            layer.reset()
+        cache.reset()
     both = [SideBySide(layer, others) for layer, *others in zip(exact, *caches, strict=True)]
     for first in range(0, len(piece), step_size):
         chunk = mx.array([piece[first : first + step_size]])
-        # A decoder asks its caches for no more than what SideBySide has.
-        mx.eval(model.hidden_states(chunk, cache=cast("Sequence[KVCache]", both)))
+        for cache in (exact, *caches):
+            cache.begin(chunk)
+        mx.eval(model.states(chunk, first, both))
+        for cache in (exact, *caches):
+            cache.commit()
         fed(chunk.shape[1])
     return LayerRun(
         errors=[[_relative(layer, 1 + number) for layer in both] for number in range(len(caches))],

@@ -11,13 +11,14 @@ from typing import Any
 import mlx.core as mx
 
 from kvant import __version__, blas
+from kvant.cache import ModelCache
 from kvant.models import Decoder
 from kvant.tools.report.divergence import Figures, Tally
 from kvant.tools.report.findings import Finding, find
 from kvant.tools.report.formats import REFERENCE, CacheFormat
 from kvant.tools.report.layers import run_layers
 from kvant.tools.report.questions import Conversation, Score, answer, score
-from kvant.tools.report.teacher import Cache, Fed, compare
+from kvant.tools.report.teacher import Fed, compare
 from kvant.tools.report.texts import Text
 from kvant.tools.report.timing import STEPS, step_ms
 
@@ -184,7 +185,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _scores(model: Decoder, cache: Cache, questions: dict[str, list[Conversation]], fed: Fed) -> list[Score]:
+def _scores(model: Decoder, cache: ModelCache, questions: dict[str, list[Conversation]], fed: Fed) -> list[Score]:
     return [
         bucket
         for name, own in questions.items()

@@ -7,10 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvant.cache import ModelCache
 from kvant.models import Decoder
 from kvant.text.prompt import encode_rendered, render_chat
 from kvant.text.tokenizer import Tokenizer
-from kvant.tools.report.teacher import STEP_SIZE, Cache, Fed
+from kvant.tools.report.teacher import STEP_SIZE, Fed
 from kvant.tools.report.texts import heldout_documents
 
 BUCKETS = (0, 128, 256, 512, 1024)  # tokens of context from which a bucket begins
@@ -72,20 +73,20 @@ def read_conversation(tokenizer: Tokenizer, document: dict[str, Any]) -> Convers
     return Conversation(tuple(ids), tuple(answers))
 
 
-def answer(model: Decoder, cache: Cache, conversation: Conversation, *, fed: Fed = lambda _: None) -> list[bool]:
+def answer(model: Decoder, cache: ModelCache, conversation: Conversation, *, fed: Fed = lambda _: None) -> list[bool]:
     """Whether each answer is what would be written greedily: each of its tokens the likeliest after those before it.
 
     Args:
         cache: emptied first.
     """
-    for layer in cache:
-        layer.reset()
+    cache.reset()
     hidden = []
     ids = conversation.ids
     for first in range(0, len(ids), STEP_SIZE):
         chunk = mx.array([ids[first : first + STEP_SIZE]])
         hidden.append(model.hidden_states(chunk, cache=cache)[0])
         mx.eval(hidden[-1])
+        cache.commit()
         fed(chunk.shape[1])
     states = mx.concatenate(hidden)
     right = []

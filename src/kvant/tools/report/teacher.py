@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from kvant.cache import QuantizedKVCache
+from kvant.cache import ModelCache
 from kvant.errors import KvantError
 from kvant.models import Decoder
 from kvant.tools.report.divergence import Tally, log_probabilities
@@ -12,14 +12,13 @@ from kvant.tools.report.divergence import Tally, log_probabilities
 STEP_SIZE = 512  # tokens fed at a time: what `kvant generate` takes
 LOGITS_BYTES = 64 * 1024 * 1024  # logits of one cache at a time; comparing them takes about six times that
 
-Cache = list[QuantizedKVCache]
 Fed = Callable[[int], None]  # called with tokens fed
 
 
 def compare(
     model: Decoder,
     piece: Sequence[int],
-    caches: Sequence[Cache],
+    caches: Sequence[ModelCache],
     tallies: Sequence[Tally],
     *,
     reference: Decoder | None = None,
@@ -43,8 +42,7 @@ def compare(
         KvantError: predictions of the first cache that are not finite: there is nothing to compare with.
     """
     for cache in caches:
-        for layer in cache:
-            layer.reset()
+        cache.reset()
     for first in range(0, len(piece), step_size):
         chunk = mx.array([piece[first : first + step_size]])
         hidden = []
@@ -52,6 +50,7 @@ def compare(
             decoder = reference or model if number == 0 else model
             hidden.append(decoder.hidden_states(chunk, cache=cache)[0])  # (S, hidden)
             mx.eval(hidden[-1])
+            cache.commit()
             fed(chunk.shape[1])
         rows = max(1, LOGITS_BYTES // (4 * model.config.vocab_size))
         for low in range(0, chunk.shape[1], rows):

@@ -3,18 +3,15 @@
 from collections.abc import Sequence
 from statistics import median
 
-import mlx.core as mx
-
-from kvant.engine.decode import decode
-from kvant.engine.sampling import greedy
+from kvant.cache import ModelCache
+from kvant.engine.run import Run
 from kvant.models import Decoder
 from kvant.tools.bench.latency import latencies_ms
-from kvant.tools.report.teacher import Cache
 
 STEPS, ROUNDS = 8, 5
 
 
-def step_ms(model: Decoder, caches: Sequence[Cache]) -> list[float]:
+def step_ms(model: Decoder, caches: Sequence[ModelCache]) -> list[float]:
     """Median milliseconds of a token, with a text in the caches; afterwards what they hold is of no use.
 
     Caches take turns, forwards and backwards, so that a machine that grows slower favors none. The steps are those of
@@ -35,11 +32,9 @@ def step_ms(model: Decoder, caches: Sequence[Cache]) -> list[float]:
     return [median(own) for own in times]
 
 
-def _run(model: Decoder, cache: Cache) -> list[float]:
-    for layer in cache:
-        layer.trim(STEPS + 1)
+def _run(model: Decoder, cache: ModelCache) -> list[float]:
+    cache.trim(STEPS + 1)
     # The tokens' values have no influence on the time: whatever is likeliest is fed.
-    logits = model.logits(model.hidden_states(mx.array([[0]]), cache=cache)[:, -1])
-    steps = decode(model, logits, [], cache, max_tokens=STEPS + 1, sampler=greedy)
+    steps = Run(model, [0], cache, max_tokens=STEPS + 1)
     next(steps)
     return latencies_ms(steps)

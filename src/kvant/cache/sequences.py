@@ -1,0 +1,108 @@
+"""The sequences that a cache holds: their lengths, the ids of their tokens, and the step that is not yet committed."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from kvant.threads import Turn
+
+
+class Sequences:
+    """B sequences. One layer alone has its own; the layers of a model share one.
+
+    A step writes its tokens behind those that a sequence has. They count from :meth:`commit` on. A step that fails, is
+    interrupted or is abandoned is never committed, and the next one overwrites what it wrote.
+
+    Attributes:
+        turn: held by the thread that computes through the cache.
+        step: token ids (B, S) of the step begun last; None once it is committed, or after a trim or a reset.
+        shared: whether the layers of a model share this. A layer then leaves the commit to the model.
+    """
+
+    def __init__(self, batch: int | None, *, shared: bool = False) -> None:
+        """``batch``: B; None: as many as the first step has."""
+        self.turn = Turn()
+        self.step: mx.array | None = None
+        self.shared = shared
+        self._grows = batch is None
+        self._lengths = (0,) * (batch or 1)
+        self._ids: list[list[int]] = [[] for _ in self._lengths]
+        self._trimmed: tuple[int | Sequence[int], int, set[int]] | None = None
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Committed tokens of each sequence; the position of its next one."""
+        return self._lengths
+
+    @property
+    def offset(self) -> int:
+        """Committed tokens of the longest sequence."""
+        return max(self._lengths)
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """Ids of the committed tokens, a list for each sequence; empty for a layer alone, which is given none."""
+        return [ids[:length] for ids, length in zip(self._ids, self._lengths, strict=True)]
+
+    def take_batch(self, batch: int) -> None:
+        """Become ``batch`` sequences, where none has a token yet and the number was left open."""
+        if self._grows and not any(self._lengths) and len(self._lengths) != batch:
+            self._lengths, self._ids = (0,) * batch, [[] for _ in range(batch)]
+
+    def commit(self, num_tokens: int | Sequence[int], ids: Sequence[Sequence[int]] | None = None) -> None:
+        """Count ``num_tokens`` more tokens: an int for all sequences, or B ints, one each; ``ids`` are theirs."""
+        each = _each(num_tokens, len(self._lengths))
+        # The lengths last, at once: an interruption before leaves ids that are past them and not looked at.
+        for own, length, count, new in zip(self._ids, self._lengths, each, ids or (), strict=ids is not None):
+            own[length:] = new[:count]
+        self._lengths = tuple(length + count for length, count in zip(self._lengths, each, strict=True))
+        self.step = self._trimmed = None
+
+    def trim(self, num_tokens: int | Sequence[int], layer: int | None = None) -> int:
+        """Forget the last tokens of every sequence, or all it has.
+
+        mlx-lm trims a cache layer by layer. Those calls count once: where ``layer`` is given, further layers with the
+        same number have the same answer, until one comes again.
+
+        Args:
+            num_tokens: an int for all sequences, or B ints, one each.
+            layer: which layer is trimmed.
+
+        Returns:
+            how many were forgotten, of the sequence that lost most.
+
+        Raises:
+            ValueError: a number below 0, or not one for each sequence; nothing was forgotten.
+            RuntimeError: another thread uses the cache.
+        """
+        each = _each(num_tokens, len(self._lengths))
+        with self.turn:
+            if layer is not None and self._trimmed is not None:
+                number, forgotten, layers = self._trimmed
+                if number == num_tokens and layer not in layers:
+                    layers.add(layer)
+                    return forgotten
+            lost = [min(count, length) for count, length in zip(each, self._lengths, strict=True)]
+            self._lengths = tuple(length - count for length, count in zip(self._lengths, lost, strict=True))
+            self.step = None
+            self._trimmed = None if layer is None else (num_tokens, max(lost), {layer})
+            return max(lost)
+
+    def reset(self) -> None:
+        """Forget every token.
+
+        Raises:
+            RuntimeError: another thread uses the cache.
+        """
+        with self.turn:
+            self._lengths = (0,) * len(self._lengths)
+            self.step = self._trimmed = None
+
+
+def _each(num_tokens: int | Sequence[int], batch: int) -> Sequence[int]:
+    each = num_tokens if isinstance(num_tokens, Sequence) else (num_tokens,) * batch
+    if any(type(count) is not int or count < 0 for count in each):
+        raise ValueError(f"num_tokens is {num_tokens}; expected an int, 0 or more")
+    if len(each) != batch:
+        raise ValueError(f"num_tokens has {len(each)} numbers; the cache has {batch} sequences")
+    return each

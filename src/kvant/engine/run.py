@@ -1,0 +1,242 @@
+"""One request on a cache: its prompt is fed in chunks, then token by token what was sampled."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal
+
+import mlx.core as mx
+
+from kvant.cache import KVCache, ModelCache
+from kvant.engine.sampling import LogitsProcessor, Sampler, draw_key, for_a_run, greedy, sample
+from kvant.engine.step import CompiledStep, can_compile, should_compile
+from kvant.errors import ContextError
+from kvant.models import Decoder
+from kvant.threads import check_process
+
+FinishReason = Literal["stop", "length", "context"]
+PromptProgress = Callable[[int, int], None]
+PREFILL_STEP_SIZE = 512
+
+
+class Run:
+    """What is known of one request, from its prompt to its last token. Iterating it generates.
+
+    The step after a token is queued before the token is handed out, and committed when the next one is asked for.
+    Whenever the caller has control, the cache holds what it held, the prompt, and every token handed out but the last;
+    after an error too. An error before the first token leaves the cache as it was.
+
+    A cache serves one run at a time. Once another run or call used it, this run raises a RuntimeError.
+
+    Attributes:
+        prompt: token ids that are fed.
+        generated: token ids that were handed out.
+        finish_reason: None while there may be more; "stop": the last token is one of ``stop_tokens``, or :meth:`stop`
+            was called; "length": ``max_tokens``; "context": the cache, or the model's context, is full.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        prompt: Sequence[int],
+        cache: Sequence[KVCache],
+        *,
+        max_tokens: int = -1,
+        sampler: Sampler | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
+        stop_tokens: Collection[int] = (),
+        prefill_step_size: int = PREFILL_STEP_SIZE,
+        progress: PromptProgress | None = None,
+        look_ahead: int = 0,
+        compiled: bool | None = None,
+    ) -> None:
+        """Check everything; nothing is fed yet.
+
+        Args:
+            model: the decoder.
+            prompt: token ids, at least one.
+            cache: appended to.
+            max_tokens: generate at most this many; -1: until the context is full.
+            sampler: (1, vocab) log-probabilities -> (1,); default: greedy. A seeded one draws with the key of the
+                token's position.
+            logits_processors: mlx-lm's, called with all tokens of the cache, the prompt and the answer, and the logits.
+            stop_tokens: token ids that end the run.
+            prefill_step_size: prompt tokens a chunk; it bounds the memory of activations.
+            progress: called with (prompt tokens fed, prompt tokens in all), first with 0.
+            look_ahead: 0 queues the next step when a token is ready; 1 queues it before. With 1 a read of the cache may
+                be unfinished when the next append is queued, and MLX then copies that layer's whole buffer (measured
+                on a CPU for models of up to two layers: 19 ms a step instead of 0.2 with 131,072 tokens reserved).
+            compiled: whether the step is a compiled function; default: where that is faster and the cache allows it.
+
+        Raises:
+            ContextError: the prompt does not fit.
+            RuntimeError: another thread uses the cache.
+            ValueError: an argument out of range, or a cache of another model.
+        """
+        check_count("max_tokens", max_tokens, or_minus_one=True)
+        check_count("prefill_step_size", prefill_step_size)
+        self.prompt = list(prompt)
+        self.generated: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self._model = model
+        self._cache = cache = _check_cache(model, cache)
+        self._sampler = for_a_run(sampler or greedy)
+        self._processors = tuple(logits_processors)
+        self._stop_tokens = stop_tokens
+        self._step_size = prefill_step_size
+        self._progress = progress
+        self._look_ahead = look_ahead
+        if compiled and not can_compile(cache):
+            raise ValueError("compiled is True; a step through a cache that grows is another one for every token")
+        self._step_function: CompiledStep | None = None
+        if compiled or (compiled is None and should_compile() and can_compile(cache)):
+            self._step_function = CompiledStep(model, cache, self._sampler, processed=bool(self._processors))
+        with cache.turn:
+            room = _room(model, cache, len(self.prompt))
+            cache.end_step()  # a run that was left suspended here does not go on
+            self._lengths = cache.lengths
+        # One more than there is room for: the last one is sampled and not fed.
+        self._limit = room + 1 if max_tokens == -1 else min(room + 1, max_tokens)
+        self._full: FinishReason = "length" if self._limit == max_tokens else "context"
+        self._tokens: mx.array | None = None  # all so far, for the processors
+        self._next: tuple[mx.array, mx.array] | None = None  # the next token (1,) and its log-probabilities (vocab,)
+        self._fed: mx.array | None = None  # the step it comes from
+        self._failed = False
+
+    def __iter__(self) -> "Run":
+        return self
+
+    def __next__(self) -> tuple[int, mx.array]:
+        """The next token and its log-probabilities (vocab,)."""
+        if self.finish_reason or self._failed:
+            raise StopIteration
+        check_process()
+        cache = self._cache
+        with cache.turn:
+            held = cache.lengths
+            ended = cache.step is not self._fed if self.generated else held != self._lengths
+            if ended:
+                self._failed = True
+                raise RuntimeError("the run was ended: another run, a call or a trim changed its cache")
+            self._failed = True  # until it is known that it did not
+            try:
+                token, logprobs = self._step()
+                self.generated.append(token)
+                if token in self._stop_tokens:
+                    self.stop()
+                elif len(self.generated) == self._limit:
+                    self.finish_reason = self._full
+                self._failed = False
+            except BaseException:
+                cache.trim_to(held)
+                raise
+        return token, logprobs
+
+    def stop(self) -> None:
+        """End the run after the token that was handed out last."""
+        self.finish_reason = "stop"
+        self._next = self._fed = None
+
+    def _step(self) -> tuple[int, mx.array]:
+        model, cache = self._model, self._cache
+        if not self.generated:
+            logits = prefill(model, self.prompt, cache, step_size=self._step_size, progress=self._progress)
+            if self._processors:
+                self._tokens = mx.array(cache.ids[0])
+            self._next = self._sample(logits, cache.offset)
+            mx.async_eval(*self._next)
+        else:
+            cache.commit(ids=[self.generated[-1:]])
+        assert self._next is not None
+        token, logprobs = self._next
+        following = None
+        if len(self.generated) + 1 < self._limit:
+            following = self._feed(token)
+            if self._look_ahead:
+                mx.async_eval(*following)
+        token_id = int(token.item())  # type: ignore[arg-type]
+        if not 0 <= token_id < model.config.vocab_size:  # as an index it would be read out of bounds
+            raise ValueError(f"the sampler picked token {token_id}; the model knows 0 to {model.config.vocab_size - 1}")
+        if following is not None and not self._look_ahead:
+            # The log-probabilities go with the token: kept lazily they would hold the cache's buffers.
+            mx.async_eval(*following)
+        self._next, self._fed = following, cache.step
+        return token_id, logprobs
+
+    def _feed(self, token: mx.array) -> tuple[mx.array, mx.array]:
+        """Begin the step of a token (1,). Returns the token that follows and its log-probabilities, not evaluated."""
+        if self._tokens is not None:
+            self._tokens = mx.concatenate([self._tokens, token])
+        if self._step_function is None:
+            hidden = self._model.hidden_states(token[None], cache=self._cache)
+            return self._sample(self._model.logits(hidden[:, -1]), self._cache.offset + 1)
+        result = self._step_function(token)
+        return result if len(result) == 2 else self._sample(result[0], self._cache.offset + 1)
+
+    def _sample(self, logits: mx.array, position: int) -> tuple[mx.array, mx.array]:
+        return sample(logits, self._tokens, self._sampler, self._processors, draw_key(self._sampler, position))
+
+
+def prefill(
+    model: Decoder,
+    prompt: Sequence[int],
+    cache: Sequence[KVCache],
+    *,
+    step_size: int = PREFILL_STEP_SIZE,
+    progress: PromptProgress | None = None,
+) -> mx.array:
+    """Feed every token of the prompt, in chunks, and return the logits of the last one.
+
+    Args:
+        model: the decoder.
+        prompt: token ids, at least one.
+        cache: appended to.
+        step_size: tokens a chunk; it bounds the memory of activations.
+        progress: called with (tokens fed, tokens in all), first with 0.
+
+    Returns:
+        (1, vocab) logits, not yet evaluated; everything they are made from is.
+    """
+    cache = ModelCache.of(cache)
+    total = len(prompt)
+    if progress:
+        progress(0, total)
+    hidden = None
+    for first in range(0, total, step_size):
+        chunk = list(prompt[first : first + step_size])
+        hidden = model.hidden_states(mx.array([chunk]), cache=cache)[:, -1]
+        mx.eval(hidden)  # a chunk's activations are freed before the next one's are made, and progress is true
+        cache.commit(ids=[chunk])
+        if first + len(chunk) < total:
+            mx.clear_cache()
+        if progress:
+            progress(first + len(chunk), total)
+    assert hidden is not None
+    return model.logits(hidden)
+
+
+def check_count(name: str, value: int, *, or_minus_one: bool = False) -> None:
+    """Raise a ValueError unless the argument is at least 1, or -1 where that is allowed."""
+    if or_minus_one and value == -1:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        also = ", or -1 for as many as the context holds" if or_minus_one else ""
+        raise ValueError(f"{name} is {value!r}; expected at least 1{also}")
+
+
+def _check_cache(model: Decoder, cache: Sequence[KVCache]) -> ModelCache:
+    try:
+        cache = model.check_cache(cache)
+        cache.check_shape(1, model.config.num_key_value_heads, model.config.head_dim)
+    except ValueError as error:
+        raise ValueError(f"prompt_cache: {error}") from None
+    return cache
+
+
+def _room(model: Decoder, cache: ModelCache, prompt_tokens: int) -> int:
+    """The tokens that fit after the prompt, or an error that says why the cache cannot take it."""
+    context, reserved = model.config.max_position_embeddings, cache.max_seq_len
+    limit = context if reserved is None else min(context, reserved)
+    if cache.offset + prompt_tokens > limit:
+        held = f", {cache.offset} of them used" if cache.offset else ""
+        kind = "are reserved" if limit == reserved else "are the model's context"
+        raise ContextError(f"the prompt has {prompt_tokens} tokens; {limit} {kind}{held}")
+    return limit - cache.offset - prompt_tokens
