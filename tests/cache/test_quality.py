@@ -5,21 +5,21 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvant.cache import QuantizedKVCache
+from kvant.cache import ModelCache
 from kvant.models import Decoder
 
 Pocket = tuple[Decoder, Any]
 MEAN_BOUND, P99_BOUND = 1e-4, 1e-3  # nats
 
 
-def _half_way(model: Decoder, ids: list[int], **cache_format: Any) -> list[QuantizedKVCache]:
+def _half_way(model: Decoder, ids: list[int], **cache_format: Any) -> ModelCache:
     """A cache that holds the first half of the text."""
     cache = model.make_cache(len(ids), **cache_format)
-    mx.eval(model.hidden_states(mx.array([ids[: len(ids) // 2]]), cache=cache))
+    mx.eval(model(mx.array([ids[: len(ids) // 2]]), cache=cache))
     return cache
 
 
-def _logprobs(model: Decoder, ids: list[int], cache: list[QuantizedKVCache]) -> mx.array:
+def _logprobs(model: Decoder, ids: list[int], cache: ModelCache) -> mx.array:
     """Log-probabilities over the second half, (S, vocab)."""
     logits = model(mx.array([ids[len(ids) // 2 :]]), cache=cache)[0]
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -185,7 +185,7 @@ def test_what_the_cache_holds_is_what_was_said(pocket: Pocket, conversation: Con
     model, _ = pocket
     for question in QUESTIONS[:2]:
         _text(conversation.send(question, max_tokens=30))
-    ids = conversation._ids
+    ids = conversation._cache.ids[0]
     assert len(ids) == conversation.num_tokens
     probe = mx.array([[5]])
     again = model.make_cache(1024, quant_bit=0)

@@ -188,7 +188,10 @@ def test_an_abandoned_run_leaves_what_was_yielded(pocket: Pocket, prompt: list[i
 
 @pytest.mark.parametrize("failing", [1, 2, 6])
 def test_a_run_that_fails_leaves_what_was_yielded(pocket: Pocket, prompt: list[int], failing: int) -> None:
-    """It left the last yielded token too, which whoever continues with that token would have had twice."""
+    """It left the last yielded token too, which whoever continues with that token would have had twice.
+
+    A run that fails before its first token leaves nothing.
+    """
     model, tokenizer = pocket
     calls = iter(range(1, 100))
 
@@ -202,11 +205,11 @@ def test_a_run_that_fails_leaves_what_was_yielded(pocket: Pocket, prompt: list[i
     run = stream_generate(model, tokenizer, prompt, prompt_cache=cache, sampler=sampler, logits_processors=processors)
     with pytest.raises(KeyboardInterrupt):
         list(run)
-    assert [layer.offset for layer in cache] == [len(prompt) + max(0, failing - 3)] * len(cache)
+    assert [layer.offset for layer in cache] == [len(prompt) + failing - 3 if failing > 2 else 0] * len(cache)
 
 
 def test_a_suspended_run_gives_way_to_the_next(pocket: Pocket, prompt: list[int]) -> None:
-    """Whoever keeps the iterator of an earlier run cannot harm a later one on the same cache."""
+    """Whoever keeps the iterator of an earlier run cannot harm a later one on the same cache, and is told."""
     model, tokenizer = pocket
     cache = model.make_cache(200, quant_bit=0)
     endless = {"prompt_cache": cache, "logits_processors": _without_end(tokenizer)}
@@ -220,6 +223,9 @@ def test_a_suspended_run_gives_way_to_the_next(pocket: Pocket, prompt: list[int]
         if not keep:
             first.close()
         expected.append(heard + [r.token for r in stream_generate(model, tokenizer, [5, 6], max_tokens=9, **endless)])
+        if keep:
+            with pytest.raises(RuntimeError, match="the run was ended"):
+                next(first)
         assert list(first) == []
         first.close()
         assert cache[0].offset == len(prompt) + 3 + 2 + 8
@@ -260,10 +266,10 @@ def test_caches_that_do_not_fit_are_refused_at_the_call(pocket: Pocket) -> None:
     depth = len(model.layers)
     for cache, message in (
         (model.make_cache(64, batch=2), "a batch of 2"),
-        (model.make_cache(64)[:2], "prompt_cache has 2 layers"),
+        (model.make_cache(64)[:2], "the cache has 2 layers"),
         ([one] * depth, "none twice"),
         ([QuantizedKVCache(64, 2, 32) for _ in range(depth)], "a head_dim of 32"),
-        ([object() for _ in range(depth)], "prompt_cache holds a object"),
+        ([object() for _ in range(depth)], "the cache holds a object"),
     ):
         with pytest.raises(ValueError, match=message):
             stream_generate(model, tokenizer, [1, 2], prompt_cache=cache)  # type: ignore[arg-type]
@@ -371,7 +377,7 @@ def _bad_calls() -> Iterator[tuple[dict[str, Any], type[Exception], str]]:
     yield {"max_tokens": 1.5}, ValueError, "max_tokens is 1.5"
     yield {"prefill_step_size": 0}, ValueError, "prefill_step_size is 0"
     yield {"stop": ["a", ""]}, ValueError, "none empty"
-    yield {"prompt_cache": []}, ValueError, "prompt_cache has 0 layers; expected 4"
+    yield {"prompt_cache": []}, ValueError, "the cache has 0 layers; expected 4"
     yield {"prompt": []}, PromptError, "empty"
     yield {"prompt": ""}, PromptError, "empty"
     yield {"prompt": [1, 10**6]}, PromptError, "token id 1000000"

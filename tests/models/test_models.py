@@ -176,10 +176,7 @@ def test_an_offset_can_only_confirm_the_cache(make_checkpoint: Callable[..., tup
         model(mx.array([[1]]), offset=False)
     with pytest.raises(ContextError, match="this machine has"):
         model.make_cache(10**12)
-    with pytest.raises(ValueError, match="cache has 1 layers; the model has 2"):
+    with pytest.raises(ValueError, match="the cache has 1 layers; expected 2"):
         model(mx.array([[5]]), cache=cache[:1])
-    cache[1].trim(1)
-    with pytest.raises(ValueError, match="different numbers of tokens"):
-        model(mx.array([[5]]), cache=cache)
     with pytest.raises(ValueError, match=r"expected \(B, S\) token ids"):
         model(mx.array([1, 2]))

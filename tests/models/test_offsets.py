@@ -219,11 +219,10 @@ def test_an_offset_of_another_kind_is_refused(models: Callable[..., Any]) -> Non
             model(ids, offset=offset, cache=cache)
     with pytest.raises(ValueError, match=r"offset is \[1, 0\]; the cache holds 0 tokens"):
         model(ids, offset=mx.array([1, 0]))
-    with pytest.raises(ValueError, match=r"the cache is for a batch of 2, .* given 3"):
+    with pytest.raises(ValueError, match="the cache is for a batch of 2; given 3"):
         model(mx.array([[5], [6], [7]]), cache=cache)
     assert {layer.lengths for layer in cache} == {(3, 1)}
     model(ids, offset=mx.array([3, 1]), cache=cache)
     assert {layer.lengths for layer in cache} == {(4, 2)}
     cache[1].trim([1, 0])
-    with pytest.raises(ValueError, match=r"different numbers of tokens: \[3, 2\], \[4, 2\]"):
-        model(ids, cache=cache)
+    assert {layer.lengths for layer in cache} == {(3, 2)}  # one cache: of every layer

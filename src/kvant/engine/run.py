@@ -77,7 +77,8 @@ class Run:
         self.generated: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._model = model
-        self._cache = cache = _check_cache(model, cache)
+        self._cache = cache = model.check_cache(cache)
+        cache.check_shape(1, model.config.num_key_value_heads, model.config.head_dim)
         self._sampler = for_a_run(sampler or greedy)
         self._processors = tuple(logits_processors)
         self._stop_tokens = stop_tokens
@@ -220,15 +221,6 @@ def check_count(name: str, value: int, *, or_minus_one: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         also = ", or -1 for as many as the context holds" if or_minus_one else ""
         raise ValueError(f"{name} is {value!r}; expected at least 1{also}")
-
-
-def _check_cache(model: Decoder, cache: Sequence[KVCache]) -> ModelCache:
-    try:
-        cache = model.check_cache(cache)
-        cache.check_shape(1, model.config.num_key_value_heads, model.config.head_dim)
-    except ValueError as error:
-        raise ValueError(f"prompt_cache: {error}") from None
-    return cache
 
 
 def _room(model: Decoder, cache: ModelCache, prompt_tokens: int) -> int:
