@@ -17,7 +17,7 @@ import kvant.engine.run as running
 from kvant.cache import CompiledCacheView, FullKVCache, QuantizedKVCache
 from kvant.engine.run import Run, prefill
 from kvant.engine.sampling import greedy
-from kvant.engine.step import CompiledStep, row_bucket
+from kvant.engine.step import CompiledStep, bucket_size
 from kvant.errors import ContextError
 from kvant.models import Decoder
 from kvant.operators.bias_split import BiasSplit, rotation_table
@@ -104,7 +104,7 @@ def test_processors_and_python_samplers_work_uncompiled(runs: dict[str, Any]) ->
 
 
 def test_buckets() -> None:
-    assert [row_bucket(rows, 10_000) for rows in (1, 256, 257, 1024, 1025, 2048, 2049, 4097)] == [
+    assert [bucket_size(rows, 10_000) for rows in (1, 256, 257, 1024, 1025, 2048, 2049, 4097)] == [
         256,
         256,
         512,
@@ -115,9 +115,9 @@ def test_buckets() -> None:
         5120,
     ]
     for rows in range(1, 5000):
-        assert rows <= row_bucket(rows, 1 << 20) <= max(256, rows * 1.25 + 256)
-    assert row_bucket(300, 300) == 300
-    assert row_bucket(10, 100) == 100
+        assert rows <= bucket_size(rows, 1 << 20) <= max(256, rows * 1.25 + 256)
+    assert bucket_size(300, 300) == 300
+    assert bucket_size(10, 100) == 100
 
 
 @pytest.mark.parametrize("split", [False, True])

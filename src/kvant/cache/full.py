@@ -2,31 +2,20 @@
 
 import mlx.core as mx
 
-from kvant.cache.sequences import Sequences
+from kvant.cache.layer import KVCache
 from kvant.operators.attention import attend_rows
 from kvant.operators.validation import check_rows
 
 
-class FullKVCache:
+class FullKVCache(KVCache):
     """Keys and values as they came, (B, K, T, D); every append copies all of them.
 
     The contract is Tiny-LLM's TinyKvFullCache.
     """
 
     def __init__(self) -> None:
-        self._rows: tuple[mx.array, mx.array] | None = None
-        self._number: int | None = None  # of a model's cache
-        self.sequences = Sequences(None)
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence, all the same; one 0 while the cache is empty."""
-        return self.sequences.lengths
-
-    @property
-    def offset(self) -> int:
-        """Tokens in the cache; the position of the next one."""
-        return self.sequences.offset
+        super().__init__(None)
+        self._key_value: tuple[mx.array, mx.array] | None = None
 
     @property
     def max_seq_len(self) -> None:
@@ -34,19 +23,9 @@ class FullKVCache:
         return
 
     @property
-    def bias_split(self) -> None:
-        """None: keys and values are kept as they are."""
-        return
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes the keys and values take now."""
-        return sum(x.nbytes for x in self.state)
-
-    @property
     def state(self) -> list[mx.array]:
         """Keys and values, for mlx-lm, which evaluates them."""
-        return [] if self._rows is None else list(self._rows)
+        return [] if self._key_value is None else list(self._key_value)
 
     def update_and_fetch(
         self, key: mx.array, value: mx.array, mask_length: int | None = None, mask: mx.array | str | None = None
@@ -69,55 +48,45 @@ class FullKVCache:
         batch, offset = key.shape[0], self.offset
         if min(self.lengths) != offset:
             raise ValueError(f"the cache holds {list(self.lengths)} tokens; expected sequences of one length")
-        if self._rows is not None and offset:
+        if self._key_value is not None and offset:
             self.check_shape(batch, key.shape[1], key.shape[3])
-            cached_key, cached_value = (x[:, :, :offset] for x in self._rows)  # without a step that was not committed
+            cached_key, cached_value = (
+                x[:, :, :offset] for x in self._key_value
+            )  # without a step that was not committed
             if key.dtype != cached_key.dtype:
                 raise ValueError(f"key is {key.dtype}; the cache holds {cached_key.dtype}")
             key = mx.concatenate([cached_key, key], axis=2)
             value = mx.concatenate([cached_value, value], axis=2)
-        self._rows = (key, value)
+        self._key_value = (key, value)
         if not self.sequences.shared:
             self.sequences.take_batch(batch)
             self.sequences.commit(key.shape[2] - offset)
         return key, value, key.shape[2], mask
 
     def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
-        """Append keys and values and attend to every row so far; see :class:`kvant.cache.KVCache`."""
+        """Append keys and values and attend to every token so far; see :class:`kvant.cache.KVCache`."""
         check_rows(query, key, value, mask, self.offset)
         all_keys, all_values, _, _ = self.update_and_fetch(key, value)
         return attend_rows(query, all_keys, all_values, mask=mask)
 
     def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
-        """Raise a ValueError unless the cache is empty or holds rows of this shape."""
-        if self._rows is None or not self.offset:
+        """Raise a ValueError unless the cache is empty or holds keys and values of this shape."""
+        if self._key_value is None or not self.offset:
             return
-        B, K, _, D = self._rows[0].shape
+        B, K, _, D = self._key_value[0].shape
         if (batch, num_kv_heads, head_dim) != (B, K, D):
             raise ValueError(
                 f"the cache holds a batch of {B}, {K} kv heads and a head_dim of {D}; "
                 f"given {batch}, {num_kv_heads} and {head_dim}"
             )
 
-    def bind(self, sequences: Sequences, number: int) -> None:
-        """Become layer ``number`` of a model's cache with these sequences."""
-        self.sequences, self._number = sequences, number
-
     def reserve(self, num_tokens: int) -> None:
         """There is always room: the cache grows."""
 
-    def is_trimmable(self) -> bool:
-        """True, for mlx-lm."""
-        return True
-
-    def trim(self, num_tokens: int) -> int:
-        """Forget the last ``num_tokens`` tokens, or all there are; return how many were forgotten."""
-        return self.sequences.trim(num_tokens, self._number)
-
     def reset(self) -> None:
-        """Forget every token."""
-        self.sequences.reset()
-        self._rows = None
+        """Forget every token, and free them."""
+        super().reset()
+        self._key_value = None
 
     def release(self) -> None:
         """The same as :meth:`reset`: nothing is reserved."""

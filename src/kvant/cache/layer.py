@@ -1,6 +1,8 @@
 """The interface between a model's layer and its cache."""
 
-from typing import Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -23,55 +25,75 @@ class AttentionCache(Protocol):
         """
 
 
-@runtime_checkable
-class KVCache(AttentionCache, Protocol):
+class KVCache(ABC):
     """One layer's keys and values.
 
-    A layer alone counts what is appended at once. A layer of a :class:`kvant.cache.ModelCache` leaves that to the
-    model, which commits a step when all layers have it.
+    A layer alone counts appended tokens at once. A layer of a :class:`kvant.cache.ModelCache` leaves that to the model,
+    which commits a step when all layers have it.
+
+    Attributes:
+        sequences: the sequences it holds, its own or those of the model's cache.
     """
 
-    @property
-    def sequences(self) -> Sequences:
-        """The sequences it holds, its own or those of the model's cache."""
+    bias_split: BiasSplit | None = None
+
+    def __init__(self, batch: int | None) -> None:
+        self.sequences = Sequences(batch)
+        self._number: int | None = None  # of the layer in a model's cache
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sequence; the position of its next one."""
+        return self.sequences.lengths
 
     @property
     def offset(self) -> int:
         """Tokens of the longest sequence."""
+        return self.sequences.offset
 
     @property
+    @abstractmethod
     def max_seq_len(self) -> int | None:
         """The reservation: tokens a sequence can have; None: the cache grows."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes the cache holds now."""
-
-    @property
+    @abstractmethod
     def state(self) -> list[mx.array]:
         """Its arrays, for mlx-lm, which evaluates them."""
 
-    def bind(self, sequences: Sequences, number: int) -> None:
-        """Become layer ``number`` of a model's cache with these sequences."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes the cache holds now, with its bias tables."""
+        return sum(part.nbytes for part in (*self.state, self.bias_split) if part is not None)
 
+    @abstractmethod
+    def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
+        """Append and attend; see :meth:`AttentionCache.attend`."""
+
+    @abstractmethod
     def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
         """Raise a ValueError unless the cache can hold keys and values (batch, num_kv_heads, S, head_dim)."""
 
+    @abstractmethod
     def reserve(self, num_tokens: int) -> None:
         """Raise a ContextError unless every sequence has room for ``num_tokens`` more tokens."""
 
+    @abstractmethod
+    def release(self) -> None:
+        """Give the memory back. The cache cannot be used after it."""
+
+    def bind(self, sequences: Sequences, number: int) -> None:
+        """Become layer ``number`` of a model's cache with these sequences."""
+        self.sequences, self._number = sequences, number
+
     def is_trimmable(self) -> bool:
         """True, for mlx-lm."""
+        return True
 
-    def trim(self, num_tokens: int) -> int:
+    def trim(self, num_tokens: int | Sequence[int]) -> int:
         """Forget the last tokens of every sequence; see :meth:`Sequences.trim`. Of all layers, in a model's cache."""
+        return self.sequences.trim(num_tokens, self._number)
 
     def reset(self) -> None:
         """Forget every token; of all layers, in a model's cache."""
-
-    def release(self) -> None:
-        """Give the memory back. The cache cannot be used after it."""
+        self.sequences.reset()

@@ -1,11 +1,10 @@
 """A preallocated key/value cache of one layer, quantized in groups: PMX cache_layout 1 with one layer."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvant.cache.sequences import Sequences
+from kvant.cache.layer import KVCache
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.kernels.attend import unsupported_reason
@@ -16,16 +15,15 @@ from kvant.operators.validation import check_rows
 from kvant.threads import check_process
 
 
-class QuantizedKVCache:
+class QuantizedKVCache(KVCache):
     """All memory is allocated, and touched, when the cache is made; it never grows.
 
-    Rows are appended in place. That needs the arrays to themselves: whoever holds ``cache`` or ``scale``, or a slice
-    of them, makes MLX copy the whole buffer at the next append.
+    Keys and values are appended in place. Nothing else may hold ``cache`` or ``scale``, or a slice of them: MLX would
+    copy the whole buffer at the next append.
 
     Attributes:
         quant_bit, quant_group, bias_split: as given.
-        sequences: the sequences it holds.
-        backend: what runs the fused kernel for calls that it takes; None: all are unfused.
+        backend: runs the fused kernel for the calls it supports; None: every call is unfused.
     """
 
     def __init__(
@@ -51,16 +49,16 @@ class QuantizedKVCache:
             batch: B, sequences side by side, each with a length of its own.
             quant_bit: 8, 4, or 0 for no quantization.
             quant_group: elements of D that share one scale.
-            dtype: dtype of the rows at 0 bits; without meaning otherwise.
+            dtype: of keys and values at 0 bits; not used otherwise.
             scale_dtype: float16 or float32.
-            bias_split: what keys and values will lack of their biases, its table as long as the cache.
-            kernels: "unfused" or "fused" forces how attention is computed; None: the environment variable
-                KVANT_KERNELS does, or else it is the fused kernel on a GPU. Decided now, for the cache's life. Calls of
-                more new tokens than the kernel takes (8), as in a prefill, are unfused whatever this says.
+            bias_split: the biases that keys and values come without; its table is as long as the cache.
+            kernels: "unfused" or "fused" forces how attention is computed. None: the environment variable
+                KVANT_KERNELS decides; without it, a GPU uses the fused kernel. The choice holds for the cache's life.
+                A call of more than 8 new tokens, as in a prefill, is always unfused.
 
         Raises:
             ValueError: a size below 1, a group that does not divide D, an unsupported bit or dtype; a kernel forced for
-                a format that it does not take, or where there is no GPU.
+                a format that it does not support, or where there is no GPU.
             RuntimeError: a forced kernel that failed its self-check on this device.
         """
         for name, number in (
@@ -75,8 +73,7 @@ class QuantizedKVCache:
         if dtype not in FLOAT_DTYPES or scale_dtype not in SCALE_DTYPES:
             raise ValueError(f"dtype is {dtype}, scale_dtype {scale_dtype}; expected floats, the scale's not bfloat16")
         check_process()
-        self.sequences = Sequences(batch)
-        self._number: int | None = None  # of a model's cache
+        super().__init__(batch)
         self.quant_bit = quant_bit
         self.quant_group = quant_group
         self.bias_split = bias_split
@@ -93,7 +90,7 @@ class QuantizedKVCache:
 
     @property
     def cache(self) -> mx.array:
-        """Levels, or rows at 0 bits: (1, B, 2, K, max_seq_len, D')."""
+        """Quantized values, or keys and values as they are at 0 bits: (1, B, 2, K, max_seq_len, D')."""
         return self.arrays[0]
 
     @property
@@ -102,29 +99,14 @@ class QuantizedKVCache:
         return self.arrays[1] if self.quant_bit else None
 
     def backend_for(self, query: mx.array) -> Backend | None:
-        """What runs the fused kernel for a (B, H, S, D) query; None: it is unfused."""
-        takes = self.backend is not None and self._unsupported_reason(query.shape) is None
-        return self.backend if takes else None
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence; the position of its next one."""
-        return self.sequences.lengths
-
-    @property
-    def offset(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.sequences.offset
+        """Runs the fused kernel for a (B, H, S, D) query; None: the call is unfused."""
+        supported = self.backend is not None and self._unsupported_reason(query.shape) is None
+        return self.backend if supported else None
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens the cache can hold."""
+        """The reservation: tokens a sequence can have."""
         return self._max_seq_len
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of quantized values, scales and bias tables; the same before the first token and after the last."""
-        return sum(part.nbytes for part in (*self.arrays, self.bias_split) if part is not None)
 
     @property
     def state(self) -> list[mx.array]:
@@ -181,22 +163,6 @@ class QuantizedKVCache:
                 f"given {batch}, {num_kv_heads} and {head_dim}"
             )
 
-    def bind(self, sequences: Sequences, number: int) -> None:
-        """Become layer ``number`` of a model's cache with these sequences."""
-        self.sequences, self._number = sequences, number
-
-    def is_trimmable(self) -> bool:
-        """True, for mlx-lm."""
-        return True
-
-    def trim(self, num_tokens: int | Sequence[int]) -> int:
-        """Forget the last tokens of every sequence; see :meth:`Sequences.trim`."""
-        return self.sequences.trim(num_tokens, self._number)
-
-    def reset(self) -> None:
-        """Forget every token; the memory stays reserved."""
-        self.sequences.reset()
-
     def release(self) -> None:
         """Give the memory back. The cache cannot be used after it."""
         self.sequences.reset()
@@ -208,20 +174,20 @@ class QuantizedKVCache:
 
 @dataclass(frozen=True, slots=True)
 class CompiledCacheView:
-    """One append to a cache, in operations that are the same for any offset: what a compiled step attends through.
+    """A layer's cache in a compiled step: one append, in operations that are the same for any offset.
 
-    Nothing is checked, the cache's own lengths stay as they are, and its arrays are replaced, not changed.
+    Nothing is checked. The lengths stay as they are. The arrays are replaced, not changed.
 
     Attributes:
         cache: appended to.
-        offset: integer array: where the new row goes, below the cache's max_seq_len; () for all sequences, or (B,).
-        rows: rows to read, more than any ``offset`` and at most max_seq_len; a sequence's rows past its new one are
-            ignored. The fused kernel reads up to the new one, whatever this says.
+        offset: integer array, () for all sequences or (B,): where the new token goes, below the cache's max_seq_len.
+        num_tokens: tokens to read, more than any ``offset`` and at most max_seq_len. Those past a sequence's new one
+            are ignored. The fused kernel reads up to the new one in any case.
     """
 
     cache: QuantizedKVCache
     offset: mx.array
-    rows: int
+    num_tokens: int
 
     @property
     def bias_split(self) -> BiasSplit | None:
@@ -238,7 +204,7 @@ class CompiledCacheView:
             self.offset,
             self.cache.cache,
             self.cache.scale,
-            rows=self.rows,
+            rows=self.num_tokens,
             quant_bit=self.cache.quant_bit,
             quant_group=self.cache.quant_group,
             product_dtype=mx.float32,

@@ -25,10 +25,10 @@ def should_compile() -> bool:
     return mx.default_device().type == mx.gpu
 
 
-def row_bucket(rows: int, max_seq_len: int) -> int:
-    """The cached rows a step reads where ``rows`` are needed: the next of 256, 512, ... 2048, then of 4 an octave."""
-    size = max(SMALLEST_BUCKET, 1 << max(0, (rows - 1).bit_length() - 3))
-    return min(-(-rows // size) * size, max_seq_len)
+def bucket_size(num_tokens: int, max_seq_len: int) -> int:
+    """Tokens a step reads where ``num_tokens`` are needed: the next of 256, 512, ... 2048, then 4 sizes per octave."""
+    size = max(SMALLEST_BUCKET, 1 << max(0, (num_tokens - 1).bit_length() - 3))
+    return min(-(-num_tokens // size) * size, max_seq_len)
 
 
 class CompiledStep:
@@ -76,7 +76,7 @@ class CompiledStep:
         (offset,) = self._cache.begin(token[None])
         fused = all(layer.backend is not None for layer in self._layers)
         reserved = self._layers[0].max_seq_len
-        bucket = reserved if fused else row_bucket(offset + 1, reserved)
+        bucket = reserved if fused else bucket_size(offset + 1, reserved)
         held = [list(layer.arrays) for layer in self._layers]
         # An input of the function: as a constant it would be every draw's key.
         key = draw_key(self._sampler, offset + 1) if self.samples else None
