@@ -7,10 +7,12 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
+from support.counts import count
 
 from kvant.engine.run import Run, prefill
 from kvant.models import Decoder
 
+TOKENS = count(420, 1020)
 STEP_SIZE = 512
 
 
@@ -19,13 +21,13 @@ def _prompt(count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("bits", [8, 0])
-def test_active_memory_does_not_grow_over_1000_tokens(pocket: tuple[Decoder, Any], bits: int) -> None:
+def test_active_memory_does_not_grow(pocket: tuple[Decoder, Any], bits: int) -> None:
     model, _ = pocket
     prompt = _prompt(100)
-    cache = model.make_cache(1200, quant_bit=bits)
-    steps = Run(model, prompt, cache, max_tokens=1020, prefill_step_size=STEP_SIZE)
+    cache = model.make_cache(TOKENS + 100, quant_bit=bits)
+    steps = Run(model, prompt, cache, max_tokens=TOKENS, prefill_step_size=STEP_SIZE)
     active = []
-    for _ in range(1020):
+    for _ in range(TOKENS):
         next(steps)
         mx.synchronize()
         active.append(mx.get_active_memory())

@@ -45,10 +45,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("bits", [8, 4, 0])
-def test_600_tokens_are_compiled_once_a_bucket_and_are_the_same(runs: dict[str, Any], bits: int) -> None:
+def test_tokens_are_compiled_once_a_bucket_and_are_the_same(runs: dict[str, Any], bits: int) -> None:
     same, compilations, grown = runs[f"{bits} bits"]
     assert same
-    assert compilations == 3  # of 256, 512 and 768 rows, for 101 to 699
+    assert compilations == 3  # of 256, 512 and 768 rows, for 101 to 519, or to 699
     assert grown < 2**16
 
 
@@ -65,8 +65,8 @@ def test_other_rotary_positions_are_compiled_too(runs: dict[str, Any]) -> None:
     assert runs["turned"] == [[True, True]] * 2  # the same compiled, and not what plain positions give
 
 
-def test_memory_does_not_grow_over_1000_tokens(runs: dict[str, Any]) -> None:
-    assert runs["1000 tokens"] < 2**16
+def test_memory_does_not_grow(runs: dict[str, Any]) -> None:
+    assert runs["growth"] < 2**16
 
 
 def test_the_cache_is_not_copied_however_much_is_reserved(runs: dict[str, Any]) -> None:
