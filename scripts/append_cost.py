@@ -1,7 +1,7 @@
-"""Does a decode step cost more when more is reserved? Time and peak memory of the engine's own loop against MaxS.
+"""Does a decode step cost more when more is reserved? Time and peak memory of the engine's own loop for each MaxS.
 
 Run: python scripts/append_cost.py [steps]
-Context stays short and the same; only the reservation grows. Reservations alternate, medians over all rounds.
+The context stays short and the same. Only the reservation grows. Reservations take turns; medians over all rounds.
 """
 
 import statistics
@@ -22,7 +22,7 @@ PROMPT = list(range(3, 35))
 
 
 def one_round(model: Decoder, max_seq_len: int, look_ahead: int, steps: int) -> tuple[float, int]:
-    """Median milliseconds a step, and bytes the peak is above the resting state."""
+    """Median milliseconds a step, and how many bytes the peak is above the resting state."""
     cache = model.make_cache(max_seq_len)
     tokens = Run(model, PROMPT, cache, max_tokens=steps + 8, look_ahead=look_ahead)
     for _ in range(8):
@@ -39,7 +39,7 @@ def one_round(model: Decoder, max_seq_len: int, look_ahead: int, steps: int) -> 
 
 
 def main() -> None:
-    """Print a row a reservation and look-ahead."""
+    """Print a row for each reservation and look-ahead."""
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 100
     model, _ = kvant.load("pocket")
     cases = [(tokens, look_ahead) for look_ahead in (0, 1) for tokens in RESERVATIONS]

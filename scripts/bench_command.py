@@ -2,9 +2,9 @@
 
 Run: python scripts/bench_command.py [rounds] [model folder]    (default: 7 rounds, the embedded model)
 
-Each generates 20 tokens from the same prompt. Run it where torch is not installed: transformers imports it where it is,
-which makes mlx_lm.generate slower than its users see it. Prints a line a run and, last, the medians and their ratio as
-JSON.
+Each generates 20 tokens from the same prompt. Run it where torch is not installed: transformers imports torch if it
+can, and mlx_lm.generate is then slower than its users see it. Prints a line for each run and, last, the medians and
+their ratio as JSON.
 """
 
 import json
@@ -24,7 +24,7 @@ TOKENS = "20"
 
 
 def main() -> None:
-    """Time both commands, the order alternating; the first round warms the file cache and is left out."""
+    """Time both commands in alternating order. The first round warms the file cache and does not count."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
     folder = str(find_model(sys.argv[2] if len(sys.argv) > 2 else POCKET))
     scripts = Path(sysconfig.get_path("scripts"))

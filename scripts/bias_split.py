@@ -1,4 +1,4 @@
-"""What the bias split is worth: the embedded model made Qwen2-like by a large key bias, its quality by cache format.
+"""The worth of the bias split: the embedded model made Qwen2-like by a large key bias, its quality by cache format.
 
 Run: python scripts/bias_split.py [folder for the results]   (needs the extra `plot`)
 
@@ -72,7 +72,7 @@ def measure(
     constant: float,
     formats: list[CacheFormat],
 ) -> list[Quality]:
-    """Quality of cache formats; answers only where the table shows them: they take the time."""
+    """Quality of cache formats. Answers only where the table shows them, because they take most of the time."""
     longest = max(PIECE, *(len(c.ids) for own in questions.values() for c in own))
     caches = [REFERENCE.make_cache(plain, PIECE), *(f.make_cache(model, longest) for f in formats)]
     tallies = [Tally() for _ in caches]

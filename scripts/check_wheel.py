@@ -1,4 +1,4 @@
-"""Build kvant's sdist and wheel, hold what is in them against git, and run the wheel in an empty environment.
+"""Build kvant's sdist and wheel, compare their contents with git, and run the wheel in an empty environment.
 
 Usage: python scripts/check_wheel.py [folder for the two files]. It needs a clone, and the packages build and hatchling.
 """
@@ -17,7 +17,7 @@ STORY = "Tell me a story about a fox named Pip."
 
 
 def main() -> None:
-    """Every check, in order; the first that fails ends the program with what was found."""
+    """Every check, in order. The first that fails ends the program with its finding."""
     with tempfile.TemporaryDirectory() as scratch:
         built = Path(sys.argv[1] if len(sys.argv) > 1 else scratch).resolve()
         sdist, wheel = build(built, Path(scratch) / "from-the-tree")
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def build(folder: Path, other: Path) -> tuple[Path, Path]:
-    """The sdist, and the wheel made from it; the wheel made from the tree must be the same to the byte."""
+    """The sdist, and the wheel made from it. The wheel made from the tree must equal it to the byte."""
     command = (sys.executable, "-m", "build", "--no-isolation", str(ROOT), "--outdir")
     run(*command, str(folder))
     run(*command, str(other), "--wheel")
@@ -40,19 +40,19 @@ def build(folder: Path, other: Path) -> tuple[Path, Path]:
 
 
 def names_of_sdist(sdist: Path) -> set[str]:
-    """Files in it, without the folder that holds all of them and without the metadata."""
+    """The sdist's files, without the folder that holds them all and without the metadata."""
     with tarfile.open(sdist) as archive:
         return {name.partition("/")[2] for name in archive.getnames()} - {"PKG-INFO"}
 
 
 def names_of_wheel(wheel: Path) -> set[str]:
-    """Files in it, without the metadata."""
+    """The wheel's files, without the metadata."""
     with ZipFile(wheel) as archive:
         return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
 def place_in_wheel(name: str) -> str:
-    """Where a file of the repository belongs in the wheel; nothing for one that does not."""
+    """The place of a repository's file in the wheel, or nothing if it does not belong there."""
     if name == "weights.toml":
         return "kvant/weights/weights.toml"
     return name.removeprefix("src/") if name.startswith("src/") else ""
@@ -80,8 +80,8 @@ def try_wheel(wheel: Path, folder: Path) -> None:
 
 
 def run(*command: str, cwd: Path | None = None) -> str:
-    """What a command prints; the program ends with all it said where it fails."""
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # which could find the tree
+    """A command's output. If the command fails, the program ends with all of it."""
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it could find the tree
     done = subprocess.run(command, cwd=cwd, env=clean, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}exit code {done.returncode}")

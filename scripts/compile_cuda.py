@@ -1,10 +1,10 @@
-"""Compiles the CUDA text of custom kernels with nvcc and prints what each takes: registers, spills, shared memory.
+"""Compile the CUDA text of custom kernels with nvcc and print the registers, spills and shared memory of each.
 
     python scripts/compile_cuda.py kernel.cu ...
 
-mx.fast.cuda_kernel refuses to make a kernel where MLX has no CUDA back end, so the text is put together here, after
-MLX 0.32's mlx/backend/cuda/custom_kernel.cpp; `recording` stands in for mx.fast.cuda_kernel and collects it. nvcc takes
-a function without __device__ for the host's; MLX compiles with NVRTC, which takes it for the device's: mark them.
+mx.fast.cuda_kernel makes no kernel where MLX has no CUDA back end. So the text is put together here, after MLX 0.32's
+mlx/backend/cuda/custom_kernel.cpp; `recording` stands in for mx.fast.cuda_kernel and collects it. Mark every function
+__device__: nvcc takes one without it for the host's, while NVRTC, with which MLX compiles, takes it for the device's.
 """
 
 import argparse
@@ -31,7 +31,7 @@ CUDA_TYPES |= {
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What ptxas says of one kernel: registers and bytes a thread, shared bytes a block."""
+    """One kernel's figures from ptxas: registers and bytes a thread, shared bytes a block."""
 
     kernel: str
     registers: int
@@ -121,7 +121,7 @@ def recording(texts: dict[str, str]) -> Callable[..., Callable[..., list[mx.arra
 
 
 def compile_cuda(text: str, architecture: str = ARCHITECTURE) -> list[Resources]:
-    """What each kernel of the text takes. Raises RuntimeError with nvcc's words where it does not compile."""
+    """The figures of each kernel in the text. Raises RuntimeError with nvcc's words if it does not compile."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.cu"
         source.write_text(text)
@@ -134,7 +134,7 @@ def compile_cuda(text: str, architecture: str = ARCHITECTURE) -> list[Resources]
 
 
 def parse_resources(output: str) -> list[Resources]:
-    """Reads what `ptxas -v` prints."""
+    """Read the output of `ptxas -v`."""
     found = []
     for part in re.split(r"Compiling entry function '", output)[1:]:
         stack, stores, loads = _numbers(
@@ -163,7 +163,7 @@ def _numbers(text: str, pattern: str) -> tuple[int, ...]:
 
 
 def main() -> int:
-    """Compiles the files named; 1 where one does not compile or spills."""
+    """Compile the files named; 1 if one does not compile or spills."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, help="CUDA sources")
     parser.add_argument("--arch", default=ARCHITECTURE, help=f"what to compile for (default {ARCHITECTURE})")

@@ -2,8 +2,8 @@
 
 Run: python scripts/compiled_step.py [rounds] [bits]    (default: 6 rounds, 8 bits; the embedded model)
 
-On a CPU a compiled step needs a C++ compiler on PATH; the first run of all waits for it to make fused kernels, which
-MLX keeps in the folder for temporary files. Those steps are left out of the medians and their time is printed.
+On a CPU a compiled step needs a C++ compiler on PATH. The first run waits for it to make fused kernels, which MLX
+keeps in the folder for temporary files. The medians leave those steps out, and their time is printed.
 """
 
 import statistics
@@ -18,7 +18,7 @@ TOKENS, FIRST = 80, 10
 
 
 def main() -> None:
-    """Print a row a context."""
+    """Print a row for each context."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 6
     bits = int(sys.argv[2]) if len(sys.argv) > 2 else 8
     model, _ = load("pocket")

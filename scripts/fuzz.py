@@ -1,10 +1,10 @@
-"""Mutates a small model folder, one seed a folder, and loads it, renders its template and generates: kvant must refuse
-in one line, or run, in bounded time and memory.
+"""Mutate a small model folder, load it, render its template and generate. kvant must refuse in one line, or run, in
+bounded time and memory.
 
     python scripts/fuzz.py [--seconds 120] [--seed 0] [--count 1]
 
-Each folder has a process of its own, which finds a y on standard input for whoever asks. A line for each finding: the
-seed, what was changed, and what happened: a traceback, a signal, a hang, too much memory, words on standard output, or
+Each folder has a seed and a process of its own. Standard input says y to any question. A finding prints a line: the
+seed, the change, and the fault, which is a traceback, a signal, a hang, too much memory, words on standard output, or
 code of the folder that was executed. --count 1 with a finding's --seed runs it again and shows it.
 """
 
@@ -57,7 +57,7 @@ KEYS += [
     "truncation",
     "__class__",
 ]
-OFTEN = ("config.json", "tokenizer.json", "tokenizer_config.json")  # what the most libraries make the most of
+OFTEN = ("config.json", "tokenizer.json", "tokenizer_config.json")  # the files that most code reads
 TEMPLATES = [
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{{ 'a' * 10**10 }}",
@@ -101,7 +101,7 @@ def base_folder(folder: Path, model_type: str = "qwen2") -> None:
 
 
 def mutate(folder: Path, rng: random.Random) -> str:
-    """Change the folder in a few ways; says how."""
+    """Change the folder in a few ways. Returns a description of them."""
     done = []
     if rng.random() < 0.2:
         name = rng.choice(sorted(hostile_kinds.KINDS))
@@ -129,7 +129,7 @@ def mutate(folder: Path, rng: random.Random) -> str:
 
 
 def replace_file(path: Path, rng: random.Random) -> str:
-    """By something that is no file of the folder."""
+    """Replace a file by something that is no file of the folder."""
     path.unlink()
     kind = rng.choice(["nothing", "fifo", "folder", "link", "loop", "device", "empty"])
     if kind == "fifo":
@@ -227,7 +227,7 @@ def mutate_template(path: Path, rng: random.Random) -> str:
 
 
 def use(folder: Path) -> None:
-    """What a user does with a folder."""
+    """Use a folder as a user does."""
     list_models(folder)
     model, tokenizer = kvant.load(folder)
     prompt = render_chat(tokenizer, [{"role": "user", "content": "Hello!"}])
@@ -236,7 +236,7 @@ def use(folder: Path) -> None:
 
 
 def list_models(folder: Path) -> None:
-    """`kvant models`, where the folder had been pulled."""
+    """`kvant models`, as if the folder had been pulled."""
     found = weights.Pulled(("a/b",), "a/b", "0" * 40, folder, {}, None)
     with contextlib.redirect_stdout(io.StringIO()):
         weights.pulled = lambda: [found]  # type: ignore[assignment]
@@ -245,7 +245,7 @@ def list_models(folder: Path) -> None:
 
 
 def run(folder: Path, work: Callable[[Path], None]) -> str:
-    """Work on a folder in a process of its own: "ok", "refused: ..." or what went wrong."""
+    """Work on a folder in a process of its own: "ok", "refused: ..." or the fault."""
     output, printed, mark = folder.with_suffix(".log"), folder.with_suffix(".out"), folder.with_name("executed")
     child = os.fork()
     if not child:
@@ -309,7 +309,7 @@ def _watch(child: int) -> tuple[int, int]:
 
 
 def _family_bytes(process: int) -> int:
-    """Memory of a process and of those it started; 0 where nobody knows."""
+    """Memory of a process and of those it started; 0 if unknown."""
     total = 0
     with contextlib.suppress(OSError, ValueError, IndexError):
         statistics = Path(f"/proc/{process}/statm").read_text().split()
@@ -320,7 +320,7 @@ def _family_bytes(process: int) -> int:
 
 
 def main() -> int:
-    """Fuzz for a while; 1 where anything was found."""
+    """Fuzz for a while; 1 if anything was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--seed", type=int, default=0)

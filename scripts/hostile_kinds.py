@@ -1,7 +1,7 @@
 """Kinds of harm that a model folder can do on purpose, for the fuzzer and the tests.
 
-Each function of KINDS spoils a whole folder, which then must be refused in one line or work: nothing of it may run, and
-neither time nor memory may grow. ``plant`` puts code beside the model that would tell.
+Each function of KINDS spoils a whole folder. The folder must then be refused in one line, or work. Nothing of it may
+run, and neither time nor memory may grow. ``plant`` puts code beside the model that leaves a mark if it runs.
 """
 
 import json
@@ -35,7 +35,7 @@ BIG_TEXT = "{{ 'a b c d ' * 4000000 }}"
 
 
 def plant(folder: Path) -> Path:
-    """Put code into the folder that would leave a mark beside it. The mark, which must never be there."""
+    """Put code into the folder that leaves a mark beside it if it runs. Returns the mark, which must never exist."""
     mark = folder.parent / "executed"
     code = f"import os; os.makedirs({str(mark)!r}, exist_ok=True)\n" + "class Evil: pass\nclass Tokenizer: pass\n"
     for name in MODULES:
@@ -44,7 +44,7 @@ def plant(folder: Path) -> Path:
 
 
 def change(path: Path, **values: Any) -> None:
-    """Set keys of a JSON file; it is made where it is missing."""
+    """Set keys of a JSON file. A missing file is made."""
     raw = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(raw | values))
 
@@ -131,7 +131,7 @@ def added_tokens(folder: Path, rng: random.Random) -> str:
 
 
 def unigram(folder: Path, rng: random.Random) -> str:
-    """Pieces of which every one fits at every place."""
+    """Pieces that each fit at every place."""
     count = rng.choice([1000, 5000])
     pieces = [["<unk>", 0.0], *(["a" * size, -float(size)] for size in range(1, count))]
     model = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
@@ -141,7 +141,7 @@ def unigram(folder: Path, rng: random.Random) -> str:
 
 
 def word_piece(folder: Path, rng: random.Random) -> str:
-    """Words of any length: the time grows with their square."""
+    """Words of any length: the time grows with the square of the length."""
     vocabulary = {"[UNK]": 0, "a": 1, "##a": 2, "##" + "a" * 50: 3}
     model = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "vocab": vocabulary}
     model["max_input_chars_per_word"] = rng.choice([10**9, 2**63 - 1])
@@ -169,7 +169,7 @@ def big_text(folder: Path, rng: random.Random) -> str:
 
 
 def hostile_config(folder: Path, rng: random.Random) -> str:
-    """Numbers in config.json that are none, or absurd: for `kvant models`, too."""
+    """Values in config.json that are absurd, or no numbers: for `kvant models` too."""
     keys = ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"]
     key = rng.choice([*keys, "max_position_embeddings"])
     value = rng.choice(['"x"', "1e999", "NaN", "1" + "0" * 400, "-1", "true", "[]", "{}", '"9"', "0.5", "null"])

@@ -39,7 +39,7 @@ def empty_cache(tokens: int) -> mx.array:
 
 
 def last_row_difference(tokens: int = 48) -> float:
-    """The newest query alone, against the cache, and the last row of the full computation: largest difference."""
+    """The largest difference of the newest query's output through the cache from the full computation's last row."""
     rows = random_rows(tokens)
     full = attend(rows, 0, empty_cache(tokens))
     cache = empty_cache(tokens)
@@ -49,7 +49,7 @@ def last_row_difference(tokens: int = 48) -> float:
 
 
 def earlier_rows_differences(tokens: int = 48) -> tuple[float, float]:
-    """What one more token changes in the earlier outputs, and in the earlier keys and values: largest differences."""
+    """The largest changes that one more token makes: in the earlier outputs, and in the earlier keys and values."""
     rows = random_rows(tokens)
     shorter, longer = empty_cache(tokens), empty_cache(tokens)
     before = attend(tuple(x[:, :-1] for x in rows), 0, shorter)  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def earlier_rows_differences(tokens: int = 48) -> tuple[float, float]:
 
 
 def greedy_tokens(model: Decoder, prompt: list[int], count: int, *, cached: bool) -> list[int]:
-    """Greedy tokens, either feeding one token a step to a cache or recomputing everything every step."""
+    """Greedy tokens: one token a step through a cache, or everything computed again at every step."""
     ids, cache = list(prompt), model.make_cache(len(prompt) + count, quant_bit=0) if cached else None
     feed = ids
     for _ in range(count):

@@ -1,0 +1,67 @@
+"""README, CONTRIBUTING and docs: links and paths lead somewhere, commands and flags exist, README stays short."""
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from kvant.cli.app import COMMANDS, make_app
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "scripts").rglob("*.md")),
+    *sorted((ROOT / "src").rglob("*.md")),
+]
+MOST_WORDS = 1200  # of README
+FOLDERS = "docs|scripts|src|tests"
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that a page's headings can be linked by."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def page_ids(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_ids)
+def test_relative_links_resolve(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{link} leads nowhere"
+        assert not anchor or anchor in anchors(target), f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_ids)
+def test_paths_exist(page: Path) -> None:
+    for path in re.findall(rf"`(?:python )?((?:{FOLDERS})/[\w./*-]+)", page.read_text()):
+        assert any(ROOT.glob(path)), f"{path} does not exist"
+
+
+def test_readme_is_short() -> None:
+    assert len(README.read_text().split()) <= MOST_WORDS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_ids)
+def test_commands_and_their_flags_exist(page: Path) -> None:
+    commands = typer.main.get_command(make_app([])).commands  # type: ignore[attr-defined]
+    text = page.read_text()
+    code = [*re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL), *re.findall(r"`([^`\n]+)`", text)]
+    for line in "\n".join(code).splitlines():
+        for name, rest in re.findall(r"(?:^|/|\s)kvant ([a-z]+)([^|&;#]*)", line):
+            assert name in COMMANDS, f"kvant {name} is not a command"
+            flags = {
+                flag for parameter in commands[name].params for flag in (*parameter.opts, *parameter.secondary_opts)
+            }
+            for flag in re.findall(r"(?<=\s)--[a-z][a-z-]*", rest):
+                assert flag in flags, f"kvant {name} has no {flag}"
