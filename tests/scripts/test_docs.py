@@ -65,3 +65,15 @@ def test_commands_and_their_flags_exist(page: Path) -> None:
             }
             for flag in re.findall(r"(?<=\s)--[a-z][a-z-]*", rest):
                 assert flag in flags, f"kvant {name} has no {flag}"
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "api.md"], ids=page_ids)
+def test_python_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every block of a page, one after the other; a line's comment after two blanks is what it prints."""
+    text = page.read_text()
+    names: dict[str, object] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        exec(block, names)
+        printed = capsys.readouterr().out
+        for comment in re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE):
+            assert comment in printed
