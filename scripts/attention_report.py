@@ -38,7 +38,7 @@ def table(recording: dict[str, Any]) -> str:
         f"mlx-lm {recording['mlx_lm']}, kvant {recording['kvant']}, BLAS {recording['blas']}; {recording['dtype']}, "
         f"copies {recording['copy_bandwidth_gb_s']:.1f} GB/s, {recording['rounds']} rounds",
     ]
-    columns = ("context", "variant", "ms a layer", "to MLX", "GB/s", "of copy", "model: MB read", "written", "launches")
+    columns = ("context", "variant", "ms a layer", "to MLX", "GB/s", "of copy")
     for shape in dict.fromkeys(result["shape"] for result in recording["results"]):
         heads, kv_heads, head_dim, _ = SHAPES[shape]
         lines += ["", f"{shape}: {heads} / {kv_heads} heads of {head_dim}", "", f"| {' | '.join(columns)} |"]
@@ -46,7 +46,6 @@ def table(recording: dict[str, Any]) -> str:
         for result in recording["results"]:
             if result["shape"] != shape:
                 continue
-            traffic = result["model"] or dict.fromkeys(("bytes_read", "bytes_written", "launches"))
             cells = [
                 f"{result['context']:,}",
                 result["variant"],
@@ -54,9 +53,6 @@ def table(recording: dict[str, Any]) -> str:
                 _spread(result["ratio"], 2),
                 f"{result['gb_per_s']:.3g}",
                 f"{result['copy_share']:.0%}",
-                _megabytes(traffic["bytes_read"]),
-                _megabytes(traffic["bytes_written"]),
-                "-" if traffic["launches"] is None else f"{traffic['launches']:.0f}",
             ]
             lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(f"left out: {reason}" for reason in recording["skipped"])]
@@ -70,10 +66,6 @@ def table(recording: dict[str, Any]) -> str:
 def _spread(spread: dict[str, float], digits: int) -> str:
     middle, low, high = (f"{spread[name]:.{digits}g}" for name in ("median", "minimum", "maximum"))
     return middle if low == high else f"{middle} ({low}-{high})"
-
-
-def _megabytes(count: float | None) -> str:
-    return "-" if count is None else f"{count / 1e6:.3g}"
 
 
 def draw(recording: dict[str, Any], path: Path) -> None:

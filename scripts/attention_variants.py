@@ -13,8 +13,6 @@ from kvant.cache import QuantizedKVCache
 from kvant.operators.attention import attend_rows
 from kvant.operators.kernels.attend import attend
 from kvant.operators.key_value_cache import read_rows, write_rows
-from kvant.tools.bench import bytes as model
-from kvant.tools.bench.bytes import AttentionStep, Traffic
 
 SHAPES = {  # query heads, kv heads, head_dim, layers
     "qwen2.5-0.5b": (14, 2, 64, 24),
@@ -25,7 +23,6 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 PATHS = ("unfused", "fused")
 SPARE = 256  # rows reserved past the context, as every cache has some
 CHUNK = 8192  # rows made at a time
-READING = ("dequantize", "attend", "combine")  # the stages of the byte model that are timed
 # Relative error, root mean square: to the same rows in float64, by dtype; to rows that are not quantized, by bits.
 EXACT = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 MLX_LM_FACTOR = 5  # its scores are in the activations' dtype, on a CPU its sums too
@@ -40,8 +37,6 @@ class Variant:
 
     Attributes:
         path: unfused, fused, mlx or mlx-lm.
-        row_bytes: of one cached token, keys and values.
-        traffic: by the byte model, without the append; None where it doesn't say.
         layers: the arrays of each.
         attend: (query (1, H, 1, D), a layer's arrays) -> (1, H, 1, D).
         rows: a layer's arrays -> keys and values (1, K, T, D) as they are stored, float32.
@@ -51,11 +46,15 @@ class Variant:
     path: str
     bits: int
     group: int | None
-    row_bytes: int
-    traffic: Traffic | None
     layers: list[Arrays]
     attend: Callable[[mx.array, Arrays], mx.array]
     rows: Callable[[Arrays], Sequence[mx.array]]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one cached token in one layer, keys and values."""
+        arrays = self.layers[0]
+        return sum(array.nbytes for array in arrays) // arrays[0].shape[-2]
 
     @property
     def label(self) -> str:
@@ -65,38 +64,19 @@ class Variant:
 
 def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -> list[Variant]:
     """All variants of a case over the same random keys and values, the baseline first."""
-    heads, kv_heads, head_dim, _ = SHAPES[shape]
+    _, kv_heads, head_dim, _ = SHAPES[shape]
     dtype = DTYPES[plan["dtype"]]
     room, scale = context + SPARE, head_dim**-0.5
-
-    def step(bits: int, group: int) -> AttentionStep:
-        return AttentionStep(
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            rows=context,
-            max_rows=room,
-            bits=bits,
-            group=group,
-            dtype=dtype,
-            on_gpu=plan["kind"] == "gpu",
-        )
-
-    def reading(stages: model.Stages) -> Traffic:
-        return model.total({name: traffic for name, traffic in stages.items() if name in READING})
 
     def sliced(arrays: Arrays) -> Arrays:  # as mlx-lm's caches hand them out
         return [array[..., :context, :] for array in arrays]
 
-    plain = step(0, 1)
     variants = [
         Variant(
             name=f"MLX {plan['dtype']}",
             path="mlx",
             bits=0,
             group=None,
-            row_bytes=plain.mlx_lm_row_bytes,
-            traffic=reading(model.mlx_rows(plain)),
             layers=[[mx.zeros((1, kv_heads, room, head_dim), dtype) for _ in "kv"] for _ in range(layers)],
             attend=lambda query, arrays: mx.fast.scaled_dot_product_attention(query, *sliced(arrays), scale=scale),
             rows=sliced,
@@ -114,15 +94,12 @@ def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -
             return [mx.dequantize(*sliced(half), group_size=group, bits=bits) for half in (arrays[:3], arrays[3:])]
 
         widths = [(head_dim * bits // 32, mx.uint32), (head_dim // group, dtype), (head_dim // group, dtype)] * 2
-        theirs = step(bits, group)
         variants.append(
             Variant(
                 name=f"mlx-lm {bits}-bit",
                 path="mlx-lm",
                 bits=bits,
                 group=group,
-                row_bytes=theirs.mlx_lm_row_bytes,
-                traffic=reading(model.mlx_lm_quantized(theirs)),
                 layers=[[mx.zeros((1, kv_heads, room, w), kind) for w, kind in widths] for _ in range(layers)],
                 attend=pair,
                 rows=dequantized,
@@ -159,22 +136,18 @@ def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -
             QuantizedKVCache(room, kv_heads, head_dim, quant_bit=bits, quant_group=group, dtype=dtype)
             for _ in range(layers)
         ]
-        own = step(bits, group)
-        for path in plan["paths"]:
-            traffic = reading(model.fused(own) if path == "fused" else model.unfused(own))
-            variants.append(
-                Variant(
-                    name=f"kvant {bits}-bit",
-                    path=path,
-                    bits=bits,
-                    group=group if bits else None,
-                    row_bytes=own.row_bytes,
-                    traffic=traffic if path == "fused" or plan["kind"] == "cpu" else None,  # compiled there
-                    layers=[cache.arrays for cache in caches],
-                    attend=fused if path == "fused" else unfused,
-                    rows=exact,
-                )
+        variants += [
+            Variant(
+                name=f"kvant {bits}-bit",
+                path=path,
+                bits=bits,
+                group=group if bits else None,
+                layers=[cache.arrays for cache in caches],
+                attend=fused if path == "fused" else unfused,
+                rows=exact,
             )
+            for path in plan["paths"]
+        ]
     for layer in range(layers):
         _fill(variants, layer, room, kv_heads, head_dim, dtype, plan["seed"])
     return variants

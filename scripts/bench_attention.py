@@ -39,7 +39,7 @@ from kvant.errors import KvantError
 from kvant.operators.kernels.dispatch import gpu_backend
 from kvant.tools.bench.bandwidth import COPY_BYTES, copy_bandwidth_gb_s
 from kvant.tools.bench.plot import check_plot_path
-from kvant.tools.bench.statistics import Spread, paired_ratio
+from kvant.tools.statistics import Spread, paired_ratio
 
 CONTEXTS = {"gpu": "1k,2k,4k,8k,16k,32k,64k,128k", "cpu": "1k,4k,16k"}
 CHAIN_BYTES = {"gpu": 2**30, "cpu": 2**27}  # of unquantized rows: layers of a chain are fewer where this is exceeded
@@ -151,7 +151,7 @@ def _results(
     baseline = dict(enumerate(times[variants[0].label]))
     for variant in variants:
         ms = times[variant.label]
-        speed = variant.row_bytes * context / median(ms) / 1e6
+        speed = variant.token_bytes * context / median(ms) / 1e6
         ratio = paired_ratio(dict(enumerate(ms)), baseline)
         assert ratio is not None  # every round has both
         found.append(
@@ -165,10 +165,9 @@ def _results(
                 "group": variant.group,
                 "ms": asdict(Spread(median(ms), min(ms), max(ms), len(ms))),
                 "ratio": asdict(ratio),
-                "cache_bytes": variant.row_bytes * context,
+                "cache_bytes": variant.token_bytes * context,
                 "gb_per_s": speed,
                 "copy_share": speed / bandwidth,
-                "model": None if variant.traffic is None else asdict(variant.traffic),
                 "error": errors[variant.label],
             }
         )

@@ -57,7 +57,6 @@ def test_the_script_end_to_end(tmp_path: Path) -> None:
         assert (ms["count"], result["ratio"]["count"]) == (3, 3)
         assert result["gb_per_s"] == pytest.approx(cache / ms["median"] / 1e6)
         assert result["copy_share"] == pytest.approx(result["gb_per_s"] / recording["copy_bandwidth_gb_s"])
-        assert result["model"]["bytes_read"] > cache
         assert result["error"]["own_rows"] < 1e-5
     assert [goal["met"] for goal in recording["goals"]] == [None] * 3
     for name in ("date", "command", "device", "mlx", "mlx_lm", "kvant", "blas", "dtype", "copy_bandwidth_gb_s"):
@@ -174,8 +173,6 @@ def test_the_fused_path_on_the_host(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     fused, unfused = results["kvant 8-bit fused"], results["kvant 8-bit unfused"]
     assert fused["error"]["own_rows"] < 1e-5
     assert fused["error"]["unquantized"] == pytest.approx(unfused["error"]["unquantized"], rel=1e-3)
-    assert fused["model"]["launches"] == 2
-    assert fused["model"]["bytes_written"] < unfused["model"]["bytes_written"] / 10
 
 
 def test_a_compiled_chain_is_the_same() -> None:

@@ -4,6 +4,7 @@ import json
 import shlex
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,8 +28,7 @@ def bench(
         list[str] | None,
         typer.Option(
             help="kvant, kvant:unfused or kvant:fused (its kernels), mlx-lm, mlx-lm:float32 (its weights cast), "
-            "mlx-lm:openblas (kvant's BLAS lent to it), concat (kvant with a cache that grows) or none (no cache: "
-            "everything computed again for every token); repeatable; default: kvant and mlx-lm."
+            "or mlx-lm:openblas (kvant's BLAS lent to it); repeatable; default: kvant and mlx-lm."
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help=f"{options.MODEL_HELP}, the default.")] = None,
@@ -139,7 +139,6 @@ def compare(
     b: Annotated[Path, typer.Argument(metavar="B", help="Another; ratios are its figures divided by A's.")],
 ) -> None:
     """Set two recordings side by side."""
-
     from kvant.tools.bench import report
     from kvant.tools.bench.recording import read_recording
 
@@ -182,11 +181,11 @@ def _header(model: str, seed: int, baseline: str) -> "Header":
 def _report(recording: "Recording", plot: Path | None, json_summaries: bool) -> None:
     """Print the figures of the runs that came to their end, and draw them."""
     from kvant.tools.bench import report
-    from kvant.tools.bench.agreement import agreement
+    from kvant.tools.bench.summary import agreement, summarize
 
-    summaries = report.summarize(recording)
+    summaries = summarize(recording)
     if json_summaries:
-        print(json.dumps(report.summary_json(summaries), indent=2, allow_nan=False))
+        print(json.dumps([asdict(summary) for summary in summaries], indent=2, allow_nan=False))
     else:
         console = terminal.console()
         console.print("\n".join(report.describe(recording.header)), markup=False, highlight=False)

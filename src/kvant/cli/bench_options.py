@@ -1,4 +1,4 @@
-"""What is made of the flags of ``kvant bench``; every value that cannot be used is a usage error."""
+"""The flags of ``kvant bench`` checked and turned into values; each value that cannot be used is a usage error."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from kvant.cli.options import BadValueError, check_kernels
 from kvant.engine.load import POCKET, find_model
 from kvant.models.config import ModelConfig
 from kvant.operators.quantization import QUANT_BITS
-from kvant.tools.bench.engines import OPENBLAS, WITH_KV_BITS, EngineSpec, engine_specs
+from kvant.tools.bench.engines import OPENBLAS, EngineSpec, engine_specs
 
 if TYPE_CHECKING:
     from kvant.tools.bench.shapes import Shape
@@ -113,10 +113,6 @@ def specs(
 ) -> list[EngineSpec]:
     """The engines that compute on this machine, in processes of their own."""
     names = engines or DEFAULT_ENGINES
-    if not any(name.partition(":")[0] in WITH_KV_BITS for name in names):
-        for flag, value in (("--kv-bits", kv_bits), ("--kv-group-size", kv_group_size)):
-            if value is not None:
-                raise BadValueError(f"{flag} is {value}, but only {' and '.join(WITH_KV_BITS)} quantize a cache")
     bits = list(DEFAULT_KV_BITS) if kv_bits is None else _numbers("--kv-bits", kv_bits)
     for number in bits:
         if number not in QUANT_BITS:
@@ -141,12 +137,12 @@ def server(url: str | None, model: str | None, source: Source) -> list[EngineSpe
         if model is not None:
             raise BadValueError(f"--server-model is {model!r}, but there is no --server")
         return []
-    from kvant.tools.bench.streaming import StreamingServer
+    from kvant.tools.bench.streaming import check_url
 
     if source.path is None:
         raise BadValueError("--server needs --model, whose tokenizer writes its prompts; random weights have none")
     try:
-        StreamingServer(url)
+        check_url(url)
     except ValueError as error:
         raise BadValueError(f"--server: {error}") from error
     return [EngineSpec("server", url=url, server_model=model)]

@@ -1,15 +1,16 @@
-"""The time between the items of an iteration."""
+"""The time each item of an iteration takes."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
-def latencies_ms(steps: Iterable[object]) -> list[float]:
-    """Iterate to the end; milliseconds each item took, the first one's since the call."""
-    latencies = []
-    last = time.perf_counter()
-    for _ in steps:
-        now = time.perf_counter()
-        latencies.append((now - last) * 1e3)
+def timed(items: Iterable[T], clock: Callable[[], float] = time.perf_counter) -> Iterator[tuple[T, float]]:
+    """Each item with the milliseconds it took, the first one's from when it was asked for. ``clock`` is in seconds."""
+    last = clock()
+    for item in items:
+        now = clock()
+        yield item, (now - last) * 1e3
         last = now
-    return latencies

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvant.errors import KvantError
 from kvant.tools.bench.recording import Recording, Run, Token
-from kvant.tools.bench.statistics import percentile
+from kvant.tools.statistics import percentile
 
 SUFFIXES = (".png", ".svg")
 POINTS = 80  # of a line; with more positions, neighbors are put together

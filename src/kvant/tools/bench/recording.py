@@ -169,8 +169,7 @@ def _parse(text: bytes) -> Line:
     if kind == "header" and values.get("version", VERSION) != VERSION:  # whose fields may be others
         raise ValueError(f"version is {shown(values['version'])}; expected {VERSION}, the one this kvant reads")
     names = {f.name for f in fields(KINDS[kind])}
-    added = {f.name for f in fields(KINDS[kind]) if f.default is None}  # older recordings lack them
-    if missing := sorted(names - added - values.keys()):
+    if missing := sorted(names - values.keys()):
         raise ValueError(f"the {kind} line lacks {', '.join(missing)}")
     if unknown := sorted(values.keys() - names):
         raise ValueError(f"the {kind} line has {shown(', '.join(unknown))}, which it should not")

@@ -1,4 +1,4 @@
-"""A benchmark's runs: a process for every engine, one at work at a time, in an order that alternates."""
+"""A benchmark's runs: a process for every engine; they work one at a time, in an order that alternates."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -9,19 +9,19 @@ from typing import Any
 
 from kvant import blas
 from kvant.tools.bench.engines import EngineSpec
-from kvant.tools.bench.lines import ATTENTION
 from kvant.tools.bench.process import WORKER_COMMAND, Worker
 from kvant.tools.bench.prompts import Prompt, Prompts
 from kvant.tools.bench.recording import Engine, Recorder, Run, Token
 
 WARM_UP = -1  # the round that is not recorded
+RUN_FIGURES = ("tokens", "token_ids", "peak_memory_bytes", "cache_bytes", "cache_bytes_per_token")
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured.
+    """A benchmark.
 
     Attributes:
         engines: their labels are all different.
@@ -49,13 +49,13 @@ def measure(
 
     Args:
         plan: what to measure.
-        recorder: takes the lines as they come; what a run gave before Ctrl-C too.
+        recorder: takes the lines as they come, after Ctrl-C also the tokens that the run at work had.
         progress: told a line a run.
         commands: by label, the program of an engine's worker; default: ``kvant.tools.bench.worker`` for all.
 
     Raises:
-        BenchError: an engine that failed or died; what was recorded stays.
-        KeyboardInterrupt: the same.
+        BenchError: an engine that failed or died; the recording stays.
+        KeyboardInterrupt: the recording stays.
     """
     with ExitStack() as stack:
         workers = {}
@@ -74,9 +74,7 @@ def measure(
                 if number == 0:
                     for spec, worker in workers.items():
                         progress(f"{spec.label}: warming up with {context:,} tokens of context")
-                        # Without a cache every token has a shape of its own: nothing is kept from one to the next.
-                        tokens = min(2, plan.max_tokens) if spec.name == "none" else plan.max_tokens
-                        worker.ask(_run_command(plan.prompts(context, WARM_UP), tokens), "done")
+                        worker.ask(_run_command(plan.prompts(context, WARM_UP), plan.max_tokens), "done")
                 for spec in list(workers)[:: -1 if number % 2 else 1]:
                     latencies = _measure_run(workers[spec], plan, recorder, spec, number, context)
                     progress(_run_progress(plan, spec.label, number, context, latencies))
@@ -104,12 +102,7 @@ def _measure_run(
                 engine=label,
                 run=number,
                 context=context,
-                tokens=done["tokens"],
-                token_ids=done["token_ids"],
-                peak_memory_bytes=done["peak_memory_bytes"],
-                cache_bytes=done["cache_bytes"],
-                cache_bytes_per_token=done["cache_bytes_per_token"],
-                **{name: done[name] for name in ATTENTION},
+                **{name: done[name] for name in RUN_FIGURES},
             )
         )
     return latencies
@@ -130,9 +123,7 @@ def _engine_line(spec: EngineSpec, ready: Mapping[str, Any]) -> Engine:
         name=spec.name,
         kv_bits=spec.kv_bits,
         kv_group_size=spec.kv_group_size,
-        dtype=ready["dtype"],
-        weight_bytes=ready["weight_bytes"],
-        weight_bytes_read=ready["weight_bytes_read"],
+        **{name: ready[name] for name in ("dtype", "weight_bytes", "weight_bytes_read")},
     )
 
 

@@ -8,7 +8,7 @@ from kvant.engine.load import POCKET, find_model
 from kvant.engine.prefill import prefill
 from kvant.engine.sampling import greedy
 from kvant.models import Decoder, load_decoder
-from kvant.tools.bench.latency import latencies_ms
+from kvant.tools.bench.latency import timed
 
 DEPTHS = (0, 1)
 ROUNDS, STEPS, WARM_UP = 6, 32, 4
@@ -49,4 +49,4 @@ def _run(model: Decoder, depth: int) -> list[float]:
     steps = decode(model, logits, PROMPT, cache, max_tokens=WARM_UP + STEPS, sampler=greedy, look_ahead=depth)
     for _ in range(WARM_UP):
         next(steps)
-    return latencies_ms(steps)
+    return [ms for _, ms in timed(steps)]

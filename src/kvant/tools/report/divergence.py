@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from kvant.tools.bench.statistics import percentile
+from kvant.tools.statistics import percentile
 
 
 @dataclass(frozen=True, slots=True)

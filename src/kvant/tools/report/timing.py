@@ -8,7 +8,7 @@ import mlx.core as mx
 from kvant.engine.decode import decode
 from kvant.engine.sampling import greedy
 from kvant.models import Decoder
-from kvant.tools.bench.latency import latencies_ms
+from kvant.tools.bench.latency import timed
 from kvant.tools.report.teacher import Cache
 
 STEPS, ROUNDS = 8, 5
@@ -42,4 +42,4 @@ def _run(model: Decoder, cache: Cache) -> list[float]:
     logits = model.logits(model.hidden_states(mx.array([[0]]), cache=cache)[:, -1])
     steps = decode(model, logits, [], cache, max_tokens=STEPS + 1, sampler=greedy)
     next(steps)
-    return latencies_ms(steps)
+    return [ms for _, ms in timed(steps)]
