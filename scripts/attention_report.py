@@ -5,7 +5,7 @@ from typing import Any
 
 from attention_variants import SHAPES
 
-from kvant.tools.bench.plot import COLORS
+from kvant.tools.drawing import COLORS, drawing
 
 # Of MLX's time, at the shape and context of GOAL; of copy bandwidth at 8 bits.
 GOAL, GOAL_RATIOS, GOAL_SHARE = ("qwen3-4b", 32768), {8: 0.6, 4: 0.4}, 0.6
@@ -74,18 +74,15 @@ def draw(recording: dict[str, Any], path: Path) -> None:
     Dotted: the time in which the bytes of a cache are read once at the measured copy bandwidth.
 
     Args:
-        path: .svg or .png; an SVG is the same, byte for byte, for the same recording.
+        path: .svg or .png.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
     results = recording["results"]
     shapes = list(dict.fromkeys(result["shape"] for result in results))
     labels = list(dict.fromkeys(result["variant"] for result in results))
-    style = {"svg.hashsalt": "kvant", "svg.fonttype": "none", "font.size": 10, "axes.edgecolor": "#888888"}
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(max(7.0, 4.4 * len(shapes)), 5.2), layout="constrained")
+    caption = f"median of {recording['rounds']} rounds in turns; band: fastest to slowest"
+    with drawing(path, max(7.0, 4.4 * len(shapes)), caption) as figure:
         panels = figure.subplots(1, len(shapes), sharey=True, squeeze=False)[0]
         lines: dict[str, Any] = {}
         for axes, shape in zip(panels, shapes, strict=True):
@@ -117,8 +114,6 @@ def draw(recording: dict[str, Any], path: Path) -> None:
             heads, kv_heads, head_dim, _ = SHAPES[shape]
             axes.set_title(f"{shape}: {heads} / {kv_heads} heads of {head_dim}", fontsize=10)
             axes.set_xlabel("cached tokens")
-            axes.grid(color="#dddddd", linewidth=0.6)
-            axes.spines[["top", "right"]].set_visible(False)
         panels[0].set_ylabel("attention of one token, ms a layer")
         (floor_line,) = panels[0].plot([], [], ":", color="#555555", linewidth=1.2)
         figure.legend(
@@ -130,7 +125,3 @@ def draw(recording: dict[str, Any], path: Path) -> None:
             title=f"{recording['device']}, {recording['cores']} cores",
             title_fontsize=12,
         )
-        caption = f"median of {recording['rounds']} rounds in turns; band: fastest to slowest"
-        figure.supxlabel(caption, fontsize=8, color="#555555")
-        metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
-        figure.savefig(path, dpi=150, metadata=metadata)

@@ -38,7 +38,7 @@ from attention_variants import DTYPES, PATHS, SHAPES, SPARE, Arrays, Variant, ch
 from kvant.errors import KvantError
 from kvant.operators.kernels.dispatch import gpu_backend
 from kvant.tools.bench.bandwidth import COPY_BYTES, copy_bandwidth_gb_s
-from kvant.tools.bench.plot import check_plot_path
+from kvant.tools.drawing import check_plot_path
 from kvant.tools.statistics import Spread, paired_ratio
 
 CONTEXTS = {"gpu": "1k,2k,4k,8k,16k,32k,64k,128k", "cpu": "1k,4k,16k"}

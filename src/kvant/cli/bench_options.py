@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvant import blas
-from kvant.cli.options import BadValueError, check_kernels
+from kvant.cli.options import BadValueError, check_kernels, named
 from kvant.engine.load import POCKET, find_model
 from kvant.models.config import ModelConfig
 from kvant.operators.quantization import QUANT_BITS
 from kvant.tools.bench.engines import OPENBLAS, EngineSpec, engine_specs
+from kvant.tools.drawing import check_plot_path
 
 if TYPE_CHECKING:
     from kvant.tools.bench.shapes import Shape
@@ -81,10 +82,8 @@ def source(model: str | None, shape: str | None, weight_bits: int | None, weight
     if bits == 0 and weight_group_size is not None:
         raise BadValueError(f"--weight-group-size is {weight_group_size}, but --weight-bits 0 does not quantize")
     group = DEFAULT_WEIGHT_GROUP_SIZE if weight_group_size is None else weight_group_size
-    try:
+    with named(f"--weight-bits {bits} --weight-group-size {group}"):
         shape_bytes(SHAPES[shape], bits, group)
-    except ValueError as error:
-        raise BadValueError(f"--weight-bits {bits} --weight-group-size {group}: {error}") from error
     name = f"random {shape}, {f'{bits}-bit weights' if bits else 'bfloat16'}"
     return Source(name, SHAPES[shape], weight_bits=bits, weight_group_size=group)
 
@@ -119,10 +118,8 @@ def specs(
             raise BadValueError(f"--kv-bits has {number}; expected 0, 4 or 8")
     if not any(bits) and kv_group_size is not None:
         raise BadValueError(f"--kv-group-size is {kv_group_size}, but --kv-bits 0 does not quantize")
-    try:
+    with named("--engine"):
         found = engine_specs(names, bits, kv_group_size, sizes.head_dim)
-    except ValueError as error:
-        raise BadValueError(str(error)) from error
     for spec in found:
         if spec.kernels is not None:
             check_kernels(spec.kernels, "--engine kvant's setting")
@@ -141,10 +138,8 @@ def server(url: str | None, model: str | None, source: Source) -> list[EngineSpe
 
     if source.path is None:
         raise BadValueError("--server needs --model, whose tokenizer writes its prompts; random weights have none")
-    try:
+    with named("--server"):
         check_url(url)
-    except ValueError as error:
-        raise BadValueError(f"--server: {error}") from error
     return [EngineSpec("server", url=url, server_model=model)]
 
 
@@ -180,12 +175,8 @@ def check_files(output: Path | None, plot: Path | None) -> None:
         if not output.parent.is_dir():
             raise BadValueError(f"--output: the folder of {output} does not exist")
     if plot is not None:
-        from kvant.tools.bench.plot import check_plot_path
-
-        try:
+        with named("--plot"):
             check_plot_path(plot)
-        except ValueError as error:
-            raise BadValueError(f"--plot: {error}") from error
         if output is not None and output.resolve() == plot.resolve():
             raise BadValueError(f"--output and --plot are both {plot}; the plot would replace the recording")
 

@@ -23,9 +23,8 @@ from kvant.tools.report.divergence import Figures, Tally, divergence, log_probab
 from kvant.tools.report.findings import find
 from kvant.tools.report.formats import REFERENCE, CacheFormat
 from kvant.tools.report.layers import SideBySide, run_layers
-from kvant.tools.report.measure import Report, figures_json, measure
+from kvant.tools.report.measure import Report, figures_json, measure, suggest
 from kvant.tools.report.plot import plot
-from kvant.tools.report.suggest import suggest
 from kvant.tools.report.table import tables
 from kvant.tools.report.teacher import compare
 from kvant.tools.report.texts import Text
@@ -300,7 +299,7 @@ def test_a_layers_error_is_that_of_its_attention() -> None:
     assert both.squares[1] == pytest.approx(((given - exact) ** 2).sum(), rel=1e-3)
     groups = np.array(key, np.float64).reshape(2, 30, 2, 32)
     ranges = np.abs(groups).max(-1) / np.sqrt((groups**2).mean(-1))
-    np.testing.assert_allclose(np.array(both.key_ranges) / both.rows, ranges.mean(axis=1), rtol=1e-5)
+    np.testing.assert_allclose(np.array(both.key_ranges) / both.positions, ranges.mean(axis=1), rtol=1e-5)
 
 
 class TestFindings:

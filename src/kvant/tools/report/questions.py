@@ -1,4 +1,4 @@
-"""The embedded model's question and recall sets: whether it still answers exactly, by how long the context was."""
+"""The embedded model's question and recall sets: whether it still answers exactly, by length of the context."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ import mlx.core as mx
 from kvant.models import Decoder
 from kvant.text.prompt import encode_rendered, render_chat
 from kvant.text.tokenizer import Tokenizer
-from kvant.tools.report.teacher import STEP_SIZE, Cache, Fed
+from kvant.tools.report.teacher import Cache, Fed, feed
 from kvant.tools.report.texts import heldout_documents
 
 BUCKETS = (0, 128, 256, 512, 1024)  # tokens of context from which a bucket begins
-# What a set is of: questions about a story or a list, and recall of one fact among many of its kind.
+# Questions about a story or a list, and recall of one fact among many of its kind.
 SETS = {"questions": ("questions", "facts"), "recall": ("recall",)}
 STORY_WORDS = 30  # an assistant's turn of more words is a story it tells, not an answer: none of those has more than 8
 
@@ -25,8 +25,8 @@ class Conversation:
 
     Attributes:
         ids: all of it, to the end of the last answer.
-        answers: of each answer, the first of its tokens and past the last, its end token; the context is what is
-            before it, with right answers to the earlier questions.
+        answers: of each answer, the place of its first token and the place after its last, its end token. Its context
+            is all before it, with right answers to the earlier questions.
     """
 
     ids: tuple[int, ...]
@@ -78,16 +78,8 @@ def answer(model: Decoder, cache: Cache, conversation: Conversation, *, fed: Fed
     Args:
         cache: emptied first.
     """
-    for layer in cache:
-        layer.reset()
-    hidden = []
     ids = conversation.ids
-    for first in range(0, len(ids), STEP_SIZE):
-        chunk = mx.array([ids[first : first + STEP_SIZE]])
-        hidden.append(model.hidden_states(chunk, cache=cache)[0])
-        mx.eval(hidden[-1])
-        fed(chunk.shape[1])
-    states = mx.concatenate(hidden)
+    states = mx.concatenate(list(feed(model, ids, cache, fed=fed)))
     right = []
     for first, last in conversation.answers:
         logits = model.logits(states[first - 1 : last - 1])
@@ -98,13 +90,11 @@ def answer(model: Decoder, cache: Cache, conversation: Conversation, *, fed: Fed
 
 def score(name: str, conversations: Sequence[Conversation], right: Sequence[Sequence[bool]]) -> list[Score]:
     """The answers of a set by bucket of context; buckets without a question are left out."""
-    counts = {first: [0, 0] for first in BUCKETS}
+    found: dict[int, list[bool]] = {first: [] for first in BUCKETS}
     for conversation, answers in zip(conversations, right, strict=True):
         for (place, _), exact in zip(conversation.answers, answers, strict=True):
-            count = counts[_bucket(place)]
-            count[0] += exact
-            count[1] += 1
-    return [Score(name, first, good, asked) for first, (good, asked) in counts.items() if asked]
+            found[_bucket(place)].append(exact)
+    return [Score(name, first, sum(exact), len(exact)) for first, exact in found.items() if exact]
 
 
 def _bucket(tokens: int) -> int:

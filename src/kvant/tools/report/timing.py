@@ -15,21 +15,19 @@ STEPS, ROUNDS = 8, 5
 
 
 def step_ms(model: Decoder, caches: Sequence[Cache]) -> list[float]:
-    """Median milliseconds of a token, with a text in the caches; afterwards what they hold is of no use.
+    """Median milliseconds of a token, with a text in the caches; what they hold is of no use afterwards.
 
-    Caches take turns, forwards and backwards, so that a machine that grows slower favors none. The steps are those of
-    generation; they end at the last token a cache has room for.
+    Caches take turns, forwards and backwards, so that a machine that grows slower favors none.
 
     Args:
-        caches: each with the same tokens, the last ``STEPS`` + 1 of which give way to what is fed, and with room for
-            as many.
+        caches: each with the same tokens, at least ``STEPS`` + 1, the last of which give way to those fed.
     """
     times: list[list[float]] = [[] for _ in caches]
     order = list(range(len(caches)))
     for number in range(1 + ROUNDS):
         for index in order:
             latencies = _run(model, caches[index])
-            if number:  # the first round compiles, and touches what is not yet in the processor's caches
+            if number:  # the first round compiles and fills the processor's caches
                 times[index] += latencies
         order.reverse()
     return [median(own) for own in times]
@@ -38,7 +36,7 @@ def step_ms(model: Decoder, caches: Sequence[Cache]) -> list[float]:
 def _run(model: Decoder, cache: Cache) -> list[float]:
     for layer in cache:
         layer.trim(STEPS + 1)
-    # The tokens' values have no influence on the time: whatever is likeliest is fed.
+    # Any token takes the same time.
     logits = model.logits(model.hidden_states(mx.array([[0]]), cache=cache)[:, -1])
     steps = decode(model, logits, [], cache, max_tokens=STEPS + 1, sampler=greedy)
     next(steps)
