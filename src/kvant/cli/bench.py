@@ -95,7 +95,7 @@ def bench(
     bench_options.check_files(output, plot)
     if plot is not None and max_tokens == 1:
         raise BadValueError("--plot draws the tokens after the first, but --max-tokens is 1")
-    source = bench_options.source(model, random, weight_bits, weight_group_size)
+    source = bench_options.source(model, random, weight_bits, weight_group_size, seed)
     contexts = bench_options.contexts(prompt_tokens, max_tokens, source.sizes.max_position_embeddings)
     specs = bench_options.specs(engine, kv_bits, kv_group_size, source.sizes)
     specs += bench_options.server(server, server_model, source)
@@ -105,8 +105,8 @@ def bench(
     from kvant.tools.bench.recording import Recorder
     from kvant.tools.bench.runner import Plan, measure
 
-    # A polite kill, or a terminal that is closed, is Ctrl-C: the report is printed, and files that were made for the
-    # run are removed. Under nohup the terminal's end stays ignored.
+    # SIGTERM and a closed terminal count as Ctrl-C: the report is printed, and files made for the run are removed.
+    # Under nohup the terminal's end stays ignored.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
         signal.signal(signal.SIGHUP, signal.default_int_handler)
@@ -118,7 +118,7 @@ def bench(
     with Recorder(output) as recorder:
         if random is not None:
             progress(f"{source.name}: writing")
-        with source.folder(seed) as folder:
+        with source.folder() as folder:
             if server is None:
                 prompts = random_prompts(seed, source.sizes.vocab_size)
             else:

@@ -1,4 +1,4 @@
-"""Each engine behind one interface: load a model, then give greedy tokens one by one.
+"""Each engine with the same methods: load a model, then give greedy tokens one by one.
 
 mlx-lm queues the step after a token before it hands the token over, the last one included. kvant is made to compute
 that step too, so that all engines do the same work.
@@ -7,7 +7,7 @@ that step too, so that all engines do the same work.
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
@@ -23,38 +23,11 @@ from kvant.tools.bench.engines import KVANT_GROUP, EngineSpec
 Tokens = Generator[int, None, None]
 
 
-class Adapter(Protocol):
-    """A loaded engine."""
-
-    @property
-    def dtype(self) -> str:
-        """The type activations are computed in."""
-
-    @property
-    def weight_bytes(self) -> tuple[int, int]:
-        """Bytes of all weights, and of those one decode step reads."""
-
-    def tokens(self, prompt: Sequence[int], max_tokens: int) -> Tokens:
-        """At least ``max_tokens`` greedy tokens; the cache is made when the first is asked for."""
-
-    def cache_size(self) -> tuple[int, int]:
-        """Bytes of the last run's cache, and the tokens it has room for; waits until the device has finished."""
-
-
-def load_adapter(spec: EngineSpec, folder: Path, prefill_step_size: int) -> Adapter:
-    """Load the model as this engine runs it.
-
-    Raises:
-        KvantError: a folder kvant cannot load.
-        Exception: whatever mlx-lm raises for one.
-    """
-    return (MLXLM if spec.name == "mlx-lm" else Kvant)(spec, folder, prefill_step_size)
-
-
 class Kvant:
     """kvant's decoder with its preallocated cache."""
 
     def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
+        """Load the model; a KvantError for a folder that cannot be loaded."""
         self._model = load_decoder(folder)
         self._spec = spec
         self._prefill_step_size = prefill_step_size
@@ -62,16 +35,16 @@ class Kvant:
 
     @property
     def dtype(self) -> str:
-        """The decoder's."""
+        """The type activations are computed in."""
         return dtype_name(self._model.dtype)
 
     @property
     def weight_bytes(self) -> tuple[int, int]:
-        """As the decoder holds them."""
+        """Bytes of all weights, and of those one decode step reads."""
         return self._model.nbytes, self._model.nbytes_read
 
     def tokens(self, prompt: Sequence[int], max_tokens: int) -> Tokens:
-        """Prefill and decode, without text."""
+        """At least ``max_tokens`` greedy tokens; the cache is made when the first is asked for."""
         self._cache = []  # frees the last run's before the next is reserved
         cache = self._cache = self._model.make_cache(
             len(prompt) + max_tokens,
@@ -86,7 +59,7 @@ class Kvant:
                 yield token
 
     def cache_size(self) -> tuple[int, int]:
-        """Of the reservation."""
+        """Bytes of the last run's cache, and the tokens it has room for; waits until the device has finished."""
         mx.synchronize()
         return sum(layer.nbytes for layer in self._cache), self._cache[0].max_seq_len
 
@@ -95,6 +68,7 @@ class MLXLM:
     """mlx-lm's model, caches and generation step; with a dtype, its weights cast to that."""
 
     def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
+        """Load the model; a KvantError for a folder that cannot be loaded, or an exception of mlx-lm."""
         config, tensors = check_folder(folder)
         unnamed = {*folder.glob("model*.safetensors")} - {*tensors.files}
         if unnamed:  # mlx-lm reads every file of such a name, unchecked

@@ -65,9 +65,12 @@ def measure(
             # mlx-lm as its users have it, unless kvant's BLAS is lent to it.
             environment = {blas.VARIABLE: blas.OWN} if spec.name == "mlx-lm" and not spec.openblas else {}
             worker = stack.enter_context(Worker(spec.label, command, environment))
-            ready = worker.ask(_load_command(spec, plan), "ready")
+            load = {"command": "load", "engine": asdict(spec), "model": str(plan.model)}
+            ready = worker.ask(load | {"prefill_step_size": plan.prefill_step_size}, "ready")
             with worker.checked():
-                recorder.write(_engine_line(spec, ready))
+                known = {name: ready[name] for name in ("dtype", "weight_bytes", "weight_bytes_read")}
+                bits, group = spec.kv_bits, spec.kv_group_size
+                recorder.write(Engine(engine=spec.label, name=spec.name, kv_bits=bits, kv_group_size=group, **known))
             workers[spec] = worker
         for number in range(plan.repeats):
             for context in plan.contexts:
@@ -97,34 +100,13 @@ def _measure_run(
         if not enough <= len(latencies) <= done["tokens"] <= plan.max_tokens:
             raise ValueError(f"{done['tokens']} tokens, {len(latencies)} latencies; expected {plan.max_tokens}")
         _write_tokens(recorder, label, number, context, latencies)
-        recorder.write(
-            Run(
-                engine=label,
-                run=number,
-                context=context,
-                **{name: done[name] for name in RUN_FIGURES},
-            )
-        )
+        figures = {name: done[name] for name in RUN_FIGURES}
+        recorder.write(Run(engine=label, run=number, context=context, **figures))
     return latencies
-
-
-def _load_command(spec: EngineSpec, plan: Plan) -> dict[str, Any]:
-    folder, step = str(plan.model), plan.prefill_step_size
-    return {"command": "load", "engine": asdict(spec), "model": folder, "prefill_step_size": step}
 
 
 def _run_command(prompt: Prompt, max_tokens: int) -> dict[str, Any]:
     return {"command": "run", "prompt": prompt.ids, "text": prompt.text, "max_tokens": max_tokens}
-
-
-def _engine_line(spec: EngineSpec, ready: Mapping[str, Any]) -> Engine:
-    return Engine(
-        engine=spec.label,
-        name=spec.name,
-        kv_bits=spec.kv_bits,
-        kv_group_size=spec.kv_group_size,
-        **{name: ready[name] for name in ("dtype", "weight_bytes", "weight_bytes_read")},
-    )
 
 
 def _write_tokens(recorder: Recorder, label: str, number: int, context: int, latencies: Sequence[float]) -> None:

@@ -14,7 +14,7 @@ SLOPE_DISTANCE = 100  # positions: over fewer, a slope is noise
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """One engine's figures at one context; None where something is not known.
+    """One engine's figures at one context; None: not known.
 
     Attributes:
         engine, context: the label, and the tokens of the prompt.

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from kvant.errors import BenchError, one_line
+from kvant.tools.bench.engines import EngineSpec
 from kvant.tools.bench.latency import timed
 
 EVENTS_A_TOKEN = 0.9  # at least: a character of several tokens comes in one
@@ -44,13 +45,10 @@ def take(items: Generator[Any, None, None], count: int | None, taken: Taken) -> 
 class LocalEngine:
     """An engine that computes in this process."""
 
-    def __init__(self, command: Message) -> None:
-        from kvant.tools.bench.adapters import load_adapter
-        from kvant.tools.bench.engines import EngineSpec
+    def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
+        from kvant.tools.bench.adapters import MLXLM, Kvant
 
-        self._adapter = load_adapter(
-            EngineSpec(**command["engine"]), Path(command["model"]), command["prefill_step_size"]
-        )
+        self._adapter = (MLXLM if spec.name == "mlx-lm" else Kvant)(spec, folder, prefill_step_size)
 
     def describe(self) -> Message:
         """The loaded model's type and sizes."""
@@ -73,22 +71,18 @@ class LocalEngine:
         nbytes, room = self._adapter.cache_size()
         if len(taken) < count:
             raise BenchError(f"generated {len(taken)} tokens; expected {count}")
-        return {
-            "token_ids": [token for token, _ in taken],
-            "tokens": count,
-            "peak_memory_bytes": mx.get_peak_memory(),
-            "cache_bytes": nbytes,
-            "cache_bytes_per_token": nbytes / room,
-        }
+        memory = {"peak_memory_bytes": mx.get_peak_memory(), "cache_bytes": nbytes}
+        ids = [token for token, _ in taken]
+        return {"token_ids": ids, "tokens": count, **memory, "cache_bytes_per_token": nbytes / room}
 
 
 class ServerEngine:
     """A server that streams text; its memory is not known."""
 
-    def __init__(self, command: Message) -> None:
+    def __init__(self, spec: EngineSpec) -> None:
         from kvant.tools.bench.streaming import StreamingServer
 
-        self._server = StreamingServer(command["engine"]["url"], model=command["engine"]["server_model"])
+        self._server = StreamingServer(spec.url or "", model=spec.server_model)
 
     def describe(self) -> Message:
         """Nothing is known."""
@@ -124,8 +118,9 @@ def serve(commands: "queue.SimpleQueue[Message]", channel: TextIO) -> None:
         answer: Message
         try:
             if command["command"] == "load":
-                server = command["engine"]["name"] == "server"
-                engine = ServerEngine(command) if server else LocalEngine(command)
+                spec, folder = EngineSpec(**command["engine"]), Path(command["model"])
+                server = spec.name == "server"
+                engine = ServerEngine(spec) if server else LocalEngine(spec, folder, command["prefill_step_size"])
                 answer = {"kind": "ready"} | engine.describe()
             else:
                 assert engine is not None, "a run before a load"
