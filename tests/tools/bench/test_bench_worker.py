@@ -13,7 +13,7 @@ import pytest
 from support.completions import Reply
 
 from kvant.tools.bench.engines import EngineSpec, engine_specs
-from kvant.tools.bench.latency import timed
+from kvant.tools.bench.latency import medians_in_turns, timed
 from kvant.tools.bench.worker import Taken, take
 
 KVANT = EngineSpec("kvant", 8, 32)
@@ -39,6 +39,20 @@ class Source:
 def test_each_item_is_timed_from_the_one_before() -> None:
     source = Source([0.5, 0.25, 0.125])
     assert list(timed(source.items(), clock=lambda: source.now)) == [(0, 500.0), (1, 250.0), (2, 125.0)]
+
+
+def test_runs_take_turns_and_the_first_round_counts_for_nothing() -> None:
+    asked: list[str] = []
+
+    def run(name: str) -> Iterator[int]:
+        asked.append(name)
+        for number in range(2):
+            time.sleep(0.3 if len(asked) < 3 else 0.01 * number)
+            yield number
+
+    medians = medians_in_turns([lambda: run("a"), lambda: run("b")], 1)
+    assert asked == ["a", "b", "b", "a"]
+    assert all(5 <= middle < 150 for middle in medians)  # of 0 and 10 ms; with the first round over 150
 
 
 def test_no_more_items_are_taken_than_asked_for() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +10,7 @@ from kvant.models import Decoder
 from kvant.text.prompt import encode_rendered, render_chat
 from kvant.text.tokenizer import Tokenizer
 from kvant.tools.report.teacher import Cache, Fed, feed
-from kvant.tools.report.texts import heldout_documents
+from kvant.tools.report.texts import heldout_documents, in_turn
 
 BUCKETS = (0, 128, 256, 512, 1024)  # tokens of context from which a bucket begins
 # Questions about a story or a list, and recall of one fact among many of its kind.
@@ -102,13 +101,13 @@ def _bucket(tokens: int) -> int:
 
 
 def _evenly(conversations: Sequence[Conversation], tokens: int) -> list[Conversation]:
-    """Of each length in turn, the longest first, as long as they fit; at least one."""
+    """Conversations of each length in turn, the longest first, as long as they fit; at least one."""
     by_length: dict[int, list[Conversation]] = {first: [] for first in reversed(BUCKETS)}
     for conversation in conversations:
         by_length[_bucket(len(conversation.ids))].append(conversation)
-    in_turn = [c for row in zip_longest(*by_length.values()) for c in row if c is not None]
+    ordered = in_turn(by_length.values())
     chosen: list[Conversation] = []
-    for conversation in in_turn:
+    for conversation in ordered:
         if sum(len(c.ids) for c in chosen) + len(conversation.ids) <= tokens:
             chosen.append(conversation)
-    return chosen or [min(in_turn, key=lambda c: len(c.ids))]
+    return chosen or [min(ordered, key=lambda c: len(c.ids))]
