@@ -1,4 +1,4 @@
-"""What bench_attention.py found: goals, tables, and the plot."""
+"""The results of bench_attention.py: goals, tables, and the plot."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ GOAL, GOAL_RATIOS, GOAL_SHARE = ("qwen3-4b", 32768), {8: 0.6, 4: 0.4}, 0.6
 
 
 def goals(recording: dict[str, Any]) -> list[dict[str, Any]]:
-    """The goals for a GPU, and what was measured of them; ``met`` is None where nothing was."""
+    """The goals for a GPU with the figures measured; ``met`` is None if there are none."""
     shape, context = GOAL
     fused = {
         result["bits"]: result

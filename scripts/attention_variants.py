@@ -21,9 +21,9 @@ SHAPES = {  # query heads, kv heads, head_dim, layers
 }
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 PATHS = ("unfused", "fused")
-SPARE = 256  # rows reserved past the context, as every cache has some
-CHUNK = 8192  # rows made at a time
-# Relative error, root mean square: to the same rows in float64, by dtype; to rows that are not quantized, by bits.
+SPARE = 256  # tokens reserved past the context, as every cache has some
+CHUNK = 8192  # tokens made at a time
+# Relative error, root mean square: to the same cache in float64, by dtype; to one that is not quantized, by bits.
 EXACT = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 MLX_LM_FACTOR = 5  # its scores are in the activations' dtype, on a CPU its sums too
 QUANTIZED = {0: 0.0, 8: 0.02, 4: 0.25}
@@ -39,7 +39,7 @@ class Variant:
         path: unfused, fused, mlx or mlx-lm.
         layers: the arrays of each.
         attend: (query (1, H, 1, D), a layer's arrays) -> (1, H, 1, D).
-        rows: a layer's arrays -> keys and values (1, K, T, D) as they are stored, float32.
+        stored: a layer's arrays -> keys and values (1, K, T, D) as they are stored, float32.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Variant:
     group: int | None
     layers: list[Arrays]
     attend: Callable[[mx.array, Arrays], mx.array]
-    rows: Callable[[Arrays], Sequence[mx.array]]
+    stored: Callable[[Arrays], Sequence[mx.array]]
 
     @property
     def token_bytes(self) -> int:
@@ -79,7 +79,7 @@ def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -
             group=None,
             layers=[[mx.zeros((1, kv_heads, room, head_dim), dtype) for _ in "kv"] for _ in range(layers)],
             attend=lambda query, arrays: mx.fast.scaled_dot_product_attention(query, *sliced(arrays), scale=scale),
-            rows=sliced,
+            stored=sliced,
         )
     ]
     for bits in [bits for bits in plan["bits"] if bits]:
@@ -102,10 +102,10 @@ def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -
                 group=group,
                 layers=[[mx.zeros((1, kv_heads, room, w), kind) for w, kind in widths] for _ in range(layers)],
                 attend=pair,
-                rows=dequantized,
+                stored=dequantized,
             )
         )
-    offset = mx.array(context - 1)  # the new row is in the cache already
+    offset = mx.array(context - 1)  # the new token is in the cache already
     for bits in plan["bits"]:
         group = plan["group"] if bits else 1
 
@@ -144,7 +144,7 @@ def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -
                 group=group if bits else None,
                 layers=[cache.arrays for cache in caches],
                 attend=fused if path == "fused" else unfused,
-                rows=exact,
+                stored=exact,
             )
             for path in plan["paths"]
         ]
@@ -156,11 +156,11 @@ def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -
 def _fill(
     variants: list[Variant], layer: int, room: int, kv_heads: int, head_dim: int, dtype: mx.Dtype, seed: int
 ) -> None:
-    """The same keys and values into the layer of every variant, all reserved rows."""
+    """The same keys and values into the layer of every variant, all reserved tokens."""
     for start in range(0, room, CHUNK):
         shape = (1, kv_heads, min(CHUNK, room - start), head_dim)
         seeds = mx.random.split(mx.random.key(seed + 2 + layer * 1000 + start // CHUNK))
-        rows = [mx.random.normal(shape, key=key).astype(dtype) for key in seeds]
+        pair = [mx.random.normal(shape, key=key).astype(dtype) for key in seeds]
         filled: list[int] = []
         for variant in variants:
             arrays = variant.layers[layer]
@@ -169,13 +169,13 @@ def _fill(
             filled.append(id(arrays))
             end = start + shape[2]
             if variant.path == "mlx":
-                parts = rows
+                parts = pair
             elif variant.path == "mlx-lm":
-                parts = [part for x in rows for part in mx.quantize(x, variant.group, variant.bits)]
+                parts = [part for x in pair for part in mx.quantize(x, variant.group, variant.bits)]
             else:
                 group = variant.group or 1
                 scale = arrays[1] if variant.bits else None
-                write_rows(*rows, start, arrays[0], scale, quant_bit=variant.bits, quant_group=group)
+                write_rows(*pair, start, arrays[0], scale, quant_bit=variant.bits, quant_group=group)
                 parts = []
             for array, part in zip(arrays, parts, strict=False):
                 array[..., start:end, :] = part
@@ -183,19 +183,19 @@ def _fill(
 
 
 def check(variants: Sequence[Variant], query: mx.array, dtype: str) -> dict[str, dict[str, float]]:
-    """Every variant's relative error in the first layer, to its own rows and to those that are not quantized.
+    """Every variant's relative error in the first layer, to its own cache and to the one that is not quantized.
 
     Raises:
         ArithmeticError: one is wrong.
     """
-    wanted = reference(query, variants[0].rows(variants[0].layers[0]))
+    wanted = reference(query, variants[0].stored(variants[0].layers[0]))
     errors = {}
     for variant in variants:
         got = np.array(variant.attend(query, variant.layers[0]).astype(mx.float32), np.float64)
-        own = reference(query, variant.rows(variant.layers[0]))
-        error = {"own_rows": _relative(got, own), "unquantized": _relative(got, wanted)}
+        own = reference(query, variant.stored(variant.layers[0]))
+        error = {"own_cache": _relative(got, own), "unquantized": _relative(got, wanted)}
         exact = EXACT[dtype] * (MLX_LM_FACTOR if variant.path == "mlx-lm" else 1)
-        bounds = {"own_rows": exact, "unquantized": exact + QUANTIZED[variant.bits]}
+        bounds = {"own_cache": exact, "unquantized": exact + QUANTIZED[variant.bits]}
         errors[variant.label] = error
         for name, bound in bounds.items():
             if not error[name] <= bound:
@@ -205,14 +205,14 @@ def check(variants: Sequence[Variant], query: mx.array, dtype: str) -> dict[str,
     return errors
 
 
-def reference(query: mx.array, rows: Sequence[mx.array]) -> "np.ndarray[Any, Any]":
+def reference(query: mx.array, stored: Sequence[mx.array]) -> "np.ndarray[Any, Any]":
     """Attention in NumPy, float64, a kv head at a time: (1, H, 1, D)."""
     H, D = query.shape[1], query.shape[3]
-    K = rows[0].shape[1]
+    K = stored[0].shape[1]
     queries = np.array(query.astype(mx.float32), np.float64).reshape(K, H // K, D)
     outputs = []
     for head in range(K):
-        key, value = (np.array(x[0, head].astype(mx.float32), np.float64) for x in rows)
+        key, value = (np.array(x[0, head].astype(mx.float32), np.float64) for x in stored)
         scores = queries[head] @ key.T / math.sqrt(D)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         outputs.append(weights @ value / weights.sum(axis=-1, keepdims=True))

@@ -128,7 +128,7 @@ def bench(
             plan = Plan(specs, folder, prefill_step_size, contexts, max_tokens, repeats, prompts)
             try:
                 measure(plan, recorder, progress)
-            finally:  # an engine that failed, or Ctrl-C: what was measured until then
+            finally:  # after an engine's failure or Ctrl-C too: the runs until then
                 if recorder.recording.runs:
                     _report(recorder.recording, plot, json_summaries)
 
@@ -149,7 +149,7 @@ def compare(
 
 
 def _header(model: str, seed: int, baseline: str) -> "Header":
-    """What will be measured, where and with what."""
+    """Model, machine and versions."""
     import os
     import platform
     from datetime import UTC, datetime

@@ -1,4 +1,4 @@
-"""``kvant report``: what a cache format costs in quality, on a model and a text."""
+"""``kvant report``: the cost in quality of a cache format, on a model and a text."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def report(
     json_object: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
-    """Measure what cache formats cost in quality, against a cache that is not quantized.
+    """Measure the quality of cache formats against a cache that is not quantized.
 
     Perplexity, KLD, agreement, each layer's attention error, bytes and time a token; the text is fed through every
     cache as generation reads it.

@@ -56,7 +56,7 @@ class Worker:
         return answer
 
     def interrupt(self) -> list[float]:
-        """End the run at work; the latencies of what it had, in milliseconds."""
+        """End the run at work; the latencies of its tokens so far, in milliseconds."""
         killer = threading.Timer(INTERRUPT_S, self._process.kill)
         killer.start()
         try:

@@ -117,7 +117,7 @@ class Recorder:
 
 
 def read_recording(path: Path) -> Recording:
-    """Read what a :class:`Recorder` wrote; a last line that was cut short is left out.
+    """Read a :class:`Recorder`'s file; a last line that was cut short is left out.
 
     Raises:
         KvantError: a file that cannot be read or, with its line number, is not a recording.
@@ -126,7 +126,7 @@ def read_recording(path: Path) -> Recording:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise KvantError(f"{path} cannot be read: {error.strerror}") from None
-    last = lines.pop()  # what follows the last line's end: nothing, unless the writing was cut short
+    last = lines.pop()  # after the last line's end: nothing, unless the writing was cut short
     if last and not _is_cut(last):
         lines.append(last)
     recording = None
@@ -150,7 +150,7 @@ def _is_cut(line: bytes) -> bool:
 
 
 def _parse(text: bytes) -> Line:
-    """One line of the file, or a ValueError that says what is wrong with it."""
+    """One line of the file; a ValueError that names the fault."""
     try:
         values: Any = json.loads(text, parse_constant=_refuse)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):

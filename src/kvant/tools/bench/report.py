@@ -53,7 +53,7 @@ NOT_PAIRED = (
 
 
 def describe(header: Header) -> list[str]:
-    """What was measured, where and with what: lines to print above a table."""
+    """Model, machine and versions: lines to print above a table."""
     versions = [f"kvant {header.kvant}", f"MLX {header.mlx}"]
     if header.mlx_lm is not None:
         versions.append(f"mlx-lm {header.mlx_lm}")
@@ -82,11 +82,11 @@ def table(summaries: Sequence[Summary]) -> Group:
 
 
 def compare(a: Recording, b: Recording, names: tuple[str, str] = ("A", "B")) -> Table:
-    """Two recordings side by side: cases of the same engine label and context, and what differs around them.
+    """Two recordings side by side: cases of the same engine label and context, and the differences around them.
 
     Args:
         a, b: the recordings; ratios are b's figures divided by a's.
-        names: what to call them.
+        names: theirs in the table.
     """
     table = _empty(f"{names[0]} and {names[1]}")
     table.add_column("figure", no_wrap=True)

@@ -48,7 +48,7 @@ def measure(
     """Run everything and record it. The recorder has its header already.
 
     Args:
-        plan: what to measure.
+        plan: engines, cases and rounds.
         recorder: takes the lines as they come, after Ctrl-C also the tokens that the run at work had.
         progress: told a line a run.
         commands: by label, the program of an engine's worker; default: ``kvant.tools.bench.worker`` for all.

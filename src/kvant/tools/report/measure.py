@@ -83,7 +83,7 @@ def measure(
     """Measure every format on the text, and on questions where there are any.
 
     Args:
-        name: what to call the model.
+        name: the model's.
         formats: checked by ``check_formats``; the reference among them is not measured twice.
         questions: conversations by set.
         progress: called with (tokens fed, tokens to be fed), through all caches.

@@ -72,7 +72,7 @@ def read_conversation(tokenizer: Tokenizer, document: dict[str, Any]) -> Convers
 
 
 def answer(model: Decoder, cache: Cache, conversation: Conversation, *, fed: Fed = lambda _: None) -> list[bool]:
-    """Whether each answer is what would be written greedily: each of its tokens the likeliest after those before it.
+    """Whether each answer would be written greedily: each of its tokens is the likeliest after those before it.
 
     Args:
         cache: emptied first.
