@@ -3,8 +3,8 @@
 Run: python scripts/bench_attention.py [--contexts 1k,4k,32k] [--output FILE.json] [--plot FILE.svg]    (--help: more)
 
 kvant over its own cache (0, 8 and 4 bits; the fused kernel on a GPU, unfused elsewhere, both with --paths), MLX's
-attention over a cache of the activations' dtype, and mlx-lm's pair of quantized products. All variants hold the same keys
-and values, are first checked against a float64 reference, and are measured in turns, in an order that alternates.
+attention over a cache of the activations' dtype, and mlx-lm's pair of quantized products. All variants hold the same
+keys and values, are first checked against a float64 reference, and are measured in turns, in an order that alternates.
 
 A sample is a chain of layers, each with a cache of its own so that none is found in the device's caches, the output of
 one the query of the next; on a GPU the chain is compiled, as the decode step is. The append is left out everywhere.
