@@ -1,18 +1,18 @@
-"""What bench_attention.py found: goals, tables, and the plot."""
+"""The results of bench_attention.py: goals, tables, and the plot."""
 
 from pathlib import Path
 from typing import Any
 
 from attention_variants import SHAPES
 
-from kvant.tools.bench.plot import COLORS
+from kvant.tools.drawing import COLORS, drawing
 
 # Of MLX's time, at the shape and context of GOAL; of copy bandwidth at 8 bits.
 GOAL, GOAL_RATIOS, GOAL_SHARE = ("qwen3-4b", 32768), {8: 0.6, 4: 0.4}, 0.6
 
 
 def goals(recording: dict[str, Any]) -> list[dict[str, Any]]:
-    """The goals for a GPU, and what was measured of them; ``met`` is None where nothing was."""
+    """The goals for a GPU with the figures measured; ``met`` is None if there are none."""
     shape, context = GOAL
     fused = {
         result["bits"]: result
@@ -38,7 +38,7 @@ def table(recording: dict[str, Any]) -> str:
         f"mlx-lm {recording['mlx_lm']}, kvant {recording['kvant']}, BLAS {recording['blas']}; {recording['dtype']}, "
         f"copies {recording['copy_bandwidth_gb_s']:.1f} GB/s, {recording['rounds']} rounds",
     ]
-    columns = ("context", "variant", "ms a layer", "to MLX", "GB/s", "of copy", "model: MB read", "written", "launches")
+    columns = ("context", "variant", "ms a layer", "to MLX", "GB/s", "of copy")
     for shape in dict.fromkeys(result["shape"] for result in recording["results"]):
         heads, kv_heads, head_dim, _ = SHAPES[shape]
         lines += ["", f"{shape}: {heads} / {kv_heads} heads of {head_dim}", "", f"| {' | '.join(columns)} |"]
@@ -46,7 +46,6 @@ def table(recording: dict[str, Any]) -> str:
         for result in recording["results"]:
             if result["shape"] != shape:
                 continue
-            traffic = result["model"] or dict.fromkeys(("bytes_read", "bytes_written", "launches"))
             cells = [
                 f"{result['context']:,}",
                 result["variant"],
@@ -54,9 +53,6 @@ def table(recording: dict[str, Any]) -> str:
                 _spread(result["ratio"], 2),
                 f"{result['gb_per_s']:.3g}",
                 f"{result['copy_share']:.0%}",
-                _megabytes(traffic["bytes_read"]),
-                _megabytes(traffic["bytes_written"]),
-                "-" if traffic["launches"] is None else f"{traffic['launches']:.0f}",
             ]
             lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(f"left out: {reason}" for reason in recording["skipped"])]
@@ -72,28 +68,21 @@ def _spread(spread: dict[str, float], digits: int) -> str:
     return middle if low == high else f"{middle} ({low}-{high})"
 
 
-def _megabytes(count: float | None) -> str:
-    return "-" if count is None else f"{count / 1e6:.3g}"
-
-
 def draw(recording: dict[str, Any], path: Path) -> None:
     """Time against context, a panel a shape, a line a variant in a band from its fastest to its slowest round.
 
     Dotted: the time in which the bytes of a cache are read once at the measured copy bandwidth.
 
     Args:
-        path: .svg or .png; an SVG is the same, byte for byte, for the same recording.
+        path: .svg or .png.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
     results = recording["results"]
     shapes = list(dict.fromkeys(result["shape"] for result in results))
     labels = list(dict.fromkeys(result["variant"] for result in results))
-    style = {"svg.hashsalt": "kvant", "svg.fonttype": "none", "font.size": 10, "axes.edgecolor": "#888888"}
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(max(7.0, 4.4 * len(shapes)), 5.2), layout="constrained")
+    caption = f"median of {recording['rounds']} rounds in turns; band: fastest to slowest"
+    with drawing(path, max(7.0, 4.4 * len(shapes)), caption) as figure:
         panels = figure.subplots(1, len(shapes), sharey=True, squeeze=False)[0]
         lines: dict[str, Any] = {}
         for axes, shape in zip(panels, shapes, strict=True):
@@ -125,8 +114,6 @@ def draw(recording: dict[str, Any], path: Path) -> None:
             heads, kv_heads, head_dim, _ = SHAPES[shape]
             axes.set_title(f"{shape}: {heads} / {kv_heads} heads of {head_dim}", fontsize=10)
             axes.set_xlabel("cached tokens")
-            axes.grid(color="#dddddd", linewidth=0.6)
-            axes.spines[["top", "right"]].set_visible(False)
         panels[0].set_ylabel("attention of one token, ms a layer")
         (floor_line,) = panels[0].plot([], [], ":", color="#555555", linewidth=1.2)
         figure.legend(
@@ -138,7 +125,3 @@ def draw(recording: dict[str, Any], path: Path) -> None:
             title=f"{recording['device']}, {recording['cores']} cores",
             title_fontsize=12,
         )
-        caption = f"median of {recording['rounds']} rounds in turns; band: fastest to slowest"
-        figure.supxlabel(caption, fontsize=8, color="#555555")
-        metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
-        figure.savefig(path, dpi=150, metadata=metadata)

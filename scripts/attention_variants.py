@@ -13,8 +13,6 @@ from kvant.cache import QuantizedKVCache
 from kvant.operators.attention import attend_rows
 from kvant.operators.kernels.attend import attend
 from kvant.operators.key_value_cache import read_rows, write_rows
-from kvant.tools.bench import bytes as model
-from kvant.tools.bench.bytes import AttentionStep, Traffic
 
 SHAPES = {  # query heads, kv heads, head_dim, layers
     "qwen2.5-0.5b": (14, 2, 64, 24),
@@ -23,10 +21,9 @@ SHAPES = {  # query heads, kv heads, head_dim, layers
 }
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 PATHS = ("unfused", "fused")
-SPARE = 256  # rows reserved past the context, as every cache has some
-CHUNK = 8192  # rows made at a time
-READING = ("dequantize", "attend", "combine")  # the stages of the byte model that are timed
-# Relative error, root mean square: to the same rows in float64, by dtype; to rows that are not quantized, by bits.
+SPARE = 256  # tokens reserved past the context, as every cache has some
+CHUNK = 8192  # tokens made at a time
+# Relative error, root mean square: to the same cache in float64, by dtype; to one that is not quantized, by bits.
 EXACT = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 MLX_LM_FACTOR = 5  # its scores are in the activations' dtype, on a CPU its sums too
 QUANTIZED = {0: 0.0, 8: 0.02, 4: 0.25}
@@ -40,22 +37,24 @@ class Variant:
 
     Attributes:
         path: unfused, fused, mlx or mlx-lm.
-        row_bytes: of one cached token, keys and values.
-        traffic: by the byte model, without the append; None where it doesn't say.
         layers: the arrays of each.
         attend: (query (1, H, 1, D), a layer's arrays) -> (1, H, 1, D).
-        rows: a layer's arrays -> keys and values (1, K, T, D) as they are stored, float32.
+        stored: a layer's arrays -> keys and values (1, K, T, D) as they are stored, float32.
     """
 
     name: str
     path: str
     bits: int
     group: int | None
-    row_bytes: int
-    traffic: Traffic | None
     layers: list[Arrays]
     attend: Callable[[mx.array, Arrays], mx.array]
-    rows: Callable[[Arrays], Sequence[mx.array]]
+    stored: Callable[[Arrays], Sequence[mx.array]]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one cached token in one layer, keys and values."""
+        arrays = self.layers[0]
+        return sum(array.nbytes for array in arrays) // arrays[0].shape[-2]
 
     @property
     def label(self) -> str:
@@ -65,41 +64,22 @@ class Variant:
 
 def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -> list[Variant]:
     """All variants of a case over the same random keys and values, the baseline first."""
-    heads, kv_heads, head_dim, _ = SHAPES[shape]
+    _, kv_heads, head_dim, _ = SHAPES[shape]
     dtype = DTYPES[plan["dtype"]]
     room, scale = context + SPARE, head_dim**-0.5
-
-    def step(bits: int, group: int) -> AttentionStep:
-        return AttentionStep(
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            rows=context,
-            max_rows=room,
-            bits=bits,
-            group=group,
-            dtype=dtype,
-            on_gpu=plan["kind"] == "gpu",
-        )
-
-    def reading(stages: model.Stages) -> Traffic:
-        return model.total({name: traffic for name, traffic in stages.items() if name in READING})
 
     def sliced(arrays: Arrays) -> Arrays:  # as mlx-lm's caches hand them out
         return [array[..., :context, :] for array in arrays]
 
-    plain = step(0, 1)
     variants = [
         Variant(
             name=f"MLX {plan['dtype']}",
             path="mlx",
             bits=0,
             group=None,
-            row_bytes=plain.mlx_lm_row_bytes,
-            traffic=reading(model.mlx_rows(plain)),
             layers=[[mx.zeros((1, kv_heads, room, head_dim), dtype) for _ in "kv"] for _ in range(layers)],
             attend=lambda query, arrays: mx.fast.scaled_dot_product_attention(query, *sliced(arrays), scale=scale),
-            rows=sliced,
+            stored=sliced,
         )
     ]
     for bits in [bits for bits in plan["bits"] if bits]:
@@ -114,21 +94,18 @@ def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -
             return [mx.dequantize(*sliced(half), group_size=group, bits=bits) for half in (arrays[:3], arrays[3:])]
 
         widths = [(head_dim * bits // 32, mx.uint32), (head_dim // group, dtype), (head_dim // group, dtype)] * 2
-        theirs = step(bits, group)
         variants.append(
             Variant(
                 name=f"mlx-lm {bits}-bit",
                 path="mlx-lm",
                 bits=bits,
                 group=group,
-                row_bytes=theirs.mlx_lm_row_bytes,
-                traffic=reading(model.mlx_lm_quantized(theirs)),
                 layers=[[mx.zeros((1, kv_heads, room, w), kind) for w, kind in widths] for _ in range(layers)],
                 attend=pair,
-                rows=dequantized,
+                stored=dequantized,
             )
         )
-    offset = mx.array(context - 1)  # the new row is in the cache already
+    offset = mx.array(context - 1)  # the new token is in the cache already
     for bits in plan["bits"]:
         group = plan["group"] if bits else 1
 
@@ -159,22 +136,18 @@ def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -
             QuantizedKVCache(room, kv_heads, head_dim, quant_bit=bits, quant_group=group, dtype=dtype)
             for _ in range(layers)
         ]
-        own = step(bits, group)
-        for path in plan["paths"]:
-            traffic = reading(model.fused(own) if path == "fused" else model.unfused(own))
-            variants.append(
-                Variant(
-                    name=f"kvant {bits}-bit",
-                    path=path,
-                    bits=bits,
-                    group=group if bits else None,
-                    row_bytes=own.row_bytes,
-                    traffic=traffic if path == "fused" or plan["kind"] == "cpu" else None,  # compiled there
-                    layers=[cache.arrays for cache in caches],
-                    attend=fused if path == "fused" else unfused,
-                    rows=exact,
-                )
+        variants += [
+            Variant(
+                name=f"kvant {bits}-bit",
+                path=path,
+                bits=bits,
+                group=group if bits else None,
+                layers=[cache.arrays for cache in caches],
+                attend=fused if path == "fused" else unfused,
+                stored=exact,
             )
+            for path in plan["paths"]
+        ]
     for layer in range(layers):
         _fill(variants, layer, room, kv_heads, head_dim, dtype, plan["seed"])
     return variants
@@ -183,11 +156,11 @@ def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -
 def _fill(
     variants: list[Variant], layer: int, room: int, kv_heads: int, head_dim: int, dtype: mx.Dtype, seed: int
 ) -> None:
-    """The same keys and values into the layer of every variant, all reserved rows."""
+    """The same keys and values into the layer of every variant, all reserved tokens."""
     for start in range(0, room, CHUNK):
         shape = (1, kv_heads, min(CHUNK, room - start), head_dim)
         seeds = mx.random.split(mx.random.key(seed + 2 + layer * 1000 + start // CHUNK))
-        rows = [mx.random.normal(shape, key=key).astype(dtype) for key in seeds]
+        pair = [mx.random.normal(shape, key=key).astype(dtype) for key in seeds]
         filled: list[int] = []
         for variant in variants:
             arrays = variant.layers[layer]
@@ -196,13 +169,13 @@ def _fill(
             filled.append(id(arrays))
             end = start + shape[2]
             if variant.path == "mlx":
-                parts = rows
+                parts = pair
             elif variant.path == "mlx-lm":
-                parts = [part for x in rows for part in mx.quantize(x, variant.group, variant.bits)]
+                parts = [part for x in pair for part in mx.quantize(x, variant.group, variant.bits)]
             else:
                 group = variant.group or 1
                 scale = arrays[1] if variant.bits else None
-                write_rows(*rows, start, arrays[0], scale, quant_bit=variant.bits, quant_group=group)
+                write_rows(*pair, start, arrays[0], scale, quant_bit=variant.bits, quant_group=group)
                 parts = []
             for array, part in zip(arrays, parts, strict=False):
                 array[..., start:end, :] = part
@@ -210,19 +183,19 @@ def _fill(
 
 
 def check(variants: Sequence[Variant], query: mx.array, dtype: str) -> dict[str, dict[str, float]]:
-    """Every variant's relative error in the first layer, to its own rows and to those that are not quantized.
+    """Every variant's relative error in the first layer, to its own cache and to the one that is not quantized.
 
     Raises:
         ArithmeticError: one is wrong.
     """
-    wanted = reference(query, variants[0].rows(variants[0].layers[0]))
+    wanted = reference(query, variants[0].stored(variants[0].layers[0]))
     errors = {}
     for variant in variants:
         got = np.array(variant.attend(query, variant.layers[0]).astype(mx.float32), np.float64)
-        own = reference(query, variant.rows(variant.layers[0]))
-        error = {"own_rows": _relative(got, own), "unquantized": _relative(got, wanted)}
+        own = reference(query, variant.stored(variant.layers[0]))
+        error = {"own_cache": _relative(got, own), "unquantized": _relative(got, wanted)}
         exact = EXACT[dtype] * (MLX_LM_FACTOR if variant.path == "mlx-lm" else 1)
-        bounds = {"own_rows": exact, "unquantized": exact + QUANTIZED[variant.bits]}
+        bounds = {"own_cache": exact, "unquantized": exact + QUANTIZED[variant.bits]}
         errors[variant.label] = error
         for name, bound in bounds.items():
             if not error[name] <= bound:
@@ -232,14 +205,14 @@ def check(variants: Sequence[Variant], query: mx.array, dtype: str) -> dict[str,
     return errors
 
 
-def reference(query: mx.array, rows: Sequence[mx.array]) -> "np.ndarray[Any, Any]":
+def reference(query: mx.array, stored: Sequence[mx.array]) -> "np.ndarray[Any, Any]":
     """Attention in NumPy, float64, a kv head at a time: (1, H, 1, D)."""
     H, D = query.shape[1], query.shape[3]
-    K = rows[0].shape[1]
+    K = stored[0].shape[1]
     queries = np.array(query.astype(mx.float32), np.float64).reshape(K, H // K, D)
     outputs = []
     for head in range(K):
-        key, value = (np.array(x[0, head].astype(mx.float32), np.float64) for x in rows)
+        key, value = (np.array(x[0, head].astype(mx.float32), np.float64) for x in stored)
         scores = queries[head] @ key.T / math.sqrt(D)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         outputs.append(weights @ value / weights.sum(axis=-1, keepdims=True))

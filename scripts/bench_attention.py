@@ -2,9 +2,9 @@
 
 Run: python scripts/bench_attention.py [--contexts 1k,4k,32k] [--output FILE.json] [--plot FILE.svg]    (--help: more)
 
-kvant over its own rows (0, 8 and 4 bits; the fused kernel on a GPU, MLX operations elsewhere, both with --paths), MLX's
-attention over rows of the activations' dtype, and mlx-lm's pair of quantized products. All variants hold the same keys
-and values, are first checked against a float64 reference, and are measured in turns, in an order that alternates.
+kvant over its own cache (0, 8 and 4 bits; the fused kernel on a GPU, unfused elsewhere, both with --paths), MLX's
+attention over a cache of the activations' dtype, and mlx-lm's pair of quantized products. All variants hold the same
+keys and values, are first checked against a float64 reference, and are measured in turns, in an order that alternates.
 
 A sample is a chain of layers, each with a cache of its own so that none is found in the device's caches, the output of
 one the query of the next; on a GPU the chain is compiled, as the decode step is. The append is left out everywhere.
@@ -38,11 +38,11 @@ from attention_variants import DTYPES, PATHS, SHAPES, SPARE, Arrays, Variant, ch
 from kvant.errors import KvantError
 from kvant.operators.kernels.dispatch import gpu_backend
 from kvant.tools.bench.bandwidth import COPY_BYTES, copy_bandwidth_gb_s
-from kvant.tools.bench.plot import check_plot_path
-from kvant.tools.bench.statistics import Spread, paired_ratio
+from kvant.tools.drawing import check_plot_path
+from kvant.tools.statistics import Spread, paired_ratio
 
 CONTEXTS = {"gpu": "1k,2k,4k,8k,16k,32k,64k,128k", "cpu": "1k,4k,16k"}
-CHAIN_BYTES = {"gpu": 2**30, "cpu": 2**27}  # of unquantized rows: layers of a chain are fewer where this is exceeded
+CHAIN_BYTES = {"gpu": 2**30, "cpu": 2**27}  # of an unquantized cache: chains have fewer layers where this is exceeded
 SAMPLE_S = 0.02  # a sample takes at least so long
 
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, KvantError) as error:
         parser.error(str(error))
     if plan["paths"] == ["unfused"]:
-        print("The fused kernel does not run here: kvant's path is that in MLX operations.", file=sys.stderr)
+        print("The fused kernel does not run here: kvant's path is the unfused one.", file=sys.stderr)
     recording = {**_about(arguments), **plan, "results": [], "skipped": [], "goals": []}
     bandwidth = recording["copy_bandwidth_gb_s"] = round(copy_bandwidth_gb_s(_copy_bytes()), 3)
     mx.clear_cache()
@@ -151,7 +151,7 @@ def _results(
     baseline = dict(enumerate(times[variants[0].label]))
     for variant in variants:
         ms = times[variant.label]
-        speed = variant.row_bytes * context / median(ms) / 1e6
+        speed = variant.token_bytes * context / median(ms) / 1e6
         ratio = paired_ratio(dict(enumerate(ms)), baseline)
         assert ratio is not None  # every round has both
         found.append(
@@ -165,10 +165,9 @@ def _results(
                 "group": variant.group,
                 "ms": asdict(Spread(median(ms), min(ms), max(ms), len(ms))),
                 "ratio": asdict(ratio),
-                "cache_bytes": variant.row_bytes * context,
+                "cache_bytes": variant.token_bytes * context,
                 "gb_per_s": speed,
                 "copy_share": speed / bandwidth,
-                "model": None if variant.traffic is None else asdict(variant.traffic),
                 "error": errors[variant.label],
             }
         )
@@ -182,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bits", default="0,8,4", help="of a cached element; default %(default)s")
     parser.add_argument("--paths", help="unfused, fused or both; default: fused on a GPU, unfused on a CPU")
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="of activations and plain rows; default bfloat16, on a CPU float32"
+        "--dtype", choices=DTYPES, help="of activations and plain caches; default bfloat16, on a CPU float32"
     )
     parser.add_argument("--group", type=int, default=32, help="kvant's; default %(default)s")
     parser.add_argument("--mlx-lm-group", type=int, default=64, help="mlx-lm's; default %(default)s, as there")
@@ -202,7 +201,7 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
     """What is measured, checked.
 
     Raises:
-        ValueError, KvantError: what cannot be.
+        ValueError, KvantError: options that cannot be used.
     """
     kind = "gpu" if mx.default_device().type == mx.gpu else "cpu"
     where = gpu_backend()
@@ -258,14 +257,14 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 def _layers(shape: str, context: int, plan: dict[str, Any]) -> tuple[int, int]:
-    """Layers of a chain, and the bytes they and what is made on the way take."""
+    """Layers of a chain, and the bytes of these and of intermediate arrays."""
     _, kv_heads, head_dim, most = SHAPES[shape]
     elements = (context + SPARE) * 2 * kv_heads * head_dim
     width = DTYPES[plan["dtype"]].size
     layers = max(1, min(most, CHAIN_BYTES[plan["kind"]] // (elements * width)))
     held = width + sum(bits / 8 + 2 * width / plan["mlx_lm_group"] for bits in plan["bits"] if bits)
     held += sum(bits / 8 + 2 / plan["group"] if bits else width for bits in plan["bits"])
-    made = 16  # dequantized rows, their products, a kv head in float64
+    made = 16  # dequantized keys and values, their products, a kv head in float64
     return layers, int(elements * (layers * held + made))
 
 

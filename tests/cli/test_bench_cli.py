@@ -19,6 +19,7 @@ from kvant.tools.bench.recording import Recording, read_recording
 from kvant.tools.bench.shapes import SHAPES
 
 COMMAND = [sys.executable, "-m", "kvant", "bench"]
+ONE = ["--engine", "kvant", "--kv-bits", "8"]
 SMALL = ["--prompt-tokens", "16", "-m", "8", "--repeats", "1"]
 
 
@@ -30,7 +31,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     """Every engine that computes here, on the embedded model with an unquantized cache."""
     file = tmp_path_factory.mktemp("bench") / "all.jsonl"
-    engines = ["--engine", "kvant", "--engine", "mlx-lm:float32", "--engine", "concat", "--engine", "none"]
+    engines = ["--engine", "kvant", "--engine", "kvant:unfused", "--engine", "mlx-lm:float32"]
     return run(*SMALL, *engines, "--kv-bits", "0", "--output", str(file)), file
 
 
@@ -38,10 +39,10 @@ def test_all_engines_agree(recorded: tuple[subprocess.CompletedProcess[str], Pat
     done, file = recorded
     assert done.returncode == 0, done.stderr
     recording = read_recording(file)
-    assert list(recording.engines) == ["kvant full", "mlx-lm float32", "concat", "none"]
+    assert list(recording.engines) == ["kvant full", "kvant full unfused", "mlx-lm float32"]
     assert len({run.token_ids for run in recording.runs}) == 1
-    assert [(run.tokens, run.context) for run in recording.runs] == [(8, 16)] * 4
-    assert len(recording.tokens) == 32
+    assert [(run.tokens, run.context) for run in recording.runs] == [(8, 16)] * 3
+    assert len(recording.tokens) == 24
     assert recording.interrupted() == []
     header = recording.header
     assert (header.model, header.seed, header.baseline) == ("pocket", 0, "mlx-lm float32")
@@ -56,13 +57,13 @@ def test_tables_to_standard_output_and_progress_to_standard_error(
     recorded: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:
     done, _ = recorded
-    for label in ("kvant full", "mlx-lm float32", "concat", "none"):
+    for label in ("kvant full", "kvant full unfused", "mlx-lm float32"):
         assert label in done.stdout
         assert f"{label}: loading\n" in done.stderr
         assert f"{label}: warming up with 16 tokens of context\n" in done.stderr
         assert f"round 1 of 1, 16 tokens of context, {label}: first token " in done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
-    same = "Runs with the same tokens as mlx-lm float32: kvant full in 1 of 1, concat in 1 of 1, none in 1 of 1."
+    same = "Runs with the same tokens as mlx-lm float32: kvant full in 1 of 1, kvant full unfused in 1 of 1."
     assert same in " ".join(done.stdout.split())
 
 
@@ -84,13 +85,11 @@ def test_compare(recorded: tuple[subprocess.CompletedProcess[str], Path], tmp_pa
 
 def test_json_of_random_weights_with_quantized_caches() -> None:
     model = ["--random", "pocket", "--weight-bits", "8", "--kv-bits", "8,4", "--kv-group-size", "32"]
-    engines = ["--engine", "kvant", "--engine", "mlx-lm:float32", "--baseline", "kvant 4-bit"]
-    done = run(*SMALL, *model, *engines, "--json", "--quiet")
+    done = run(*SMALL, *model, "--engine", "kvant", "--baseline", "kvant 4-bit", "--json", "--quiet")
     assert (done.returncode, done.stderr) == (0, "")
     summaries = json.loads(done.stdout)
-    labels = ["kvant 8-bit", "kvant 4-bit", "mlx-lm float32 8-bit", "mlx-lm float32 4-bit"]
-    assert [summary["engine"] for summary in summaries] == labels
-    assert [summary["ratio"]["median"] == 1.0 for summary in summaries] == [False, True, False, False]
+    assert [summary["engine"] for summary in summaries] == ["kvant 8-bit", "kvant 4-bit"]
+    assert [summary["ratio"]["median"] == 1.0 for summary in summaries] == [False, True]
 
 
 def test_a_server_beside_the_others(served: tuple[str, Reply], tmp_path: Path) -> None:
@@ -111,7 +110,7 @@ def test_a_server_beside_the_others(served: tuple[str, Reply], tmp_path: Path) -
 
 
 def test_a_server_that_is_not_there() -> None:
-    done = run(*SMALL, "--server", "http://127.0.0.1:1", "--engine", "none", "-q")
+    done = run(*SMALL, "--server", "http://127.0.0.1:1", *ONE, "-q")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("kvant: error: engine server: http://127.0.0.1:1: ")
 
@@ -119,9 +118,9 @@ def test_a_server_that_is_not_there() -> None:
 def test_an_engine_that_cannot_load(make_checkpoint: Callable[..., tuple[Path, Any]]) -> None:
     folder, _ = make_checkpoint()
     (folder / "model.safetensors").write_bytes(b"nothing")
-    done = run(*SMALL, "--model", str(folder), "-q", "--engine", "concat")
+    done = run(*SMALL, "--model", str(folder), "-q", *ONE)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("kvant: error: engine concat: ")
+    assert done.stderr.startswith("kvant: error: engine kvant 8-bit: ")
     assert "not a whole safetensors file" in done.stderr
     assert done.stderr.count("\n") == 1
 
@@ -129,11 +128,9 @@ def test_an_engine_that_cannot_load(make_checkpoint: Callable[..., tuple[Path, A
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--engine", "llama"], "engine is 'llama'; expected one of kvant, mlx-lm, concat, none"),
-        (["--engine", "mlx-lm:int8"], "only mlx-lm takes a dtype"),
-        (["--engine", "none", "--engine", "none"], "engine 'none' is named twice"),
-        (["--engine", "none", "--kv-bits", "8"], "--kv-bits is 8, but only kvant and mlx-lm quantize a cache"),
-        (["--engine", "none", "--kv-group-size", "32"], "--kv-group-size is 32, but only kvant and mlx-lm"),
+        (["--engine", "llama"], "engine is 'llama'; expected one of kvant, mlx-lm; a server is named by its URL"),
+        (["--engine", "mlx-lm:int8"], "mlx-lm takes one of float32, float16, bfloat16"),
+        (["--engine", "kvant", "--engine", "kvant"], "engine 'kvant' is named twice"),
         (["--kv-bits", "8,x"], "--kv-bits is '8,x'; expected whole numbers between commas"),
         (["--kv-bits", "8,8"], "--kv-bits has 8 twice"),
         (["--kv-bits", "2"], "--kv-bits has 2; expected 0, 4 or 8"),
@@ -236,14 +233,15 @@ def _wait_for(process: subprocess.Popen[str], line: str) -> None:
     raise AssertionError(f"{line!r} did not come")
 
 
-ENDLESS = ["--engine", "none", "--engine", "concat", "--prompt-tokens", "32", "-m", "16", "--repeats", "1000"]
+TWO = ["--engine", "kvant", "--kv-bits", "8,4"]
+ENDLESS = [*TWO, "--prompt-tokens", "32", "-m", "16", "--repeats", "100000"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
     file = tmp_path / "cut.jsonl"
     process = _start(*ENDLESS, "--output", str(file))
-    _wait_for(process, "round 2 of 1000")
+    _wait_for(process, "round 2 of 100000")
     workers = _children(process.pid)
     process.send_signal(number)
     output, errors = process.communicate(timeout=60)
@@ -251,26 +249,26 @@ def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
     assert "Traceback" not in errors
     recording = read_recording(file)
     assert len(recording.runs) >= 3
-    assert "none" in output  # the report of what came to its end
-    assert "concat" in output
+    assert "kvant 8-bit" in output  # the report of the runs that came to their end
+    assert "kvant 4-bit" in output
     _check_ended(workers)
 
 
 def test_under_nohup_it_outlives_its_terminal() -> None:
     process = subprocess.Popen(
-        ["nohup", *COMMAND, *SMALL, "--engine", "concat"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ["nohup", *COMMAND, *SMALL, *ONE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     _wait_for(process, "measuring")
     process.send_signal(signal.SIGHUP)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    assert "concat" in output
+    assert "kvant 8-bit" in output
 
 
 def test_a_killed_command_leaves_no_process(tmp_path: Path) -> None:
     file = tmp_path / "cut.jsonl"
     process = _start(*ENDLESS, "--output", str(file))
-    _wait_for(process, "round 1 of 1000")
+    _wait_for(process, "round 1 of 100000")
     workers = _children(process.pid)
     process.kill()
     process.communicate(timeout=60)
@@ -283,7 +281,7 @@ def test_an_engine_that_is_killed(tmp_path: Path) -> None:
         pytest.skip("processes are found in /proc")
     file = tmp_path / "cut.jsonl"
     process = _start(*ENDLESS, "--output", str(file))
-    _wait_for(process, "round 2 of 1000")
+    _wait_for(process, "round 2 of 100000")
     workers = _children(process.pid)
     os.kill(workers[0], signal.SIGKILL)
     output, errors = process.communicate(timeout=60)

@@ -57,8 +57,7 @@ def test_the_script_end_to_end(tmp_path: Path) -> None:
         assert (ms["count"], result["ratio"]["count"]) == (3, 3)
         assert result["gb_per_s"] == pytest.approx(cache / ms["median"] / 1e6)
         assert result["copy_share"] == pytest.approx(result["gb_per_s"] / recording["copy_bandwidth_gb_s"])
-        assert result["model"]["bytes_read"] > cache
-        assert result["error"]["own_rows"] < 1e-5
+        assert result["error"]["own_cache"] < 1e-5
     assert [goal["met"] for goal in recording["goals"]] == [None] * 3
     for name in ("date", "command", "device", "mlx", "mlx_lm", "kvant", "blas", "dtype", "copy_bandwidth_gb_s"):
         assert recording[name], name
@@ -108,7 +107,7 @@ def test_a_wrong_variant_is_not_timed(
     code, out, err = _run(capsys, "--bits", "8")
     assert (code, out) == (1, "")
     variant = "kvant 8-bit unfused" if wrong == "attend_rows" else "mlx-lm 8-bit"
-    assert f"qwen2.5-0.5b at 8: {variant} is wrong: its error to own_rows is 0.01" in err
+    assert f"qwen2.5-0.5b at 8: {variant} is wrong: its error to own_cache is 0.01" in err
 
 
 @pytest.mark.parametrize(
@@ -172,10 +171,8 @@ def test_the_fused_path_on_the_host(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     results = {result["variant"]: result for result in json.loads(out)["results"]}
     assert list(results) == ["MLX float32", "mlx-lm 8-bit", "kvant 8-bit fused", "kvant 8-bit unfused"]
     fused, unfused = results["kvant 8-bit fused"], results["kvant 8-bit unfused"]
-    assert fused["error"]["own_rows"] < 1e-5
+    assert fused["error"]["own_cache"] < 1e-5
     assert fused["error"]["unquantized"] == pytest.approx(unfused["error"]["unquantized"], rel=1e-3)
-    assert fused["model"]["launches"] == 2
-    assert fused["model"]["bytes_written"] < unfused["model"]["bytes_written"] / 10
 
 
 def test_a_compiled_chain_is_the_same() -> None:

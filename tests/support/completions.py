@@ -16,7 +16,8 @@ class Reply:
     def __init__(self) -> None:
         self.status = 200
         self.content_type = "text/event-stream; charset=utf-8"
-        self.parts: list[bytes | float] = []  # bytes to send, or seconds to wait
+        self.parts: list[bytes | float | threading.Event] = []  # bytes to send, seconds or an event to wait for
+        self.location = ""  # where a redirect leads
         self.chunked = False
         self.cut = False  # the last chunk, which ends a chunked body, is left out
         self.before: Callable[[Reply, dict[str, Any]], None] = lambda reply, body: None
@@ -41,12 +42,16 @@ class Handler(BaseHTTPRequestHandler):
         reply.before(reply, body)
         self.send_response(reply.status)
         self.send_header("Content-Type", reply.content_type)
+        if reply.location:
+            self.send_header("Location", reply.location)
         self.send_header(*(("Transfer-Encoding", "chunked") if reply.chunked else ("Connection", "close")))
         self.end_headers()
         try:
             for part in reply.parts:
                 if isinstance(part, float):
                     time.sleep(part)
+                elif isinstance(part, threading.Event):
+                    part.wait(60)
                 elif reply.chunked:
                     self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
                 else:

@@ -4,6 +4,7 @@ import json
 import shlex
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,8 +28,7 @@ def bench(
         list[str] | None,
         typer.Option(
             help="kvant, kvant:unfused or kvant:fused (its kernels), mlx-lm, mlx-lm:float32 (its weights cast), "
-            "mlx-lm:openblas (kvant's BLAS lent to it), concat (kvant with a cache that grows) or none (no cache: "
-            "everything computed again for every token); repeatable; default: kvant and mlx-lm."
+            "or mlx-lm:openblas (kvant's BLAS lent to it); repeatable; default: kvant and mlx-lm."
         ),
     ] = None,
     model: Annotated[str | None, typer.Option(help=f"{options.MODEL_HELP}, the default.")] = None,
@@ -95,7 +95,7 @@ def bench(
     bench_options.check_files(output, plot)
     if plot is not None and max_tokens == 1:
         raise BadValueError("--plot draws the tokens after the first, but --max-tokens is 1")
-    source = bench_options.source(model, random, weight_bits, weight_group_size)
+    source = bench_options.source(model, random, weight_bits, weight_group_size, seed)
     contexts = bench_options.contexts(prompt_tokens, max_tokens, source.sizes.max_position_embeddings)
     specs = bench_options.specs(engine, kv_bits, kv_group_size, source.sizes)
     specs += bench_options.server(server, server_model, source)
@@ -105,8 +105,8 @@ def bench(
     from kvant.tools.bench.recording import Recorder
     from kvant.tools.bench.runner import Plan, measure
 
-    # A polite kill, or a terminal that is closed, is Ctrl-C: the report is printed, and files that were made for the
-    # run are removed. Under nohup the terminal's end stays ignored.
+    # SIGTERM and a closed terminal count as Ctrl-C: the report is printed, and files made for the run are removed.
+    # Under nohup the terminal's end stays ignored.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
         signal.signal(signal.SIGHUP, signal.default_int_handler)
@@ -118,7 +118,7 @@ def bench(
     with Recorder(output) as recorder:
         if random is not None:
             progress(f"{source.name}: writing")
-        with source.folder(seed) as folder:
+        with source.folder() as folder:
             if server is None:
                 prompts = random_prompts(seed, source.sizes.vocab_size)
             else:
@@ -128,7 +128,7 @@ def bench(
             plan = Plan(specs, folder, prefill_step_size, contexts, max_tokens, repeats, prompts)
             try:
                 measure(plan, recorder, progress)
-            finally:  # an engine that failed, or Ctrl-C: what was measured until then
+            finally:  # after an engine's failure or Ctrl-C too: the runs until then
                 if recorder.recording.runs:
                     _report(recorder.recording, plot, json_summaries)
 
@@ -139,7 +139,6 @@ def compare(
     b: Annotated[Path, typer.Argument(metavar="B", help="Another; ratios are its figures divided by A's.")],
 ) -> None:
     """Set two recordings side by side."""
-
     from kvant.tools.bench import report
     from kvant.tools.bench.recording import read_recording
 
@@ -150,7 +149,7 @@ def compare(
 
 
 def _header(model: str, seed: int, baseline: str) -> "Header":
-    """What will be measured, where and with what."""
+    """Model, machine and versions."""
     import os
     import platform
     from datetime import UTC, datetime
@@ -182,11 +181,11 @@ def _header(model: str, seed: int, baseline: str) -> "Header":
 def _report(recording: "Recording", plot: Path | None, json_summaries: bool) -> None:
     """Print the figures of the runs that came to their end, and draw them."""
     from kvant.tools.bench import report
-    from kvant.tools.bench.agreement import agreement
+    from kvant.tools.bench.summary import agreement, summarize
 
-    summaries = report.summarize(recording)
+    summaries = summarize(recording)
     if json_summaries:
-        print(json.dumps(report.summary_json(summaries), indent=2, allow_nan=False))
+        print(json.dumps([asdict(summary) for summary in summaries], indent=2, allow_nan=False))
     else:
         console = terminal.console()
         console.print("\n".join(report.describe(recording.header)), markup=False, highlight=False)

@@ -1,19 +1,21 @@
-"""What is made of the flags of ``kvant bench``; every value that cannot be used is a usage error."""
+"""The flags of ``kvant bench`` checked and turned into values; each value that cannot be used is a usage error."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from kvant import blas
-from kvant.cli.options import BadValueError, check_kernels
+from kvant.cli.options import BadValueError, check_kernels, named
 from kvant.engine.load import POCKET, find_model
 from kvant.models.config import ModelConfig
 from kvant.operators.quantization import QUANT_BITS
-from kvant.tools.bench.engines import OPENBLAS, WITH_KV_BITS, EngineSpec, engine_specs
+from kvant.tools.bench.engines import OPENBLAS, EngineSpec, engine_specs
+from kvant.tools.drawing import check_plot_path
 
 if TYPE_CHECKING:
     from kvant.tools.bench.shapes import Shape
@@ -31,33 +33,21 @@ class Source:
     """Where the weights come from: a folder, or random numbers of a shape.
 
     Attributes:
-        name: how a recording calls it.
-        sizes: what is known of the model before it is loaded.
-        path: the folder; None where it is to be made.
-        weight_bits, weight_group_size: of random weights.
+        name: of recordings.
+        sizes: of the model, before it is loaded.
+        folder: a context that has the model's folder; one that is made for it is removed at its end.
+        random: whether the folder is made.
     """
 
     name: str
     sizes: "ModelConfig | Shape"
-    path: Path | None = None
-    weight_bits: int = 0
-    weight_group_size: int = DEFAULT_WEIGHT_GROUP_SIZE
-
-    @contextmanager
-    def folder(self, seed: int) -> Iterator[Path]:
-        """The model's folder; one that was made is removed at the end."""
-        if self.path is not None:
-            yield self.path
-            return
-        from kvant.tools.bench.shapes import Shape, random_model
-
-        assert isinstance(self.sizes, Shape)
-        made = random_model(self.sizes, bits=self.weight_bits, group_size=self.weight_group_size, seed=seed)
-        with made as path:
-            yield path
+    folder: Callable[[], AbstractContextManager[Path]]
+    random: bool
 
 
-def source(model: str | None, shape: str | None, weight_bits: int | None, weight_group_size: int | None) -> Source:
+def source(
+    model: str | None, shape: str | None, weight_bits: int | None, weight_group_size: int | None, seed: int
+) -> Source:
     """The weights to measure with.
 
     Raises:
@@ -70,10 +60,10 @@ def source(model: str | None, shape: str | None, weight_bits: int | None, weight
                 raise BadValueError(f"--weight-{flag} is {value}, but only --random makes weights")
         name = POCKET if model is None else model
         path = find_model(name)
-        return Source(name, ModelConfig.from_folder(path), path)
+        return Source(name, ModelConfig.from_folder(path), lambda: nullcontext(path), random=False)
     if model is not None:
         raise BadValueError(f"--model {model} and --random {shape} exclude each other")
-    from kvant.tools.bench.shapes import SHAPES, shape_bytes
+    from kvant.tools.bench.shapes import SHAPES, random_model, shape_bytes
 
     if shape not in SHAPES:
         raise BadValueError(f"--random is {shape!r}; expected {SHAPE_NAMES}")
@@ -81,12 +71,11 @@ def source(model: str | None, shape: str | None, weight_bits: int | None, weight
     if bits == 0 and weight_group_size is not None:
         raise BadValueError(f"--weight-group-size is {weight_group_size}, but --weight-bits 0 does not quantize")
     group = DEFAULT_WEIGHT_GROUP_SIZE if weight_group_size is None else weight_group_size
-    try:
+    with named(f"--weight-bits {bits} --weight-group-size {group}"):
         shape_bytes(SHAPES[shape], bits, group)
-    except ValueError as error:
-        raise BadValueError(f"--weight-bits {bits} --weight-group-size {group}: {error}") from error
     name = f"random {shape}, {f'{bits}-bit weights' if bits else 'bfloat16'}"
-    return Source(name, SHAPES[shape], weight_bits=bits, weight_group_size=group)
+    made = partial(random_model, SHAPES[shape], bits=bits, group_size=group, seed=seed)
+    return Source(name, SHAPES[shape], made, random=True)
 
 
 def contexts(text: str | None, max_tokens: int, room: int) -> list[int]:
@@ -113,20 +102,14 @@ def specs(
 ) -> list[EngineSpec]:
     """The engines that compute on this machine, in processes of their own."""
     names = engines or DEFAULT_ENGINES
-    if not any(name.partition(":")[0] in WITH_KV_BITS for name in names):
-        for flag, value in (("--kv-bits", kv_bits), ("--kv-group-size", kv_group_size)):
-            if value is not None:
-                raise BadValueError(f"{flag} is {value}, but only {' and '.join(WITH_KV_BITS)} quantize a cache")
     bits = list(DEFAULT_KV_BITS) if kv_bits is None else _numbers("--kv-bits", kv_bits)
     for number in bits:
         if number not in QUANT_BITS:
             raise BadValueError(f"--kv-bits has {number}; expected 0, 4 or 8")
     if not any(bits) and kv_group_size is not None:
         raise BadValueError(f"--kv-group-size is {kv_group_size}, but --kv-bits 0 does not quantize")
-    try:
+    with named("--engine"):
         found = engine_specs(names, bits, kv_group_size, sizes.head_dim)
-    except ValueError as error:
-        raise BadValueError(str(error)) from error
     for spec in found:
         if spec.kernels is not None:
             check_kernels(spec.kernels, "--engine kvant's setting")
@@ -136,19 +119,17 @@ def specs(
 
 
 def server(url: str | None, model: str | None, source: Source) -> list[EngineSpec]:
-    """The server, where there is one."""
+    """The server, if one is given."""
     if url is None:
         if model is not None:
             raise BadValueError(f"--server-model is {model!r}, but there is no --server")
         return []
-    from kvant.tools.bench.streaming import StreamingServer
+    from kvant.tools.bench.streaming import check_url
 
-    if source.path is None:
+    if source.random:
         raise BadValueError("--server needs --model, whose tokenizer writes its prompts; random weights have none")
-    try:
-        StreamingServer(url)
-    except ValueError as error:
-        raise BadValueError(f"--server: {error}") from error
+    with named("--server"):
+        check_url(url)
     return [EngineSpec("server", url=url, server_model=model)]
 
 
@@ -171,25 +152,15 @@ def check_seed(seed: int) -> None:
 
 
 def check_files(output: Path | None, plot: Path | None) -> None:
-    """Find out before anything runs what cannot be written afterwards.
-
-    Raises:
-        BadValueError: a recording that exists, a folder that does not or cannot be written, a plot's name without a
-            known ending, one name for both.
-        KvantError: matplotlib is missing.
-    """
+    """Refuse files that could not be written at the end; a KvantError where matplotlib is missing."""
     if output is not None:
         if output.exists() or output.is_symlink():
             raise BadValueError(f"--output: {output} exists; a recording goes to a new file")
         if not output.parent.is_dir():
             raise BadValueError(f"--output: the folder of {output} does not exist")
     if plot is not None:
-        from kvant.tools.bench.plot import check_plot_path
-
-        try:
+        with named("--plot"):
             check_plot_path(plot)
-        except ValueError as error:
-            raise BadValueError(f"--plot: {error}") from error
         if output is not None and output.resolve() == plot.resolve():
             raise BadValueError(f"--output and --plot are both {plot}; the plot would replace the recording")
 

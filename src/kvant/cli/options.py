@@ -1,7 +1,8 @@
 """Flags that several commands share, and what is made of them. Names and defaults follow mlx-lm."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Literal
 
 import typer
@@ -16,6 +17,15 @@ class BadValueError(TyperException):
     """A flag whose value cannot be applied; the command ends with exit code 2."""
 
     exit_code = 2
+
+
+@contextmanager
+def named(flag: str) -> Iterator[None]:
+    """A ValueError in the block becomes a BadValueError that begins with the flag."""
+    try:
+        yield
+    except ValueError as error:
+        raise BadValueError(f"{flag}: {error}") from error
 
 
 DEFAULT_KV_GROUP_SIZE = 32

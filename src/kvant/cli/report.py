@@ -1,9 +1,9 @@
-"""``kvant report``: what a cache format costs in quality, on a model and a text."""
+"""``kvant report``: the cost in quality of a cache format, on a model and a text."""
 
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -12,11 +12,6 @@ from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
 from kvant.engine.load import POCKET, find_model, load_folder
 from kvant.errors import KvantError
-
-if TYPE_CHECKING:
-    from kvant.models import Decoder
-    from kvant.tools.report.formats import CacheFormat
-    from kvant.tools.report.measure import FormatResult
 
 DEFAULT_TOKENS = 4096
 
@@ -52,7 +47,7 @@ def report(
     json_object: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
-    """Measure what cache formats cost in quality, against a cache that is not quantized.
+    """Measure the quality of cache formats against a cache that is not quantized.
 
     Perplexity, KLD, agreement, each layer's attention error, bytes and time a token; the text is fed through every
     cache as generation reads it.
@@ -64,23 +59,26 @@ def report(
     options.check_text(model=model, adapter_path=adapter_path, text=None if text is None else str(text))
     options.check_kernels()
 
-    from kvant.tools.report.formats import parse_formats
+    from kvant.tools.drawing import check_plot_path
+    from kvant.tools.report.formats import check_formats, default_formats, parse_formats
     from kvant.tools.report.measure import figures_json, measure
+    from kvant.tools.report.measure import suggest as choose
     from kvant.tools.report.questions import question_sets
-    from kvant.tools.report.suggest import suggest as choose
     from kvant.tools.report.texts import built_in_text, text_file
 
-    try:
+    with options.named("--formats"):
         wanted = None if formats is None else parse_formats(formats)
-    except ValueError as error:
-        raise BadValueError(f"--formats: {error}") from error
     if plot is not None:
-        _check_plot(plot)
+        with options.named("--plot"):
+            check_plot_path(plot)
 
     folder = find_model(model)
     with LateProgress("loading", quiet=quiet) as progress:
         decoder, tokenizer = load_folder(folder, progress.update, adapter_path=adapter_path)
-    chosen = _formats(decoder, wanted)
+    if wanted is None:
+        wanted = default_formats(decoder)
+    with options.named("--formats"):
+        check_formats(wanted, decoder)
     config = decoder.config
     context = min(tokens, config.max_position_embeddings)
     if text is None:
@@ -88,23 +86,24 @@ def report(
     else:
         read = text_file(text, tokenizer, config.vocab_size, context, tokens)
     asked = question_sets(tokenizer, tokens) if text is None and folder == find_model(POCKET) else {}
+    name = model if adapter_path is None else f"{model} with {adapter_path}"
     with LateProgress("measuring", quiet=quiet) as progress:
-        found = measure(_name(model, adapter_path), decoder, read, chosen, questions=asked, progress=progress.update)
+        found = measure(name, decoder, read, wanted, questions=asked, progress=progress.update)
 
     fit = None if suggest is None else choose(found.results, suggest)
     if json_object:
-        print(json.dumps(figures_json(found) | _suggestion(suggest, fit), indent=2, allow_nan=False))
+        suggested = None if fit is None else {"format": fit.format.label, "flags": fit.format.flags}
+        asked_for = {} if suggest is None else {"suggested": suggested, "suggested_max_kld_nats": suggest}
+        print(json.dumps(figures_json(found) | asked_for, indent=2, allow_nan=False))
     else:
         from kvant.tools.report.table import describe, tables
 
         console = terminal.console()
-        for line in describe(found):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print("\n".join(describe(found)), markup=False, highlight=False, soft_wrap=True)
         console.print(tables(found))
-        for finding in found.findings:
-            console.print(finding.text, markup=False, highlight=False, soft_wrap=True)
-        if fit is not None:
-            console.print(f"suggested: {fit.format.flags}", markup=False, highlight=False, soft_wrap=True)
+        notes = [finding.text for finding in found.findings] + ([f"suggested: {fit.format.flags}"] if fit else [])
+        for note in notes:
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
     if plot is not None:
         from kvant.tools.report.plot import plot as draw
 
@@ -112,37 +111,3 @@ def report(
     if suggest is not None and fit is None:
         best = min(result.figures.mean_kld_nats for result in found.results)
         raise KvantError(f"no format measured has a mean KLD of at most {suggest:g} nats; the lowest is {best:.2g}")
-
-
-def _name(model: str, adapter_path: str | None) -> str:
-    return model if adapter_path is None else f"{model} with {adapter_path}"
-
-
-def _formats(model: "Decoder", wanted: "list[CacheFormat] | None") -> "list[CacheFormat]":
-    """What to measure; a format the model's cache cannot have is a usage error."""
-    from kvant.tools.report.formats import check_formats, default_formats
-
-    if wanted is None:
-        return default_formats(model)
-    try:
-        check_formats(wanted, model)
-    except ValueError as error:
-        raise BadValueError(f"--formats: {error}") from error
-    return wanted
-
-
-def _check_plot(path: Path) -> None:
-    from kvant.tools.bench.plot import check_plot_path
-
-    try:
-        check_plot_path(path)
-    except ValueError as error:
-        raise BadValueError(f"--plot: {error}") from error
-
-
-def _suggestion(max_kld_nats: float | None, fit: "FormatResult | None") -> dict[str, Any]:
-    """Nothing where none was asked for; null where none fits."""
-    if max_kld_nats is None:
-        return {}
-    chosen = None if fit is None else {"format": fit.format.label, "flags": fit.format.flags}
-    return {"suggested": chosen, "suggested_max_kld_nats": max_kld_nats}

@@ -1,11 +1,11 @@
-"""What is printed about a run: counts, times and memory."""
+"""The statistics of a run, as printed: counts, times and memory."""
 
-import statistics
 from dataclasses import dataclass, field
 
 from kvant.cli.session import Session
 from kvant.engine.generate import GenerationResponse
 from kvant.sizes import format_bytes
+from kvant.tools.statistics import percentile
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class RunStatistics:
         """The statistics, a line each."""
         if self.last is None:
             return ["nothing was generated"]
-        last, first_ms, later = self.last, self.latencies_ms[0], sorted(self.latencies_ms[1:])
+        last, first_ms, later = self.last, self.latencies_ms[0], self.latencies_ms[1:]
         lines = [
             f"prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tokens/s",
             f"generated: {last.generation_tokens} tokens, {last.generation_tps:.1f} tokens/s, "
@@ -32,8 +32,8 @@ class RunStatistics:
             f"first token: {first_ms / 1e3:.3f} s, after {session.load_s:.2f} s of loading",
         ]
         if later:
-            p95 = later[min(len(later) - 1, round(0.95 * (len(later) - 1)))]
-            lines.append(f"latency: median {statistics.median(later):.2f} ms, p95 {p95:.2f} ms a token")
+            median, p95 = (percentile(later, percent) for percent in (50, 95))
+            lines.append(f"latency: median {median:.2f} ms, p95 {p95:.2f} ms a token")
         lines.append(f"cache: {session.describe_cache()}")
         lines.append(f"peak memory: {format_bytes(round(last.peak_memory * 1e9))}")
         return lines

@@ -2,7 +2,7 @@
 
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -11,8 +11,8 @@ from support.recordings import ENGINE, HEADER, RUN, record, write_tokens
 
 from kvant.tools.bench.recording import Engine, Header, Recorder, Recording, Run
 from kvant.tools.bench.report import compare, describe, table
-from kvant.tools.bench.statistics import Spread
-from kvant.tools.bench.summary import Summary, summarize, summary_json
+from kvant.tools.bench.summary import Summary, summarize
+from kvant.tools.statistics import Spread
 
 
 def _printed(what: RenderableType, width: int = 80) -> str:
@@ -158,13 +158,10 @@ def test_what_is_not_known_is_null() -> None:
         "bytes_read_per_token": None,
         "achieved_gb_per_s": None,
         "copy_bandwidth_share": None,
-        "model_bytes_read": None,
-        "model_bytes_written": None,
-        "attention_launches": None,
         "ratio": {"median": 1.0, "minimum": 1.0, "maximum": 1.0, "count": 1},
         "first_token_ratio": {"median": 1.0, "minimum": 1.0, "maximum": 1.0, "count": 1},
     }
-    assert json.loads(json.dumps(summary_json([summary]))) == [expected]
+    assert json.loads(json.dumps([asdict(summary)])) == [expected]
     assert "Memory" not in _printed(table([summary]))
 
 
@@ -208,14 +205,6 @@ def test_tables_fit_a_terminal() -> None:
 
 def _rows(printed: str, figure: str) -> list[list[str]]:
     return [line.split(figure)[1].split() for line in printed.splitlines() if figure in line]
-
-
-def test_the_byte_model_has_a_table_where_it_is_known() -> None:
-    known = {"attention_bytes_read": 3_000_000.0, "attention_bytes_written": 1_500_000.0, "attention_launches": 72.0}
-    printed = _printed(table(summarize(_one_run([10.0, 2.0, 4.0], **known))))
-    title = printed.index("by the byte model")
-    assert ["13.0", "1.50", "72.0"] in [line.split()[2:] for line in printed[title:].splitlines()]  # 10 MB of weights
-    assert "byte model" not in _printed(table(summarize(_one_run([10.0, 2.0, 4.0]))))
 
 
 def test_two_recordings_side_by_side() -> None:

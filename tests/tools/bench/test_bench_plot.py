@@ -9,8 +9,9 @@ import pytest
 from support.recordings import record, write_tokens
 
 from kvant.errors import KvantError
-from kvant.tools.bench.plot import POINTS, check_plot_path, plot
+from kvant.tools.bench.plot import POINTS, plot
 from kvant.tools.bench.recording import Recorder, Recording
+from kvant.tools.drawing import check_plot_path
 
 
 def _recording(**options: object) -> Recording:

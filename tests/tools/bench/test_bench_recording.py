@@ -9,11 +9,9 @@ import pytest
 from support.recordings import ENGINE, HEADER, RUN, record, write_tokens
 
 from kvant.errors import KvantError
-from kvant.tools.bench.lines import ATTENTION
 from kvant.tools.bench.recording import Engine, Header, Recorder, Recording, Run, Token, read_recording
 
 Object = dict[str, Any]
-UNKNOWN = dict.fromkeys(ATTENTION)
 TOKEN: Object = {"kind": "token", "engine": "a", "run": 0, "context": 4, "position": 4, "latency_ms": 2.5}
 
 
@@ -24,7 +22,7 @@ def _objects() -> list[Object]:
         {"kind": "engine", "engine": "a", **ENGINE},
         dict(TOKEN),
         TOKEN | {"position": 5, "latency_ms": 1},
-        {"kind": "run", "engine": "a", "run": 0, "context": 4, "tokens": 2, **RUN, **UNKNOWN, "token_ids": [7, 8]},
+        {"kind": "run", "engine": "a", "run": 0, "context": 4, "tokens": 2, **RUN, "token_ids": [7, 8]},
     ]
 
 
@@ -177,7 +175,7 @@ BAD: list[tuple[str, Change, int, str]] = [
     ("fewer tokens than lines", _change(4, tokens=1, token_ids=None), 5, "tokens is 1; the run has 2 token lines"),
     ("ids that are not", _change(4, token_ids=[7, -8]), 5, "expected a list of token ids"),
     ("too few ids", _change(4, token_ids=[7]), 5, "token_ids has 1 ids; expected 2"),
-    ("traffic below 0", _change(4, attention_bytes_read=-1), 5, "attention_bytes_read is -1; .*of at least 0, or null"),
+    ("a cache of none", _change(4, cache_bytes_per_token=-1), 5, "cache_bytes_per_token is -1; .*above 0, or null"),
     ("memory below 0", _change(4, peak_memory_bytes=-1), 5, "peak_memory_bytes is -1; .*of at least 0, or null"),
 ]  # fmt: skip
 
@@ -222,14 +220,6 @@ def test_a_broken_line_within_is_not_a_cut_one(tmp_path: Path) -> None:
     path.write_text("\n".join([*lines[:3], lines[3][:-9], lines[4]]) + "\n")
     with pytest.raises(KvantError, match=r"line 4: found .*; expected one JSON object"):
         read_recording(path)
-
-
-def test_a_recording_of_before_the_byte_model(tmp_path: Path) -> None:
-    objects = _objects()
-    for name in ATTENTION:
-        del objects[4][name]
-    (run,) = read_recording(_write(tmp_path / "a.jsonl", objects)).runs
-    assert (run.attention_bytes_read, run.attention_bytes_written, run.attention_launches) == (None, None, None)
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "."])

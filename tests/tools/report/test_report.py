@@ -23,9 +23,8 @@ from kvant.tools.report.divergence import Figures, Tally, divergence, log_probab
 from kvant.tools.report.findings import find
 from kvant.tools.report.formats import REFERENCE, CacheFormat
 from kvant.tools.report.layers import SideBySide, run_layers
-from kvant.tools.report.measure import Report, figures_json, measure
+from kvant.tools.report.measure import Report, figures_json, measure, suggest
 from kvant.tools.report.plot import plot
-from kvant.tools.report.suggest import suggest
 from kvant.tools.report.table import tables
 from kvant.tools.report.teacher import compare
 from kvant.tools.report.texts import Text
@@ -147,7 +146,7 @@ class TestTeacherForcing:
 
     @pytest.mark.parametrize("cache_format", [CacheFormat(8, 32), CacheFormat(4, 64), CacheFormat(4, 32, split=False)])
     def test_chunks_are_token_by_token(self, pocket: Pocket, heldout_ids: list[int], cache_format: CacheFormat) -> None:
-        """The same cache, but for levels that rounding tips over, and the same predictions."""
+        """The same cache, but for quantized values that rounding tips over, and the same predictions."""
         model, _ = pocket
         ids = heldout_ids[:96]
         caches, figures = [], []
@@ -160,8 +159,8 @@ class TestTeacherForcing:
             differing = total = 0
             for one, other in zip(caches[0], cache, strict=True):
                 assert one.offset == other.offset == 96
-                levels = [_levels(layer) for layer in (one, other)]
-                difference = np.abs(levels[0] - levels[1])
+                values = [_quantized_values(layer) for layer in (one, other)]
+                difference = np.abs(values[0] - values[1])
                 assert difference.max() <= 1
                 differing += int((difference > 0).sum())
                 total += difference.size
@@ -190,12 +189,12 @@ class TestTeacherForcing:
             _figures(model, [1, 2, 3], [f.make_cache(model, 8) for f in (REFERENCE, FORMAT)])
 
 
-def _levels(layer: QuantizedKVCache) -> Array:
-    levels = layer.cache
+def _quantized_values(layer: QuantizedKVCache) -> Array:
+    values = layer.cache
     if layer.quant_bit == 4:
-        nibbles = mx.stack([levels & 15, levels >> 4], axis=-1).astype(mx.int32)
-        levels = mx.where(nibbles > 7, nibbles - 16, nibbles)
-    return np.array(levels.astype(mx.int32)).astype(np.float64)
+        nibbles = mx.stack([values & 15, values >> 4], axis=-1).astype(mx.int32)
+        values = mx.where(nibbles > 7, nibbles - 16, nibbles)
+    return np.array(values.astype(mx.int32)).astype(np.float64)
 
 
 class Broken(CacheFormat):
@@ -225,7 +224,7 @@ def _scale_off(key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
     return 1.1 * key, 1.1 * value
 
 
-def _rows_lost(key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
+def _tokens_lost(key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
     kept = (mx.arange(key.shape[2]) % 16 != 5)[:, None]
     return key * kept, value * kept
 
@@ -238,13 +237,13 @@ def _poisoned(key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
     return key, mx.where(mx.arange(key.shape[2])[:, None] == 50, math.nan, value)
 
 
-CHANGES = {"scale": _scale_off, "rows": _rows_lost, "heads": _heads_swapped}
+CHANGES = {"scale": _scale_off, "tokens": _tokens_lost, "heads": _heads_swapped}
 
 
 class TestBrokenFormats:
     """Caches that are secretly broken show in the figures, and in the layer where they are broken."""
 
-    @pytest.mark.parametrize(("what", "layers"), [("scale", (0, 1, 2, 3)), ("rows", (1,)), ("heads", (2,))])
+    @pytest.mark.parametrize(("what", "layers"), [("scale", (0, 1, 2, 3)), ("tokens", (1,)), ("heads", (2,))])
     def test_it_shows(self, pocket: Pocket, heldout_ids: list[int], what: str, layers: tuple[int, ...]) -> None:
         model, _ = pocket
         broken = type("Broken", (Broken,), {"change": staticmethod(CHANGES[what]), "layers": layers})(8, 32)
@@ -285,7 +284,7 @@ class TestBrokenFormats:
 
 
 def test_a_layers_error_is_that_of_its_attention() -> None:
-    """Two caches given one layer's rows by hand, their outputs compared in NumPy."""
+    """Two caches given one layer's tokens by hand, their outputs compared in NumPy."""
     keys = mx.random.split(mx.random.key(5), 3)
     query = mx.random.normal((1, 4, 30, 64), key=keys[0])
     key, value = (mx.random.normal((1, 2, 30, 64), key=k) for k in keys[1:])
@@ -300,7 +299,7 @@ def test_a_layers_error_is_that_of_its_attention() -> None:
     assert both.squares[1] == pytest.approx(((given - exact) ** 2).sum(), rel=1e-3)
     groups = np.array(key, np.float64).reshape(2, 30, 2, 32)
     ranges = np.abs(groups).max(-1) / np.sqrt((groups**2).mean(-1))
-    np.testing.assert_allclose(np.array(both.key_ranges) / both.rows, ranges.mean(axis=1), rtol=1e-5)
+    np.testing.assert_allclose(np.array(both.key_ranges) / both.positions, ranges.mean(axis=1), rtol=1e-5)
 
 
 class TestFindings:

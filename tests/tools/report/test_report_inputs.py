@@ -14,10 +14,9 @@ from kvant.models import Decoder, load_decoder
 from kvant.text.prompt import encode_rendered, render_chat
 from kvant.tools.report.divergence import Figures
 from kvant.tools.report.formats import REFERENCE, CacheFormat, check_formats, default_formats, parse_formats
-from kvant.tools.report.measure import FormatResult
+from kvant.tools.report.measure import FormatResult, suggest
 from kvant.tools.report.plot import NEAR, side_by_side
 from kvant.tools.report.questions import Conversation, Score, answer, question_sets, read_conversation, score
-from kvant.tools.report.suggest import suggest
 from kvant.tools.report.texts import built_in_text, heldout_documents, text_file
 
 Pocket = tuple[Decoder, Any]

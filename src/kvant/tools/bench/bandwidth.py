@@ -1,4 +1,4 @@
-"""The device's copy bandwidth: what a decode step's achieved bytes per second are held against."""
+"""The device's copy bandwidth, which the bytes a decode step reads a second are compared with."""
 
 import json
 import statistics
@@ -18,8 +18,8 @@ COMMAND = [sys.executable, "-P", "-m", "kvant.tools.bench.bandwidth"]
 def copy_bandwidth_gb_s(size: int = COPY_BYTES, repeats: int = REPEATS) -> float:
     """1e9 bytes read and written a second by MLX, copying one array into another on the default device.
 
-    A slice is written in place, as a cache appends its rows: new memory would be measured with the time the system
-    takes to hand it out (a seventh of the speed on a CPU). On a CPU MLX copies with one thread, as it decodes.
+    A slice is written in place. Memory that is new would be timed with its allocation (a seventh of the speed on a
+    CPU). On a CPU MLX copies with one thread, as it decodes.
 
     Args:
         size: bytes copied; take it larger than every cache of the device.
@@ -50,8 +50,7 @@ def measure_device() -> tuple[str, float]:
         found = json.loads(done.stdout)
         return str(found["device"]), float(found["copy_bandwidth_gb_s"])
     except (ValueError, TypeError, KeyError):
-        lines = done.stderr.strip().splitlines()
-        reason = lines[-1] if lines else f"exit code {done.returncode}"
+        reason = [f"exit code {done.returncode}", *done.stderr.strip().splitlines()][-1]
         raise BenchError(f"the copy bandwidth could not be measured: {reason}") from None
 
 

@@ -1,7 +1,7 @@
 """Server-Sent Events: bytes as they arrive to the data of each event (WHATWG HTML, section 9.2)."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 
 from kvant.errors import KvantError
 
@@ -12,21 +12,21 @@ _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 _BOM = b"\xef\xbb\xbf"
 
 
-def events(read: Callable[[], bytes]) -> Iterator[tuple[str, str]]:
-    """Each event's kind and data, as soon as its last byte is there; ``[DONE]`` without waiting for the blank line.
+def events(chunks: Iterable[bytes]) -> Iterator[tuple[str, str]]:
+    """Each event's kind and data as soon as its last byte is there; ``[DONE]`` without waiting for the blank line.
 
     Args:
-        read: the next bytes, however cut; empty at the end. An event the stream ends within is dropped.
+        chunks: the bytes, however cut. An event the stream ends within is dropped.
 
     Returns:
-        ("message", data), or another kind where the server names one; ("error", text) also for a field ``error``.
+        ("message", data), or the kind the server names; ("error", text) also for a field ``error``.
 
     Raises:
         KvantError: a line or an event of more than a megabyte.
     """
     kind, size = "message", 0
     data: list[str] = []
-    for line in _lines(read):
+    for line in _lines(chunks):
         if not line:
             if data:
                 yield kind, "\n".join(data)
@@ -47,16 +47,15 @@ def events(read: Callable[[], bytes]) -> Iterator[tuple[str, str]]:
             yield "error", value
 
 
-def _lines(read: Callable[[], bytes]) -> Iterator[bytes]:
+def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
     """Lines without their ends: CR LF, LF or CR."""
-    rest = b""
-    first = True
-    while arrived := read():
-        *lines, rest = _LINE_END.split(rest + arrived)
+    rest, bom = b"", _BOM
+    for chunk in chunks:
+        *lines, rest = _LINE_END.split(rest + chunk)
         if len(rest) > MAX_EVENT_BYTES:
             raise KvantError(f"the server sent a line of more than {MAX_EVENT_BYTES} bytes")
         for line in lines:
-            yield line.removeprefix(_BOM) if first else line
-            first = False
-    if rest:  # what the stream ends with has no line's end; it may be [DONE]
+            yield line.removeprefix(bom)
+            bom = b""
+    if rest:  # the last line may lack its end; it may be [DONE]
         yield rest.rstrip(b"\r")

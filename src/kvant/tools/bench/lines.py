@@ -1,21 +1,20 @@
-"""The lines of a benchmark's recording: what each holds, checked where it is made."""
+"""The lines of a benchmark's recording: each is checked where it is made."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from types import NoneType
+from typing import get_args, get_type_hints
 
 VERSION = 1
-ENGINES = ("kvant", "mlx-lm", "concat", "none", "server")
+ENGINES = ("kvant", "mlx-lm", "server")
 WIDEST = 2**63 - 1  # the largest number a line may hold
 
-ATTENTION = ("attention_bytes_read", "attention_bytes_written", "attention_launches")
-
-Case = tuple[str, int, int]  # engine label, round, prompt tokens: what one run is known by
+Case = tuple[str, int, int]  # engine label, round, prompt tokens: they identify a run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What was run, where and with what. Attributes that are None are not known."""
+    """The model, the machine and the versions of a benchmark. Attributes that are None are not known."""
 
     version: int = VERSION
     date: str  # ISO 8601, UTC
@@ -36,12 +35,7 @@ class Header:
     def __post_init__(self) -> None:
         if type(self.version) is not int or self.version != VERSION:
             raise ValueError(f"version is {shown(self.version)}; expected {VERSION}, the one this kvant writes")
-        _check_texts(self, ("date", "kvant", "mlx", "python", "system", "device", "model"))
-        _check_texts(self, ("command",), empty=True)
-        _check_texts(self, ("mlx_lm", "blas", "baseline"), optional=True)
-        _check_whole(self, "cores", 1)
-        _check_whole(self, "seed", -WIDEST)
-        _check_number(self, "copy_bandwidth_gb_s", positive=True, optional=True)
+        _check(self, cores=1, seed=-WIDEST)
         try:
             utc = datetime.fromisoformat(self.date).utcoffset() == timedelta(0)
         except ValueError:
@@ -63,12 +57,9 @@ class Engine:
     weight_bytes_read: int | None  # by one decode step
 
     def __post_init__(self) -> None:
-        _check_texts(self, ("engine",))
-        _check_texts(self, ("dtype",), optional=True)
+        _check(self, kv_group_size=1)
         if self.name not in ENGINES:
             raise ValueError(f"name is {shown(self.name)}; expected one of {', '.join(ENGINES)}")
-        for name, least in (("kv_bits", 0), ("kv_group_size", 1), ("weight_bytes", 0), ("weight_bytes_read", 0)):
-            _check_whole(self, name, least, optional=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +81,8 @@ class Token:
     latency_ms: float
 
     def __post_init__(self) -> None:
-        _check_case(self)
-        _check_whole(self, "position", self.context)
-        _check_number(self, "latency_ms", positive=True)
+        _check(self, context=1)
+        _check(self, position=self.context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +95,7 @@ class Run:
         token_ids: their ids.
         peak_memory_bytes: the most memory held.
         cache_bytes: held by the cache at the end.
-        cache_bytes_per_token: read for each cached token in one decode step.
-        attention_bytes_read, attention_bytes_written, attention_launches: of one decode step in the middle of the
-            tokens after the first, all layers, by the byte model (kvant.tools.bench.bytes). Older recordings lack them.
+        cache_bytes_per_token: that divided by the tokens the cache has room for.
     """
 
     engine: str
@@ -118,17 +106,9 @@ class Run:
     peak_memory_bytes: int | None
     cache_bytes: int | None
     cache_bytes_per_token: float | None
-    attention_bytes_read: float | None = None
-    attention_bytes_written: float | None = None
-    attention_launches: float | None = None
 
     def __post_init__(self) -> None:
-        _check_case(self)
-        _check_whole(self, "tokens", 1)
-        _check_whole(self, "peak_memory_bytes", 0, optional=True)
-        _check_whole(self, "cache_bytes", 0, optional=True)
-        for name in ("cache_bytes_per_token", *ATTENTION):
-            _check_number(self, name, positive=False, optional=True)
+        _check(self, context=1, tokens=1)
         ids = self.token_ids
         if ids is None:
             return
@@ -142,47 +122,37 @@ class Run:
 Line = Header | Engine | Token | Run
 KINDS: dict[str, type[Line]] = {"header": Header, "engine": Engine, "token": Token, "run": Run}
 NAMES = {kind: name for name, kind in KINDS.items()}
+# Of each kind of line, its fields of text and of numbers: name, type, and whether null is allowed.
+_FIELDS = {
+    kind: [
+        (name, types[0], NoneType in types)
+        for name, hint in get_type_hints(kind).items()
+        if (types := get_args(hint) or (hint,))[0] in (str, int, float)
+    ]
+    for kind in KINDS.values()
+}
 
 
-def _check_case(line: Token | Run) -> None:
-    _check_texts(line, ("engine",))
-    _check_whole(line, "run", 0)
-    _check_whole(line, "context", 1)
-
-
-def _check_texts(line: object, names: Iterable[str], *, empty: bool = False, optional: bool = False) -> None:
-    """Texts, none empty unless said."""
-    for name in names:
+def _check(line: Line, **least: int) -> None:
+    """Texts are not empty, whole numbers at least 0 or ``least``, other numbers finite and above 0."""
+    for name, kind, optional in _FIELDS[type(line)]:
         value = getattr(line, name)
-        if (value is None and optional) or (isinstance(value, str) and (value or empty)):
+        if value is None and optional:
             continue
-        raise ValueError(f"{name} is {shown(value)}; expected {'' if empty else 'not empty '}text{_or_null(optional)}")
-
-
-def _check_whole(line: object, name: str, least: int, *, optional: bool = False) -> None:
-    """A whole number from ``least`` on."""
-    value = getattr(line, name)
-    if (value is None and optional) or (type(value) is int and least <= value <= WIDEST):
-        return
-    raise ValueError(f"{name} is {shown(value)}; expected a whole number of at least {least}{_or_null(optional)}")
-
-
-def _check_number(line: object, name: str, *, positive: bool, optional: bool = False) -> None:
-    """A finite number, of 0 only where ``positive`` is not asked for."""
-    value = getattr(line, name)
-    if value is None and optional:
-        return
-    if type(value) in (int, float) and (0 < value <= WIDEST or (value == 0 and not positive)):  # NaN is neither
-        return
-    kind = "above 0" if positive else "of at least 0"
-    raise ValueError(f"{name} is {shown(value)}; expected a finite number {kind}{_or_null(optional)}")
+        if kind is str:
+            sound, expected = isinstance(value, str) and (value or name == "command"), "not empty text"
+        elif kind is int:
+            low = least.get(name, 0)
+            sound = type(value) is int and low <= value <= WIDEST
+            expected = f"a whole number of at least {low}"
+        else:
+            sound = type(value) in (int, float) and 0 < value <= WIDEST  # NaN is not
+            expected = "a finite number above 0"
+        if not sound:
+            raise ValueError(f"{name} is {shown(value)}; expected {expected}{', or null' if optional else ''}")
 
 
 def shown(value: object) -> str:
     """A value in an error, not longer than a part of a line."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _or_null(optional: bool) -> str:
-    return ", or null" if optional else ""

@@ -1,4 +1,4 @@
-"""The process of an engine, as the one that started it sees it."""
+"""The process of an engine, seen from the one that started it."""
 
 import json
 import os
@@ -9,7 +9,6 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 from kvant.errors import BenchError
@@ -17,7 +16,7 @@ from kvant.tools.bench.lines import shown
 
 # -P: nothing is imported from the current folder, which may be a model's.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "kvant.tools.bench.worker")
-INTERRUPT_S = 2.0  # a worker that is interrupted says what it has within that time
+INTERRUPT_S = 2.0  # a worker that is interrupted gives its latencies within that time
 CLOSE_S = 2.0
 
 
@@ -35,18 +34,14 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 env={**os.environ, **(environment or {})},
-                start_new_session=True,  # Ctrl-C is for this process, which says what becomes of it
+                start_new_session=True,  # Ctrl-C is for this process, which decides
             )
         except OSError as error:
             self._errors.close()
             raise BenchError(f"engine {label}: {error}") from error
 
     def ask(self, command: Mapping[str, Any], kind: str) -> dict[str, Any]:
-        """Send a command and wait for its answer.
-
-        Raises:
-            BenchError: another answer than one of this kind, or none.
-        """
+        """Send a command and wait for its answer; a BenchError for another than one of this kind, or none."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -61,7 +56,7 @@ class Worker:
         return answer
 
     def interrupt(self) -> list[float]:
-        """End the run at work; the latencies of what it had, in milliseconds."""
+        """End the run at work; the latencies of its tokens so far, in milliseconds."""
         killer = threading.Timer(INTERRUPT_S, self._process.kill)
         killer.start()
         try:
@@ -86,9 +81,7 @@ class Worker:
     def __enter__(self) -> "Worker":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._errors, self._process as process:
             assert process.stdin is not None
             try:
@@ -113,7 +106,7 @@ class Worker:
         return answer
 
     def _died(self) -> BenchError:
-        """What its exit code and the last line it wrote say."""
+        """An error of its exit code and the last line it wrote."""
         code = self._process.wait()
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         self._errors.seek(0)

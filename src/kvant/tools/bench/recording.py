@@ -1,9 +1,8 @@
-"""A benchmark's recording: JSON lines, written as the tokens come, so that a run interrupted keeps what it has."""
+"""A benchmark's recording: JSON lines, written as the tokens come, so that an interruption loses none."""
 
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
 from kvant.errors import KvantError
@@ -14,7 +13,7 @@ __all__ = ["Case", "Engine", "Header", "Line", "Recorder", "Recording", "Run", "
 
 @dataclass(slots=True)
 class Recording:
-    """All that was recorded, in the order in which it came."""
+    """All lines, in the order in which they came."""
 
     header: Header
     engines: dict[str, Engine] = field(default_factory=dict, init=False)
@@ -65,8 +64,18 @@ class Recording:
         return [case for case in self._tokens_of if case not in self._ended]
 
 
+def _extended(recording: Recording | None, line: Line) -> Recording:
+    """The recording with one more line, or a new one from its header."""
+    if recording is not None:
+        recording.add(line)
+        return recording
+    if not isinstance(line, Header):
+        raise ValueError(f"found a line of kind {NAMES[type(line)]}; expected the header first")
+    return Recording(line)
+
+
 class Recorder:
-    """Keeps a recording and, where it has a path, appends every line to that new file at once."""
+    """Keeps a recording and, if it has a path, appends every line to that new file at once."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
@@ -83,9 +92,7 @@ class Recorder:
                 raise KvantError(f"{self._path} cannot be written: {error.strerror}") from None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._file is not None and self._path is not None:
             self._file.close()
             if self._recording is None:  # nothing to keep
@@ -93,7 +100,7 @@ class Recorder:
 
     @property
     def recording(self) -> Recording:
-        """What was written so far."""
+        """The lines written so far."""
         if self._recording is None:
             raise ValueError("nothing is recorded yet; expected a header first")
         return self._recording
@@ -104,17 +111,13 @@ class Recorder:
         Raises:
             ValueError: the line does not belong here; nothing is written then.
         """
-        if self._recording is None:
-            self._recording = _begin(line)
-        else:
-            self._recording.add(line)
+        self._recording = _extended(self._recording, line)
         if self._file is not None:
-            values = {f.name: getattr(line, f.name) for f in fields(line)}
-            print(json.dumps({"kind": NAMES[type(line)], **values}), file=self._file, flush=True)
+            print(json.dumps({"kind": NAMES[type(line)], **asdict(line)}), file=self._file, flush=True)
 
 
 def read_recording(path: Path) -> Recording:
-    """Read what a :class:`Recorder` wrote; a last line that was cut short is left out.
+    """Read a :class:`Recorder`'s file; a last line that was cut short is left out.
 
     Raises:
         KvantError: a file that cannot be read or, with its line number, is not a recording.
@@ -123,27 +126,18 @@ def read_recording(path: Path) -> Recording:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise KvantError(f"{path} cannot be read: {error.strerror}") from None
-    last = lines.pop()  # what follows the last line's end: nothing, unless the writing was cut short
+    last = lines.pop()  # after the last line's end: nothing, unless the writing was cut short
     if last and not _is_cut(last):
         lines.append(last)
     recording = None
     for number, line in enumerate(lines, start=1):
         try:
-            if recording is None:
-                recording = _begin(_parse(line))
-            else:
-                recording.add(_parse(line))
+            recording = _extended(recording, _parse(line))
         except ValueError as error:
             raise KvantError(f"{path}, line {number}: {error}") from None
     if recording is None:
         raise KvantError(f"{path}, line 1: no line; expected a recording's header")
     return recording
-
-
-def _begin(line: Line) -> Recording:
-    if not isinstance(line, Header):
-        raise ValueError(f"found a line of kind {NAMES[type(line)]}; expected the header first")
-    return Recording(line)
 
 
 def _is_cut(line: bytes) -> bool:
@@ -156,7 +150,7 @@ def _is_cut(line: bytes) -> bool:
 
 
 def _parse(text: bytes) -> Line:
-    """One line of the file, or a ValueError that says what is wrong with it."""
+    """One line of the file; a ValueError that names the fault."""
     try:
         values: Any = json.loads(text, parse_constant=_refuse)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
@@ -169,8 +163,7 @@ def _parse(text: bytes) -> Line:
     if kind == "header" and values.get("version", VERSION) != VERSION:  # whose fields may be others
         raise ValueError(f"version is {shown(values['version'])}; expected {VERSION}, the one this kvant reads")
     names = {f.name for f in fields(KINDS[kind])}
-    added = {f.name for f in fields(KINDS[kind]) if f.default is None}  # older recordings lack them
-    if missing := sorted(names - added - values.keys()):
+    if missing := sorted(names - values.keys()):
         raise ValueError(f"the {kind} line lacks {', '.join(missing)}")
     if unknown := sorted(values.keys() - names):
         raise ValueError(f"the {kind} line has {shown(', '.join(unknown))}, which it should not")

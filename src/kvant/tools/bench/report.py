@@ -1,6 +1,6 @@
 """Figures as tables for a person: one recording, or two side by side."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 
 from rich import box
@@ -9,20 +9,51 @@ from rich.table import Table
 from rich.text import Text
 
 from kvant.tools.bench.recording import Header, Recording
-from kvant.tools.bench.statistics import Spread
-from kvant.tools.bench.summary import Summary, summarize, summary_json
+from kvant.tools.bench.summary import Summary, summarize
+from kvant.tools.statistics import Spread
 
-__all__ = ["Summary", "compare", "describe", "summarize", "summary_json", "table"]
+Column = tuple[str, str, float]  # heading, attribute of a Summary, factor of the attribute
+Case = tuple[str, int]  # engine label, context
 
-Cell = Callable[[Summary], str]
+TIMES: list[Column] = [
+    ("first\nms", "first_token_ms", 1),
+    ("prefill\ntokens/s", "prefill_tokens_per_s", 1),
+    ("p50\nms", "latency_p50_ms", 1),
+    ("p95\nms", "latency_p95_ms", 1),
+    ("p99\nms", "latency_p99_ms", 1),
+    ("decode\ntokens/s", "tokens_per_s", 1),
+    ("slope\nus/1k", "slope_us_per_1k", 1),
+]
+RATIOS: list[Column] = [("a token", "ratio", 1), ("first token", "first_token_ratio", 1)]
+MEMORY: list[Column] = [
+    ("peak\nMB", "peak_memory_bytes", 1e-6),
+    ("cache\nMB", "cache_bytes", 1e-6),
+    ("read\nMB/token", "bytes_read_per_token", 1e-6),
+    ("read\nGB/s", "achieved_gb_per_s", 1),
+    ("of copy\n%", "copy_bandwidth_share", 100),
+]
+COMPARED: list[Column] = [
+    ("latency p50, ms", "latency_p50_ms", 1),
+    ("first token, ms", "first_token_ms", 1),
+    ("prefill, tokens/s", "prefill_tokens_per_s", 1),
+    ("peak memory, MB", "peak_memory_bytes", 1e-6),
+    ("cache, MB", "cache_bytes", 1e-6),
+]
+PAIRED = (
+    "This engine's time divided by the baseline's of the same round: median over rounds, and range. Below 1 is faster."
+)
+READ = (
+    "Read: the weights and the cached tokens, once a step. GB/s: that divided by p50. Of copy: that divided by the "
+    "device's measured copy bandwidth."
+)
 NOT_PAIRED = (
-    "Not paired: the recordings were made apart, so that a machine that was busier in one of them shows as a "
-    "difference. Only engines of one recording, measured in turns, compare closely."
+    "Not paired: the recordings were made apart. A machine that was busier in one of them shows as a difference. "
+    "Only engines of one recording, measured in turns, compare closely."
 )
 
 
 def describe(header: Header) -> list[str]:
-    """What was measured, where and with what: lines to print above a table."""
+    """Model, machine and versions: lines to print above a table."""
     versions = [f"kvant {header.kvant}", f"MLX {header.mlx}"]
     if header.mlx_lm is not None:
         versions.append(f"mlx-lm {header.mlx_lm}")
@@ -38,91 +69,47 @@ def describe(header: Header) -> list[str]:
 
 def table(summaries: Sequence[Summary]) -> Group:
     """The figures as tables that fit 80 columns: time, ratios to the baseline, memory and bandwidth."""
-    times: list[tuple[str, Cell]] = [
-        ("first\nms", lambda s: _number(s.first_token_ms)),
-        ("prefill\ntokens/s", lambda s: _number(s.prefill_tokens_per_s)),
-        ("p50\nms", lambda s: _number(s.latency_p50_ms)),
-        ("p95\nms", lambda s: _number(s.latency_p95_ms)),
-        ("p99\nms", lambda s: _number(s.latency_p99_ms)),
-        ("decode\ntokens/s", lambda s: _number(s.tokens_per_s)),
-        ("slope\nus/1k", lambda s: _number(s.slope_us_per_1k)),
-    ]
-    ratios: list[tuple[str, Cell]] = [
-        ("a token", lambda s: _spread(s.ratio)),
-        ("first token", lambda s: _spread(s.first_token_ratio)),
-    ]
-    memory: list[tuple[str, Cell]] = [
-        ("peak\nMB", lambda s: _scaled(s.peak_memory_bytes, 1e-6)),
-        ("cache\nMB", lambda s: _scaled(s.cache_bytes, 1e-6)),
-        ("read\nMB/token", lambda s: _scaled(s.bytes_read_per_token, 1e-6)),
-        ("read\nGB/s", lambda s: _number(s.achieved_gb_per_s)),
-        ("of copy\n%", lambda s: _scaled(s.copy_bandwidth_share, 100)),
-    ]
-    model: list[tuple[str, Cell]] = [
-        ("read\nMB/token", lambda s: _scaled(s.model_bytes_read, 1e-6)),
-        ("written\nMB/token", lambda s: _scaled(s.model_bytes_written, 1e-6)),
-        ("launches\na token", lambda s: _number(s.attention_launches)),
-    ]
-    paired = (
-        "Median over rounds of this engine's time by the baseline's of the same round, and the range; below 1 is "
-        "faster."
-    )
-    read = "Read: the weights and cached tokens of one step, by p50; of copy: of the device's measured copy bandwidth."
-    moved = (
-        "Computed, not measured: the weights, and what each operation of attention and of the cache reads and writes "
-        "in one step, where dequantized rows and scores count too; launches: those operations."
-    )
-    shown: list[Table | str] = [_table(summaries, "Time", times, _times_caption(summaries))]
+    parts: list[Table | str] = []
     for title, columns, caption in (
-        ("Time against the baseline", ratios, paired),
-        ("Memory and bandwidth", memory, read),
-        ("Attention's operations, by the byte model", model, moved),
+        ("Time", TIMES, _times_caption(summaries)),
+        ("Time against the baseline", RATIOS, PAIRED),
+        ("Memory and bandwidth", MEMORY, READ),
     ):
-        more = _table(summaries, title, columns, caption)
-        if len(more.columns) > 2:
-            shown += ["", more]
-    return Group(*shown)
+        known = [column for column in columns if any(getattr(s, column[1]) is not None for s in summaries)]
+        if known or not parts:
+            parts += ["", _table(summaries, title, known, caption)]
+    return Group(*parts[1:])
 
 
 def compare(a: Recording, b: Recording, names: tuple[str, str] = ("A", "B")) -> Table:
-    """Two recordings side by side: cases of the same engine label and context, and what differs around them.
+    """Two recordings side by side: cases of the same engine label and context, and the differences around them.
 
     Args:
-        a, b: the recordings; ratios are b's figures by a's.
-        names: what to call them.
+        a, b: the recordings; ratios are b's figures divided by a's.
+        names: theirs in the table.
     """
-    table = Table(box=box.SIMPLE_HEAD, title=f"{names[0]} and {names[1]}", title_justify="left", caption_justify="left")
-    table.add_column("engine", overflow="fold")
-    table.add_column("context", justify="right", no_wrap=True)
+    table = _empty(f"{names[0]} and {names[1]}")
     table.add_column("figure", no_wrap=True)
     for name in (*names, f"{names[1]} / {names[0]}"):
         table.add_column(Text(name), justify="right")
-    cases = [{(s.engine, s.context): s for s in summarize(r) if s.runs} for r in (a, b)]
-    for case in [case for case in cases[0] if case in cases[1]]:
+    first, second = ({(s.engine, s.context): s for s in summarize(r) if s.runs} for r in (a, b))
+    for case in [case for case in first if case in second]:
         table.add_section()
         heading = [Text(case[0]), Text(str(case[1]))]
-        for figure, value in _COMPARED:
-            given = [value(of[case]) for of in cases]
+        for figure, name, factor in COMPARED:
+            given = [_value(of[case], name, factor) for of in (first, second)]
             if given == [None, None]:
                 continue
-            ratio = None if given[0] is None or given[1] is None or given[0] == 0 else given[1] / given[0]
+            ratio = None if given[1] is None or not given[0] else given[1] / given[0]
             table.add_row(*heading, figure, *(_number(x) for x in given), _number(ratio))
             heading = [Text(""), Text("")]
-    table.caption = Text("\n".join([*_differences(a, b), *_alone(cases, names), NOT_PAIRED]))
+    alone = [_alone(names[0], first, second), _alone(names[1], second, first)]
+    table.caption = Text("\n".join([*_differences(a, b), *filter(None, alone), NOT_PAIRED]))
     return table
 
 
-_COMPARED: list[tuple[str, Callable[[Summary], float | None]]] = [
-    ("latency p50, ms", lambda s: s.latency_p50_ms),
-    ("first token, ms", lambda s: s.first_token_ms),
-    ("prefill, tokens/s", lambda s: s.prefill_tokens_per_s),
-    ("peak memory, MB", lambda s: _times(s.peak_memory_bytes, 1e-6)),
-    ("cache, MB", lambda s: _times(s.cache_bytes, 1e-6)),
-]
-
-
 def _differences(a: Recording, b: Recording) -> list[str]:
-    """What differs in the machine, the model, the versions and the settings of engines of one label."""
+    """Differences in the machine, the model, the versions and the settings of engines of one label."""
     names = ("device", "cores", "system", "model", "seed", "kvant", "mlx", "mlx_lm", "python")
     pairs: list[tuple[str, object, object]] = [(n, getattr(a.header, n), getattr(b.header, n)) for n in names]
     for label, engine in a.engines.items():
@@ -131,17 +118,14 @@ def _differences(a: Recording, b: Recording) -> list[str]:
     return [f"Differs: {name}, {first} and {second}" for name, first, second in pairs if first != second]
 
 
-def _alone(cases: list[dict[tuple[str, int], Summary]], names: tuple[str, str]) -> list[str]:
+def _alone(name: str, own: dict[Case, Summary], other: dict[Case, Summary]) -> str:
     """The cases that only one of the recordings has."""
-    lines = []
-    for name, own, other in ((names[0], *cases), (names[1], *reversed(cases))):
-        if missing := [f"{label} at {context}" for label, context in own if (label, context) not in other]:
-            lines.append(f"Only in {name}: {', '.join(missing)}")
-    return lines
+    missing = [f"{label} at {context}" for label, context in own if (label, context) not in other]
+    return f"Only in {name}: {', '.join(missing)}" if missing else ""
 
 
 def _empty(title: str) -> Table:
-    """A table of the project's look with the two columns that say what a row is of."""
+    """A table of the project's look, with the two columns that name a row's case."""
     table = Table(
         box=box.SIMPLE_HEAD, title=Text(title), title_justify="left", caption_justify="left", collapse_padding=True
     )
@@ -150,19 +134,18 @@ def _empty(title: str) -> Table:
     return table
 
 
-def _table(summaries: Sequence[Summary], title: str, columns: list[tuple[str, Cell]], caption: str) -> Table:
-    """A row for each summary, in sections by context; columns of which nothing is known are left out."""
-    known = [(name, cell) for name, cell in columns if any(cell(s) != "-" for s in summaries)]
+def _table(summaries: Sequence[Summary], title: str, columns: list[Column], caption: str) -> Table:
+    """A row for each summary, in sections by context."""
     table = _empty(title)
     table.caption = Text(caption)
-    for name, _ in known:
-        table.add_column(name, justify="right", no_wrap=True)
+    for heading, _, _ in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
     last = None
     for summary in summaries:
         if last not in (None, summary.context):
             table.add_section()
         last = summary.context
-        table.add_row(Text(summary.engine), str(summary.context), *(cell(summary) for _, cell in known))
+        table.add_row(Text(summary.engine), str(last), *(_cell(summary, *column[1:]) for column in columns))
     return table
 
 
@@ -183,6 +166,21 @@ def _times_caption(summaries: Sequence[Summary]) -> str:
     return "\n".join(lines)
 
 
+def _value(summary: Summary, name: str, factor: float) -> float | None:
+    value = getattr(summary, name)
+    return None if value is None else value * factor
+
+
+def _cell(summary: Summary, name: str, factor: float) -> str:
+    """A number, or a spread as 0.61 (0.59-0.64); the median alone if the range is empty."""
+    value = getattr(summary, name)
+    if not isinstance(value, Spread):
+        return _number(_value(summary, name, factor))
+    if value.minimum == value.maximum:
+        return _number(value.median)
+    return f"{_number(value.median)} ({_number(value.minimum)}-{_number(value.maximum)})"
+
+
 def _number(value: float | None) -> str:
     """About three digits."""
     if value is None:
@@ -190,20 +188,3 @@ def _number(value: float | None) -> str:
     size = abs(value)
     decimals = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.1 else 3
     return f"{value:,.{decimals}f}"
-
-
-def _times(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
-
-
-def _scaled(value: float | None, factor: float) -> str:
-    return _number(_times(value, factor))
-
-
-def _spread(value: Spread | None) -> str:
-    """As 0.61 (0.59-0.64); the median alone where there is no range."""
-    if value is None:
-        return "-"
-    if value.minimum == value.maximum:
-        return _number(value.median)
-    return f"{_number(value.median)} ({_number(value.minimum)}-{_number(value.maximum)})"

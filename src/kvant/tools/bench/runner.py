@@ -1,4 +1,4 @@
-"""A benchmark's runs: a process for every engine, one at work at a time, in an order that alternates."""
+"""A benchmark's runs: a process for every engine; they work one at a time, in an order that alternates."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -9,19 +9,19 @@ from typing import Any
 
 from kvant import blas
 from kvant.tools.bench.engines import EngineSpec
-from kvant.tools.bench.lines import ATTENTION
 from kvant.tools.bench.process import WORKER_COMMAND, Worker
 from kvant.tools.bench.prompts import Prompt, Prompts
 from kvant.tools.bench.recording import Engine, Recorder, Run, Token
 
 WARM_UP = -1  # the round that is not recorded
+RUN_FIGURES = ("tokens", "token_ids", "peak_memory_bytes", "cache_bytes", "cache_bytes_per_token")
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured.
+    """A benchmark.
 
     Attributes:
         engines: their labels are all different.
@@ -48,14 +48,14 @@ def measure(
     """Run everything and record it. The recorder has its header already.
 
     Args:
-        plan: what to measure.
-        recorder: takes the lines as they come; what a run gave before Ctrl-C too.
+        plan: engines, cases and rounds.
+        recorder: takes the lines as they come, after Ctrl-C also the tokens that the run at work had.
         progress: told a line a run.
         commands: by label, the program of an engine's worker; default: ``kvant.tools.bench.worker`` for all.
 
     Raises:
-        BenchError: an engine that failed or died; what was recorded stays.
-        KeyboardInterrupt: the same.
+        BenchError: an engine that failed or died; the recording stays.
+        KeyboardInterrupt: the recording stays.
     """
     with ExitStack() as stack:
         workers = {}
@@ -65,18 +65,19 @@ def measure(
             # mlx-lm as its users have it, unless kvant's BLAS is lent to it.
             environment = {blas.VARIABLE: blas.OWN} if spec.name == "mlx-lm" and not spec.openblas else {}
             worker = stack.enter_context(Worker(spec.label, command, environment))
-            ready = worker.ask(_load_command(spec, plan), "ready")
+            load = {"command": "load", "engine": asdict(spec), "model": str(plan.model)}
+            ready = worker.ask(load | {"prefill_step_size": plan.prefill_step_size}, "ready")
             with worker.checked():
-                recorder.write(_engine_line(spec, ready))
+                known = {name: ready[name] for name in ("dtype", "weight_bytes", "weight_bytes_read")}
+                bits, group = spec.kv_bits, spec.kv_group_size
+                recorder.write(Engine(engine=spec.label, name=spec.name, kv_bits=bits, kv_group_size=group, **known))
             workers[spec] = worker
         for number in range(plan.repeats):
             for context in plan.contexts:
                 if number == 0:
                     for spec, worker in workers.items():
                         progress(f"{spec.label}: warming up with {context:,} tokens of context")
-                        # Without a cache every token has a shape of its own: nothing is kept from one to the next.
-                        tokens = min(2, plan.max_tokens) if spec.name == "none" else plan.max_tokens
-                        worker.ask(_run_command(plan.prompts(context, WARM_UP), tokens), "done")
+                        worker.ask(_run_command(plan.prompts(context, WARM_UP), plan.max_tokens), "done")
                 for spec in list(workers)[:: -1 if number % 2 else 1]:
                     latencies = _measure_run(workers[spec], plan, recorder, spec, number, context)
                     progress(_run_progress(plan, spec.label, number, context, latencies))
@@ -99,41 +100,13 @@ def _measure_run(
         if not enough <= len(latencies) <= done["tokens"] <= plan.max_tokens:
             raise ValueError(f"{done['tokens']} tokens, {len(latencies)} latencies; expected {plan.max_tokens}")
         _write_tokens(recorder, label, number, context, latencies)
-        recorder.write(
-            Run(
-                engine=label,
-                run=number,
-                context=context,
-                tokens=done["tokens"],
-                token_ids=done["token_ids"],
-                peak_memory_bytes=done["peak_memory_bytes"],
-                cache_bytes=done["cache_bytes"],
-                cache_bytes_per_token=done["cache_bytes_per_token"],
-                **{name: done[name] for name in ATTENTION},
-            )
-        )
+        figures = {name: done[name] for name in RUN_FIGURES}
+        recorder.write(Run(engine=label, run=number, context=context, **figures))
     return latencies
-
-
-def _load_command(spec: EngineSpec, plan: Plan) -> dict[str, Any]:
-    folder, step = str(plan.model), plan.prefill_step_size
-    return {"command": "load", "engine": asdict(spec), "model": folder, "prefill_step_size": step}
 
 
 def _run_command(prompt: Prompt, max_tokens: int) -> dict[str, Any]:
     return {"command": "run", "prompt": prompt.ids, "text": prompt.text, "max_tokens": max_tokens}
-
-
-def _engine_line(spec: EngineSpec, ready: Mapping[str, Any]) -> Engine:
-    return Engine(
-        engine=spec.label,
-        name=spec.name,
-        kv_bits=spec.kv_bits,
-        kv_group_size=spec.kv_group_size,
-        dtype=ready["dtype"],
-        weight_bytes=ready["weight_bytes"],
-        weight_bytes_read=ready["weight_bytes_read"],
-    )
 
 
 def _write_tokens(recorder: Recorder, label: str, number: int, context: int, latencies: Sequence[float]) -> None:

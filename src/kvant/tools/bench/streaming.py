@@ -3,53 +3,36 @@
 import json
 import os
 import time
-from collections.abc import Generator
-from contextlib import closing
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
 from typing import Any
 from urllib.parse import urlsplit
+
+import httpx2
 
 from kvant.errors import KvantError
 from kvant.tools.bench.event_stream import DONE, events
 
 API_KEY = "OPENAI_API_KEY"  # the environment variable
-READ_BYTES = 65536
+MAX_REFUSAL_BYTES = 65536  # read of an answer that is no stream
 MAX_SHOWN = 200  # characters of a server's message
-# What is not OpenAI's own: generate to the end, and do not reuse the last request's prompt. A server that refuses one
-# by name is asked without it.
+# Not OpenAI's own: generate to the end, and do not reuse the last request's prompt. A server that refuses one by name
+# is asked without it.
 EXTRAS = {"ignore_eos": True, "cache_prompt": False}
 
 
 @dataclass(frozen=True, slots=True)
-class StreamSummary:
-    """What a server said of one completion.
+class Usage:
+    """Tokens as the server counted them in one completion; None where it did not say."""
 
-    Attributes:
-        events: events that carried text.
-        prompt_tokens: tokens of the prompt, as the server counted; None: it did not say.
-        completion_tokens: tokens it generated; None: it did not say.
-        finish_reason: "length", "stop" or the server's own; None: it did not say.
-    """
-
-    events: int
     prompt_tokens: int | None
     completion_tokens: int | None
-    finish_reason: str | None
-
-    @property
-    def one_token_an_event(self) -> bool | None:
-        """Whether an event's latency is a token's; False: it is not measurable; None: the server did not count."""
-        if self.completion_tokens is None:
-            return None
-        silent = self.completion_tokens - self.events
-        return silent == 0 or (silent == 1 and self.finish_reason == "stop")  # the end-of-text token has no text
 
 
 class StreamingServer:
     """Completions from ``{url}/v1/completions``, greedy, each over a connection of its own.
 
-    The key in OPENAI_API_KEY, where set, is sent to the server, and shown nowhere.
+    The key in OPENAI_API_KEY is sent to this server alone, and shown nowhere.
     """
 
     def __init__(self, url: str, *, model: str | None = None, timeout_s: float = 600.0) -> None:
@@ -63,100 +46,105 @@ class StreamingServer:
         Raises:
             ValueError: a URL that is not one.
         """
+        check_url(url)
         self._url = url
         self._model = model
         self._timeout_s = timeout_s
         self._extras = dict(EXTRAS)
-        self._scheme, self._host, self._port, self._path = _parse(url)
-        self._summary: StreamSummary | None = None
+        self._usage: Usage | None = None
+        self._useful_at = 0.0  # when something useful came last, on the monotonic clock
+        # Without the environment: no proxy and no login of ~/.netrc. Redirects are not followed.
+        limits = httpx2.Limits(max_keepalive_connections=0)
+        self._client = httpx2.Client(timeout=timeout_s, trust_env=False, limits=limits)
 
     @property
-    def summary(self) -> StreamSummary:
+    def usage(self) -> Usage:
         """Of the last completion that came to its end."""
-        if self._summary is None:
+        if self._usage is None:
             raise ValueError("no completion has come to its end")
-        return self._summary
+        return self._usage
 
     def pieces(self, prompt: str, max_tokens: int, *, seed: int = 0) -> Generator[str, None, None]:
         """Text as it arrives, one piece an event; the request is sent when the first is asked for.
 
-        Close the generator to break off. After the last piece :attr:`summary` has the server's counts.
+        Close the generator to break off. After the last piece :attr:`usage` has the server's counts.
 
         Raises:
             KvantError: a server that cannot be reached, refuses, or answers anything but a whole stream of text.
         """
-        self._summary = None
+        self._usage, self._useful_at = None, time.monotonic()
+        url = f"{self._url.rstrip('/').removesuffix('/v1')}/v1/completions"
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "seed": seed, "stream": True}
-        body |= {"stream_options": {"include_usage": True}}
-        if self._model is not None:
-            body["model"] = self._model
-        kind = HTTPSConnection if self._scheme == "https" else HTTPConnection
-        waiting = _Waiting(self._timeout_s)
+        body |= {"stream_options": {"include_usage": True}} | ({"model": self._model} if self._model else {})
         try:
             while True:
-                with closing(kind(self._host, self._port, timeout=self._timeout_s)) as connection:
-                    connection.request("POST", self._path, json.dumps(body | self._extras), _headers())
-                    with connection.getresponse() as response:
-                        if self._refuses_an_extra(response, waiting):
-                            continue
-                        yield from self._read(response, max_tokens, waiting)
-                        return
-        except TimeoutError as error:
+                with self._client.stream("POST", url, json=body | self._extras, headers=_headers()) as response:
+                    if self._refuses_an_extra(response):
+                        continue
+                    yield from self._read(response, max_tokens)
+                    return
+        except (httpx2.TimeoutException, TimeoutError) as error:
             raise self._error(f"nothing came for {self._timeout_s:g} s") from error
-        except HTTPException as error:
-            raise self._error(f"not a whole HTTP answer: {type(error).__name__}") from error
-        except OSError as error:
-            raise self._error(f"the connection failed: {error.strerror or error}") from error
-        except UnicodeError as error:  # what the socket module makes of an odd host name
-            raise self._error("no such host") from error
+        except httpx2.ProtocolError as error:
+            raise self._error(f"not a whole HTTP answer: {error}") from error
+        except (httpx2.TransportError, httpx2.InvalidURL, UnicodeError) as error:  # UnicodeError: an odd host name
+            raise self._error(f"the connection failed: {error}") from error
 
-    def _refuses_an_extra(self, response: HTTPResponse, waiting: "_Waiting") -> bool:
-        """Forget the extras an answer names as what is wrong; raise for any other answer that is no stream."""
-        if response.status == 200 and response.headers.get_content_type() == "text/event-stream":
+    def _refuses_an_extra(self, response: httpx2.Response) -> bool:
+        """Forget the extras an answer names as wrong; raise for any other answer that is no stream."""
+        status, kind = response.status_code, response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        if status == 200 and kind == "text/event-stream":
             return False
         text = b""
-        while len(text) < READ_BYTES and (more := waiting.read(response)):
-            text += more
+        for chunk in self._arriving(response):
+            text += chunk
+            if len(text) > MAX_REFUSAL_BYTES:
+                break
         message = _message(text)
         refused = [name for name in self._extras if name in message]
-        if response.status in (400, 422) and refused:
+        if status in (400, 422) and refused:
             for name in refused:
                 del self._extras[name]
             return True
-        if response.status == 200:
-            kind = response.headers.get_content_type()
+        if status == 200:
             raise self._error(f"answered with {kind}, not a stream of events: {message}")
-        raise self._error(f"answered {response.status} {response.reason}: {message}")
+        raise self._error(f"answered {status} {response.reason_phrase}: {message}")
 
-    def _read(self, response: HTTPResponse, max_tokens: int, waiting: "_Waiting") -> Generator[str, None, None]:
-        count, finish_reason = 0, None
+    def _read(self, response: httpx2.Response, max_tokens: int) -> Generator[str, None, None]:
+        count = 0
         usage: dict[str, Any] = {}
-        for kind, data in events(lambda: waiting.read(response)):
+        for kind, data in events(self._arriving(response)):
             if data == DONE:
                 break
-            if kind == "error":
-                raise self._error(f"reported an error: {_message(data.encode())}")
             chunk = _object(data)
+            if kind == "error" or (chunk and chunk.get("error")):
+                raise self._error(f"reported an error: {_message(data.encode())}")
             if chunk is None:
                 raise self._error(f"sent an event that is not a JSON object: {data}")
-            if chunk.get("error"):
-                raise self._error(f"reported an error: {_message(data.encode())}")
             usage = chunk["usage"] if isinstance(chunk.get("usage"), dict) else usage
-            text, reason = _choice(chunk)
-            finish_reason = reason or finish_reason
+            text = _text(chunk)
             if not text:
                 continue
             count += 1
             if count > 2 * max_tokens + 16:  # servers that cut a token in two are told apart at the end
                 raise self._error(f"sent {count} events for {max_tokens} tokens, and did not end")
             yield text
-            waiting.restart()
+            self._useful_at = time.monotonic()
         else:
             raise self._error(f"the stream was cut off after {count} events, before {DONE}")
         if not count:
             raise self._error("ended the stream without any text")
-        prompt_tokens, completion_tokens = (_count(usage.get(f"{part}_tokens")) for part in ("prompt", "completion"))
-        self._summary = StreamSummary(count, prompt_tokens, completion_tokens, finish_reason)
+        self._usage = Usage(_count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens")))
+
+    def _arriving(self, response: httpx2.Response) -> Iterator[bytes]:
+        """Bytes as they come, to a proper end or not; a TimeoutError if nothing useful was among them for too long."""
+        try:
+            for chunk in response.iter_raw():  # not decoded: no compression was asked for
+                if time.monotonic() - self._useful_at > self._timeout_s:
+                    raise TimeoutError
+                yield chunk
+        except httpx2.RemoteProtocolError:
+            return
 
     def _error(self, text: str) -> KvantError:
         """One line, of printable characters, without the key."""
@@ -167,42 +155,20 @@ class StreamingServer:
         return KvantError(f"{self._url}: {shown.removesuffix(':')}")
 
 
-class _Waiting:
-    """Reads that end in a TimeoutError when too long ago something useful came, be there bytes or not."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self.restart()
-
-    def restart(self) -> None:
-        """Something useful came."""
-        self._since = time.monotonic()
-
-    def read(self, response: HTTPResponse) -> bytes:
-        """What has arrived, waiting for the first byte; empty at the end, a proper one or not."""
-        if time.monotonic() - self._since > self._timeout_s:
-            raise TimeoutError
-        try:
-            return response.read1(READ_BYTES)
-        except IncompleteRead:
-            return b""
-
-
-def _parse(url: str) -> tuple[str, str, int, str]:
-    """Scheme, host, port and the path of completions."""
-    expected = "expected http:// or https:// and a host, such as http://127.0.0.1:8080"
+def check_url(url: str) -> None:
+    """Raise a ValueError, which shows no password, for a URL that is not one of http or https."""
     if "@" in url:  # first, so that no message shows a password
         raise ValueError(f"server URL has a user name or password, which is not supported; a key goes into {API_KEY}")
-    if not url.isprintable() or not url.isascii() or " " in url:
-        raise ValueError(f"server URL is {url!r}; {expected}")
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme]
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"server URL is {url!r}; {expected}") from error
-    if not host or parts.query or parts.fragment:
-        raise ValueError(f"server URL is {url!r}; {expected}")
-    return parts.scheme, host, port, f"{parts.path.rstrip('/').removesuffix('/v1')}/v1/completions"
+        sound = parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment
+        sound = sound and parts.port != 0 and url.isprintable() and url.isascii() and " " not in url
+    except ValueError:  # a port that is no number, a bracket that is not closed
+        sound = False
+    if not sound:
+        raise ValueError(
+            f"server URL is {url!r}; expected http:// or https:// and a host, such as http://127.0.0.1:8080"
+        )
 
 
 def _headers() -> dict[str, str]:
@@ -210,7 +176,7 @@ def _headers() -> dict[str, str]:
     if not (key.isascii() and key.isprintable()):
         raise KvantError(f"{API_KEY} has characters that no key has")
     authorization = {"Authorization": f"Bearer {key}"} if key else {}
-    return {"Content-Type": "application/json", "Accept": "text/event-stream", **authorization}
+    return {"Accept": "text/event-stream", "Accept-Encoding": "identity", **authorization}
 
 
 def _api_key() -> str:
@@ -225,14 +191,12 @@ def _object(text: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _choice(chunk: dict[str, Any]) -> tuple[str, str | None]:
-    """Text and finish reason of the first choice; none where a chunk only counts."""
+def _text(chunk: dict[str, Any]) -> str:
+    """Text of the first choice; none where a chunk only counts."""
     choices = chunk.get("choices")
-    first = choices[0] if isinstance(choices, list) and choices else {}
-    if not isinstance(first, dict):
-        return "", None
-    text, reason = first.get("text"), first.get("finish_reason")
-    return text if isinstance(text, str) else "", reason if isinstance(reason, str) else None
+    first = choices[0] if isinstance(choices, list) and choices else None
+    text = first.get("text") if isinstance(first, dict) else None
+    return text if isinstance(text, str) else ""
 
 
 def _count(value: object) -> int | None:
@@ -240,7 +204,7 @@ def _count(value: object) -> int | None:
 
 
 def _message(body: bytes) -> str:
-    """What a server says is wrong: the message within its JSON, or the text itself."""
+    """The message within a server's JSON, or the text itself."""
     text = body.decode("utf-8", errors="replace")
     found: Any = _object(text)
     while isinstance(found, dict):

@@ -1,13 +1,12 @@
-"""What a recording says: the figures of every engine at every context."""
+"""The figures of a recording: every engine at every context, and whether the engines wrote the same tokens."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from kvant.tools.bench.lines import ATTENTION
 from kvant.tools.bench.recording import Engine, Recording, Run, Token
-from kvant.tools.bench.statistics import Spread, paired_ratio, percentile, theil_sen
+from kvant.tools.statistics import Spread, paired_ratio, percentile, theil_sen
 
 Runs = list[tuple[Run, list[Token]]]
 SLOPE_DISTANCE = 100  # positions: over fewer, a slope is noise
@@ -15,24 +14,21 @@ SLOPE_DISTANCE = 100  # positions: over fewer, a slope is noise
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """One engine's figures at one context; None where something is not known.
+    """One engine's figures at one context; None: not known.
 
     Attributes:
         engine, context: the label, and the tokens of the prompt.
         runs, interrupted: runs completed, from which all figures are, and runs left out.
         first_token_ms: median over runs.
-        prefill_tokens_per_s: the context by the first token's time, median over runs.
+        prefill_tokens_per_s: the context divided by the first token's time, median over runs.
         latency_p50_ms, latency_p95_ms, latency_p99_ms: over the tokens of all runs, the first of each left out.
-        tokens_per_s: by a run's mean latency without the first token, median over runs.
+        tokens_per_s: one divided by a run's mean latency without the first token, median over runs.
         slope_us_per_1k: microseconds a token more with every 1,000 tokens of context; one for all contexts of an
             engine.
         peak_memory_bytes, cache_bytes: the largest of the runs.
-        bytes_read_per_token: weights and cached tokens that one decode step reads, on average.
-        achieved_gb_per_s: that by the median latency, in 1e9 bytes.
-        copy_bandwidth_share: that by the device's copy bandwidth.
-        model_bytes_read, model_bytes_written: of one decode step, by the byte model: the weights, and whatever the
-            operations of attention and of the cache read and write; the rest of the step is left out.
-        attention_launches: operations of attention and of the cache in one decode step, by the same.
+        bytes_read_per_token: of the weights and of the cached tokens that one decode step reads, on average.
+        achieved_gb_per_s: that divided by the median latency, in 1e9 bytes.
+        copy_bandwidth_share: that divided by the device's copy bandwidth.
         ratio, first_token_ratio: this engine's median latency and first-token time to the baseline's of the same
             round; below 1 is faster.
     """
@@ -53,9 +49,6 @@ class Summary:
     bytes_read_per_token: float | None = None
     achieved_gb_per_s: float | None = None
     copy_bandwidth_share: float | None = None
-    model_bytes_read: float | None = None
-    model_bytes_written: float | None = None
-    attention_launches: float | None = None
     ratio: Spread | None = None
     first_token_ratio: Spread | None = None
 
@@ -99,13 +92,25 @@ def summarize(recording: Recording, baseline: str | None = None) -> list[Summary
     return summaries
 
 
-def summary_json(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
-    """The figures as JSON takes them, field by field; null where something is not known."""
-    return [asdict(summary) for summary in summaries]
+def agreement(recording: Recording) -> str | None:
+    """How many of every engine's runs have the baseline's tokens of the same round; None: there is none to compare.
+
+    Greedy tokens of one model differ where rounding decides between two that are as likely; a quantized cache, or
+    other dtypes, round more.
+    """
+    baseline = recording.header.baseline
+    known = {(run.engine, run.run, run.context): run.token_ids for run in recording.runs if run.token_ids is not None}
+    pairs: dict[str, list[bool]] = {}
+    for (label, number, context), ids in known.items():
+        others = known.get((baseline or "", number, context))
+        if label != baseline and others is not None:
+            pairs.setdefault(label, []).append(ids == others)
+    counts = ", ".join(f"{label} in {sum(same)} of {len(same)}" for label, same in pairs.items())
+    return f"Runs with the same tokens as {baseline}: {counts}." if pairs else None
 
 
 def _figures(runs: Runs, engine: Engine, bandwidth: float | None) -> dict[str, Any]:
-    """What one engine's completed runs at one context say by themselves."""
+    """The figures of one engine's completed runs at one context that need no other engine."""
     firsts = _firsts(runs).values()
     later = [token for _, tokens in runs for token in tokens[1:]]
     figures: dict[str, Any] = {
@@ -128,10 +133,6 @@ def _figures(runs: Runs, engine: Engine, bandwidth: float | None) -> dict[str, A
         figures["bytes_read_per_token"] = read = engine.weight_bytes_read + median(per_cached) * cached
         figures["achieved_gb_per_s"] = achieved = read / figures["latency_p50_ms"] / 1e6
         figures["copy_bandwidth_share"] = achieved / bandwidth if bandwidth else None
-    by_model = [_median(getattr(run, name) for run, _ in runs) for name in ATTENTION]
-    if engine.weight_bytes_read is not None and by_model[0] is not None:
-        figures["model_bytes_read"] = engine.weight_bytes_read + by_model[0]
-        figures["model_bytes_written"], figures["attention_launches"] = by_model[1:]
     return figures
 
 
@@ -159,12 +160,6 @@ def _p50s(runs: Runs) -> dict[int, float]:
     return {run.run: median(t.latency_ms for t in tokens[1:]) for run, tokens in runs if tokens[1:]}
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    """The median of what is known."""
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
-
-
 def _largest(values: Iterable[int | None]) -> int | None:
-    """The largest of what is known."""
+    """The largest of those that are known."""
     return max((value for value in values if value is not None), default=None)

@@ -4,12 +4,12 @@
         -> {"kind": "ready", "dtype", "weight_bytes", "weight_bytes_read"}
     {"command": "run", "prompt": token ids, "text": the same as text or null, "max_tokens"}
         -> {"kind": "done", "latencies_ms", "token_ids", "tokens", "peak_memory_bytes", "cache_bytes",
-            "cache_bytes_per_token", "attention_bytes_read", "attention_bytes_written", "attention_launches"}
+            "cache_bytes_per_token"}
         -> {"kind": "interrupted", "latencies_ms"} after a SIGINT
-    anything that fails -> {"kind": "error", "message"}
+    any failure -> {"kind": "error", "message"}
 
 Latencies are sent when the run has ended, so that nobody works while it is measured. Between runs the process waits
-for a line. It ends when its standard input does, also in the middle of a run: it never outlives who started it.
+for a line. It ends when its standard input does, also in the middle of a run: it never outlives its parent.
 """
 
 import gc
@@ -19,128 +19,93 @@ import queue
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from kvant.errors import BenchError, one_line
-from kvant.tools.bench.lines import ATTENTION
+from kvant.tools.bench.engines import EngineSpec
+from kvant.tools.bench.latency import timed
 
 EVENTS_A_TOKEN = 0.9  # at least: a character of several tokens comes in one
 
 Message = dict[str, Any]
+Taken = list[tuple[Any, float]]  # tokens or pieces of text, each with its latency in ms
 
 
-@dataclass(slots=True)
-class Timing:
-    """What was generated, tokens or pieces of text, as far as it came."""
-
-    items: list[Any] = field(default_factory=list)
-    latencies_ms: list[float] = field(default_factory=list)
-
-
-def time_items(
-    items: Generator[Any, None, None], count: int | None, timing: Timing, clock: Callable[[], float] = time.perf_counter
-) -> None:
-    """Take ``count`` items, no more, or all, and note how long each took: the first since the call.
-
-    Args:
-        items: does nothing before the first is asked for; closed afterwards.
-        timing: filled as the items come.
-        clock: seconds.
-    """
+def take(items: Generator[Any, None, None], count: int | None, taken: Taken) -> None:
+    """Take ``count`` items, no more, or all of them; close ``items``. An interruption leaves ``taken`` as it is."""
     with closing(items):
-        previous = clock()
-        for item in islice(items, count):
-            now = clock()
-            timing.latencies_ms.append((now - previous) * 1e3)
-            timing.items.append(item)
-            previous = now
+        for pair in timed(islice(items, count)):
+            taken.append(pair)
 
 
 class LocalEngine:
     """An engine that computes in this process."""
 
-    def __init__(self, command: Message) -> None:
-        from kvant.tools.bench.adapters import load_adapter
-        from kvant.tools.bench.engines import EngineSpec
+    def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
+        from kvant.tools.bench.adapters import MLXLM, Kvant
 
-        self._adapter = load_adapter(
-            EngineSpec(**command["engine"]), Path(command["model"]), command["prefill_step_size"]
-        )
+        self._adapter = (MLXLM if spec.name == "mlx-lm" else Kvant)(spec, folder, prefill_step_size)
 
     def describe(self) -> Message:
-        """What is known of the loaded model."""
+        """The loaded model's type and sizes."""
         total, read = self._adapter.weight_bytes
         return {"dtype": self._adapter.dtype, "weight_bytes": total, "weight_bytes_read": read}
 
-    def run(self, command: Message, timing: Timing) -> Message:
+    def run(self, command: Message, taken: Taken) -> Message:
         """One measured run: no garbage of the last one, and no garbage collection while it lasts."""
         import mlx.core as mx
 
         count = command["max_tokens"]
-
         gc.collect()
         gc.disable()
         mx.clear_cache()
         mx.reset_peak_memory()
         try:
-            time_items(self._adapter.tokens(command["prompt"], count), count, timing)
+            take(self._adapter.tokens(command["prompt"], count), count, taken)
         finally:
             gc.enable()
-        cache = self._adapter.cache_size()
-        # The step that makes the token of position p attends to p tokens; positions are counted from the prompt's end.
-        traffic = self._adapter.attention_traffic(len(command["prompt"]) + count // 2)
-        if len(timing.items) < count:
-            raise BenchError(f"generated {len(timing.items)} tokens; expected {count}")
-        return {
-            "token_ids": timing.items,
-            "tokens": count,
-            "peak_memory_bytes": mx.get_peak_memory(),
-            "cache_bytes": cache.nbytes,
-            "cache_bytes_per_token": cache.nbytes_per_token,
-            "attention_bytes_read": None if traffic is None else traffic.bytes_read,
-            "attention_bytes_written": None if traffic is None else traffic.bytes_written,
-            "attention_launches": None if traffic is None else traffic.launches,
-        }
+        nbytes, room = self._adapter.cache_size()
+        if len(taken) < count:
+            raise BenchError(f"generated {len(taken)} tokens; expected {count}")
+        memory = {"peak_memory_bytes": mx.get_peak_memory(), "cache_bytes": nbytes}
+        ids = [token for token, _ in taken]
+        return {"token_ids": ids, "tokens": count, **memory, "cache_bytes_per_token": nbytes / room}
 
 
 class ServerEngine:
-    """A server that streams text; what it holds is not known."""
+    """A server that streams text; its memory is not known."""
 
-    def __init__(self, command: Message) -> None:
+    def __init__(self, spec: EngineSpec) -> None:
         from kvant.tools.bench.streaming import StreamingServer
 
-        self._server = StreamingServer(command["engine"]["url"], model=command["engine"]["server_model"])
+        self._server = StreamingServer(spec.url or "", model=spec.server_model)
 
     def describe(self) -> Message:
         """Nothing is known."""
-        return {"dtype": None, "weight_bytes": None, "weight_bytes_read": None}
+        return dict.fromkeys(("dtype", "weight_bytes", "weight_bytes_read"))
 
-    def run(self, command: Message, timing: Timing) -> Message:
-        """One completion, a latency an event; it may be shorter than asked for where a server cannot be told to go on.
+    def run(self, command: Message, taken: Taken) -> Message:
+        """One completion, a latency an event; shorter than asked for if the server cannot be told to go on.
 
         Raises:
             BenchError: the server read another number of tokens, or its events are not one token each.
         """
         wanted = len(command["prompt"])
-        time_items(self._server.pieces(command["text"], command["max_tokens"]), None, timing)
-        summary, events = self._server.summary, len(timing.items)
-        if summary.prompt_tokens is not None and abs(summary.prompt_tokens - wanted) > 1:  # one that begins a text
-            raise BenchError(
-                f"the server read {summary.prompt_tokens} tokens; expected {wanted}: is the model another?"
-            )
-        tokens = events if summary.completion_tokens is None else summary.completion_tokens
+        take(self._server.pieces(command["text"], command["max_tokens"]), None, taken)
+        usage, events = self._server.usage, len(taken)
+        if usage.prompt_tokens is not None and abs(usage.prompt_tokens - wanted) > 1:  # one that begins a text
+            raise BenchError(f"the server read {usage.prompt_tokens} tokens; expected {wanted}: is the model another?")
+        tokens = events if usage.completion_tokens is None else usage.completion_tokens
         if not EVENTS_A_TOKEN * tokens <= events <= tokens <= command["max_tokens"]:
             raise BenchError(
                 f"the server sent {events} events for {tokens} tokens, of {command['max_tokens']} asked for; "
                 "a token's latency can only be measured where an event is a token"
             )
-        unknown = ("token_ids", "peak_memory_bytes", "cache_bytes", "cache_bytes_per_token", *ATTENTION)
+        unknown = ("token_ids", "peak_memory_bytes", "cache_bytes", "cache_bytes_per_token")
         return {"tokens": tokens} | dict.fromkeys(unknown)
 
 
@@ -149,29 +114,30 @@ def serve(commands: "queue.SimpleQueue[Message]", channel: TextIO) -> None:
     engine: LocalEngine | ServerEngine | None = None
     while True:
         command = commands.get()
-        timing = Timing()
+        taken: Taken = []
         answer: Message
         try:
             if command["command"] == "load":
-                server = command["engine"]["name"] == "server"
-                engine = ServerEngine(command) if server else LocalEngine(command)
+                spec, folder = EngineSpec(**command["engine"]), Path(command["model"])
+                server = spec.name == "server"
+                engine = ServerEngine(spec) if server else LocalEngine(spec, folder, command["prefill_step_size"])
                 answer = {"kind": "ready"} | engine.describe()
             else:
                 assert engine is not None, "a run before a load"
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-                figures = engine.run(command, timing)
+                figures = engine.run(command, taken)
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
-                answer = {"kind": "done", "latencies_ms": timing.latencies_ms} | figures
+                answer = {"kind": "done", "latencies_ms": [ms for _, ms in taken]} | figures
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            answer = {"kind": "interrupted", "latencies_ms": timing.latencies_ms}
+            answer = {"kind": "interrupted", "latencies_ms": [ms for _, ms in taken]}
         except Exception as error:  # of a model's files, another library, or a device: all are a line for the user
             answer = {"kind": "error", "message": one_line(error)}
         print(json.dumps(answer), file=channel, flush=True)
 
 
 def _claim_stdout() -> TextIO:
-    """Standard output for answers alone; what libraries print goes to standard error."""
+    """Standard output for answers alone; text that libraries print goes to standard error."""
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return channel
@@ -185,7 +151,7 @@ def _read_commands(stream: BinaryIO, commands: "queue.SimpleQueue[Message]") -> 
 
 
 def main() -> None:
-    """Serve standard input; in a main thread that is the engine's, which mlx-lm needs."""
+    """Serve standard input; the engine has the main thread, which mlx-lm needs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # for runs alone
     channel = _claim_stdout()
     commands: queue.SimpleQueue[Message] = queue.SimpleQueue()

@@ -1,12 +1,13 @@
 """Whether a decode step is queued before the last token is read, or after: what is faster on this device."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import median
+from functools import partial
 
 from kvant.engine.load import POCKET, find_model
 from kvant.engine.run import Run
 from kvant.models import Decoder, load_decoder
-from kvant.tools.bench.latency import latencies_ms
+from kvant.tools.bench.latency import medians_in_turns
 
 DEPTHS = (0, 1)
 ROUNDS, STEPS, WARM_UP = 6, 32, 4
@@ -30,20 +31,12 @@ class LookAhead:
 def measure_look_ahead() -> LookAhead:
     """Both depths in turns, forwards and backwards; the first round counts for nothing."""
     model = load_decoder(find_model(POCKET))
-    times: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
-    order = list(DEPTHS)
-    for number in range(1 + ROUNDS):
-        for depth in order:
-            latencies = _run(model, depth)
-            if number:
-                times[depth] += latencies
-        order.reverse()
-    return LookAhead(*(median(times[depth]) for depth in DEPTHS))
+    return LookAhead(*medians_in_turns([partial(_run, model, depth) for depth in DEPTHS], ROUNDS))
 
 
-def _run(model: Decoder, depth: int) -> list[float]:
+def _run(model: Decoder, depth: int) -> Iterator[object]:
     cache = model.make_cache(RESERVED)
     steps = Run(model, PROMPT, cache, max_tokens=WARM_UP + STEPS, look_ahead=depth)
     for _ in range(WARM_UP):
         next(steps)
-    return latencies_ms(steps)
+    return steps

@@ -1,1 +1,1 @@
-"""What a cache format costs in quality, measured on a model and a text: see docs/report.md."""
+"""The cost in quality of a cache format, measured on a model and a text: see docs/report.md."""

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from kvant.tools.bench.statistics import percentile
+from kvant.tools.statistics import percentile
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What was found over all positions; infinite where a prediction was not finite.
+    """Figures over all positions; infinite where a prediction was not finite.
 
     Attributes:
         positions: predictions compared.
@@ -43,7 +43,7 @@ class Tally:
 
         Args:
             expected, given: (S, vocab) log-probabilities, from :func:`log_probabilities`.
-            following: the tokens that follow, S of them, or S - 1 where the last position has none.
+            following: the S tokens that follow, or S - 1 if the last position has none.
         """
         finite = mx.isfinite(mx.logsumexp(given, axis=-1))
         kld = mx.where(finite, divergence(expected, given), math.inf)
@@ -59,7 +59,7 @@ class Tally:
         self.non_finite += len(given) - int(finite.sum().item())  # type: ignore[arg-type]
 
     def figures(self) -> Figures:
-        """The figures of what was counted, at least one position and one token."""
+        """The figures of the positions counted, at least one, with at least one token after it."""
         return Figures(
             positions=len(self.klds),
             non_finite=self.non_finite,
@@ -90,7 +90,7 @@ def divergence(expected: mx.array, given: mx.array) -> mx.array:
         (S,) float32; infinite where something expected is given no probability.
     """
     p, q = mx.exp(expected), mx.exp(given)
-    d = mx.where(p > 0, expected - given, 0.0)  # -inf - -inf would be NaN: what is not expected counts as q alone
+    d = mx.where(p > 0, expected - given, 0.0)  # -inf - -inf would be NaN; an unexpected token counts as q alone
     near = p * (d + mx.expm1(-mx.clip(d, -1.0, 1.0)))
     far = p * d - p + q
     return mx.where(mx.abs(d) < 1.0, mx.where(p > 0, near, q), far).sum(axis=-1)

@@ -1,4 +1,4 @@
-"""Layers that are out of line, and what was measured to help."""
+"""Layers that are out of line, and the measured formats that help."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ class Finding:
     Attributes:
         layer: its number.
         kind: key_bias or key_range.
-        value: the key bias of the rotary pair where it is largest against what the projection adds; or the keys'
-            range, as :class:`kvant.tools.report.layers.LayerRun` has it.
-        times_median: that by the median layer's; None where that is 0.
-        text: what is to be said about it, in a line.
+        value: the key bias of the rotary pair where it is largest compared with the projection's own part; or the
+            keys' range, as in :class:`kvant.tools.report.layers.LayerRun`.
+        times_median: ``value`` divided by the median layer's; None where that is 0.
+        text: the finding in a line.
     """
 
     layer: int
@@ -79,7 +79,7 @@ def _biases(model: Decoder, errors: Errors) -> list[Finding]:
 
 
 def _with_and_without(layer: int, errors: Errors) -> str:
-    """The layer's error in the fewest bits that were measured both ways; nothing where none was."""
+    """The layer's error in the fewest bits that were measured both ways; empty if none was."""
     known = {(f.bits, f.group, f.split): own[layer] for f, own in errors}
     both = sorted((bits, group) for bits, group, split in known if split and (bits, group, False) in known)
     if not both:
@@ -99,7 +99,7 @@ def _ranges(key_range: Sequence[float], errors: Errors) -> list[Finding]:
             f"layer {number}: within a group of keys the largest is {value:.2f} times their root mean square, "
             f"{value / middle:.2f} times the median layer's (groups of up to {RANGE_GROUP})"
         )
-        # Without the split only where nothing else was measured: what it does is said of the bias.
+        # Formats without the split only if there are no others: its effect is part of the bias' finding.
         measured = [(f, own[number]) for f, own in errors if f.split] or [(f, own[number]) for f, own in errors]
         measured.sort(key=lambda pair: -pair[1])
         if measured:

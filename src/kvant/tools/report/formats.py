@@ -35,22 +35,22 @@ class CacheFormat:
 
     @property
     def flags(self) -> str:
-        """What makes ``kvant generate`` and ``kvant chat`` use it."""
+        """The flags with which ``kvant generate`` and ``kvant chat`` use it."""
         if not self.bits:
             return "--kv-bits 0"
         return f"--kv-bits {self.bits} --kv-group-size {self.group}{'' if self.split else ' --no-kv-bias-split'}"
 
     def make_cache(self, model: Decoder, max_seq_len: int) -> ModelCache:
-        """Errors as those of :meth:`Decoder.make_cache`."""
+        """One cache a layer; errors as those of :meth:`Decoder.make_cache`."""
         return model.make_cache(max_seq_len, quant_bit=self.bits, quant_group=self.group, bias_split=self.split)
 
     def bytes_per_token(self, model: Decoder) -> int:
-        """Bytes that each token more takes in all layers; what does not grow with the tokens is left out."""
+        """Bytes that each token more takes in all layers; bytes that do not grow with the tokens are left out."""
         one, two = (self.make_cache(model, tokens).nbytes for tokens in (1, 2))
         return two - one
 
 
-# What every format is held against: keys and values as the model computes them, in the compute dtype.
+# Every format is compared with it: keys and values as the model computes them, in the compute dtype.
 REFERENCE = CacheFormat(0, split=False)
 
 

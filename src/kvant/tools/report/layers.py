@@ -1,4 +1,4 @@
-"""Each layer by itself: what its attention makes of a cache's rows, given the inputs it has without quantization."""
+"""Each layer by itself: its attention through each cache, given the inputs it has without quantization."""
 
 import math
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ RANGE_GROUP = 32  # elements over which a key's range is looked at
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
-    """What a run through all layers found, each list with a number a layer.
+    """The figures of a run through all layers, each list with a number a layer.
 
     Attributes:
         errors: for each cache, ||given - exact|| / ||exact|| of the attention's output over all positions.
-        key_range: max |k| over a group of keys by the root of their mean square, mean over positions, of the group in
-            which it is largest: about 2.3 where keys are normally distributed, at most the root of the group's size.
+        key_range: max |k| over a group of keys divided by the root of their mean square, mean over positions, of the
+            group in which it is largest: about 2.3 for normally distributed keys, at most the root of the group's size.
     """
 
     errors: list[list[float]]
@@ -29,12 +29,12 @@ class LayerRun:
 
 
 class SideBySide:
-    """A layer's exact cache, which it attends through, and others that are given the same rows and queries.
+    """A layer's exact cache, which it attends through, and others that are given the same keys, values and queries.
 
     Attributes:
         squares: of the exact outputs, and of the differences of the others' from them; summed.
         key_ranges: (K, D/G) summed over positions.
-        rows: how many those are.
+        positions: how many those are.
     """
 
     def __init__(self, exact: AttentionCache, others: Sequence[AttentionCache]) -> None:
@@ -42,15 +42,15 @@ class SideBySide:
         self._others = others
         self.squares = [0.0] * (1 + len(others))
         self.key_ranges = mx.array(0.0)
-        self.rows = 0
+        self.positions = 0
 
     @property
     def bias_split(self) -> BiasSplit | None:
-        """The exact cache's; the others have to have one where it has."""
+        """The exact cache's. The others must have one where it has."""
         return self._exact.bias_split
 
     def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
-        """Attend through all caches; return what the exact one gives."""
+        """Attend through all caches; return the exact one's output."""
         exact = self._exact.attend(query, key, value, mask)
         wide = exact.astype(mx.float32)
         squares = [mx.square(wide).sum()]
@@ -58,7 +58,7 @@ class SideBySide:
             given = cache.attend(query, key, value, mask).astype(mx.float32)
             squares.append(mx.square(given - wide).sum())
         self.key_ranges = self.key_ranges + _ranges(key).sum(axis=(0, 2))  # (B, K, S, D/G) -> (K, D/G)
-        self.rows += key.shape[0] * key.shape[2]
+        self.positions += key.shape[0] * key.shape[2]
         mx.eval(exact, squares, self.key_ranges)
         self.squares = [total + float(new.item()) for total, new in zip(self.squares, squares, strict=True)]  # type: ignore[arg-type]
         return exact
@@ -79,9 +79,9 @@ def run_layers(
         exact: a cache of 0 bits, with the bias split where ``caches`` have it, without where they do not.
         caches: emptied first, as ``exact`` is.
     """
+    both = [SideBySide(layer, others) for layer, *others in zip(exact, *caches, strict=True)]
     for cache in (exact, *caches):
         cache.reset()
-    both = [SideBySide(layer, others) for layer, *others in zip(exact, *caches, strict=True)]
     for first in range(0, len(piece), step_size):
         chunk = mx.array([piece[first : first + step_size]])
         for cache in (exact, *caches):
@@ -92,7 +92,7 @@ def run_layers(
         fed(chunk.shape[1])
     return LayerRun(
         errors=[[_relative(layer, 1 + number) for layer in both] for number in range(len(caches))],
-        key_range=[float((layer.key_ranges / layer.rows).max().item()) for layer in both],  # type: ignore[arg-type]
+        key_range=[float((layer.key_ranges / layer.positions).max().item()) for layer in both],  # type: ignore[arg-type]
     )
 
 
@@ -105,7 +105,7 @@ def _relative(layer: SideBySide, number: int) -> float:
 
 
 def _ranges(key: mx.array) -> mx.array:
-    """(B, K, S, D) -> (B, K, S, D/G): max |k| by the root mean square of each group; a group of zeros counts 1."""
+    """(B, K, S, D) -> (B, K, S, D/G): max |k| of each group divided by its root mean square; 1 for a group of zeros."""
     group = RANGE_GROUP if key.shape[-1] % RANGE_GROUP == 0 else key.shape[-1]
     groups = mx.unflatten(key.astype(mx.float32), -1, (-1, group))
     mean_square = mx.square(groups).mean(axis=-1)

@@ -1,4 +1,4 @@
-"""Everything that is measured, in one run."""
+"""One run of the report: every format's figures, and the smallest format that is good enough."""
 
 import math
 import os
@@ -29,15 +29,14 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class FormatResult:
-    """What a cache format does.
+    """A cache format's figures.
 
     Attributes:
-        format: of the cache.
         bytes_per_token: in all layers.
         ms_per_token: of a decode step with the first piece in the cache.
         figures: of the text, against the reference.
-        layer_errors: the attention's relative error in each layer, given that layer's inputs without quantization; of
-            the reference zeros, by definition.
+        layer_errors: the attention's relative error in each layer, given that layer's inputs without quantization;
+            zeros for the reference, by definition.
         scores: exact answers, where questions were asked.
     """
 
@@ -55,8 +54,7 @@ class Report:
 
     Attributes:
         model: its name.
-        dtype: what activations are computed in; the reference's cache is of it too.
-        text: what was read.
+        dtype: of activations and of the reference's cache.
         reference: without quantization, keys and values as the model computes them.
         results: of the formats asked for, in their order.
         key_range: of each layer's keys as they are stored, see :class:`kvant.tools.report.layers.LayerRun`.
@@ -86,7 +84,7 @@ def measure(
     """Measure every format on the text, and on questions where there are any.
 
     Args:
-        name: what to call the model.
+        name: the model's.
         formats: checked by ``check_formats``; the reference among them is not measured twice.
         questions: conversations by set.
         progress: called with (tokens fed, tokens to be fed), through all caches.
@@ -144,22 +142,29 @@ def measure(
     )
 
 
+def suggest(results: Sequence[FormatResult], max_kld_nats: float) -> FormatResult | None:
+    """The result with the fewest bytes a token, then the lowest KLD, among those of at most this mean KLD; or None."""
+    fitting = [r for r in results if r.figures.mean_kld_nats <= max_kld_nats]
+    return min(fitting, key=lambda r: (r.bytes_per_token, r.figures.mean_kld_nats), default=None)
+
+
 def figures_json(report: Report) -> dict[str, Any]:
     """The report as one JSON object; an infinite figure is null, beside a count of predictions that are not finite."""
+    text = report.text
     return {
         "model": report.model,
         "dtype": report.dtype,
         "text": {
-            "name": report.text.name,
-            "tokens": report.text.tokens,
-            "pieces": len(report.text.pieces),
-            "tokens_left_out": report.text.left_out,
+            "name": text.name,
+            "tokens": text.tokens,
+            "pieces": len(text.pieces),
+            "tokens_left_out": text.left_out,
         },
         **report.environment,
         "reference": _result_json(report.reference),
         "formats": [_result_json(result) for result in report.results],
         "layers": {
-            "tokens": len(report.text.pieces[0][:LAYER_TOKENS]),
+            "tokens": len(text.pieces[0][:LAYER_TOKENS]),
             "key_range": report.key_range,
             "findings": [asdict(finding) for finding in report.findings],
         },
@@ -167,12 +172,13 @@ def figures_json(report: Report) -> dict[str, Any]:
 
 
 def _result_json(result: FormatResult) -> dict[str, Any]:
+    cache = result.format
     return {
-        "format": result.format.label,
-        "flags": result.format.flags,
-        "bits": result.format.bits,
-        "group": result.format.group if result.format.bits else None,
-        "bias_split": result.format.split,
+        "format": cache.label,
+        "flags": cache.flags,
+        "bits": cache.bits,
+        "group": cache.group if cache.bits else None,
+        "bias_split": cache.split,
         "bytes_per_token": result.bytes_per_token,
         "ms_per_token": round(result.ms_per_token, 4),
         **{name: _finite(value) for name, value in asdict(result.figures).items()},

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvant.errors import KvantError
-from kvant.tools.bench.plot import COLORS, check_plot_path
+from kvant.tools.drawing import COLORS, check_plot_path, drawing, plain
 from kvant.tools.report.measure import FormatResult, Report
 
 NEAR = 0.03  # of the axis' width: formats that are nearer to each other are drawn side by side
@@ -15,7 +15,7 @@ def plot(report: Report, path: Path) -> None:
     """Draw every format's mean KLD, filled, and its 99th percentile, hollow, over the bytes a token takes.
 
     Args:
-        path: where to write; .png or .svg. An SVG is the same, byte for byte, for the same figures.
+        path: where to write; .png or .svg.
 
     Raises:
         ValueError, KvantError: as ``check_plot_path`` says, or no format has a finite KLD above 0.
@@ -24,17 +24,15 @@ def plot(report: Report, path: Path) -> None:
     drawn = [r for r in report.results if 0 < r.figures.mean_kld_nats < math.inf]
     if not drawn:
         raise KvantError("there is nothing to draw: no format has a finite KLD above 0")
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    places = side_by_side(drawn)
+    caption = "filled: mean; hollow: 99th percentile; formats of about the same bytes are drawn side by side"
+    left_out = [r.format.label for r in report.results if r not in drawn]
+    if left_out:
+        caption += f"\nnot drawn, KLD 0 or not finite: {', '.join(left_out)}"
     # Colors by bits and group, markers by whether the biases are split off.
     kinds = list(dict.fromkeys((r.format.bits, r.format.group) for r in drawn))
-    style = {"svg.hashsalt": "kvant", "svg.fonttype": "none", "font.size": 10, "axes.edgecolor": "#888888"}
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(8, 4.8), layout="constrained")
+    with drawing(path, 8.0, caption) as figure:
         axes = figure.subplots()
-        for result, place in zip(drawn, places, strict=True):
+        for result, place in zip(drawn, side_by_side(drawn), strict=True):
             color = COLORS[kinds.index((result.format.bits, result.format.group)) % len(COLORS)]
             marker = "o" if result.format.split else "s"
             low, high = result.figures.mean_kld_nats, result.figures.p99_kld_nats
@@ -46,17 +44,8 @@ def plot(report: Report, path: Path) -> None:
         axes.set_xlabel("cache, bytes a token")
         axes.set_ylabel("KLD, nats")
         axes.margins(x=0.08)
-        axes.grid(color="#dddddd", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_title(f"{report.model}: {report.text.tokens:,} tokens of {report.text.name}".replace("$", r"\$"))
+        axes.set_title(plain(f"{report.model}: {report.text.tokens:,} tokens of {report.text.name}"))
         figure.legend(loc="outside right upper", frameon=False, title="format")
-        caption = "filled: mean; hollow: 99th percentile; formats of about the same bytes are drawn side by side"
-        left_out = [r.format.label for r in report.results if r not in drawn]
-        if left_out:
-            caption += f"\nnot drawn, KLD 0 or not finite: {', '.join(left_out)}"
-        figure.supxlabel(caption, fontsize=8, color="#555555")
-        metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
-        figure.savefig(path, dpi=150, metadata=metadata)
 
 
 def side_by_side(results: Sequence[FormatResult]) -> list[float]:

@@ -1,8 +1,7 @@
-"""The embedded model's question and recall sets: whether it still answers exactly, by how long the context was."""
+"""The embedded model's question and recall sets: whether it still answers exactly, by length of the context."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import mlx.core as mx
@@ -11,11 +10,11 @@ from kvant.cache import ModelCache
 from kvant.models import Decoder
 from kvant.text.prompt import encode_rendered, render_chat
 from kvant.text.tokenizer import Tokenizer
-from kvant.tools.report.teacher import STEP_SIZE, Fed
-from kvant.tools.report.texts import heldout_documents
+from kvant.tools.report.teacher import Fed, feed
+from kvant.tools.report.texts import heldout_documents, in_turn
 
 BUCKETS = (0, 128, 256, 512, 1024)  # tokens of context from which a bucket begins
-# What a set is of: questions about a story or a list, and recall of one fact among many of its kind.
+# Questions about a story or a list, and recall of one fact among many of its kind.
 SETS = {"questions": ("questions", "facts"), "recall": ("recall",)}
 STORY_WORDS = 30  # an assistant's turn of more words is a story it tells, not an answer: none of those has more than 8
 
@@ -26,8 +25,8 @@ class Conversation:
 
     Attributes:
         ids: all of it, to the end of the last answer.
-        answers: of each answer, the first of its tokens and past the last, its end token; the context is what is
-            before it, with right answers to the earlier questions.
+        answers: of each answer, the place of its first token and the place after its last, its end token. Its context
+            is all before it, with right answers to the earlier questions.
     """
 
     ids: tuple[int, ...]
@@ -74,21 +73,13 @@ def read_conversation(tokenizer: Tokenizer, document: dict[str, Any]) -> Convers
 
 
 def answer(model: Decoder, cache: ModelCache, conversation: Conversation, *, fed: Fed = lambda _: None) -> list[bool]:
-    """Whether each answer is what would be written greedily: each of its tokens the likeliest after those before it.
+    """Whether each answer would be written greedily: each of its tokens is the likeliest after those before it.
 
     Args:
         cache: emptied first.
     """
-    cache.reset()
-    hidden = []
     ids = conversation.ids
-    for first in range(0, len(ids), STEP_SIZE):
-        chunk = mx.array([ids[first : first + STEP_SIZE]])
-        hidden.append(model.hidden_states(chunk, cache=cache)[0])
-        mx.eval(hidden[-1])
-        cache.commit()
-        fed(chunk.shape[1])
-    states = mx.concatenate(hidden)
+    states = mx.concatenate(list(feed(model, ids, cache, fed=fed)))
     right = []
     for first, last in conversation.answers:
         logits = model.logits(states[first - 1 : last - 1])
@@ -99,13 +90,11 @@ def answer(model: Decoder, cache: ModelCache, conversation: Conversation, *, fed
 
 def score(name: str, conversations: Sequence[Conversation], right: Sequence[Sequence[bool]]) -> list[Score]:
     """The answers of a set by bucket of context; buckets without a question are left out."""
-    counts = {first: [0, 0] for first in BUCKETS}
+    found: dict[int, list[bool]] = {first: [] for first in BUCKETS}
     for conversation, answers in zip(conversations, right, strict=True):
         for (place, _), exact in zip(conversation.answers, answers, strict=True):
-            count = counts[_bucket(place)]
-            count[0] += exact
-            count[1] += 1
-    return [Score(name, first, good, asked) for first, (good, asked) in counts.items() if asked]
+            found[_bucket(place)].append(exact)
+    return [Score(name, first, sum(exact), len(exact)) for first, exact in found.items() if exact]
 
 
 def _bucket(tokens: int) -> int:
@@ -113,13 +102,13 @@ def _bucket(tokens: int) -> int:
 
 
 def _evenly(conversations: Sequence[Conversation], tokens: int) -> list[Conversation]:
-    """Of each length in turn, the longest first, as long as they fit; at least one."""
+    """Conversations of each length in turn, the longest first, as long as they fit; at least one."""
     by_length: dict[int, list[Conversation]] = {first: [] for first in reversed(BUCKETS)}
     for conversation in conversations:
         by_length[_bucket(len(conversation.ids))].append(conversation)
-    in_turn = [c for row in zip_longest(*by_length.values()) for c in row if c is not None]
+    ordered = in_turn(by_length.values())
     chosen: list[Conversation] = []
-    for conversation in in_turn:
+    for conversation in ordered:
         if sum(len(c.ids) for c in chosen) + len(conversation.ids) <= tokens:
             chosen.append(conversation)
-    return chosen or [min(in_turn, key=lambda c: len(c.ids))]
+    return chosen or [min(ordered, key=lambda c: len(c.ids))]

@@ -1,4 +1,4 @@
-"""The report for a person: tables, and what they are of."""
+"""The report for a person: tables, and the lines above them."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ CAPTION = (
 
 
 def describe(report: Report) -> list[str]:
-    """What was measured, on what and with what: lines to print above the tables."""
+    """Model, text, machine and versions: lines to print above the tables."""
     text, versions = report.text, report.environment["versions"]
     pieces = "" if len(text.pieces) == 1 else f" in {len(text.pieces)} pieces of up to {len(text.pieces[0])}"
     left_out = f"; the {text.left_out} after them are left out" if text.left_out else ""

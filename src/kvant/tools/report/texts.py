@@ -1,13 +1,13 @@
-"""What is read: a text file, or the built-in held-out conversations; as token ids, in pieces of a context."""
+"""The text: a file, or the built-in held-out conversations; as token ids, in pieces of a context."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvant.engine.load import POCKET
 from kvant.errors import PromptError
@@ -15,6 +15,7 @@ from kvant.text.prompt import encode_prompt, encode_rendered
 from kvant.text.tokenizer import Tokenizer
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
+T = TypeVar("T")
 BUILT_IN = "built-in held-out conversations"
 
 
@@ -23,7 +24,7 @@ class Text:
     """A text in pieces; each is read with nothing before it.
 
     Attributes:
-        name: the file's, or what the built-in one is called.
+        name: the file's, or the built-in one's.
         pieces: token ids; all but the last as long as the context, or as the text.
         left_out: tokens of the text after the last piece.
     """
@@ -49,7 +50,10 @@ def built_in_text(tokenizer: Tokenizer, context: int, tokens: int) -> Text:
     """The first ``tokens`` tokens of the held-out documents, kinds in turn, conversations in the model's own form."""
     ids: list[int] = []
     left_out = 0
-    for document in _kinds_in_turn():
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for document in heldout_documents():
+        by_kind.setdefault(document["kind"], []).append(document)
+    for document in in_turn(by_kind.values()):  # so that the beginning is a mixture
         own = encode_rendered(tokenizer, _written(tokenizer, document))
         room = max(0, tokens - len(ids))
         ids += own[:room]
@@ -87,13 +91,9 @@ def _cut(name: str, ids: list[int], context: int, left_out: int) -> Text:
     return Text(name, tuple(pieces), left_out)
 
 
-def _kinds_in_turn() -> Iterator[dict[str, Any]]:
-    """One document of each kind, then the next of each, so that the beginning is a mixture."""
-    by_kind: dict[str, list[dict[str, Any]]] = {}
-    for document in heldout_documents():
-        by_kind.setdefault(document["kind"], []).append(document)
-    for row in zip_longest(*by_kind.values()):
-        yield from (document for document in row if document is not None)
+def in_turn(groups: Iterable[Sequence[T]]) -> list[T]:
+    """The first item of each group, then the second of each, and so on."""
+    return [item for row in zip_longest(*groups) for item in row if item is not None]
 
 
 def _written(tokenizer: Tokenizer, document: dict[str, Any]) -> str:

@@ -1,40 +1,27 @@
 """The time of a decode step through each cache, in turns."""
 
-from collections.abc import Sequence
-from statistics import median
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from kvant.cache import ModelCache
 from kvant.engine.run import Run
 from kvant.models import Decoder
-from kvant.tools.bench.latency import latencies_ms
+from kvant.tools.bench.latency import medians_in_turns
 
 STEPS, ROUNDS = 8, 5
 
 
 def step_ms(model: Decoder, caches: Sequence[ModelCache]) -> list[float]:
-    """Median milliseconds of a token, with a text in the caches; afterwards what they hold is of no use.
-
-    Caches take turns, forwards and backwards, so that a machine that grows slower favors none. The steps are those of
-    generation; they end at the last token a cache has room for.
+    """Median milliseconds of a token, with a text in the caches, whose content is of no use afterwards.
 
     Args:
-        caches: each with the same tokens, the last ``STEPS`` + 1 of which give way to what is fed, and with room for
-            as many.
+        caches: each with the same tokens, at least ``STEPS`` + 1, the last of which give way to those fed.
     """
-    times: list[list[float]] = [[] for _ in caches]
-    order = list(range(len(caches)))
-    for number in range(1 + ROUNDS):
-        for index in order:
-            latencies = _run(model, caches[index])
-            if number:  # the first round compiles, and touches what is not yet in the processor's caches
-                times[index] += latencies
-        order.reverse()
-    return [median(own) for own in times]
+    return medians_in_turns([partial(_run, model, cache) for cache in caches], ROUNDS)
 
 
-def _run(model: Decoder, cache: ModelCache) -> list[float]:
+def _run(model: Decoder, cache: ModelCache) -> Iterator[object]:
     cache.trim(STEPS + 1)
-    # The tokens' values have no influence on the time: whatever is likeliest is fed.
-    steps = Run(model, [0], cache, max_tokens=STEPS + 1)
+    steps = Run(model, [0], cache, max_tokens=STEPS + 1)  # any token takes the same time
     next(steps)
-    return latencies_ms(steps)
+    return steps

@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvant.tools.bench.statistics import PAIRS, Spread, paired_ratio, percentile, theil_sen
+from kvant.tools.statistics import PAIRS, Spread, paired_ratio, percentile, theil_sen
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 101, 1000])

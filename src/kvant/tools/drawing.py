@@ -1,0 +1,61 @@
+"""Plots of the project's look."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvant.errors import KvantError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg")
+# Distinct for most color-blind readers, by Okabe and Ito.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c6d31")
+STYLE = {"svg.hashsalt": "kvant", "svg.fonttype": "none", "font.size": 10, "axes.edgecolor": "#888888"}
+
+
+def check_plot_path(path: Path) -> None:
+    """Find out before a long run that its plot can be written.
+
+    Raises:
+        ValueError: the name ends in neither .png nor .svg, its folder does not exist, or it cannot be written.
+        KvantError: matplotlib is not installed.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"the plot is to be {path.name}; expected a name that ends in {' or '.join(SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"the plot is to be {path}; its folder does not exist")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"the plot is to be {path}, which cannot be written")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise KvantError("a plot needs matplotlib, which is not installed: pip install 'kvant[plot]'")
+
+
+@contextmanager
+def drawing(path: Path, width: float, caption: str) -> Iterator["Figure"]:
+    """A figure, ``width`` inches wide, that is written at the end; an SVG is the same, byte for byte, for equal data.
+
+    Raises:
+        ValueError, KvantError: as :func:`check_plot_path` says.
+    """
+    check_plot_path(path)
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, 4.8), layout="constrained")
+        yield figure
+        for axes in figure.axes:
+            axes.grid(color="#dddddd", linewidth=0.6)
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.supxlabel(caption, fontsize=8, color="#555555")
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
+
+
+def plain(text: str) -> str:
+    """Text that matplotlib doesn't take for mathematics."""
+    return text.replace("$", r"\$")
