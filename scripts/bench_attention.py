@@ -36,7 +36,7 @@ from attention_report import draw, goals, table
 from attention_variants import DTYPES, PATHS, SHAPES, SPARE, Arrays, Variant, check, make_variants
 
 from kvant.errors import KvantError
-from kvant.operators.kernels.dispatch import gpu_backend
+from kvant.operators.dispatch import gpu_backend
 from kvant.tools.bench.bandwidth import COPY_BYTES, copy_bandwidth_gb_s
 from kvant.tools.bench.plot import check_plot_path
 from kvant.tools.bench.statistics import Spread, paired_ratio

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from kvant.cache import QuantizedKVCache
 from kvant.operators.bias_split import BiasSplit, rotation_table
-from kvant.operators.key_value_cache import write_rows
+from kvant.operators.cached_attention import write_tokens
 from kvant.operators.rotary import Rotary
 
 HEADS, KV_HEADS, HEAD_DIM, THETA = 14, 2, 64, 1e6  # Qwen2.5-0.5B
@@ -34,7 +34,7 @@ def make_cache(rows: int, pairs: int | None) -> QuantizedKVCache:
         )
     cache = QuantizedKVCache(rows, KV_HEADS, HEAD_DIM, bias_split=split)
     past = mx.random.normal((1, KV_HEADS, rows, HEAD_DIM), key=mx.random.key(0))
-    write_rows(past, past, 0, cache.cache, cache.scale, quant_bit=8, quant_group=32)
+    write_tokens(past, past, 0, cache.cache, cache.scale, quant_bit=8, quant_group=32)
     mx.eval(cache.cache, cache.scale)
     return cache
 

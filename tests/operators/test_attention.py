@@ -13,7 +13,7 @@ from support.operator_cases import FLOATS, OUTPUT_TOLERANCE, check_output, to_mx
 from support.oracle import Array
 
 from kvant.operators import attention
-from kvant.operators.attention import attend_live_rows, attend_rows
+from kvant.operators.attention import attend_live_tokens, attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.rotary import Rotary
 
@@ -68,7 +68,7 @@ class _Rows:
 @pytest.mark.parametrize("heads", HEADS)
 def test_the_newest_token(heads: tuple[int, int], tokens: int, pairs: str, dtype: str) -> None:
     rows = _Rows(heads, tokens, PAIRS[pairs], dtype)
-    check_output(attend_rows(*rows.arrays, bias_split=rows.split), rows.expected(), dtype)
+    check_output(attend_tokens(*rows.arrays, bias_split=rows.split), rows.expected(), dtype)
 
 
 @on_a_cpu
@@ -83,12 +83,12 @@ def test_only_one_unmasked_token_is_the_newest(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(attention, "_attend_newest", record)
     query, key, value = _Rows((4, 2), 9, None).arrays
-    attend_rows(query, key, value, mask=mx.ones((1, 9), mx.bool_))
-    attend_rows(query, key, value, is_alibi=True)
-    attend_rows(mx.concatenate([query, query], axis=2), key, value)
+    attend_tokens(query, key, value, mask=mx.ones((1, 9), mx.bool_))
+    attend_tokens(query, key, value, is_alibi=True)
+    attend_tokens(mx.concatenate([query, query], axis=2), key, value)
     assert calls == []
-    attend_rows(query, key, value)
-    attend_rows(query, key, value, is_causal=False)
+    attend_tokens(query, key, value)
+    attend_tokens(query, key, value, is_causal=False)
     assert calls == [(3, 4, 1, 32)] * 2
 
 
@@ -100,7 +100,7 @@ def test_large_scores_of_the_newest_token() -> None:
     key = mx.full((1, 1, 5, D), 2000.0, mx.float16)
     key[:, :, 3] = 2032.0
     value = mx.random.normal((1, 1, 5, D), key=mx.random.key(0)).astype(mx.float16)
-    output = attend_rows(query, key, value)
+    output = attend_tokens(query, key, value)
     assert mx.array_equal(output, mx.broadcast_to(value[:, :, 3:4], output.shape))
 
 
@@ -127,9 +127,9 @@ def test_dead_rows_are_not_read(heads: tuple[int, int], live: str, pairs: str, d
         )
     query, key, value = rows.arrays
     some = [x[:, :, mx.array(np.flatnonzero(keep))] for x in (key, value)]
-    alone = attend_rows(query, *some, bias_split=split)
+    alone = attend_tokens(query, *some, bias_split=split)
     poisoned = [mx.where(mx.array(keep)[:, None], x, dead) for x in (key, value)]
-    output = attend_live_rows(query, *poisoned, mx.array(keep), bias_split=rows.split)
+    output = attend_live_tokens(query, *poisoned, mx.array(keep), bias_split=rows.split)
     check_output(output, expected, "float32")
     tolerance = OUTPUT_TOLERANCE["float32"]
     np.testing.assert_allclose(np.array(output), np.array(alone), rtol=tolerance, atol=tolerance)
@@ -142,5 +142,5 @@ def test_dead_rows_are_not_read_in_any_dtype(dtype: str, pairs: str, D: int) -> 
     rows, keep = _Rows((4, 2), 40, PAIRS[pairs], dtype, D), LIVE["holes"]
     query, key, value = rows.arrays
     poisoned = [mx.where(mx.array(keep)[:, None], x, mx.array(math.nan, x.dtype)) for x in (key, value)]
-    output = attend_live_rows(query, *poisoned, mx.array(keep), bias_split=rows.split)
+    output = attend_live_tokens(query, *poisoned, mx.array(keep), bias_split=rows.split)
     check_output(output, rows.expected(keep), dtype)

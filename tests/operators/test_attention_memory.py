@@ -5,7 +5,7 @@ import pytest
 
 from kvant.cache import QuantizedKVCache
 from kvant.operators.attention import BLOCK_SCORE_BYTES
-from kvant.operators.key_value_cache import write_rows
+from kvant.operators.cached_attention import write_tokens
 
 KV_HEADS, HEAD_DIM, PAST, CHUNK = 2, 64, 16384 - 512, 512
 
@@ -15,7 +15,7 @@ KV_HEADS, HEAD_DIM, PAST, CHUNK = 2, 64, 16384 - 512, 512
 def test_scores_of_a_chunk_stay_under_the_bound(heads: int) -> None:
     cache = QuantizedKVCache(PAST + CHUNK, KV_HEADS, HEAD_DIM)
     past = mx.random.normal((1, KV_HEADS, PAST, HEAD_DIM), key=mx.random.key(0))
-    write_rows(past, past, 0, cache.cache, cache.scale, quant_bit=8, quant_group=32)
+    write_tokens(past, past, 0, cache.cache, cache.scale, quant_bit=8, quant_group=32)
     mx.eval(cache.cache, cache.scale)
     cache._offset = PAST
     query = mx.random.normal((1, heads, CHUNK, HEAD_DIM), key=mx.random.key(1))

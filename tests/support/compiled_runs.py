@@ -24,7 +24,8 @@ from kvant.engine.prefill import prefill
 from kvant.engine.sampling import greedy
 from kvant.engine.step import CompiledStep
 from kvant.models import Decoder, load_decoder
-from kvant.operators.kernels import attend, dispatch
+from kvant.operators import dispatch
+from kvant.operators.kernels import attend
 from support.fused_path import unfused_launch
 
 NO_FUSE = 2

@@ -15,10 +15,10 @@ from kvant.engine.decode import decode
 from kvant.engine.prefill import prefill
 from kvant.engine.sampling import greedy
 from kvant.models import Decoder
-from kvant.operators import multi_head_cache_attention
+from kvant.operators import dispatch, multi_head_cache_attention
 from kvant.operators.bias_split import BiasSplit, rotation_table
-from kvant.operators.kernels import dispatch, launch
-from kvant.operators.quantization import levels_dtype
+from kvant.operators.kernels import launch
+from kvant.operators.quantization import quantized_dtype
 from kvant.operators.rotary import Rotary
 
 pytestmark = host_pytest_skip
@@ -126,7 +126,7 @@ class OperatorCall:
         self.options = {"is_causal": True, "quant_bit": bits, "quant_group": 16, "num_layer": layers} | options
         self.options |= {"num_heads": H, "num_kv_heads": K, "head_dim": D, "cache_layout": layout}
         shape = (max_batch, layers, 2, rows, K) if layout == 0 else (layers, max_batch, 2, K, rows)
-        self.cache, self.scale = mx.zeros((*shape, 32 if bits == 4 else D), levels_dtype(bits)), None
+        self.cache, self.scale = mx.zeros((*shape, 32 if bits == 4 else D), quantized_dtype(bits)), None
         if bits:
             self.scale = mx.full((*shape, D // 16), float("nan"), mx.float32)  # whose products PMX rounds to float32
         else:

@@ -12,7 +12,7 @@ from support.metal_host import host_pytest_skip
 from support.operator_cases import FLOATS, to_mx, to_numpy
 from support.oracle import Array
 
-from kvant.operators.kernels.attend import HEAD_DIMS, quantize_rows
+from kvant.operators.kernels.attend import HEAD_DIMS, quantize_tokens
 from kvant.operators.quantization import quantize
 
 pytestmark = host_pytest_skip
@@ -24,7 +24,7 @@ def append(
     key: mx.array, value: mx.array, *, quant_bit: int, quant_group: int, scale_dtype: str = "float16"
 ) -> tuple[mx.array, mx.array]:
     with kernels_on_host():
-        return quantize_rows(
+        return quantize_tokens(
             key,
             value,
             quant_bit=quant_bit,

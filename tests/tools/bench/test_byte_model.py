@@ -12,8 +12,8 @@ from support.graph_traffic import graph_traffic
 
 from kvant.cache import FullKVCache, QuantizedKVCache
 from kvant.operators.bias_split import BiasSplit
+from kvant.operators.cached_attention import append_and_attend, attend_fused
 from kvant.operators.kernels import attend as kernels
-from kvant.operators.multi_head_cache_attention import append_and_attend
 from kvant.tools.bench import bytes as model
 from kvant.tools.bench.bytes import AttentionStep, Traffic, total
 
@@ -80,7 +80,6 @@ def test_the_unfused_path_is_the_traced_graph(bits: int, group: int, dtype: mx.D
             scale,
             quant_bit=bits,
             quant_group=group,
-            product_dtype=mx.float32,
             bias_split=split,
         )
         return [output, *arrays]
@@ -189,7 +188,7 @@ def test_the_fused_path_is_what_is_launched(
             heads=H, kv_heads=K, head_dim=D, rows=rows, max_rows=room, bits=bits, group=group, dtype=dtype, pairs=pairs
         )
     )
-    kernels.attend(
+    attend_fused(
         query,
         cache.cache,
         cache.scale,
@@ -204,7 +203,7 @@ def test_the_fused_path_is_what_is_launched(
     read = _nbytes([array for array in inputs if all(array is not other for other in by_row)])
     read += sum(array.nbytes for array in by_row) * rows // room
     splits = launches.calls["combine"][0][1].shape[-1]
-    share = max(math.ceil(rows / splits), kernels.LEAST_ROWS)  # as attend.h shares them
+    share = max(math.ceil(rows / splits), kernels.MIN_SPLIT_TOKENS)  # as attend.h shares them
     used = sum(1 for first in range(0, splits * share, share) if first < rows)
     assert stages["attend"] == Traffic(read, partial * used // splits + sum(statistics), 1)
     (_, sums, most, bias), (output,) = launches.calls["combine"]
@@ -212,7 +211,7 @@ def test_the_fused_path_is_what_is_launched(
     assert stages["combine"] == Traffic(read, output, 1)
     assert sum(statistics) == sums.nbytes + most.nbytes
     if bits:
-        levels, scales = kernels.quantize_rows(
+        levels, scales = kernels.quantize_tokens(
             key, value, quant_bit=bits, quant_group=group, scale_dtype=mx.float16, backend="metal"
         )
         written = levels.nbytes + scales.nbytes
@@ -229,13 +228,13 @@ def test_attention_in_kernels_is_two_launches() -> None:
     query, key, value = _new(14, 2, 64, mx.bfloat16)
 
     def decode(query: mx.array, cache: mx.array, scale: mx.array, offset: mx.array) -> mx.array:
-        return kernels.attend(query, cache, scale, offset, quant_bit=8, quant_group=32, backend="metal")
+        return attend_fused(query, cache, scale, offset, quant_bit=8, quant_group=32, backend="metal")
 
     assert cache.scale is not None
     assert graph_traffic(decode, query, cache.cache, cache.scale, mx.array(7))[1] == ["CustomKernel"] * 2
 
     def quantize(key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
-        return kernels.quantize_rows(key, value, quant_bit=8, quant_group=32, scale_dtype=mx.float16, backend="metal")
+        return kernels.quantize_tokens(key, value, quant_bit=8, quant_group=32, scale_dtype=mx.float16, backend="metal")
 
     assert graph_traffic(quantize, key, value)[1] == ["CustomKernel"]
 

@@ -16,7 +16,7 @@ import kvant
 from kvant.cli import app as application
 from kvant.cli.app import make_app
 from kvant.operators.kernels import attend, launch
-from kvant.operators.kernels.check import SELF_CHECK
+from kvant.operators.self_check import SELF_CHECK
 from kvant.tools.doctor import diagnosis, kernels, look_ahead, machine
 
 

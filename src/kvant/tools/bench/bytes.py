@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvant.operators.kernels.attend import LEAST_ROWS, num_splits
+from kvant.operators.kernels.attend import MIN_SPLIT_TOKENS, num_splits
 
 FLOAT32 = 4  # bytes of an element
 MLX_LM_STEP = 256  # tokens by which mlx-lm's caches grow
@@ -115,7 +115,7 @@ def fused(step: AttentionStep) -> Stages:
     by one kernel and put into the cache by an update each.
     """
     split = num_splits(step.max_rows, step.batch * step.kv_heads)
-    share = max(-(-step.rows // split), LEAST_ROWS)
+    share = max(-(-step.rows // split), MIN_SPLIT_TOKENS)
     used = -(-step.rows // share)  # splits that have rows
     queries = step.batch * step.heads
     partial = queries * used * step.head_dim * FLOAT32

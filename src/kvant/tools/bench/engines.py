@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvant.operators.kernels.dispatch import KERNELS
+from kvant.operators.dispatch import KERNELS
 
 LOCAL = ("kvant", "mlx-lm", "concat", "none")  # engines that load the model themselves; the other is a server
 DTYPES = ("float32", "float16", "bfloat16")
