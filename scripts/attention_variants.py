@@ -23,10 +23,11 @@ SHAPES = {  # query heads, kv heads, head_dim, layers
 }
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 PATHS = ("unfused", "fused")
-SPARE = 256  # rows reserved past the context, as every cache has some
-CHUNK = 8192  # rows made at a time
+SPARE = 256  # tokens reserved past the context, as every cache has some
+CHUNK = 8192  # tokens made at a time
 READING = ("dequantize", "attend", "combine")  # the stages of the byte model that are timed
-# Relative error, root mean square: to the same rows in float64, by dtype; to rows that are not quantized, by bits.
+# Relative error, root mean square: to the same keys and values in float64, by dtype; to unquantized ones, by
+# bits.
 EXACT = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 MLX_LM_FACTOR = 5  # its scores are in the activations' dtype, on a CPU its sums too
 QUANTIZED = {0: 0.0, 8: 0.02, 4: 0.25}
@@ -40,26 +41,26 @@ class Variant:
 
     Attributes:
         path: unfused, fused, mlx or mlx-lm.
-        row_bytes: of one cached token, keys and values.
-        traffic: by the byte model, without the append; None where it doesn't say.
+        token_bytes: of one cached token, keys and values.
+        traffic: from the byte model, without the append. None where the model has none.
         layers: the arrays of each.
         attend: (query (1, H, 1, D), a layer's arrays) -> (1, H, 1, D).
-        rows: a layer's arrays -> keys and values (1, K, T, D) as they are stored, float32.
+        stored: a layer's arrays -> keys and values (1, K, T, D) as they are stored, float32.
     """
 
     name: str
     path: str
     bits: int
     group: int | None
-    row_bytes: int
+    token_bytes: int
     traffic: Traffic | None
     layers: list[Arrays]
     attend: Callable[[mx.array, Arrays], mx.array]
-    rows: Callable[[Arrays], Sequence[mx.array]]
+    stored: Callable[[Arrays], Sequence[mx.array]]
 
     @property
     def label(self) -> str:
-        """Name and path, where a path is to be told."""
+        """The name, with the path where there are two."""
         return f"{self.name} {self.path}" if self.path in PATHS else self.name
 
 
@@ -95,11 +96,11 @@ def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -
             path="mlx",
             bits=0,
             group=None,
-            row_bytes=plain.mlx_lm_row_bytes,
+            token_bytes=plain.mlx_lm_row_bytes,
             traffic=reading(model.mlx_rows(plain)),
             layers=[[mx.zeros((1, kv_heads, room, head_dim), dtype) for _ in "kv"] for _ in range(layers)],
             attend=lambda query, arrays: mx.fast.scaled_dot_product_attention(query, *sliced(arrays), scale=scale),
-            rows=sliced,
+            stored=sliced,
         )
     ]
     for bits in [bits for bits in plan["bits"] if bits]:
@@ -121,14 +122,14 @@ def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -
                 path="mlx-lm",
                 bits=bits,
                 group=group,
-                row_bytes=theirs.mlx_lm_row_bytes,
+                token_bytes=theirs.mlx_lm_row_bytes,
                 traffic=reading(model.mlx_lm_quantized(theirs)),
                 layers=[[mx.zeros((1, kv_heads, room, w), kind) for w, kind in widths] for _ in range(layers)],
                 attend=pair,
-                rows=dequantized,
+                stored=dequantized,
             )
         )
-    offset = mx.array(context - 1)  # the new row is in the cache already
+    offset = mx.array(context - 1)  # the new token is in the cache already
     for bits in plan["bits"]:
         group = plan["group"] if bits else 1
 
@@ -168,11 +169,11 @@ def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -
                     path=path,
                     bits=bits,
                     group=group if bits else None,
-                    row_bytes=own.row_bytes,
+                    token_bytes=own.row_bytes,
                     traffic=traffic if path == "fused" or plan["kind"] == "cpu" else None,  # compiled there
                     layers=[cache.arrays for cache in caches],
                     attend=fused if path == "fused" else unfused,
-                    rows=exact,
+                    stored=exact,
                 )
             )
     for layer in range(layers):
@@ -183,11 +184,11 @@ def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -
 def _fill(
     variants: list[Variant], layer: int, room: int, kv_heads: int, head_dim: int, dtype: mx.Dtype, seed: int
 ) -> None:
-    """The same keys and values into the layer of every variant, all reserved rows."""
+    """Put the same keys and values into the layer of every variant, up to the end of the reservation."""
     for start in range(0, room, CHUNK):
         shape = (1, kv_heads, min(CHUNK, room - start), head_dim)
         seeds = mx.random.split(mx.random.key(seed + 2 + layer * 1000 + start // CHUNK))
-        rows = [mx.random.normal(shape, key=key).astype(dtype) for key in seeds]
+        both = [mx.random.normal(shape, key=key).astype(dtype) for key in seeds]
         filled: list[int] = []
         for variant in variants:
             arrays = variant.layers[layer]
@@ -196,13 +197,13 @@ def _fill(
             filled.append(id(arrays))
             end = start + shape[2]
             if variant.path == "mlx":
-                parts = rows
+                parts = both
             elif variant.path == "mlx-lm":
-                parts = [part for x in rows for part in mx.quantize(x, variant.group, variant.bits)]
+                parts = [part for x in both for part in mx.quantize(x, variant.group, variant.bits)]
             else:
                 group = variant.group or 1
                 scale = arrays[1] if variant.bits else None
-                write_tokens(*rows, start, arrays[0], scale, quant_bit=variant.bits, quant_group=group)
+                write_tokens(*both, start, arrays[0], scale, quant_bit=variant.bits, quant_group=group)
                 parts = []
             for array, part in zip(arrays, parts, strict=False):
                 array[..., start:end, :] = part
@@ -210,16 +211,16 @@ def _fill(
 
 
 def check(variants: Sequence[Variant], query: mx.array, dtype: str) -> dict[str, dict[str, float]]:
-    """Every variant's relative error in the first layer, to its own rows and to those that are not quantized.
+    """Every variant's relative error in the first layer, to its own keys and values and to the unquantized ones.
 
     Raises:
         ArithmeticError: one is wrong.
     """
-    wanted = reference(query, variants[0].rows(variants[0].layers[0]))
+    wanted = reference(query, variants[0].stored(variants[0].layers[0]))
     errors = {}
     for variant in variants:
         got = np.array(variant.attend(query, variant.layers[0]).astype(mx.float32), np.float64)
-        own = reference(query, variant.rows(variant.layers[0]))
+        own = reference(query, variant.stored(variant.layers[0]))
         error = {"own_rows": _relative(got, own), "unquantized": _relative(got, wanted)}
         exact = EXACT[dtype] * (MLX_LM_FACTOR if variant.path == "mlx-lm" else 1)
         bounds = {"own_rows": exact, "unquantized": exact + QUANTIZED[variant.bits]}
@@ -232,14 +233,14 @@ def check(variants: Sequence[Variant], query: mx.array, dtype: str) -> dict[str,
     return errors
 
 
-def reference(query: mx.array, rows: Sequence[mx.array]) -> "np.ndarray[Any, Any]":
+def reference(query: mx.array, stored: Sequence[mx.array]) -> "np.ndarray[Any, Any]":
     """Attention in NumPy, float64, a kv head at a time: (1, H, 1, D)."""
     H, D = query.shape[1], query.shape[3]
-    K = rows[0].shape[1]
+    K = stored[0].shape[1]
     queries = np.array(query.astype(mx.float32), np.float64).reshape(K, H // K, D)
     outputs = []
     for head in range(K):
-        key, value = (np.array(x[0, head].astype(mx.float32), np.float64) for x in rows)
+        key, value = (np.array(x[0, head].astype(mx.float32), np.float64) for x in stored)
         scores = queries[head] @ key.T / math.sqrt(D)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         outputs.append(weights @ value / weights.sum(axis=-1, keepdims=True))

@@ -1,14 +1,14 @@
-"""Attention of one new token, a layer: time and achieved bytes a second over the length of the context.
+"""One layer's attention of one new token: time and achieved bytes a second against the length of the context.
 
 Run: python scripts/bench_attention.py [--contexts 1k,4k,32k] [--output FILE.json] [--plot FILE.svg]    (--help: more)
 
-kvant over its own rows (0, 8 and 4 bits; the fused kernel on a GPU, MLX operations elsewhere, both with --paths), MLX's
-attention over rows of the activations' dtype, and mlx-lm's pair of quantized products. All variants hold the same keys
-and values, are first checked against a float64 reference, and are measured in turns, in an order that alternates.
+The variants are kvant at 0, 8 and 4 bits (the fused kernel on a GPU, MLX operations elsewhere; --paths chooses), MLX's
+attention to keys and values of the activations' dtype, and mlx-lm's pair of quantized products. All hold the same
+keys and values. They are first checked against a float64 reference, then measured in turns, in alternating order.
 
-A sample is a chain of layers, each with a cache of its own so that none is found in the device's caches, the output of
-one the query of the next; on a GPU the chain is compiled, as the decode step is. The append is left out everywhere.
-Copy bandwidth is measured first. Exit code 1 where a variant is wrong; nothing is timed then.
+A sample is a chain of layers. Each has its own cache, so that none is in the device's caches. The output of one is
+the query of the next. On a GPU the chain is compiled, as the decode step is. The append is left out everywhere. Copy
+bandwidth is measured first. Where a variant is wrong, nothing is timed and the exit code is 1.
 
 Public figures to compare with: on an M4 Pro (273 GB/s) MLX's bfloat16 decode attention of 32 heads, 8 kv heads of 128
 takes 0.917 ms at 32k and 3.65 ms at 128k, about 146 GB/s.
@@ -42,7 +42,10 @@ from kvant.tools.bench.plot import check_plot_path
 from kvant.tools.bench.statistics import Spread, paired_ratio
 
 CONTEXTS = {"gpu": "1k,2k,4k,8k,16k,32k,64k,128k", "cpu": "1k,4k,16k"}
-CHAIN_BYTES = {"gpu": 2**30, "cpu": 2**27}  # of unquantized rows: layers of a chain are fewer where this is exceeded
+CHAIN_BYTES = {
+    "gpu": 2**30,
+    "cpu": 2**27,
+}  # of unquantized keys and values; a chain has fewer layers beyond it
 SAMPLE_S = 0.02  # a sample takes at least so long
 
 
@@ -151,7 +154,7 @@ def _results(
     baseline = dict(enumerate(times[variants[0].label]))
     for variant in variants:
         ms = times[variant.label]
-        speed = variant.row_bytes * context / median(ms) / 1e6
+        speed = variant.token_bytes * context / median(ms) / 1e6
         ratio = paired_ratio(dict(enumerate(ms)), baseline)
         assert ratio is not None  # every round has both
         found.append(
@@ -165,7 +168,7 @@ def _results(
                 "group": variant.group,
                 "ms": asdict(Spread(median(ms), min(ms), max(ms), len(ms))),
                 "ratio": asdict(ratio),
-                "cache_bytes": variant.row_bytes * context,
+                "cache_bytes": variant.token_bytes * context,
                 "gb_per_s": speed,
                 "copy_share": speed / bandwidth,
                 "model": None if variant.traffic is None else asdict(variant.traffic),
@@ -182,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bits", default="0,8,4", help="of a cached element; default %(default)s")
     parser.add_argument("--paths", help="unfused, fused or both; default: fused on a GPU, unfused on a CPU")
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="of activations and plain rows; default bfloat16, on a CPU float32"
+        "--dtype", choices=DTYPES, help="of activations and unquantized values; default bfloat16, on a CPU float32"
     )
     parser.add_argument("--group", type=int, default=32, help="kvant's; default %(default)s")
     parser.add_argument("--mlx-lm-group", type=int, default=64, help="mlx-lm's; default %(default)s, as there")
@@ -265,7 +268,7 @@ def _layers(shape: str, context: int, plan: dict[str, Any]) -> tuple[int, int]:
     layers = max(1, min(most, CHAIN_BYTES[plan["kind"]] // (elements * width)))
     held = width + sum(bits / 8 + 2 * width / plan["mlx_lm_group"] for bits in plan["bits"] if bits)
     held += sum(bits / 8 + 2 / plan["group"] if bits else width for bits in plan["bits"])
-    made = 16  # dequantized rows, their products, a kv head in float64
+    made = 16  # dequantized values, their products, a kv head in float64
     return layers, int(elements * (layers * held + made))
 
 

@@ -1,9 +1,9 @@
-"""The unfused path's attention of one new token over quantized rows, a layer.
+"""The unfused path's attention of one new token to a quantized cache, for one layer.
 
 Run: python scripts/bench_unfused.py [query heads] [kv heads]    (head_dim 64; default: Qwen2.5-0.5B's 14 and 2)
 
-Against MLX's attention over float32 rows and mlx-lm's over its own quantized rows of the same bits (groups of 32), in
-one run, variants alternating, medians. The append is left out everywhere.
+It is compared with MLX's attention to float32 keys and values, and with mlx-lm's to its own quantized ones of the
+same bits (groups of 32). One run, variants alternating, medians. The append is left out everywhere.
 """
 
 import statistics
@@ -20,47 +20,47 @@ from kvant.operators.attention import attend_tokens
 from kvant.operators.cached_attention import read_tokens, write_tokens
 
 HEAD_DIM, SPARE = 64, 100
-ROWS = (128, 1024, 4096, 16384)
+CONTEXTS = (128, 1024, 4096, 16384)
 ROUNDS = 25
-WAYS = ("kvant", "mlx-lm quantized", "float32 rows")
+WAYS = ("kvant", "mlx-lm quantized", "float32")
 CASES = [(8, 8), (8, 32), (8, 64), (4, 8), (4, 32), (4, 64)]  # bits, group
 
 
-def variants(H: int, K: int, rows: int, bits: int, group: int) -> dict[str, Callable[[], mx.array]]:
+def variants(H: int, K: int, tokens: int, bits: int, group: int) -> dict[str, Callable[[], mx.array]]:
     """Each way as a function without arguments."""
-    key, value = (mx.random.normal((1, K, rows + SPARE, HEAD_DIM), key=mx.random.key(i)) for i in (0, 1))
+    key, value = (mx.random.normal((1, K, tokens + SPARE, HEAD_DIM), key=mx.random.key(i)) for i in (0, 1))
     query = mx.random.normal((1, H, 1, HEAD_DIM), key=mx.random.key(2))
-    cache = QuantizedKVCache(rows + SPARE, K, HEAD_DIM, quant_bit=bits, quant_group=group)
+    cache = QuantizedKVCache(tokens + SPARE, K, HEAD_DIM, quant_bit=bits, quant_group=group)
     write_tokens(key, value, 0, cache.cache, cache.scale, quant_bit=bits, quant_group=group)
-    key, value = (mx.contiguous(x[:, :, :rows]) for x in (key, value))
+    key, value = (mx.contiguous(x[:, :, :tokens]) for x in (key, value))
     theirs = [mx.quantize(x, 32, bits) for x in (key, value)]
     mx.eval(query, key, value, cache.cache, cache.scale, theirs)
     scale = HEAD_DIM**-0.5
 
     def multiplied_out() -> mx.array:
-        read = read_tokens(rows, cache.cache, cache.scale, quant_bit=bits, dtype=mx.float32)
+        read = read_tokens(tokens, cache.cache, cache.scale, quant_bit=bits, dtype=mx.float32)
         return attend_tokens(query, *read)
 
     return {
         "kvant": multiplied_out,
         "mlx-lm quantized": lambda: quantized_scaled_dot_product_attention(query, *theirs, scale, None, 32, bits),
-        "float32 rows": lambda: mx.fast.scaled_dot_product_attention(query, key, value, scale=scale),
+        "float32": lambda: mx.fast.scaled_dot_product_attention(query, key, value, scale=scale),
     }
 
 
 def main() -> None:
-    """Print a row a context and format: milliseconds, and the ratios of the way kvant takes."""
+    """Print a line for each context and format: milliseconds, and the ratios of kvant's time to the others."""
     H, K = (int(x) for x in sys.argv[1:3]) if len(sys.argv) > 2 else (14, 2)
     print(
         f"{mx.device_info()['device_name']}, MLX {mx.__version__}, BLAS {kvant.blas.loaded()}; "
         f"{H} / {K} heads of {HEAD_DIM}, ms a layer\n"
     )
-    columns = ["rows", "bits", "group", *WAYS, "to mlx-lm", "to float32"]
+    columns = ["tokens", "bits", "group", *WAYS, "to mlx-lm", "to float32"]
     print(f"| {' | '.join(columns)} |")
     print("| --- " * len(columns) + "|")
-    for rows in ROWS:
+    for tokens in CONTEXTS:
         for bits, group in CASES:
-            ways = variants(H, K, rows, bits, group)
+            ways = variants(H, K, tokens, bits, group)
             times: dict[str, list[float]] = {name: [] for name in ways}
             for round_ in range(ROUNDS + 3):
                 for name, way in ways.items():
@@ -71,8 +71,8 @@ def main() -> None:
             median = {name: statistics.median(values) for name, values in times.items()}
             taken = median["kvant"]
             cells = [f"{median[name]:.2f}" for name in WAYS]
-            ratios = f"{taken / median['mlx-lm quantized']:.2f} | {taken / median['float32 rows']:.2f}"
-            print(f"| {rows} | {bits} | {group} | {' | '.join(cells)} | {ratios} |", flush=True)
+            ratios = f"{taken / median['mlx-lm quantized']:.2f} | {taken / median['float32']:.2f}"
+            print(f"| {tokens} | {bits} | {group} | {' | '.join(cells)} | {ratios} |", flush=True)
 
 
 if __name__ == "__main__":
