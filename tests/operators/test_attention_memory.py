@@ -2,12 +2,14 @@
 
 import mlx.core as mx
 import pytest
+from support.counts import count
 
 from kvant.cache import QuantizedKVCache
 from kvant.operators.attention import BLOCK_SCORE_BYTES
 from kvant.operators.cached_attention import append_and_attend, write_tokens
 
-KV_HEADS, HEAD_DIM, PAST, CHUNK = 2, 64, 16384 - 512, 512
+KV_HEADS, HEAD_DIM, CHUNK = 2, 64, 512
+PAST = count(8192, 16384) - CHUNK
 
 
 @pytest.mark.parametrize("heads", [4, 14])

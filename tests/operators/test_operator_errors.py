@@ -290,6 +290,6 @@ def test_quantize_refuses(shape: tuple[int, ...], options: dict[str, int], word:
     ],
 )
 def test_dequantize_refuses(width: int, groups: int, options: dict[str, int], word: str) -> None:
-    levels, scale = mx.ones((2, width), mx.int8), mx.ones((2, groups))
+    quantized, scale = mx.ones((2, width), mx.int8), mx.ones((2, groups))
     with pytest.raises(ValueError, match=whole(word)):
-        mx.eval(dequantize(levels, scale, dtype=mx.float32, **options))
+        mx.eval(dequantize(quantized, scale, dtype=mx.float32, **options))

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support import oracle
-from support.operator_cases import FLOATS, LevelTally, check_output, check_returned, same_bits, to_mx, to_numpy
+from support.operator_cases import FLOATS, QuantizedTally, check_output, check_returned, same_bits, to_mx, to_numpy
 from support.oracle import Array, Spec
 
 from kvant.operators import key_value_cache, multi_head_cache_attention, quantize
@@ -197,18 +197,18 @@ def test_kv_heads_are_grouped_in_order() -> None:
 
 def test_nibble_order() -> None:
     """Element 2i in the low nibble, 2i+1 in the high one, two's complement."""
-    levels, scale = quantize(mx.array([[1.0, -1.0, 7.0, -7.0]]), quant_bit=4, quant_group=4)
-    assert (levels.dtype, levels.tolist()) == (mx.uint8, [[0xF1, 0x97]])
+    quantized, scale = quantize(mx.array([[1.0, -1.0, 7.0, -7.0]]), quant_bit=4, quant_group=4)
+    assert (quantized.dtype, quantized.tolist()) == (mx.uint8, [[0xF1, 0x97]])
     assert (scale.dtype, scale.tolist()) == (mx.float32, [[1.0]])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("quant_bit", [8, 4])
 def test_ties_go_to_even(dtype: str, quant_bit: int) -> None:
-    limit = oracle.max_level(quant_bit)
+    limit = oracle.max_quantized(quant_bit)
     x = mx.array([[limit, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 3.5]]).astype(getattr(mx, dtype))
-    levels, _ = quantize(x, quant_bit=quant_bit, quant_group=8)
-    found = to_numpy(levels)
+    quantized, _ = quantize(x, quant_bit=quant_bit, quant_group=8)
+    found = to_numpy(quantized)
     found = oracle.unpack_nibbles(found) if quant_bit == 4 else found
     assert found.tolist() == [[limit, 0, 2, 2, 0, -2, -2, 4]]
 
@@ -216,23 +216,23 @@ def test_ties_go_to_even(dtype: str, quant_bit: int) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("quant_bit", [8, 4])
 def test_an_all_zero_group_has_the_least_scale(dtype: str, quant_bit: int) -> None:
-    levels, scale = quantize(mx.zeros((2, 8), getattr(mx, dtype)), quant_bit=quant_bit, quant_group=4)
+    quantized, scale = quantize(mx.zeros((2, 8), getattr(mx, dtype)), quant_bit=quant_bit, quant_group=4)
     least = oracle.cast(np.array(1e-5), dtype)
-    assert not to_numpy(levels).any()
+    assert not to_numpy(quantized).any()
     np.testing.assert_array_equal(to_numpy(scale), np.full((2, 2), least))
 
 
 def test_division_is_not_a_reciprocal() -> None:
-    """In float16 a multiply by the rounded reciprocal flips about one level in a hundred."""
+    """In float16 a multiply by the rounded reciprocal flips about one value in a hundred."""
     x = np.random.default_rng(8).standard_normal((4096, 32)).astype(np.float16)
-    levels, _ = quantize(mx.array(x), quant_bit=8, quant_group=8)
-    expected, scale = oracle.levels_and_scale(x, "float16", 8, 8)
-    tally = LevelTally()
-    tally.compare(to_numpy(levels), expected, "float16")
+    quantized, _ = quantize(mx.array(x), quant_bit=8, quant_group=8)
+    expected, scale = oracle.quantized_and_scale(x, "float16", 8, 8)
+    tally = QuantizedTally()
+    tally.compare(to_numpy(quantized), expected, "float16")
     tally.check()
     groups = x.reshape(4096, 4, 8)
     flipped = np.rint(groups * (np.float16(1) / scale[..., None])).reshape(x.shape).astype(np.int8)
-    tally = LevelTally()
+    tally = QuantizedTally()
     tally.compare(flipped, expected, "float16")
     with pytest.raises(AssertionError, match="differ by one"):  # the mistake is one that the comparison sees
         tally.check()

@@ -60,14 +60,14 @@ def test_a_row_without_a_key_is_zeros() -> None:
 
 def test_quantization_by_hand() -> None:
     x = np.array([[127.0, -63.5, 0.5, 1.5, 0.0, 0.0, 0.0, 0.0]], np.float32)
-    levels, scale = oracle.quantize(x, Spec(quant_bit=8, quant_group=4))
-    assert levels.tolist() == [[127, -64, 0, 2, 0, 0, 0, 0]]
+    quantized, scale = oracle.quantize(x, Spec(quant_bit=8, quant_group=4))
+    assert quantized.tolist() == [[127, -64, 0, 2, 0, 0, 0, 0]]
     assert scale.tolist() == [[1.0, np.float32(1e-5)]]
 
 
 def test_nibbles_by_hand() -> None:
-    levels = np.array([1, -1, 7, -7], np.int8)
-    assert oracle.pack_nibbles(levels).tolist() == [0xF1, 0x97]
+    quantized = np.array([1, -1, 7, -7], np.int8)
+    assert oracle.pack_nibbles(quantized).tolist() == [0xF1, 0x97]
     assert oracle.unpack_nibbles(np.array([0xF1, 0x97], np.uint8)).tolist() == [1, -1, 7, -7]
 
 

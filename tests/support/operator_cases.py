@@ -17,12 +17,12 @@ from support.oracle import Array, Spec
 OUTPUT_TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 # A stored scale against the oracle's, relative: exact in float32, elsewhere one rounding.
 SCALE_TOLERANCE = {"float32": 0.0, "float16": 2**-10, "bfloat16": 2**-7}
-# The share of levels that may be off, by one. Exact in float32.
-LEVEL_TOLERANCE = {"float32": 0.0, "float16": 0.003, "bfloat16": 0.003}
+# The share of quantized values that may be off by one. Exact in float32.
+QUANTIZED_TOLERANCE = {"float32": 0.0, "float16": 0.003, "bfloat16": 0.003}
 
 FLOATS = ("float32", "float16", "bfloat16")
-POISON_LEVEL = -128  # no quantizer here makes it
-POISON_BYTE = 0x88  # two levels of -8, which no quantizer here makes
+POISON_INT8 = -128  # no quantizer here makes it
+POISON_BYTE = 0x88  # two values of -8, which no quantizer here makes
 
 
 # ---- between NumPy and MLX -------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def draw_values(rng: np.random.Generator, shape: tuple[int, ...], case: Case) ->
         return rng.integers(-128, 128, shape).astype(np.int8)
     x = rng.standard_normal(shape)
     if case.data == "ties":  # with one element at the limit the scale is 1 and every other half is a tie
-        limit = oracle.max_level(spec.quant_bit or 8)
+        limit = oracle.max_quantized(spec.quant_bit or 8)
         x = rng.integers(-2 * limit, 2 * limit + 1, shape) / 2
         x[..., :: spec.quant_group] = limit
     elif case.data == "tiny":  # about the least scale
@@ -209,7 +209,7 @@ def draw_values(rng: np.random.Generator, shape: tuple[int, ...], case: Case) ->
 def poisoned(shape: tuple[int, ...], dtype: str) -> Array:
     """An array in which every element is one that must not be read."""
     if dtype == "int8":
-        return np.full(shape, POISON_LEVEL, np.int8)
+        return np.full(shape, POISON_INT8, np.int8)
     if dtype == "uint8":
         return np.full(shape, POISON_BYTE, np.uint8)
     return np.full(shape, np.nan, np.float16 if dtype == "float16" else np.float32)
@@ -263,25 +263,25 @@ def make_input(x: Array, dtype: str, strided: bool) -> mx.array:
 # ---- comparators -----------------------------------------------------------------------------------------------------
 
 
-class LevelTally:
-    """Counts levels that are off by one over many cases, because one flip in a small case is already a large share."""
+class QuantizedTally:
+    """Counts values that are off by one over many cases. In one small case a single flip is a large share."""
 
     def __init__(self) -> None:
-        self.seen = dict.fromkeys(LEVEL_TOLERANCE, 0)
-        self.off = dict.fromkeys(LEVEL_TOLERANCE, 0)
+        self.seen = dict.fromkeys(QUANTIZED_TOLERANCE, 0)
+        self.off = dict.fromkeys(QUANTIZED_TOLERANCE, 0)
 
     def compare(self, actual: Array, expected: Array, dtype: str) -> None:
         difference = np.abs(actual.astype(np.int16) - expected.astype(np.int16))
-        assert difference.max(initial=0) <= 1, f"a level is off by {difference.max()}"
+        assert difference.max(initial=0) <= 1, f"a quantized value is off by {difference.max()}"
         self.seen[dtype] += difference.size
         self.off[dtype] += int(difference.sum())
-        if LEVEL_TOLERANCE[dtype] == 0.0:
-            assert not difference.any(), f"{int(difference.sum())} of {difference.size} levels differ in {dtype}"
+        if QUANTIZED_TOLERANCE[dtype] == 0.0:
+            assert not difference.any(), f"{int(difference.sum())} of {difference.size} values differ in {dtype}"
 
     def check(self) -> None:
-        for dtype, share in LEVEL_TOLERANCE.items():
+        for dtype, share in QUANTIZED_TOLERANCE.items():
             off, seen = self.off[dtype], self.seen[dtype]
-            assert off <= share * seen, f"{off} of {seen} levels from {dtype} differ by one, allowed {share:.1%}"
+            assert off <= share * seen, f"{off} of {seen} values from {dtype} differ by one, allowed {share:.1%}"
 
 
 def check_unowned(actual: Array, expected: Array, case: Case, what: str) -> None:
@@ -294,7 +294,7 @@ def check_unowned(actual: Array, expected: Array, case: Case, what: str) -> None
 
 
 def check_stored(
-    actual: tuple[mx.array, mx.array | None], expected: tuple[Array, Array | None], case: Case, tally: LevelTally
+    actual: tuple[mx.array, mx.array | None], expected: tuple[Array, Array | None], case: Case, tally: QuantizedTally
 ) -> None:
     """The whole cache and the whole scale after a call."""
     spec, (cache, scale) = case.spec, (to_numpy(actual[0]), actual[1])
@@ -309,10 +309,10 @@ def check_stored(
     check_unowned(to_numpy(scale), expected[1], case, "scale")
     for kind in (oracle.KEY, oracle.VALUE):
         bounds = (kind, case.batch, case.start_pos, case.num_keys, spec)
-        levels, wanted = oracle.rows(cache, *bounds), oracle.rows(expected[0], *bounds)
+        quantized, wanted = oracle.rows(cache, *bounds), oracle.rows(expected[0], *bounds)
         if spec.quant_bit == 4:
-            levels, wanted = oracle.unpack_nibbles(levels), oracle.unpack_nibbles(wanted)
-        tally.compare(levels, wanted, spec.dtype)
+            quantized, wanted = oracle.unpack_nibbles(quantized), oracle.unpack_nibbles(wanted)
+        tally.compare(quantized, wanted, spec.dtype)
         tolerance = SCALE_TOLERANCE[spec.dtype]
         np.testing.assert_allclose(
             oracle.rows(to_numpy(scale), *bounds).astype(np.float64),
@@ -340,9 +340,9 @@ def check_output(actual: mx.array, expected: Array, dtype: str) -> None:
     np.testing.assert_allclose(output, expected, rtol=tolerance, atol=tolerance, err_msg="attention output")
 
 
-def run_cases(cases: Iterable[Case], check: Callable[[Case, LevelTally], None]) -> None:
+def run_cases(cases: Iterable[Case], check: Callable[[Case, QuantizedTally], None]) -> None:
     """Check every case, and say which one failed: draw_..._case(seed) makes it again."""
-    tally = LevelTally()
+    tally = QuantizedTally()
     for case in cases:
         try:
             check(case, tally)

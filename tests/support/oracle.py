@@ -4,7 +4,7 @@ B batch, S new tokens, T cached tokens read, H query heads, K kv heads, D head_d
 
 T1 is the dtype of the inputs, T2 of the cache, T3 of the scale. All three are given as names ("float16"), because NumPy
 has no bfloat16: a bfloat16 array is held here as float32 whose values bfloat16 can represent. Quantizing and
-dequantizing happen in the dtypes the specification names, so that levels compare exactly; attention is float64
+dequantizing happen in the dtypes the specification names, so that quantized compare exactly; attention is float64
 from end to end.
 
 Nothing is changed in place: a cache and a scale go in, new ones come out.
@@ -51,32 +51,32 @@ def cast(x: Array, dtype: str) -> Array:
 # ---- quantization ----------------------------------------------------------------------------------------------------
 
 
-def max_level(quant_bit: int) -> int:
+def max_quantized(quant_bit: int) -> int:
     """127 for 8 bits, 7 for 4."""
     return int(2 ** (quant_bit - 1) - 1)
 
 
-def levels_and_scale(x: Array, dtype: str, quant_bit: int, quant_group: int) -> tuple[Array, Array]:
-    """Signed levels (..., D) and their scale (..., D/G), every step rounded to T1."""
+def quantized_and_scale(x: Array, dtype: str, quant_bit: int, quant_group: int) -> tuple[Array, Array]:
+    """Signed quantized values (..., D) and their scale (..., D/G), every step rounded to T1."""
     groups = x.reshape(*x.shape[:-1], x.shape[-1] // quant_group, quant_group)  # (..., D) -> (..., D/G, G)
-    limit = max_level(quant_bit)
+    limit = max_quantized(quant_bit)
     peak = np.abs(groups).max(axis=-1)
     floor = cast(np.array(MIN_SCALE), dtype)
     # A quotient of two half-precision numbers taken in float32 and then rounded is the correctly rounded one.
     scale = np.maximum(cast(peak / peak.dtype.type(limit), dtype), floor)
     quotient = cast(groups / scale[..., None], dtype)
-    levels = np.clip(np.rint(quotient), -limit, limit).astype(np.int8)
-    return levels.reshape(x.shape), scale
+    quantized = np.clip(np.rint(quotient), -limit, limit).astype(np.int8)
+    return quantized.reshape(x.shape), scale
 
 
-def pack_nibbles(levels: Array) -> Array:
-    """Levels (..., D) -> bytes (..., D/2): element 2i in the low nibble, 2i+1 in the high one, two's complement."""
-    nibbles = levels.astype(np.int8).view(np.uint8) & 0x0F
+def pack_nibbles(quantized: Array) -> Array:
+    """Values (..., D) -> bytes (..., D/2): element 2i in the low nibble, 2i+1 in the high one, two's complement."""
+    nibbles = quantized.astype(np.int8).view(np.uint8) & 0x0F
     return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
 
 
 def unpack_nibbles(packed: Array) -> Array:
-    """Bytes (..., D/2) -> levels (..., D)."""
+    """Bytes (..., D/2) -> quantized values (..., D)."""
     nibbles = np.empty((*packed.shape[:-1], packed.shape[-1] * 2), np.int16)
     nibbles[..., 0::2] = packed & 0x0F
     nibbles[..., 1::2] = packed >> 4
@@ -84,17 +84,17 @@ def unpack_nibbles(packed: Array) -> Array:
 
 
 def quantize(x: Array, spec: Spec) -> tuple[Array, Array]:
-    """What the cache stores for x: levels as T2 holds them, and the scale in T3."""
-    levels, scale = levels_and_scale(x, spec.dtype, spec.quant_bit, spec.quant_group)
-    return (pack_nibbles(levels) if spec.quant_bit == 4 else levels), cast(scale, spec.scale_dtype)
+    """What the cache stores for x: quantized values as T2 holds them, and the scale in T3."""
+    quantized, scale = quantized_and_scale(x, spec.dtype, spec.quant_bit, spec.quant_group)
+    return (pack_nibbles(quantized) if spec.quant_bit == 4 else quantized), cast(scale, spec.scale_dtype)
 
 
 def dequantize(stored: Array, scale: Array, spec: Spec) -> Array:
-    """Levels times the stored scale, the product rounded to T3 and then to T1."""
-    levels = unpack_nibbles(stored) if spec.quant_bit == 4 else stored
-    groups = levels.reshape(*scale.shape, spec.quant_group)  # (..., D) -> (..., D/G, G)
+    """Quantized values times the stored scale, the product rounded to T3 and then to T1."""
+    quantized = unpack_nibbles(stored) if spec.quant_bit == 4 else stored
+    groups = quantized.reshape(*scale.shape, spec.quant_group)  # (..., D) -> (..., D/G, G)
     product = cast(groups.astype(scale.dtype) * scale[..., None], spec.scale_dtype)
-    return cast(product.reshape(levels.shape), spec.dtype)
+    return cast(product.reshape(quantized.shape), spec.dtype)
 
 
 # ---- the cache -------------------------------------------------------------------------------------------------------
@@ -117,8 +117,8 @@ def store(
         if scale is None:
             rows(cache, kind, batch, start_pos, stop, spec)[...] = cast(x, spec.cache_dtype)
         else:
-            levels, group_scale = quantize(x, spec)
-            rows(cache, kind, batch, start_pos, stop, spec)[...] = levels
+            quantized, group_scale = quantize(x, spec)
+            rows(cache, kind, batch, start_pos, stop, spec)[...] = quantized
             rows(scale, kind, batch, start_pos, stop, spec)[...] = group_scale
     return cache, scale
 

@@ -47,7 +47,7 @@ def unit(rng: np.random.Generator, shape: tuple[int, ...], bits: int, group: int
 
 def ties(rng: np.random.Generator, shape: tuple[int, ...], bits: int, group: int) -> Array:
     """With one element at the limit the scale is 1 and every other half is a tie."""
-    limit = oracle.max_level(bits)
+    limit = oracle.max_quantized(bits)
     x = rng.integers(-2 * limit, 2 * limit + 1, shape) / 2
     x[..., ::group] = limit
     return x
@@ -64,7 +64,7 @@ def large(rng: np.random.Generator, shape: tuple[int, ...], bits: int, group: in
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("bits", "group"), QUANTIZED)
-def test_levels_and_scales_are_the_operator_s_to_the_bit(bits: int, group: int, dtype: str) -> None:
+def test_values_and_scales_are_the_operator_s_to_the_bit(bits: int, group: int, dtype: str) -> None:
     """In float32 and, MLX rounding a half-precision quotient as the kernel does, in the others too."""
     rng = np.random.default_rng(bits * group + FLOATS.index(dtype))
     data: list[Callable[..., Array]] = [unit, ties, tiny, large]
@@ -74,23 +74,23 @@ def test_levels_and_scales_are_the_operator_s_to_the_bit(bits: int, group: int, 
         B, K, S = [int(rng.integers(1, top)) for top in (4, 4, 9)]
         key, value = (to_mx(oracle.cast(make(rng, (B, K, S, D), bits, group), dtype), dtype) for _ in range(2))
         options: dict[str, Any] = {"quant_bit": bits, "quant_group": group, "scale_dtype": scale_dtype}
-        levels, scale = append(key, value, **options)
-        wanted_levels, wanted_scale = unfused(key, value, **options)
-        assert (levels.shape, levels.dtype) == (wanted_levels.shape, wanted_levels.dtype), make.__name__
+        quantized, scale = append(key, value, **options)
+        wanted_quantized, wanted_scale = unfused(key, value, **options)
+        assert (quantized.shape, quantized.dtype) == (wanted_quantized.shape, wanted_quantized.dtype), make.__name__
         assert (scale.shape, scale.dtype) == (wanted_scale.shape, wanted_scale.dtype), make.__name__
         np.testing.assert_array_equal(np.array(scale), np.array(wanted_scale), err_msg=make.__name__)
-        np.testing.assert_array_equal(np.array(levels), np.array(wanted_levels), err_msg=make.__name__)
+        np.testing.assert_array_equal(np.array(quantized), np.array(wanted_quantized), err_msg=make.__name__)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_levels_and_scales_are_the_oracle_s(dtype: str) -> None:
+def test_values_and_scales_are_the_oracle_s(dtype: str) -> None:
     rng = np.random.default_rng(2)
     key, value = (oracle.cast(rng.standard_normal((2, 3, 5, 64)), dtype) for _ in range(2))
-    levels, scale = append(to_mx(key, dtype), to_mx(value, dtype), quant_bit=4, quant_group=16)
+    quantized, scale = append(to_mx(key, dtype), to_mx(value, dtype), quant_bit=4, quant_group=16)
     spec = oracle.Spec(dtype=dtype, scale_dtype="float16", quant_bit=4, quant_group=16)
     for place, x in enumerate((key, value)):
-        wanted_levels, wanted_scale = oracle.quantize(x, spec)
-        np.testing.assert_array_equal(to_numpy(levels)[:, place], wanted_levels)
+        wanted_quantized, wanted_scale = oracle.quantize(x, spec)
+        np.testing.assert_array_equal(to_numpy(quantized)[:, place], wanted_quantized)
         np.testing.assert_array_equal(to_numpy(scale)[:, place], wanted_scale)
 
 
