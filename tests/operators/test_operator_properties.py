@@ -48,7 +48,7 @@ class Problem:
         return self.num_kv_heads * self.group
 
     def cache(self, layout: int = 0, extra: tuple[int, int, int] = (0, 0, 0)) -> tuple[mx.array, mx.array | None]:
-        """Zeros, with more batch rows, tokens and layers than needed."""
+        """Zeros, with more sequences, tokens and layers than needed."""
         batch, length, layers = self.batch + extra[0], self.tokens + extra[1], 1 + extra[2]
         outer = (batch, layers, 2, length, self.num_kv_heads)
         if layout == 1:
@@ -146,12 +146,12 @@ def test_num_repeat_repeats_each_head(problem: Problem, num_repeat: int) -> None
 @few
 @given(problem=problems())
 def test_writing_what_was_read_changes_nothing(problem: Problem) -> None:
-    """Dequantized rows lie on the quantizer's own values."""
+    """Dequantized tokens lie on the quantizer's own values."""
     if problem.format["quant_bit"] == 0:
         return
     first, second = problem.cache(), problem.cache()
-    rows = key_value_cache(mx.array(problem.key), mx.array(problem.value), 0, *first, **problem.format)
-    key_value_cache(*rows, 0, *second, **problem.format)
+    both = key_value_cache(mx.array(problem.key), mx.array(problem.value), 0, *first, **problem.format)
+    key_value_cache(*both, 0, *second, **problem.format)
     assert mx.array_equal(first[0], second[0])
 
 

@@ -233,7 +233,7 @@ def quantized_call(seed: int) -> Call:
 
 
 def one_group_changed(scale: Array) -> Array:
-    """The scale with the group of one head in one current row made half as large again."""
+    """The scale with the group of one head in one current token made half as large again."""
     scale = scale.copy()
     scale[0, 1, oracle.VALUE, 1, 4, 0] *= 1.5  # (L, MaxB, 2, K, MaxS, D/G)
     return scale
@@ -268,12 +268,12 @@ def test_one_changed_scale_fails_the_comparison(seed: int) -> None:
 def test_one_changed_scale_fails_the_comparison_of_returned_rows(seed: int) -> None:
     call = quantized_call(seed)
     case = call.case
-    rows = key_value_cache(call.mx_key, call.mx_value, case.start_pos, call.mx_cache, call.mx_scale, **case.options)
-    check_returned(rows[1], call.fetch()[1], "float32", "value")
+    both = key_value_cache(call.mx_key, call.mx_value, case.start_pos, call.mx_cache, call.mx_scale, **case.options)
+    check_returned(both[1], call.fetch()[1], "float32", "value")
     assert call.mx_scale is not None
     call.mx_scale = to_mx(one_group_changed(to_numpy(call.mx_scale)), "float32")
     with pytest.raises(AssertionError, match="value"):
-        check_returned(rows[1], call.fetch()[1], "float32", "value")
+        check_returned(both[1], call.fetch()[1], "float32", "value")
 
 
 def test_inputs_are_left_alone() -> None:

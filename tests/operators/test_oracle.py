@@ -17,7 +17,7 @@ def test_attention_is_scaled_dot_product_attention(
     query = rng.standard_normal((2, new_tokens, 6, 16)).astype(np.float32)
     key, value = rng.standard_normal((2, 2, num_keys, num_kv_heads, 16)).astype(np.float32)
     keep = rng.random((6, new_tokens, num_keys)) > 0.4
-    keep[..., 0] = True  # no row without a key: there the two differ on purpose
+    keep[..., 0] = True  # no query without a key: there the two differ on purpose
     masks = {
         "bool": keep,
         "float": np.where(keep, rng.standard_normal(keep.shape), -np.inf).astype(np.float32),
@@ -51,7 +51,7 @@ def test_alibi_by_hand() -> None:
     np.testing.assert_allclose(output.ravel(), expected, rtol=1e-12)
 
 
-def test_a_row_without_a_key_is_zeros() -> None:
+def test_a_query_without_a_key_is_zeros() -> None:
     query, key, value = np.ones((3, 1, 2, 1, 4))
     mask = np.array([[True, True], [False, False]])
     output = oracle.attend(query, key, value, is_causal=False, attn_mask=mask)

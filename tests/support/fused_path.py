@@ -75,15 +75,15 @@ def unfused_launch(
     query, cache, scale, offset = inputs[:4]
     assert template["NEW_TOKENS"] == 1
     assert not any(template[name] for name in ("PAIRS", "ALIBI", "MASK"))
-    bits, rows = template["BITS"], cache.shape[4]
+    bits, max_tokens = template["BITS"], cache.shape[4]
     keys, values = read_tokens(
-        rows,
+        max_tokens,
         cache,
         scale if bits else None,
         quant_bit=bits,
         dtype=query.dtype,
     )
-    output = attend_live_tokens(query, keys, values, mx.arange(rows) <= offset)
+    output = attend_live_tokens(query, keys, values, mx.arange(max_tokens) <= offset)
     shape, dtype = outputs[0]
     partial = mx.concatenate(
         [output[..., None, :].astype(dtype), mx.zeros((*shape[:3], shape[3] - 1, shape[4]))], axis=3

@@ -222,7 +222,7 @@ def cache_shape(case: Case, last: int) -> tuple[int, ...]:
 
 
 def make_cache(case: Case, rng: np.random.Generator) -> tuple[Array, Array | None]:
-    """Poison everywhere but in rows 0 : start_pos of the call's own layer and batch rows, which hold earlier tokens."""
+    """Poison, but earlier tokens at positions 0 : start_pos of the call's own layer and sequences."""
     spec = case.spec
     width = case.head_dim // 2 if spec.quant_bit == 4 else case.head_dim
     cache = poisoned(cache_shape(case, width), spec.cache_dtype)
@@ -236,7 +236,7 @@ def make_cache(case: Case, rng: np.random.Generator) -> tuple[Array, Array | Non
 
 
 def make_mask(case: Case, rng: np.random.Generator) -> Array | None:
-    """A mask whose padding is poison, in which most rows keep most keys and some keep none."""
+    """A mask whose padding is poison, in which most queries keep most keys and some keep none."""
     if case.mask == "none":
         return None
     if case.mask == "empty":
@@ -246,7 +246,7 @@ def make_mask(case: Case, rng: np.random.Generator) -> Array | None:
     keep = rng.random(shape) > 0.3
     keep[rng.random(shape[:-1]) < 0.15] = False
     if case.mask == "bool":
-        keep[..., case.num_keys :] = True  # loud: read, it would let a row of poison in
+        keep[..., case.num_keys :] = True  # loud: read, it would let poison in
         return keep
     added = oracle.cast(np.where(keep, rng.standard_normal(shape), -np.inf), case.mask_dtype)
     added[..., case.num_keys :] = np.nan
@@ -285,12 +285,12 @@ class QuantizedTally:
 
 
 def check_unowned(actual: Array, expected: Array, case: Case, what: str) -> None:
-    """Everything but the rows that the call writes holds the bits it held."""
+    """Everything but the tokens that the call writes holds the bits it held."""
     actual, expected = actual.copy(), expected.copy()
     for x in (actual, expected):
         for kind in (oracle.KEY, oracle.VALUE):
-            oracle.rows(x, kind, case.batch, case.start_pos, case.num_keys, case.spec)[...] = 0
-    assert same_bits(actual, expected), f"{what}: something outside rows [start_pos, start_pos + S) changed"
+            oracle.tokens(x, kind, case.batch, case.start_pos, case.num_keys, case.spec)[...] = 0
+    assert same_bits(actual, expected), f"{what}: something outside positions [start_pos, start_pos + S) changed"
 
 
 def check_stored(
@@ -303,20 +303,20 @@ def check_stored(
     check_unowned(cache, expected[0], case, "cache")
     if scale is None or expected[1] is None:
         assert scale is expected[1] is None
-        assert same_bits(cache, expected[0]), "stored rows differ from the current ones"
+        assert same_bits(cache, expected[0]), "stored tokens differ from the current ones"
         return
     assert dtype_name(scale) == spec.scale_dtype, "the scale changed its dtype"
     check_unowned(to_numpy(scale), expected[1], case, "scale")
     for kind in (oracle.KEY, oracle.VALUE):
         bounds = (kind, case.batch, case.start_pos, case.num_keys, spec)
-        quantized, wanted = oracle.rows(cache, *bounds), oracle.rows(expected[0], *bounds)
+        quantized, wanted = oracle.tokens(cache, *bounds), oracle.tokens(expected[0], *bounds)
         if spec.quant_bit == 4:
             quantized, wanted = oracle.unpack_nibbles(quantized), oracle.unpack_nibbles(wanted)
         tally.compare(quantized, wanted, spec.dtype)
         tolerance = SCALE_TOLERANCE[spec.dtype]
         np.testing.assert_allclose(
-            oracle.rows(to_numpy(scale), *bounds).astype(np.float64),
-            oracle.rows(expected[1], *bounds).astype(np.float64),
+            oracle.tokens(to_numpy(scale), *bounds).astype(np.float64),
+            oracle.tokens(expected[1], *bounds).astype(np.float64),
             rtol=tolerance,
             atol=6e-8 if tolerance else 0.0,  # 1e-5 is subnormal in float16: one rounding there is 2^-24
             equal_nan=False,
@@ -325,7 +325,7 @@ def check_stored(
 
 
 def check_returned(actual: mx.array, expected: Array, dtype: str, what: str) -> None:
-    """Dequantized rows: every rounding is specified, so every bit is."""
+    """Dequantized tokens: every rounding is specified, so every bit is."""
     assert dtype_name(actual) == dtype, f"{what} has dtype {dtype_name(actual)}, not {dtype}"
     np.testing.assert_array_equal(to_numpy(actual), expected, err_msg=what, strict=True)
 

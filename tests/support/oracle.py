@@ -100,8 +100,8 @@ def dequantize(stored: Array, scale: Array, spec: Spec) -> Array:
 # ---- the cache -------------------------------------------------------------------------------------------------------
 
 
-def rows(cache: Array, kind: int, batch: int, start: int, stop: int, spec: Spec) -> Array:
-    """The writable view (B, stop - start, K, last) of one layer's rows of keys or of values."""
+def tokens(cache: Array, kind: int, batch: int, start: int, stop: int, spec: Spec) -> Array:
+    """The writable view (B, stop - start, K, last) of one layer's tokens, of keys or of values."""
     if spec.cache_layout == 0:
         return cache[:batch, spec.layer_idx, kind, start:stop]  # (MaxB, L, 2, MaxS, K, last)
     return cache[spec.layer_idx, :batch, kind, :, start:stop].swapaxes(1, 2)  # (L, MaxB, 2, K, MaxS, last)
@@ -110,27 +110,27 @@ def rows(cache: Array, kind: int, batch: int, start: int, stop: int, spec: Spec)
 def store(
     key: Array, value: Array, start_pos: int, cache: Array, scale: Array | None, spec: Spec
 ) -> tuple[Array, Array | None]:
-    """Copies of cache and scale with key and value (B, S, K, D) written to rows start_pos : start_pos + S."""
+    """Copies of cache and scale with key and value (B, S, K, D) written to positions start_pos : start_pos + S."""
     cache, scale = cache.copy(), None if scale is None else scale.copy()
     batch, stop = key.shape[0], start_pos + key.shape[1]
     for kind, x in ((KEY, key), (VALUE, value)):
         if scale is None:
-            rows(cache, kind, batch, start_pos, stop, spec)[...] = cast(x, spec.cache_dtype)
+            tokens(cache, kind, batch, start_pos, stop, spec)[...] = cast(x, spec.cache_dtype)
         else:
             quantized, group_scale = quantize(x, spec)
-            rows(cache, kind, batch, start_pos, stop, spec)[...] = quantized
-            rows(scale, kind, batch, start_pos, stop, spec)[...] = group_scale
+            tokens(cache, kind, batch, start_pos, stop, spec)[...] = quantized
+            tokens(scale, kind, batch, start_pos, stop, spec)[...] = group_scale
     return cache, scale
 
 
 def fetch(batch: int, stop: int, cache: Array, scale: Array | None, spec: Spec) -> tuple[Array, Array]:
-    """Keys and values (B, stop, K, D) of rows 0 : stop in T1."""
+    """Keys and values (B, stop, K, D) of tokens 0 : stop in T1."""
 
     def one(kind: int) -> Array:
-        stored = rows(cache, kind, batch, 0, stop, spec)
+        stored = tokens(cache, kind, batch, 0, stop, spec)
         if scale is None:
             return cast(stored, spec.dtype)
-        return dequantize(stored, rows(scale, kind, batch, 0, stop, spec), spec)
+        return dequantize(stored, tokens(scale, kind, batch, 0, stop, spec), spec)
 
     return one(KEY), one(VALUE)
 
@@ -145,7 +145,7 @@ def key_value_cache(
     *,
     num_repeat: int = 1,
 ) -> tuple[Array, Array, Array, Array | None]:
-    """KeyValueCache: (key, value) of rows 0 : start_pos + S, heads repeated one by one, and the new cache and scale."""
+    """KeyValueCache: (key, value) of tokens 0 : start_pos + S, heads repeated one by one; the new cache and scale."""
     cache, scale = store(key, value, start_pos, cache, scale, spec)
     key, value = fetch(key.shape[0], start_pos + key.shape[1], cache, scale, spec)
     # (B, T, K, D) -> (B, T, K * num_repeat, D): head 0, 0, 1, 1 and not 0, 1, 0, 1
@@ -166,7 +166,7 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 
 def added_mask(attn_mask: Array | None, b: int, h: int, num_keys: int) -> Array | float:
-    """What a mask of any allowed shape and kind adds to the (S, T) scores of one batch row and query head."""
+    """What a mask of any allowed shape and kind adds to the (S, T) scores of one sequence and query head."""
     if attn_mask is None or attn_mask.size == 0:
         return 0.0
     if attn_mask.ndim == 4:
@@ -180,7 +180,7 @@ def added_mask(attn_mask: Array | None, b: int, h: int, num_keys: int) -> Array 
 
 
 def softmax(scores: Array) -> Array:
-    """Over the last axis; a row of nothing but -inf becomes zeros."""
+    """Over the last axis; scores of nothing but -inf becomes zeros."""
     peak = scores.max(axis=-1, keepdims=True)
     weights = np.exp(scores - np.where(np.isneginf(peak), 0.0, peak))
     total = weights.sum(axis=-1, keepdims=True)

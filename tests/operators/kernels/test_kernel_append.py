@@ -1,4 +1,4 @@
-"""The kernel that quantizes and packs new rows, run on the host, against the operator it stands in for."""
+"""The kernel that quantizes and packs new tokens, run on the host, against the operator it stands in for."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,8 +37,8 @@ def append(
 def unfused(
     key: mx.array, value: mx.array, *, quant_bit: int, quant_group: int, scale_dtype: str = "float16"
 ) -> tuple[mx.array, mx.array]:
-    rows = mx.stack([key, value], axis=1)  # (B, 2, K, S, D)
-    return quantize(rows, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=getattr(mx, scale_dtype))
+    both = mx.stack([key, value], axis=1)  # (B, 2, K, S, D)
+    return quantize(both, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=getattr(mx, scale_dtype))
 
 
 def unit(rng: np.random.Generator, shape: tuple[int, ...], bits: int, group: int) -> Array:

@@ -39,8 +39,8 @@ def test_a_gpu_that_cannot_run_it_is_told_of_once(gpu: None, monkeypatch: pytest
     if mx.default_device().type == mx.gpu:
         pytest.skip("here it would run")
     cache = _warned("failed its self-check with metal: 301.*: .*No Metal back-end")
-    query, rows = mx.ones((1, 4, 1, 64)), mx.ones((1, 2, 1, 64))
-    assert mx.allclose(cache.attend(query, rows, rows), query, atol=1e-2).item()
+    query, key = mx.ones((1, 4, 1, 64)), mx.ones((1, 2, 1, 64))
+    assert mx.allclose(cache.attend(query, key, key), query, atol=1e-2).item()
     with pytest.raises(RuntimeError, match="kernels is 'fused'; the fused kernel failed its self-check"):
         QuantizedKVCache(4, 2, 64, kernels="fused")
     monkeypatch.setenv("KVANT_KERNELS", "fused")
@@ -79,7 +79,7 @@ def test_a_mismatch_is_told_of_once(
     _warned(said)
 
 
-def test_a_row_too_many_is_a_mismatch(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_too_many_is_a_mismatch(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_kernel", host_kernel)
     run = attend.launch
 
