@@ -10,9 +10,9 @@ import numpy as np
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from kvant.cache import QuantizedKVCache
-from kvant.operators.attention import attend_rows
+from kvant.operators.attention import attend_tokens
+from kvant.operators.cached_attention import read_tokens, write_tokens
 from kvant.operators.kernels.attend import attend
-from kvant.operators.key_value_cache import read_rows, write_rows
 
 SHAPES = {  # query heads, kv heads, head_dim, layers
     "qwen2.5-0.5b": (14, 2, 64, 24),
@@ -58,7 +58,7 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """Name and path, where a path is to be told."""
+        """The name, with the path where there are two."""
         return f"{self.name} {self.path}" if self.path in PATHS else self.name
 
 
@@ -124,10 +124,10 @@ def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -
         def stored(arrays: Arrays, bits: int = bits, kind: mx.Dtype = dtype) -> tuple[mx.array, mx.array]:
             cache, *scales = arrays
             scale = scales[0] if scales else None
-            return read_rows(1, context, cache, scale, quant_bit=bits, dtype=kind, product_dtype=mx.float32)
+            return read_tokens(context, cache, scale, quant_bit=bits, dtype=kind)
 
         def unfused(query: mx.array, arrays: Arrays, stored: Callable[..., Any] = stored) -> mx.array:
-            return attend_rows(query, *stored(arrays))
+            return attend_tokens(query, *stored(arrays))
 
         def exact(arrays: Arrays, stored: Callable[..., Any] = stored) -> Sequence[mx.array]:
             return stored(arrays, kind=mx.float32)  # type: ignore[no-any-return]
@@ -175,7 +175,7 @@ def _fill(
             else:
                 group = variant.group or 1
                 scale = arrays[1] if variant.bits else None
-                write_rows(*pair, start, arrays[0], scale, quant_bit=variant.bits, quant_group=group)
+                write_tokens(*pair, start, arrays[0], scale, quant_bit=variant.bits, quant_group=group)
                 parts = []
             for array, part in zip(arrays, parts, strict=False):
                 array[..., start:end, :] = part

@@ -1,4 +1,4 @@
-"""Attention of one new token, a layer: time and achieved bytes a second over the length of the context.
+"""One layer's attention of one new token: time and achieved bytes a second against the length of the context.
 
 Run: python scripts/bench_attention.py [--contexts 1k,4k,32k] [--output FILE.json] [--plot FILE.svg]    (--help: more)
 
@@ -6,9 +6,9 @@ kvant over its own cache (0, 8 and 4 bits; the fused kernel on a GPU, unfused el
 attention over a cache of the activations' dtype, and mlx-lm's pair of quantized products. All variants hold the same
 keys and values, are first checked against a float64 reference, and are measured in turns, in an order that alternates.
 
-A sample is a chain of layers, each with a cache of its own so that none is found in the device's caches, the output of
-one the query of the next; on a GPU the chain is compiled, as the decode step is. The append is left out everywhere.
-Copy bandwidth is measured first. Exit code 1 where a variant is wrong; nothing is timed then.
+A sample is a chain of layers. Each has its own cache, so that none is in the device's caches. The output of one is
+the query of the next. On a GPU the chain is compiled, as the decode step is. The append is left out everywhere. Copy
+bandwidth is measured first. Where a variant is wrong, nothing is timed and the exit code is 1.
 
 Public figures to compare with: on an M4 Pro (273 GB/s) MLX's bfloat16 decode attention of 32 heads, 8 kv heads of 128
 takes 0.917 ms at 32k and 3.65 ms at 128k, about 146 GB/s.
@@ -36,7 +36,7 @@ from attention_report import draw, goals, table
 from attention_variants import DTYPES, PATHS, SHAPES, SPARE, Arrays, Variant, check, make_variants
 
 from kvant.errors import KvantError
-from kvant.operators.kernels.dispatch import gpu_backend
+from kvant.operators.dispatch import gpu_backend
 from kvant.tools.bench.bandwidth import COPY_BYTES, copy_bandwidth_gb_s
 from kvant.tools.drawing import check_plot_path
 from kvant.tools.statistics import Spread, paired_ratio

@@ -16,8 +16,8 @@ import mlx.core as mx
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from kvant.cache import QuantizedKVCache
-from kvant.operators.attention import attend_rows
-from kvant.operators.key_value_cache import read_rows, write_rows
+from kvant.operators.attention import attend_tokens
+from kvant.operators.cached_attention import read_tokens, write_tokens
 
 HEAD_DIM, SPARE = 64, 100
 CONTEXTS = (128, 1024, 4096, 16384)
@@ -31,17 +31,15 @@ def variants(H: int, K: int, context: int, bits: int, group: int) -> dict[str, C
     key, value = (mx.random.normal((1, K, context + SPARE, HEAD_DIM), key=mx.random.key(i)) for i in (0, 1))
     query = mx.random.normal((1, H, 1, HEAD_DIM), key=mx.random.key(2))
     cache = QuantizedKVCache(context + SPARE, K, HEAD_DIM, quant_bit=bits, quant_group=group)
-    write_rows(key, value, 0, cache.cache, cache.scale, quant_bit=bits, quant_group=group)
+    write_tokens(key, value, 0, cache.cache, cache.scale, quant_bit=bits, quant_group=group)
     key, value = (mx.contiguous(x[:, :, :context]) for x in (key, value))
     theirs = [mx.quantize(x, 32, bits) for x in (key, value)]
     mx.eval(query, key, value, cache.cache, cache.scale, theirs)
     scale = HEAD_DIM**-0.5
 
     def multiplied_out() -> mx.array:
-        read = read_rows(
-            1, context, cache.cache, cache.scale, quant_bit=bits, dtype=mx.float32, product_dtype=mx.float32
-        )
-        return attend_rows(query, *read)
+        read = read_tokens(context, cache.cache, cache.scale, quant_bit=bits, dtype=mx.float32)
+        return attend_tokens(query, *read)
 
     return {
         "kvant": multiplied_out,

@@ -12,10 +12,11 @@ import mlx.core as mx
 from compile_cuda import compile_cuda, recording
 
 from kvant.operators.bias_split import BiasSplit
+from kvant.operators.cached_attention import attend_fused
 from kvant.operators.kernels import launch
-from kvant.operators.kernels.attend import attend, quantize_rows
+from kvant.operators.kernels.attend import quantize_tokens
 
-ROWS, GROUP = 32768, 32
+TOKENS, GROUP = 32768, 32
 # B, H, K, S, D, bits, pairs of the bias split
 SHAPES = {
     "Qwen2.5-0.5B 14/2/64, int8": (1, 14, 2, 1, 64, 8, 0),
@@ -38,20 +39,20 @@ def texts(shape: tuple[int, ...]) -> dict[str, str]:
     found: dict[str, str] = {}
     with patch.object(mx.fast, "cuda_kernel", recording(found)):
         launch._kernel.cache_clear()  # kernels already made put their text elsewhere
-        attend(
+        attend_fused(
             mx.zeros((B, H, S, D), mx.bfloat16),
-            mx.zeros((1, B, 2, K, ROWS, width), dtype),
-            mx.zeros((1, B, 2, K, ROWS, D // GROUP), mx.float16) if bits else None,
+            mx.zeros((1, B, 2, K, TOKENS, width), dtype),
+            mx.zeros((1, B, 2, K, TOKENS, D // GROUP), mx.float16) if bits else None,
             mx.array([0]),
             quant_bit=bits,
             quant_group=GROUP,
             bias_split=BiasSplit(
-                mx.zeros((K, 2, pairs)), tuple(range(pairs)), mx.zeros((2, pairs, ROWS)), mx.zeros((K, D))
+                mx.zeros((K, 2, pairs)), tuple(range(pairs)), mx.zeros((2, pairs, TOKENS)), mx.zeros((K, D))
             ),
             backend="cuda",
         )
         if bits:
-            quantize_rows(new, new, quant_bit=bits, quant_group=GROUP, scale_dtype=mx.float16, backend="cuda")
+            quantize_tokens(new, new, quant_bit=bits, quant_group=GROUP, scale_dtype=mx.float16, backend="cuda")
         launch._kernel.cache_clear()
     return found
 

@@ -1,6 +1,7 @@
-"""Imports point downward only, as the design draws the house."""
+"""Imports point downward only, as the design draws the house, and never in a circle."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,51 @@ def test_imports_point_downward(path: Path) -> None:
     assert floor in FLOORS, f"{floor} has no place in the house yet"
     for imported in _imports(path):
         assert imported == floor or FLOORS.index(imported) < FLOORS.index(floor), f"{floor} imports {imported}"
+
+
+def _modules() -> dict[str, Path]:
+    """Every module of kvant by its name; a package's name is its __init__'s."""
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = ["kvant", *path.relative_to(ROOT).with_suffix("").parts]
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def _imported_modules(path: Path, modules: dict[str, Path]) -> set[str]:
+    """The modules of kvant that a file imports, in functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            full = [f"{node.module}.{a.name}" for a in node.names]
+            names = [name if name in modules else node.module or "" for name in full]
+        found |= {name for name in names if name in modules}
+    return found
+
+
+def test_no_modules_import_each_other() -> None:
+    modules = _modules()
+    assert len(modules) > 100
+    graph = {name: _imported_modules(path, modules) for name, path in modules.items()}
+    assert graph["kvant.operators.dispatch"] >= {"kvant.operators.self_check", "kvant.operators.kernels.launch"}
+    TopologicalSorter(graph).prepare()  # a CycleError names the circle
+
+
+def test_no_folders_import_each_other() -> None:
+    """A file at the top counts as a folder of its own."""
+    modules = _modules()
+
+    def folder(name: str) -> str:
+        path = modules[name]
+        return name if path.parent == ROOT else str(path.parent.relative_to(ROOT))
+
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        own = graph.setdefault(folder(name), set())
+        own |= {folder(other) for other in _imported_modules(path, modules)} - {folder(name)}
+    assert "operators" not in graph["operators/kernels"]
+    TopologicalSorter(graph).prepare()
 
 
 def test_operators_know_no_model_and_no_file() -> None:

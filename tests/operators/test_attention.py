@@ -1,4 +1,4 @@
-"""Attention of one token: to every row on a CPU, and to the rows that are live.
+"""Attention of one token: to every token on a CPU, and to the live ones.
 
 B batch, T cached tokens, H query heads, K kv heads, D head_dim.
 """
@@ -13,7 +13,7 @@ from support.operator_cases import FLOATS, OUTPUT_TOLERANCE, check_output, to_mx
 from support.oracle import Array
 
 from kvant.operators import attention
-from kvant.operators.attention import attend_live_rows, attend_rows
+from kvant.operators.attention import attend_live_tokens, attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.rotary import Rotary
 
@@ -23,7 +23,7 @@ PAIRS = {"no split": None, "values only": (), "some pairs": (0, 5, 15), "all pai
 on_a_cpu = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="the newest token is special on a CPU only")
 
 
-class _Rows:
+class _Operands:
     """Operands as both are given, (B, heads, T, D), and what is left out of keys and values by a bias split."""
 
     def __init__(
@@ -56,7 +56,7 @@ class _Rows:
         return [to_mx(x, self.dtype) for x in (self.query, self.key, self.value)]
 
     def expected(self, live: Array | slice = slice(None)) -> Array:
-        """Over some of the rows, with the biases where they belong: (B, H, 1, D)."""
+        """Over some of the tokens, with the biases where they belong: (B, H, 1, D)."""
         key, value = self.key + self.key_bias, self.value + self.value_bias
         operands = [x.swapaxes(1, 2) for x in (self.query, key[:, :, live], value[:, :, live])]
         return oracle.attend(*operands, is_causal=True).swapaxes(1, 2)
@@ -67,8 +67,8 @@ class _Rows:
 @pytest.mark.parametrize("tokens", [1, 300])
 @pytest.mark.parametrize("heads", HEADS)
 def test_the_newest_token(heads: tuple[int, int], tokens: int, pairs: str, dtype: str) -> None:
-    rows = _Rows(heads, tokens, PAIRS[pairs], dtype)
-    check_output(attend_rows(*rows.arrays, bias_split=rows.split), rows.expected(), dtype)
+    operands = _Operands(heads, tokens, PAIRS[pairs], dtype)
+    check_output(attend_tokens(*operands.arrays, bias_split=operands.split), operands.expected(), dtype)
 
 
 @on_a_cpu
@@ -82,25 +82,25 @@ def test_only_one_unmasked_token_is_the_newest(monkeypatch: pytest.MonkeyPatch) 
         return newest(query, key, value, bias_split)
 
     monkeypatch.setattr(attention, "_attend_newest", record)
-    query, key, value = _Rows((4, 2), 9, None).arrays
-    attend_rows(query, key, value, mask=mx.ones((1, 9), mx.bool_))
-    attend_rows(query, key, value, is_alibi=True)
-    attend_rows(mx.concatenate([query, query], axis=2), key, value)
+    query, key, value = _Operands((4, 2), 9, None).arrays
+    attend_tokens(query, key, value, mask=mx.ones((1, 9), mx.bool_))
+    attend_tokens(query, key, value, is_alibi=True)
+    attend_tokens(mx.concatenate([query, query], axis=2), key, value)
     assert calls == []
-    attend_rows(query, key, value)
-    attend_rows(query, key, value, is_causal=False)
+    attend_tokens(query, key, value)
+    attend_tokens(query, key, value, is_causal=False)
     assert calls == [(3, 4, 1, 32)] * 2
 
 
 @on_a_cpu
 def test_large_scores_of_the_newest_token() -> None:
-    """Scores past float16, and past what exp holds in float32, of which one row's is the largest by 64."""
+    """Scores past float16, and past what exp holds in float32, one of which is the largest by 64."""
     D = 64
     query = mx.full((1, 2, 1, D), 16.0, mx.float16)
     key = mx.full((1, 1, 5, D), 2000.0, mx.float16)
     key[:, :, 3] = 2032.0
     value = mx.random.normal((1, 1, 5, D), key=mx.random.key(0)).astype(mx.float16)
-    output = attend_rows(query, key, value)
+    output = attend_tokens(query, key, value)
     assert mx.array_equal(output, mx.broadcast_to(value[:, :, 3:4], output.shape))
 
 
@@ -117,19 +117,19 @@ LIVE = {
 @pytest.mark.parametrize("pairs", PAIRS)
 @pytest.mark.parametrize("live", LIVE)
 @pytest.mark.parametrize("heads", HEADS)
-def test_dead_rows_are_not_read(heads: tuple[int, int], live: str, pairs: str, dead: float) -> None:
-    rows, keep = _Rows(heads, 40, PAIRS[pairs]), LIVE[live]
-    expected = rows.expected(keep)
-    split = rows.split
-    if split is not None:  # of live rows alone, at the positions they have among all
+def test_dead_tokens_are_not_read(heads: tuple[int, int], live: str, pairs: str, dead: float) -> None:
+    operands, keep = _Operands(heads, 40, PAIRS[pairs]), LIVE[live]
+    expected = operands.expected(keep)
+    split = operands.split
+    if split is not None:  # of live tokens alone, at the positions they have among all
         split = BiasSplit(
             split.key_bias, split.pairs, split.rotation[..., mx.array(np.flatnonzero(keep))], split.value_bias
         )
-    query, key, value = rows.arrays
+    query, key, value = operands.arrays
     some = [x[:, :, mx.array(np.flatnonzero(keep))] for x in (key, value)]
-    alone = attend_rows(query, *some, bias_split=split)
+    alone = attend_tokens(query, *some, bias_split=split)
     poisoned = [mx.where(mx.array(keep)[:, None], x, dead) for x in (key, value)]
-    output = attend_live_rows(query, *poisoned, mx.array(keep), bias_split=rows.split)
+    output = attend_live_tokens(query, *poisoned, mx.array(keep), bias_split=operands.split)
     check_output(output, expected, "float32")
     tolerance = OUTPUT_TOLERANCE["float32"]
     np.testing.assert_allclose(np.array(output), np.array(alone), rtol=tolerance, atol=tolerance)
@@ -138,9 +138,9 @@ def test_dead_rows_are_not_read(heads: tuple[int, int], live: str, pairs: str, d
 @pytest.mark.parametrize("D", [32, 64])  # 64 is a head_dim of MLX's fused attention
 @pytest.mark.parametrize("pairs", PAIRS)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_dead_rows_are_not_read_in_any_dtype(dtype: str, pairs: str, D: int) -> None:
-    rows, keep = _Rows((4, 2), 40, PAIRS[pairs], dtype, D), LIVE["holes"]
-    query, key, value = rows.arrays
+def test_dead_tokens_are_not_read_in_any_dtype(dtype: str, pairs: str, D: int) -> None:
+    operands, keep = _Operands((4, 2), 40, PAIRS[pairs], dtype, D), LIVE["holes"]
+    query, key, value = operands.arrays
     poisoned = [mx.where(mx.array(keep)[:, None], x, mx.array(math.nan, x.dtype)) for x in (key, value)]
-    output = attend_live_rows(query, *poisoned, mx.array(keep), bias_split=rows.split)
-    check_output(output, rows.expected(keep), dtype)
+    output = attend_live_tokens(query, *poisoned, mx.array(keep), bias_split=operands.split)
+    check_output(output, operands.expected(keep), dtype)

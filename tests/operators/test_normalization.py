@@ -1,4 +1,4 @@
-"""Root mean square normalization of one row and of many, against float64."""
+"""Root mean square normalization of one token and of many, against float64."""
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +13,7 @@ SHAPES = [(1, 1, 256), (3, 1, 256), (3, 6, 1, 64), (1, 1, 1), (1, 1, 897), (1, 2
 
 
 def _inputs(shape: tuple[int, ...], size: float = 1.0) -> tuple[Array, Array]:
-    """Rows and a weight in float32."""
+    """Inputs and a weight in float32."""
     rng = np.random.default_rng(shape[-1])
     x = rng.standard_normal(shape) * size * rng.uniform(0.5, 2, (*shape[:-1], 1))
     return x.astype(np.float32), rng.uniform(-2, 2, shape[-1]).astype(np.float32)

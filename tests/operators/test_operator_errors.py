@@ -132,8 +132,8 @@ DEFECTS = [
     ),
     Defect("start_pos negative", "-1", {"start_pos": -1}),
     Defect("start_pos negative, in an array", "-1", {"start_pos": mx.array([-1])}),
-    Defect("one row past the end", "9|12", {"start_pos": MAX_S - S + 1}),
-    Defect("one row past the end, in an array", "9|12", {"start_pos": mx.array(MAX_S - S + 1)}),
+    Defect("one position past the end", "9|12", {"start_pos": MAX_S - S + 1}),
+    Defect("one position past the end, in an array", "9|12", {"start_pos": mx.array(MAX_S - S + 1)}),
     Defect("start_pos far past the end", "2147483648", {"start_pos": 2**31}),
     Defect("start_pos past 64 bits", "18446744073709551616", {"start_pos": 2**64}),
     Defect("start_pos a float", "4.0|float", {"start_pos": 4.0}),
@@ -290,6 +290,6 @@ def test_quantize_refuses(shape: tuple[int, ...], options: dict[str, int], word:
     ],
 )
 def test_dequantize_refuses(width: int, groups: int, options: dict[str, int], word: str) -> None:
-    levels, scale = mx.ones((2, width), mx.int8), mx.ones((2, groups))
+    quantized, scale = mx.ones((2, width), mx.int8), mx.ones((2, groups))
     with pytest.raises(ValueError, match=whole(word)):
-        mx.eval(dequantize(levels, scale, dtype=mx.float32, **options))
+        mx.eval(dequantize(quantized, scale, dtype=mx.float32, **options))

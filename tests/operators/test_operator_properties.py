@@ -48,7 +48,7 @@ class Problem:
         return self.num_kv_heads * self.group
 
     def cache(self, layout: int = 0, extra: tuple[int, int, int] = (0, 0, 0)) -> tuple[mx.array, mx.array | None]:
-        """Zeros, with more batch rows, tokens and layers than needed."""
+        """Zeros, with more sequences, tokens and layers than needed."""
         batch, length, layers = self.batch + extra[0], self.tokens + extra[1], 1 + extra[2]
         outer = (batch, layers, 2, length, self.num_kv_heads)
         if layout == 1:
@@ -146,20 +146,20 @@ def test_num_repeat_repeats_each_head(problem: Problem, num_repeat: int) -> None
 @few
 @given(problem=problems())
 def test_writing_what_was_read_changes_nothing(problem: Problem) -> None:
-    """Dequantized rows lie on the quantizer's own levels."""
+    """Dequantized tokens lie on the quantizer's own values."""
     if problem.format["quant_bit"] == 0:
         return
     first, second = problem.cache(), problem.cache()
-    rows = key_value_cache(mx.array(problem.key), mx.array(problem.value), 0, *first, **problem.format)
-    key_value_cache(*rows, 0, *second, **problem.format)
+    both = key_value_cache(mx.array(problem.key), mx.array(problem.value), 0, *first, **problem.format)
+    key_value_cache(*both, 0, *second, **problem.format)
     assert mx.array_equal(first[0], second[0])
 
 
-def quantized(x: Array, quant_bit: int, group: int) -> tuple[Array, Array, Array]:
-    """Signed levels, scale, and the values they stand for."""
+def round_trip(x: Array, quant_bit: int, group: int) -> tuple[Array, Array, Array]:
+    """Signed quantized values, their scale, and what they stand for."""
     options = {"quant_bit": quant_bit, "quant_group": group}
-    levels, scale = quantize(mx.array(x), **options)
-    values = to_numpy(dequantize(levels, scale, dtype=mx.float32, **options))
+    quantized, scale = quantize(mx.array(x), **options)
+    values = to_numpy(dequantize(quantized, scale, dtype=mx.float32, **options))
     return np.rint(values / to_numpy(scale).repeat(group, axis=-1)), to_numpy(scale), values
 
 
@@ -182,22 +182,22 @@ def with_values(law: Callable[[Array, int, int], None]) -> Callable[[], None]:
 
 @with_values
 def test_the_error_is_at_most_half_a_scale(x: Array, quant_bit: int, group: int) -> None:
-    levels, scale, values = quantized(x, quant_bit, group)
-    assert np.abs(levels).max() <= 2 ** (quant_bit - 1) - 1
+    quantized, scale, values = round_trip(x, quant_bit, group)
+    assert np.abs(quantized).max() <= 2 ** (quant_bit - 1) - 1
     bound = scale.repeat(group, axis=-1) / 2
-    assert (np.abs(values - x) <= bound * (1 + 1e-4)).all()  # the limit level may be a rounding beyond
+    assert (np.abs(values - x) <= bound * (1 + 1e-4)).all()  # the largest value may be a rounding beyond
 
 
 @with_values
 def test_the_quantizer_is_odd(x: Array, quant_bit: int, group: int) -> None:
-    levels, scale, _ = quantized(x, quant_bit, group)
-    negative_levels, same_scale, _ = quantized(-x, quant_bit, group)
+    quantized, scale, _ = round_trip(x, quant_bit, group)
+    negative_quantized, same_scale, _ = round_trip(-x, quant_bit, group)
     assert same_bits(scale, same_scale)
-    np.testing.assert_array_equal(negative_levels, -levels)
+    np.testing.assert_array_equal(negative_quantized, -quantized)
 
 
 @with_values
-def test_the_largest_of_a_group_has_the_largest_level(x: Array, quant_bit: int, group: int) -> None:
-    levels, scale, _ = quantized(x, quant_bit, group)
-    peaks = np.abs(levels).reshape(-1, group).max(axis=-1)  # (3, 4 * G) -> (12, G)
+def test_the_largest_of_a_group_has_the_largest_value(x: Array, quant_bit: int, group: int) -> None:
+    quantized, scale, _ = round_trip(x, quant_bit, group)
+    peaks = np.abs(quantized).reshape(-1, group).max(axis=-1)  # (3, 4 * G) -> (12, G)
     assert (peaks[scale.ravel() > np.float32(1e-5)] == 2 ** (quant_bit - 1) - 1).all()

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support import oracle
-from support.operator_cases import FLOATS, LevelTally, check_output, check_returned, same_bits, to_mx, to_numpy
+from support.operator_cases import FLOATS, QuantizedTally, check_output, check_returned, same_bits, to_mx, to_numpy
 from support.oracle import Array, Spec
 
 from kvant.operators import key_value_cache, multi_head_cache_attention, quantize
@@ -29,7 +29,7 @@ def operands(
 def empty_cache(
     shape: tuple[int, ...], quant_bit: int, quant_group: int, dtype: mx.Dtype = mx.float32
 ) -> tuple[mx.array, mx.array | None]:
-    """A cache of zeros for rows of the given full shape, and its scale."""
+    """A cache of zeros for keys of the given full shape, and its scale."""
     *outer, head_dim = shape
     if quant_bit == 0:
         return mx.zeros(shape, dtype), None
@@ -40,7 +40,7 @@ def empty_cache(
 
 
 def test_prefill_attends_the_past_and_the_quantized_current_rows() -> None:
-    """A fused kernel elsewhere attends the unquantized current rows in prefill, and forgets the past."""
+    """A fused kernel elsewhere attends the unquantized current tokens in prefill, and forgets the past."""
     rng = np.random.default_rng(11)
     cache, scale = empty_cache((1, 1, 2, 1, 8, 4), 4, 4)
     first = operands(rng, batch=1, new_tokens=3, num_heads=1, num_kv_heads=1, head_dim=4)
@@ -152,7 +152,7 @@ def test_a_fully_masked_row_is_zeros(
     output = to_numpy(output)
     assert np.isfinite(output).all()
     np.testing.assert_array_equal(output[0, 0, 1], 0.0)
-    assert (np.abs(output).sum(axis=-1) > 0).sum() == 2 * new_tokens - 1, "a row with keys is zero"
+    assert (np.abs(output).sum(axis=-1) > 0).sum() == 2 * new_tokens - 1, "a query with keys is zero"
 
 
 def test_causal_needs_more_than_one_query() -> None:
@@ -172,14 +172,14 @@ def test_causal_needs_more_than_one_query() -> None:
 def test_num_repeat_is_interleaved() -> None:
     key = np.arange(2 * 3 * 4, dtype=np.float32).reshape(1, 2, 3, 4)
     cache = mx.zeros((1, 1, 2, 2, 3, 4))
-    rows = key_value_cache(mx.array(key), mx.array(-key), 0, cache, num_repeat=2)
-    for actual, sign in zip(rows, (1, -1), strict=True):
+    both = key_value_cache(mx.array(key), mx.array(-key), 0, cache, num_repeat=2)
+    for actual, sign in zip(both, (1, -1), strict=True):
         assert [int(h) for h in to_numpy(actual)[0, 0, :, 0]] == [sign * h for h in (0, 0, 4, 4, 8, 8)]
         assert actual.shape == (1, 2, 6, 4)
 
 
 def test_kv_heads_are_grouped_in_order() -> None:
-    """With one row, a query head's output is its kv head's value: heads 0 and 1 read kv head 0, and so on."""
+    """With one token, a query head's output is its kv head's value: heads 0 and 1 read kv head 0, and so on."""
     value = np.arange(3, dtype=np.float32).reshape(1, 1, 3, 1).repeat(2, axis=-1)
     output = multi_head_cache_attention(
         mx.ones((1, 1, 6, 2)),
@@ -197,18 +197,18 @@ def test_kv_heads_are_grouped_in_order() -> None:
 
 def test_nibble_order() -> None:
     """Element 2i in the low nibble, 2i+1 in the high one, two's complement."""
-    levels, scale = quantize(mx.array([[1.0, -1.0, 7.0, -7.0]]), quant_bit=4, quant_group=4)
-    assert (levels.dtype, levels.tolist()) == (mx.uint8, [[0xF1, 0x97]])
+    quantized, scale = quantize(mx.array([[1.0, -1.0, 7.0, -7.0]]), quant_bit=4, quant_group=4)
+    assert (quantized.dtype, quantized.tolist()) == (mx.uint8, [[0xF1, 0x97]])
     assert (scale.dtype, scale.tolist()) == (mx.float32, [[1.0]])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("quant_bit", [8, 4])
 def test_ties_go_to_even(dtype: str, quant_bit: int) -> None:
-    limit = oracle.max_level(quant_bit)
+    limit = oracle.max_quantized(quant_bit)
     x = mx.array([[limit, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 3.5]]).astype(getattr(mx, dtype))
-    levels, _ = quantize(x, quant_bit=quant_bit, quant_group=8)
-    found = to_numpy(levels)
+    quantized, _ = quantize(x, quant_bit=quant_bit, quant_group=8)
+    found = to_numpy(quantized)
     found = oracle.unpack_nibbles(found) if quant_bit == 4 else found
     assert found.tolist() == [[limit, 0, 2, 2, 0, -2, -2, 4]]
 
@@ -216,23 +216,23 @@ def test_ties_go_to_even(dtype: str, quant_bit: int) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("quant_bit", [8, 4])
 def test_an_all_zero_group_has_the_least_scale(dtype: str, quant_bit: int) -> None:
-    levels, scale = quantize(mx.zeros((2, 8), getattr(mx, dtype)), quant_bit=quant_bit, quant_group=4)
+    quantized, scale = quantize(mx.zeros((2, 8), getattr(mx, dtype)), quant_bit=quant_bit, quant_group=4)
     least = oracle.cast(np.array(1e-5), dtype)
-    assert not to_numpy(levels).any()
+    assert not to_numpy(quantized).any()
     np.testing.assert_array_equal(to_numpy(scale), np.full((2, 2), least))
 
 
 def test_division_is_not_a_reciprocal() -> None:
-    """In float16 a multiply by the rounded reciprocal flips about one level in a hundred."""
+    """In float16 a multiply by the rounded reciprocal flips about one value in a hundred."""
     x = np.random.default_rng(8).standard_normal((4096, 32)).astype(np.float16)
-    levels, _ = quantize(mx.array(x), quant_bit=8, quant_group=8)
-    expected, scale = oracle.levels_and_scale(x, "float16", 8, 8)
-    tally = LevelTally()
-    tally.compare(to_numpy(levels), expected, "float16")
+    quantized, _ = quantize(mx.array(x), quant_bit=8, quant_group=8)
+    expected, scale = oracle.quantized_and_scale(x, "float16", 8, 8)
+    tally = QuantizedTally()
+    tally.compare(to_numpy(quantized), expected, "float16")
     tally.check()
     groups = x.reshape(4096, 4, 8)
     flipped = np.rint(groups * (np.float16(1) / scale[..., None])).reshape(x.shape).astype(np.int8)
-    tally = LevelTally()
+    tally = QuantizedTally()
     tally.compare(flipped, expected, "float16")
     with pytest.raises(AssertionError, match="differ by one"):  # the mistake is one that the comparison sees
         tally.check()
@@ -283,7 +283,7 @@ def test_signature(operator: Callable[..., Any]) -> None:
     assert {p.name: p.default for p in parameters if p.kind is kinds.KEYWORD_ONLY} == keywords
 
 
-# ---- non-finite input keeps to its own row, head and group -----------------------------------------------------------
+# ---- non-finite input keeps to its own token, head and group ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -309,7 +309,7 @@ def test_non_finite_values_stay_in_their_batch_row_and_head(quant_bit: int, whic
     rng = np.random.default_rng(13)
     given = operands(rng, batch=2, new_tokens=new_tokens, num_heads=4, num_kv_heads=2, head_dim=8)
     spoilt = [x.copy() for x in given]
-    spoilt[("query", "key", "value").index(which)][1, 0, 1, 3] = np.nan  # batch row 1, token 0, head 1
+    spoilt[("query", "key", "value").index(which)][1, 0, 1, 3] = np.nan  # sequence 1, token 0, head 1
     results = []
     for arrays in (given, spoilt):
         cache, scale = empty_cache((2, 1, 2, 4, 2, 8), quant_bit, 4)
@@ -332,7 +332,7 @@ def test_non_finite_values_stay_in_their_batch_row_and_head(quant_bit: int, whic
     np.testing.assert_allclose(found_output, clean_output, rtol=1e-6, atol=1e-6)
     kind = {"query": None, "key": oracle.KEY, "value": oracle.VALUE}[which]
     for clean, found in zip(clean_stored, found_stored, strict=True):
-        if kind is not None:  # (MaxB, L, 2, MaxS, K, last): the half of the head's row that holds the group
+        if kind is not None:  # (MaxB, L, 2, MaxS, K, last): the half of the head that holds the group
             half = clean.shape[-1] // 2
             clean[1, 0, kind, 0, 1, :half] = found[1, 0, kind, 0, 1, :half] = 0
         assert same_bits(clean, found)

@@ -13,10 +13,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support import oracle
+from support.counts import count
 from support.operator_cases import (
     FLOATS,
     Case,
-    LevelTally,
+    QuantizedTally,
     check_output,
     check_returned,
     check_stored,
@@ -37,15 +38,16 @@ from support.oracle import Array, Spec
 from kvant.operators import dequantize, key_value_cache, multi_head_cache_attention, quantize
 
 CHUNK = 100
-CACHE_CASES, ATTENTION_CASES, QUANTIZE_CASES, CONVERSATIONS = 2400, 2400, 600, 100
+CACHE_CASES, ATTENTION_CASES = count(1400, 2400), count(1400, 2400)
+QUANTIZE_CASES, CONVERSATIONS = count(200, 600), count(40, 100)
 
 
 def chunks(count: int) -> list[range]:
     return [range(first, min(first + CHUNK, count)) for first in range(0, count, CHUNK)]
 
 
-def by_chunk(count: int) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("seeds", chunks(count), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+def by_chunk(cases: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("seeds", chunks(cases), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
 
 
 # ---- one call against the oracle -------------------------------------------------------------------------------------
@@ -76,17 +78,17 @@ class Call:
         """What the operator left in the caller's arrays."""
         return to_numpy(self.mx_cache), None if self.mx_scale is None else to_numpy(self.mx_scale)
 
-    def check_stored(self, tally: LevelTally) -> None:
+    def check_stored(self, tally: QuantizedTally) -> None:
         case = self.case
         expected = oracle.store(self.key, self.value, case.start_pos, self.cache, self.scale, case.spec)
         check_stored((self.mx_cache, self.mx_scale), expected, case, tally)
 
     def fetch(self) -> tuple[Array, Array]:
-        """Keys and values as they must be read from what is stored now, whatever level rounded the other way."""
+        """Keys and values as they must be read from what is stored now, whatever value rounded the other way."""
         return oracle.fetch(self.case.batch, self.case.num_keys, *self.stored_now(), self.case.spec)
 
 
-def check_cache_case(case: Case, tally: LevelTally) -> None:
+def check_cache_case(case: Case, tally: QuantizedTally) -> None:
     call = Call(case)
     key, value = key_value_cache(
         call.mx_key,
@@ -102,7 +104,7 @@ def check_cache_case(case: Case, tally: LevelTally) -> None:
         check_returned(actual, np.repeat(expected, case.num_repeat, axis=2), case.spec.dtype, name)
 
 
-def check_attention_case(case: Case, tally: LevelTally) -> None:
+def check_attention_case(case: Case, tally: QuantizedTally) -> None:
     call = Call(case)
     output = multi_head_cache_attention(
         call.mx_query,
@@ -121,7 +123,7 @@ def check_attention_case(case: Case, tally: LevelTally) -> None:
     check_output(output, expected, case.spec.dtype)
 
 
-def check_conversation(case: Case, tally: LevelTally) -> None:
+def check_conversation(case: Case, tally: QuantizedTally) -> None:
     """Prefill, a chunk, tokens one by one, a chunk again: every step appends to the same cache."""
     rng = np.random.default_rng((case.seed, 2))
     case = replace(case, start_pos=0, new_tokens=1, max_seq_len=24)
@@ -165,25 +167,25 @@ def test_conversation(seeds: range) -> None:
 
 @by_chunk(QUANTIZE_CASES)
 def test_quantize_and_dequantize(seeds: range) -> None:
-    def check(case: Case, tally: LevelTally) -> None:
+    def check(case: Case, tally: QuantizedTally) -> None:
         spec = case.spec
         x = draw_values(np.random.default_rng(case.seed), (case.batch, case.new_tokens, case.head_dim), case)
         # None is x's own dtype, which a cache's scale is not allowed to have in bfloat16 but a bare one may
         given = None if case.strided else spec.scale_dtype
         spec = spec._replace(scale_dtype=given or spec.dtype)
         options = {"quant_bit": spec.quant_bit, "quant_group": spec.quant_group}
-        levels, scale = quantize(
+        quantized, scale = quantize(
             to_mx(x, spec.dtype), scale_dtype=None if given is None else getattr(mx, given), **options
         )
         expected_levels, expected_scale = oracle.quantize(x, spec)
-        assert dtype_name(levels) == {8: "int8", 4: "uint8"}[spec.quant_bit]
+        assert dtype_name(quantized) == {8: "int8", 4: "uint8"}[spec.quant_bit]
         assert dtype_name(scale) == spec.scale_dtype
-        assert (levels.shape, scale.shape) == (expected_levels.shape, expected_scale.shape)
-        actual_levels, actual_scale = to_numpy(levels), to_numpy(scale)
+        assert (quantized.shape, scale.shape) == (expected_levels.shape, expected_scale.shape)
+        actual_levels, actual_scale = to_numpy(quantized), to_numpy(scale)
         unpacked = [oracle.unpack_nibbles(a) if spec.quant_bit == 4 else a for a in (actual_levels, expected_levels)]
         tally.compare(*unpacked, spec.dtype)
         check_returned(scale, expected_scale, spec.scale_dtype, "scale")
-        restored = dequantize(levels, scale, dtype=getattr(mx, spec.dtype), **options)
+        restored = dequantize(quantized, scale, dtype=getattr(mx, spec.dtype), **options)
         check_returned(restored, oracle.dequantize(actual_levels, actual_scale, spec), spec.dtype, "dequantized")
 
     def draw(seed: int) -> Case:
@@ -231,7 +233,7 @@ def quantized_call(seed: int) -> Call:
 
 
 def one_group_changed(scale: Array) -> Array:
-    """The scale with the group of one head in one current row made half as large again."""
+    """The scale with the group of one head in one current token made half as large again."""
     scale = scale.copy()
     scale[0, 1, oracle.VALUE, 1, 4, 0] *= 1.5  # (L, MaxB, 2, K, MaxS, D/G)
     return scale
@@ -251,13 +253,13 @@ def test_one_changed_scale_fails_the_comparison(seed: int) -> None:
         call.mx_scale,
         **case.attention_options,
     )
-    call.check_stored(LevelTally())
+    call.check_stored(QuantizedTally())
     attention = {"is_causal": case.is_causal, "is_alibi": case.is_alibi}
     check_output(output, oracle.attend(call.query, *call.fetch(), **attention), "float32")
     assert call.mx_scale is not None
     call.mx_scale = to_mx(one_group_changed(to_numpy(call.mx_scale)), "float32")
     with pytest.raises(AssertionError, match="stored scale"):
-        call.check_stored(LevelTally())
+        call.check_stored(QuantizedTally())
     with pytest.raises(AssertionError, match="attention output"):
         check_output(output, oracle.attend(call.query, *call.fetch(), **attention), "float32")
 
@@ -266,12 +268,12 @@ def test_one_changed_scale_fails_the_comparison(seed: int) -> None:
 def test_one_changed_scale_fails_the_comparison_of_returned_rows(seed: int) -> None:
     call = quantized_call(seed)
     case = call.case
-    rows = key_value_cache(call.mx_key, call.mx_value, case.start_pos, call.mx_cache, call.mx_scale, **case.options)
-    check_returned(rows[1], call.fetch()[1], "float32", "value")
+    both = key_value_cache(call.mx_key, call.mx_value, case.start_pos, call.mx_cache, call.mx_scale, **case.options)
+    check_returned(both[1], call.fetch()[1], "float32", "value")
     assert call.mx_scale is not None
     call.mx_scale = to_mx(one_group_changed(to_numpy(call.mx_scale)), "float32")
     with pytest.raises(AssertionError, match="value"):
-        check_returned(rows[1], call.fetch()[1], "float32", "value")
+        check_returned(both[1], call.fetch()[1], "float32", "value")
 
 
 def test_inputs_are_left_alone() -> None:

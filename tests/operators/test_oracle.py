@@ -17,7 +17,7 @@ def test_attention_is_scaled_dot_product_attention(
     query = rng.standard_normal((2, new_tokens, 6, 16)).astype(np.float32)
     key, value = rng.standard_normal((2, 2, num_keys, num_kv_heads, 16)).astype(np.float32)
     keep = rng.random((6, new_tokens, num_keys)) > 0.4
-    keep[..., 0] = True  # no row without a key: there the two differ on purpose
+    keep[..., 0] = True  # no query without a key: there the two differ on purpose
     masks = {
         "bool": keep,
         "float": np.where(keep, rng.standard_normal(keep.shape), -np.inf).astype(np.float32),
@@ -51,7 +51,7 @@ def test_alibi_by_hand() -> None:
     np.testing.assert_allclose(output.ravel(), expected, rtol=1e-12)
 
 
-def test_a_row_without_a_key_is_zeros() -> None:
+def test_a_query_without_a_key_is_zeros() -> None:
     query, key, value = np.ones((3, 1, 2, 1, 4))
     mask = np.array([[True, True], [False, False]])
     output = oracle.attend(query, key, value, is_causal=False, attn_mask=mask)
@@ -60,14 +60,14 @@ def test_a_row_without_a_key_is_zeros() -> None:
 
 def test_quantization_by_hand() -> None:
     x = np.array([[127.0, -63.5, 0.5, 1.5, 0.0, 0.0, 0.0, 0.0]], np.float32)
-    levels, scale = oracle.quantize(x, Spec(quant_bit=8, quant_group=4))
-    assert levels.tolist() == [[127, -64, 0, 2, 0, 0, 0, 0]]
+    quantized, scale = oracle.quantize(x, Spec(quant_bit=8, quant_group=4))
+    assert quantized.tolist() == [[127, -64, 0, 2, 0, 0, 0, 0]]
     assert scale.tolist() == [[1.0, np.float32(1e-5)]]
 
 
 def test_nibbles_by_hand() -> None:
-    levels = np.array([1, -1, 7, -7], np.int8)
-    assert oracle.pack_nibbles(levels).tolist() == [0xF1, 0x97]
+    quantized = np.array([1, -1, 7, -7], np.int8)
+    assert oracle.pack_nibbles(quantized).tolist() == [0xF1, 0x97]
     assert oracle.unpack_nibbles(np.array([0xF1, 0x97], np.uint8)).tolist() == [1, -1, 7, -7]
 
 

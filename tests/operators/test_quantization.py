@@ -1,4 +1,4 @@
-"""The quantizer at its limits: the top level, and every byte."""
+"""The quantizer at its limits: the largest value, and every byte."""
 
 import mlx.core as mx
 import numpy as np
@@ -12,22 +12,22 @@ from kvant.operators import dequantize, quantize
 BITS = (8, 4)
 
 
-def _levels(x: mx.array, quant_bit: int, quant_group: int) -> Array:
-    levels, _ = quantize(x, quant_bit=quant_bit, quant_group=quant_group)
-    return oracle.unpack_nibbles(np.array(levels)) if quant_bit == 4 else np.array(levels)
+def _quantized(x: mx.array, quant_bit: int, quant_group: int) -> Array:
+    quantized, _ = quantize(x, quant_bit=quant_bit, quant_group=quant_group)
+    return oracle.unpack_nibbles(np.array(quantized)) if quant_bit == 4 else np.array(quantized)
 
 
 @pytest.mark.parametrize("quant_bit", BITS)
 def test_float32_needs_no_clip(quant_bit: int) -> None:
-    """A level past the top would wrap to the negative end; the largest of a group has the top level exactly."""
-    top = oracle.max_level(quant_bit)
+    """A value past the top would wrap to the negative end. The largest of a group is exactly the top value."""
+    top = oracle.max_quantized(quant_bit)
     rng = np.random.default_rng(quant_bit)
     size = 10.0 ** rng.uniform(-8, 30, (100_000, 1))
     x = (rng.standard_normal((100_000, 8)) * size).astype(np.float32)
     peak = np.abs(x).max(axis=-1, keepdims=True)
-    levels = _levels(mx.array(x), quant_bit, 8)
-    assert np.abs(levels.astype(np.int16)).max() == top
-    at_peak = np.take_along_axis(levels, np.abs(x).argmax(axis=-1)[:, None], axis=-1)
+    quantized = _quantized(mx.array(x), quant_bit, 8)
+    assert np.abs(quantized.astype(np.int16)).max() == top
+    at_peak = np.take_along_axis(quantized, np.abs(x).argmax(axis=-1)[:, None], axis=-1)
     expected = np.where(peak / top > 2e-5, top, np.abs(at_peak)) * np.sign(
         np.take_along_axis(x, np.abs(x).argmax(axis=-1)[:, None], axis=-1)
     )
@@ -36,12 +36,12 @@ def test_float32_needs_no_clip(quant_bit: int) -> None:
 
 @pytest.mark.parametrize("quant_bit", BITS)
 def test_float32_needs_no_clip_whatever_the_fraction(quant_bit: int) -> None:
-    """Groups of one, whose quotient is the top level but for rounding: float32 numbers from 1 to 2, and larger."""
-    top = oracle.max_level(quant_bit)
+    """Groups of one, whose quotient is the top value but for rounding: float32 numbers from 1 to 2, and larger."""
+    top = oracle.max_quantized(quant_bit)
     one_to_two = np.arange(0x3F800000, 0x40000000, 128, np.uint32).view(np.float32)
     for x in (one_to_two, one_to_two * np.float32(2.0**126), one_to_two * np.float32(2.0**-9)):
-        levels = _levels(mx.array(np.stack([x, -x], axis=-1)), quant_bit, 1)
-        np.testing.assert_array_equal(levels, np.broadcast_to([top, -top], levels.shape))
+        quantized = _quantized(mx.array(np.stack([x, -x], axis=-1)), quant_bit, 1)
+        np.testing.assert_array_equal(quantized, np.broadcast_to([top, -top], quantized.shape))
 
 
 def test_bfloat16_is_clipped() -> None:
@@ -49,13 +49,13 @@ def test_bfloat16_is_clipped() -> None:
     x = mx.array([[1.375, -1.375]], mx.bfloat16)
     scale = (mx.array(1.375, mx.bfloat16) / mx.array(127, mx.bfloat16)).astype(mx.float32).item()
     assert np.rint(oracle.cast(np.array(1.375 / scale), "bfloat16")) == 128  # or this test would show nothing
-    assert _levels(x, 8, 2).tolist() == [[127, -127]]
+    assert _quantized(x, 8, 2).tolist() == [[127, -127]]
     every = mx.array(np.arange(0x3F80, 0x4000, dtype=np.uint16)).view(mx.bfloat16)[:, None]  # from 1 to 2
-    assert (_levels(every, 8, 1) >= 126).all()
+    assert (_quantized(every, 8, 1) >= 126).all()
 
 
 @pytest.mark.parametrize("leading", [(), (3,), (2, 1, 3)])
-def test_every_byte_is_two_levels(leading: tuple[int, ...]) -> None:
+def test_every_byte_is_two_values(leading: tuple[int, ...]) -> None:
     """-8, which no quantizer here makes, among them; also of a view that is not contiguous."""
     packed = np.broadcast_to(np.random.default_rng(0).permutation(256).astype(np.uint8), (*leading, 256))
     scale = mx.ones((*leading, 64))

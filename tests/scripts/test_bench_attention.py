@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_left_out_and_said(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("wrong", ["attend_rows", "quantized_scaled_dot_product_attention"])
+@pytest.mark.parametrize("wrong", ["attend_tokens", "quantized_scaled_dot_product_attention"])
 def test_a_wrong_variant_is_not_timed(
     wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,7 +106,7 @@ def test_a_wrong_variant_is_not_timed(
     monkeypatch.setattr(attention_variants, wrong, lambda *given: right(*given) * 1.01)
     code, out, err = _run(capsys, "--bits", "8")
     assert (code, out) == (1, "")
-    variant = "kvant 8-bit unfused" if wrong == "attend_rows" else "mlx-lm 8-bit"
+    variant = "kvant 8-bit unfused" if wrong == "attend_tokens" else "mlx-lm 8-bit"
     assert f"qwen2.5-0.5b at 8: {variant} is wrong: its error to own_cache is 0.01" in err
 
 

@@ -22,7 +22,8 @@ from kvant.engine.load import find_model
 from kvant.engine.run import Run
 from kvant.engine.step import CompiledStep
 from kvant.models import Decoder, load_decoder
-from kvant.operators.kernels import attend, dispatch
+from kvant.operators import dispatch
+from kvant.operators.kernels import attend
 from support.counts import count
 from support.fused_path import unfused_launch
 

@@ -7,9 +7,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvant.operators.attention import attend_live_rows
-from kvant.operators.kernels import attend, dispatch, launch
-from kvant.operators.key_value_cache import read_rows
+from kvant.operators import dispatch
+from kvant.operators.attention import attend_live_tokens
+from kvant.operators.cached_attention import read_tokens
+from kvant.operators.kernels import attend, launch
 from kvant.operators.quantization import quantize
 from support.metal_host import on_host
 from support.metal_host.run import FORWARD
@@ -63,8 +64,8 @@ def unfused_launch(
     """
     if name == "append":
         options = {"quant_bit": template["BITS"], "quant_group": template["GROUP"], "scale_dtype": template["SCALE"]}
-        levels, scales = quantize(mx.stack(list(inputs), axis=1), **options)
-        return [mx.view(levels, mx.uint32), scales]
+        quantized, scales = quantize(mx.stack(list(inputs), axis=1), **options)
+        return [mx.view(quantized, mx.uint32), scales]
     if name == "combine":
         partial, _, _, value_bias = inputs
         output = partial[..., 0, :]
@@ -72,19 +73,17 @@ def unfused_launch(
             output = output + mx.repeat(value_bias, output.shape[1] // value_bias.shape[0], axis=0)[:, None]
         return [output.astype(template["T"])]
     query, cache, scale, offset = inputs[:4]
-    assert template["NEW"] == 1
+    assert template["NEW_TOKENS"] == 1
     assert not any(template[name] for name in ("PAIRS", "ALIBI", "MASK"))
-    bits, rows = template["BITS"], cache.shape[4]
-    keys, values = read_rows(
-        query.shape[0],
-        rows,
+    bits, max_tokens = template["BITS"], cache.shape[4]
+    keys, values = read_tokens(
+        max_tokens,
         cache,
         scale if bits else None,
         quant_bit=bits,
         dtype=query.dtype,
-        product_dtype=mx.float32,
     )
-    output = attend_live_rows(query, keys, values, mx.arange(rows) <= offset)
+    output = attend_live_tokens(query, keys, values, mx.arange(max_tokens) <= offset)
     shape, dtype = outputs[0]
     partial = mx.concatenate(
         [output[..., None, :].astype(dtype), mx.zeros((*shape[:3], shape[3] - 1, shape[4]))], axis=3

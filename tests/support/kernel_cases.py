@@ -3,7 +3,7 @@
 B batch, S new tokens, T cached tokens read, H query heads, K kv heads, D head_dim, G group size, P rotary pairs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -14,15 +14,17 @@ import numpy as np
 import pytest
 
 from kvant.operators.bias_split import BiasSplit
+from kvant.operators.cached_attention import attend_fused
 from kvant.operators.kernels import attend as attend_module
 from kvant.operators.kernels import launch as launch_module
-from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, attend, threadgroup_shape
+from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, threadgroup_shape
 from support import oracle
+from support.counts import count
 from support.metal_host import FORWARD, REVERSE, on_host
 from support.operator_cases import FLOATS, check_output, poisoned, to_mx
 from support.oracle import Array, Spec
 
-MOST_WORK = 100_000  # elements of queries times rows, about 0.2 s
+MOST_WORK = count(40_000, 100_000)  # elements of queries times tokens; 100,000 take about 0.2 s
 FORMATS = [(bits, group) for bits in (8, 4) for group in GROUPS] + [(0, 0)]
 
 
@@ -30,8 +32,8 @@ FORMATS = [(bits, group) for bits in (8, 4) for group in GROUPS] + [(0, 0)]
 class KernelCase:
     """One call. It prints as what a failure message needs; its arrays come from its seed.
 
-    splits and least_rows stand in for the module's own, so that a few hundred rows have many splits. crews: whose
-    registers the queries are dealt out for; the text is Metal's either way.
+    splits and min_split_tokens replace the module's own, so that a few hundred tokens have many splits. backend: for
+    whose registers the queries are distributed. The text is Metal's in both cases.
     """
 
     seed: int = 0
@@ -42,11 +44,11 @@ class KernelCase:
     new_tokens: int = 1
     offset: int = 5  # of the first sequence
     shorter: int = 0  # cached tokens that each sequence has fewer than the one before, down to none
-    max_rows: int = 37
+    max_tokens: int = 37
     dtype: str = "float32"
     quant_bit: int = 8
     quant_group: int = 32
-    cache_dtype: str = "float16"  # of rows, at 0 bits
+    cache_dtype: str = "float16"  # at 0 bits
     scale_dtype: str = "float16"
     is_causal: bool = True
     is_alibi: bool = False
@@ -54,9 +56,9 @@ class KernelCase:
     mask_rank: int = 4
     mask_shift: float = 0.0  # added to every element of a float mask
     pairs: int | None = None  # None: no bias split
-    crews: str = "metal"
+    backend: str = "metal"
     splits: int | None = 4
-    least_rows: int = 8
+    min_split_tokens: int = 8
 
     @property
     def num_heads(self) -> int:
@@ -73,7 +75,7 @@ class KernelCase:
 
     @property
     def ends(self) -> list[int]:
-        """Rows that each sequence reads."""
+        """Tokens that each sequence reads."""
         return [offset + self.new_tokens for offset in self.offsets]
 
     @property
@@ -83,17 +85,17 @@ class KernelCase:
 
     @property
     def step(self) -> int:
-        """Rows that a threadgroup reads between two looks at the maximum."""
-        _, _, teams, queries = threadgroup_shape(self.ratio * self.new_tokens, self.pairs or 0, self.crews)
+        """Tokens that a threadgroup reads between two updates of the maximum."""
+        _, _, simdgroups, queries = threadgroup_shape(self.ratio * self.new_tokens, self.pairs or 0, self.backend)
         lanes = 8 if self.head_dim == 64 else 32 if self.head_dim == 256 else 16
-        return teams * (32 // lanes) * (2 if queries > 4 else 4)
+        return simdgroups * (32 // lanes) * (2 if queries > 4 else 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A case's arrays as NumPy holds them; a sequence's rows of cache and scale past its own are poison.
+    """A case's arrays in NumPy. Positions past a sequence's own tokens are poison in cache and scale.
 
-    So are rows of rotation and columns of mask past the longest sequence's.
+    So are positions of rotation and columns of mask past the longest sequence's.
     """
 
     query: Array  # (B, H, S, D)
@@ -109,11 +111,11 @@ class Drawn:
 def draw(case: KernelCase) -> Drawn:
     rng = np.random.default_rng(case.seed)
     spec, (B, K, D) = case.spec, (case.batch, case.num_kv_heads, case.head_dim)
-    rows = (B, case.num_keys, K, D)
-    key, value = (oracle.cast(rng.standard_normal(rows), "float32") for _ in range(2))
+    shape = (B, case.num_keys, K, D)
+    key, value = (oracle.cast(rng.standard_normal(shape), "float32") for _ in range(2))
     width = D // 2 if case.quant_bit == 4 else D
-    cache = poisoned((1, B, 2, K, case.max_rows, width), spec.cache_dtype)
-    scale = poisoned((1, B, 2, K, case.max_rows, D // case.quant_group), spec.scale_dtype) if case.quant_bit else None
+    cache = poisoned((1, B, 2, K, case.max_tokens, width), spec.cache_dtype)
+    scale = poisoned((1, B, 2, K, case.max_tokens, D // case.quant_group), spec.scale_dtype) if case.quant_bit else None
     stored = oracle.store(key, value, 0, cache, scale, spec._replace(dtype="float32"))
     for b, end in enumerate(case.ends):
         for array, poison in zip(stored, (cache, scale), strict=True):
@@ -121,7 +123,7 @@ def draw(case: KernelCase) -> Drawn:
                 array[0, b, :, :, end:] = poison[0, b, :, :, end:]
     cache, scale = stored
     pairs = tuple(sorted(rng.permutation(D // 2)[: case.pairs or 0].tolist()))
-    angle = 10.0 ** rng.uniform(-3, 0, len(pairs))[:, None] * np.arange(case.max_rows)
+    angle = 10.0 ** rng.uniform(-3, 0, len(pairs))[:, None] * np.arange(case.max_tokens)
     rotation = np.stack([np.cos(angle), np.sin(angle)]).astype(np.float32)
     rotation[..., case.num_keys :] = np.nan
     return Drawn(
@@ -137,7 +139,7 @@ def draw(case: KernelCase) -> Drawn:
 
 
 def draw_mask(case: KernelCase, rng: np.random.Generator) -> Array | None:
-    """Most queries keep most keys, some keep none; more columns than keys, which nobody may read."""
+    """Most queries keep most keys, some keep none. Columns past the keys must not be read."""
     if case.mask == "none":
         return None
     batch = int(rng.choice([1, case.batch]))
@@ -152,7 +154,7 @@ def draw_mask(case: KernelCase, rng: np.random.Generator) -> Array | None:
 
 
 def expected(case: KernelCase, drawn: Drawn) -> Array:
-    """(B, H, S, D) in float64. The kernel multiplies levels by scales in float32 and rounds no row to the dtype."""
+    """(B, H, S, D) in float64. The kernel multiplies by scales in float32 and rounds no key or value to the dtype."""
     exact = case.spec._replace(dtype="float32", scale_dtype="float32")
     scale = None if drawn.scale is None else drawn.scale.astype(np.float32)
     key, value = (
@@ -190,9 +192,11 @@ def mask_of(mask: Array | None, b: int) -> Array | None:
 
 @contextmanager
 def kernels_on_host(
-    forbidden: Mapping[str, Array] | None = None, texts: Mapping[str, str] | None = None
+    forbidden: Mapping[str, Array] | None = None,
+    texts: Mapping[str, str] | None = None,
+    orders: Sequence[int] = (FORWARD, REVERSE),
 ) -> Iterator[None]:
-    """In this context launches are host runs of Metal's text, in both thread orders.
+    """In this context launches are host runs of Metal's text, in these thread orders.
 
     forbidden: for an input of the first pass, where it must not be read. Of the second, outputs of empty splits are.
     texts: a file's text in place of its own, by name.
@@ -205,7 +209,7 @@ def kernels_on_host(
             unreadable = dict(forbidden or {}) if name == "attend" else {}
             if name == "combine":
                 unreadable["partial"] = (np.array(inputs[1]) == 0)[..., None]
-            return on_host(make, orders=(FORWARD, REVERSE), unreadable=unreadable)(inputs=inputs, **launch)
+            return on_host(make, orders=orders, unreadable=unreadable)(inputs=inputs, **launch)
 
         return run
 
@@ -216,14 +220,19 @@ def kernels_on_host(
         yield
 
 
-def run(case: KernelCase, drawn: Drawn, texts: Mapping[str, str] | None = None) -> mx.array:
+def run(
+    case: KernelCase,
+    drawn: Drawn,
+    texts: Mapping[str, str] | None = None,
+    orders: Sequence[int] = (FORWARD, REVERSE),
+) -> mx.array:
     """The kernel's output. Raises a HostError where it does what it must not."""
-    dead = np.arange(case.max_rows) >= np.array(case.ends).reshape(-1, 1, 1, 1)  # (B, 1, 1, MaxS)
+    dead = np.arange(case.max_tokens) >= np.array(case.ends).reshape(-1, 1, 1, 1)  # (B, 1, 1, MaxS)
     forbidden = {"cache": dead[..., None]}
     if case.quant_bit:
         forbidden["scale"] = dead[..., None]
     if drawn.pairs:
-        forbidden["rotation"] = np.arange(case.max_rows) >= case.num_keys
+        forbidden["rotation"] = np.arange(case.max_tokens) >= case.num_keys
     if drawn.mask is not None:
         own = drawn.mask.ndim == 4 and drawn.mask.shape[0] > 1
         ends = np.array(case.ends).reshape(-1, 1, 1, 1) if own else case.num_keys
@@ -231,11 +240,11 @@ def run(case: KernelCase, drawn: Drawn, texts: Mapping[str, str] | None = None) 
     spec, split = case.spec, None
     if case.pairs is not None:
         split = BiasSplit(mx.array(drawn.key_bias), drawn.pairs, mx.array(drawn.rotation), mx.array(drawn.value_bias))
-    with kernels_on_host(forbidden, texts), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attend_module, "LEAST_ROWS", case.least_rows)
+    with kernels_on_host(forbidden, texts, orders), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attend_module, "MIN_SPLIT_TOKENS", case.min_split_tokens)
         if case.splits is not None:
             patch.setattr(attend_module, "num_splits", lambda *_: case.splits)
-        return attend(
+        return attend_fused(
             to_mx(drawn.query, case.dtype),
             to_mx(drawn.cache, spec.cache_dtype),
             None if drawn.scale is None else mx.array(drawn.scale),
@@ -246,14 +255,14 @@ def run(case: KernelCase, drawn: Drawn, texts: Mapping[str, str] | None = None) 
             is_alibi=case.is_alibi,
             mask=None if drawn.mask is None else mx.array(drawn.mask),
             bias_split=split,
-            backend=case.crews,
+            backend=case.backend,
         )
 
 
-def check(case: KernelCase, texts: Mapping[str, str] | None = None) -> None:
+def check(case: KernelCase, texts: Mapping[str, str] | None = None, orders: Sequence[int] = (FORWARD, REVERSE)) -> None:
     """The kernel's output is float64's, to the dtype's tolerance."""
     drawn = draw(case)
-    check_output(run(case, drawn, texts), expected(case, drawn), case.dtype)
+    check_output(run(case, drawn, texts, orders), expected(case, drawn), case.dtype)
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
@@ -271,7 +280,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "is_alibi": (False, True),
     "mask": ("none", "bool", "float"),
     "pairs": (None, 0, 1, 9, 32),
-    "crews": ("metal", "cuda"),
+    "backend": ("metal", "cuda"),
     "splits": (1, 2, 4),
 }
 
@@ -317,15 +326,15 @@ def runs(case: KernelCase) -> list[KernelCase]:
     Sequences are of one length in one of them, of several in the others.
     """
     rng = np.random.default_rng(case.seed)
-    splits, least = case.splits or 1, case.least_rows
+    splits, least = case.splits or 1, case.min_split_tokens
     edges = {least, 2 * least, splits * least, case.step, splits * case.step}
     num_keys = {edge + beside for edge in edges for beside in (-1, 0, 1)}
     offsets = sorted(n - case.new_tokens for n in num_keys if n >= case.new_tokens)
     cases = []
     for offset in (case.seed % 2, *(int(x) for x in rng.choice(offsets, 2, replace=False))):
         batch, num_kv_heads = int(rng.choice([1, 2, 4])), int(rng.choice([1, 2, 3]))
-        rows = max(offset + case.new_tokens, 12 * splits)  # a split without rows takes time too
-        work = case.head_dim * case.ratio * case.new_tokens * rows
+        tokens = max(offset + case.new_tokens, 12 * splits)  # an empty split takes time too
+        work = case.head_dim * case.ratio * case.new_tokens * tokens
         if batch * num_kv_heads * work > MOST_WORK:  # a host runs a thread at a time
             batch, num_kv_heads = (
                 max(1, MOST_WORK // work // num_kv_heads),
@@ -337,7 +346,7 @@ def runs(case: KernelCase) -> list[KernelCase]:
                 seed=1000 * case.seed + offset,
                 offset=offset,
                 shorter=0 if len(cases) % 2 else offset // 2 + 1,
-                max_rows=offset + case.new_tokens + int(rng.choice([0, 1, 6])),
+                max_tokens=offset + case.new_tokens + int(rng.choice([0, 1, 6])),
                 batch=batch,
                 num_kv_heads=num_kv_heads,
                 mask_rank=int(rng.integers(2, 5)),

@@ -28,7 +28,7 @@ def normal(*shape: int) -> mx.array:
 
 
 def good_call(operator: str, quant_bit: int, layout: int) -> dict[str, Any]:
-    """Every argument by name. The cache is full of levels or NaN, so that a change shows."""
+    """Every argument by name. The cache is full of quantized values or NaN, so that a change shows."""
     given: dict[str, Any] = {
         "current_key": normal(B, S, K, D),
         "current_value": normal(B, S, K, D),

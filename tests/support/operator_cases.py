@@ -17,12 +17,12 @@ from support.oracle import Array, Spec
 OUTPUT_TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 # A stored scale against the oracle's, relative: exact in float32, elsewhere one rounding.
 SCALE_TOLERANCE = {"float32": 0.0, "float16": 2**-10, "bfloat16": 2**-7}
-# The share of levels that may be off, by one. Exact in float32.
-LEVEL_TOLERANCE = {"float32": 0.0, "float16": 0.003, "bfloat16": 0.003}
+# The share of quantized values that may be off by one. Exact in float32.
+QUANTIZED_TOLERANCE = {"float32": 0.0, "float16": 0.003, "bfloat16": 0.003}
 
 FLOATS = ("float32", "float16", "bfloat16")
-POISON_LEVEL = -128  # no quantizer here makes it
-POISON_BYTE = 0x88  # two levels of -8, which no quantizer here makes
+POISON_INT8 = -128  # no quantizer here makes it
+POISON_BYTE = 0x88  # two values of -8, which no quantizer here makes
 
 
 # ---- between NumPy and MLX -------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def draw_values(rng: np.random.Generator, shape: tuple[int, ...], case: Case) ->
         return rng.integers(-128, 128, shape).astype(np.int8)
     x = rng.standard_normal(shape)
     if case.data == "ties":  # with one element at the limit the scale is 1 and every other half is a tie
-        limit = oracle.max_level(spec.quant_bit or 8)
+        limit = oracle.max_quantized(spec.quant_bit or 8)
         x = rng.integers(-2 * limit, 2 * limit + 1, shape) / 2
         x[..., :: spec.quant_group] = limit
     elif case.data == "tiny":  # about the least scale
@@ -209,7 +209,7 @@ def draw_values(rng: np.random.Generator, shape: tuple[int, ...], case: Case) ->
 def poisoned(shape: tuple[int, ...], dtype: str) -> Array:
     """An array in which every element is one that must not be read."""
     if dtype == "int8":
-        return np.full(shape, POISON_LEVEL, np.int8)
+        return np.full(shape, POISON_INT8, np.int8)
     if dtype == "uint8":
         return np.full(shape, POISON_BYTE, np.uint8)
     return np.full(shape, np.nan, np.float16 if dtype == "float16" else np.float32)
@@ -222,7 +222,7 @@ def cache_shape(case: Case, last: int) -> tuple[int, ...]:
 
 
 def make_cache(case: Case, rng: np.random.Generator) -> tuple[Array, Array | None]:
-    """Poison everywhere but in rows 0 : start_pos of the call's own layer and batch rows, which hold earlier tokens."""
+    """Poison, but earlier tokens at positions 0 : start_pos of the call's own layer and sequences."""
     spec = case.spec
     width = case.head_dim // 2 if spec.quant_bit == 4 else case.head_dim
     cache = poisoned(cache_shape(case, width), spec.cache_dtype)
@@ -236,7 +236,7 @@ def make_cache(case: Case, rng: np.random.Generator) -> tuple[Array, Array | Non
 
 
 def make_mask(case: Case, rng: np.random.Generator) -> Array | None:
-    """A mask whose padding is poison, in which most rows keep most keys and some keep none."""
+    """A mask whose padding is poison, in which most queries keep most keys and some keep none."""
     if case.mask == "none":
         return None
     if case.mask == "empty":
@@ -246,7 +246,7 @@ def make_mask(case: Case, rng: np.random.Generator) -> Array | None:
     keep = rng.random(shape) > 0.3
     keep[rng.random(shape[:-1]) < 0.15] = False
     if case.mask == "bool":
-        keep[..., case.num_keys :] = True  # loud: read, it would let a row of poison in
+        keep[..., case.num_keys :] = True  # loud: read, it would let poison in
         return keep
     added = oracle.cast(np.where(keep, rng.standard_normal(shape), -np.inf), case.mask_dtype)
     added[..., case.num_keys :] = np.nan
@@ -263,38 +263,38 @@ def make_input(x: Array, dtype: str, strided: bool) -> mx.array:
 # ---- comparators -----------------------------------------------------------------------------------------------------
 
 
-class LevelTally:
-    """Counts levels that are off by one over many cases, because one flip in a small case is already a large share."""
+class QuantizedTally:
+    """Counts values that are off by one over many cases. In one small case a single flip is a large share."""
 
     def __init__(self) -> None:
-        self.seen = dict.fromkeys(LEVEL_TOLERANCE, 0)
-        self.off = dict.fromkeys(LEVEL_TOLERANCE, 0)
+        self.seen = dict.fromkeys(QUANTIZED_TOLERANCE, 0)
+        self.off = dict.fromkeys(QUANTIZED_TOLERANCE, 0)
 
     def compare(self, actual: Array, expected: Array, dtype: str) -> None:
         difference = np.abs(actual.astype(np.int16) - expected.astype(np.int16))
-        assert difference.max(initial=0) <= 1, f"a level is off by {difference.max()}"
+        assert difference.max(initial=0) <= 1, f"a quantized value is off by {difference.max()}"
         self.seen[dtype] += difference.size
         self.off[dtype] += int(difference.sum())
-        if LEVEL_TOLERANCE[dtype] == 0.0:
-            assert not difference.any(), f"{int(difference.sum())} of {difference.size} levels differ in {dtype}"
+        if QUANTIZED_TOLERANCE[dtype] == 0.0:
+            assert not difference.any(), f"{int(difference.sum())} of {difference.size} values differ in {dtype}"
 
     def check(self) -> None:
-        for dtype, share in LEVEL_TOLERANCE.items():
+        for dtype, share in QUANTIZED_TOLERANCE.items():
             off, seen = self.off[dtype], self.seen[dtype]
-            assert off <= share * seen, f"{off} of {seen} levels from {dtype} differ by one, allowed {share:.1%}"
+            assert off <= share * seen, f"{off} of {seen} values from {dtype} differ by one, allowed {share:.1%}"
 
 
 def check_unowned(actual: Array, expected: Array, case: Case, what: str) -> None:
-    """Everything but the rows that the call writes holds the bits it held."""
+    """Everything but the tokens that the call writes holds the bits it held."""
     actual, expected = actual.copy(), expected.copy()
     for x in (actual, expected):
         for kind in (oracle.KEY, oracle.VALUE):
-            oracle.rows(x, kind, case.batch, case.start_pos, case.num_keys, case.spec)[...] = 0
-    assert same_bits(actual, expected), f"{what}: something outside rows [start_pos, start_pos + S) changed"
+            oracle.tokens(x, kind, case.batch, case.start_pos, case.num_keys, case.spec)[...] = 0
+    assert same_bits(actual, expected), f"{what}: something outside positions [start_pos, start_pos + S) changed"
 
 
 def check_stored(
-    actual: tuple[mx.array, mx.array | None], expected: tuple[Array, Array | None], case: Case, tally: LevelTally
+    actual: tuple[mx.array, mx.array | None], expected: tuple[Array, Array | None], case: Case, tally: QuantizedTally
 ) -> None:
     """The whole cache and the whole scale after a call."""
     spec, (cache, scale) = case.spec, (to_numpy(actual[0]), actual[1])
@@ -303,20 +303,20 @@ def check_stored(
     check_unowned(cache, expected[0], case, "cache")
     if scale is None or expected[1] is None:
         assert scale is expected[1] is None
-        assert same_bits(cache, expected[0]), "stored rows differ from the current ones"
+        assert same_bits(cache, expected[0]), "stored tokens differ from the current ones"
         return
     assert dtype_name(scale) == spec.scale_dtype, "the scale changed its dtype"
     check_unowned(to_numpy(scale), expected[1], case, "scale")
     for kind in (oracle.KEY, oracle.VALUE):
         bounds = (kind, case.batch, case.start_pos, case.num_keys, spec)
-        levels, wanted = oracle.rows(cache, *bounds), oracle.rows(expected[0], *bounds)
+        quantized, wanted = oracle.tokens(cache, *bounds), oracle.tokens(expected[0], *bounds)
         if spec.quant_bit == 4:
-            levels, wanted = oracle.unpack_nibbles(levels), oracle.unpack_nibbles(wanted)
-        tally.compare(levels, wanted, spec.dtype)
+            quantized, wanted = oracle.unpack_nibbles(quantized), oracle.unpack_nibbles(wanted)
+        tally.compare(quantized, wanted, spec.dtype)
         tolerance = SCALE_TOLERANCE[spec.dtype]
         np.testing.assert_allclose(
-            oracle.rows(to_numpy(scale), *bounds).astype(np.float64),
-            oracle.rows(expected[1], *bounds).astype(np.float64),
+            oracle.tokens(to_numpy(scale), *bounds).astype(np.float64),
+            oracle.tokens(expected[1], *bounds).astype(np.float64),
             rtol=tolerance,
             atol=6e-8 if tolerance else 0.0,  # 1e-5 is subnormal in float16: one rounding there is 2^-24
             equal_nan=False,
@@ -325,7 +325,7 @@ def check_stored(
 
 
 def check_returned(actual: mx.array, expected: Array, dtype: str, what: str) -> None:
-    """Dequantized rows: every rounding is specified, so every bit is."""
+    """Dequantized tokens: every rounding is specified, so every bit is."""
     assert dtype_name(actual) == dtype, f"{what} has dtype {dtype_name(actual)}, not {dtype}"
     np.testing.assert_array_equal(to_numpy(actual), expected, err_msg=what, strict=True)
 
@@ -340,9 +340,9 @@ def check_output(actual: mx.array, expected: Array, dtype: str) -> None:
     np.testing.assert_allclose(output, expected, rtol=tolerance, atol=tolerance, err_msg="attention output")
 
 
-def run_cases(cases: Iterable[Case], check: Callable[[Case, LevelTally], None]) -> None:
+def run_cases(cases: Iterable[Case], check: Callable[[Case, QuantizedTally], None]) -> None:
     """Check every case, and say which one failed: draw_..._case(seed) makes it again."""
-    tally = LevelTally()
+    tally = QuantizedTally()
     for case in cases:
         try:
             check(case, tally)

@@ -4,7 +4,7 @@ B batch, S new tokens, T cached tokens read, H query heads, K kv heads, D head_d
 
 T1 is the dtype of the inputs, T2 of the cache, T3 of the scale. All three are given as names ("float16"), because NumPy
 has no bfloat16: a bfloat16 array is held here as float32 whose values bfloat16 can represent. Quantizing and
-dequantizing happen in the dtypes the specification names, so that levels compare exactly; attention is float64
+dequantizing happen in the dtypes the specification names, so that quantized compare exactly; attention is float64
 from end to end.
 
 Nothing is changed in place: a cache and a scale go in, new ones come out.
@@ -51,32 +51,32 @@ def cast(x: Array, dtype: str) -> Array:
 # ---- quantization ----------------------------------------------------------------------------------------------------
 
 
-def max_level(quant_bit: int) -> int:
+def max_quantized(quant_bit: int) -> int:
     """127 for 8 bits, 7 for 4."""
     return int(2 ** (quant_bit - 1) - 1)
 
 
-def levels_and_scale(x: Array, dtype: str, quant_bit: int, quant_group: int) -> tuple[Array, Array]:
-    """Signed levels (..., D) and their scale (..., D/G), every step rounded to T1."""
+def quantized_and_scale(x: Array, dtype: str, quant_bit: int, quant_group: int) -> tuple[Array, Array]:
+    """Signed quantized values (..., D) and their scale (..., D/G), every step rounded to T1."""
     groups = x.reshape(*x.shape[:-1], x.shape[-1] // quant_group, quant_group)  # (..., D) -> (..., D/G, G)
-    limit = max_level(quant_bit)
+    limit = max_quantized(quant_bit)
     peak = np.abs(groups).max(axis=-1)
     floor = cast(np.array(MIN_SCALE), dtype)
     # A quotient of two half-precision numbers taken in float32 and then rounded is the correctly rounded one.
     scale = np.maximum(cast(peak / peak.dtype.type(limit), dtype), floor)
     quotient = cast(groups / scale[..., None], dtype)
-    levels = np.clip(np.rint(quotient), -limit, limit).astype(np.int8)
-    return levels.reshape(x.shape), scale
+    quantized = np.clip(np.rint(quotient), -limit, limit).astype(np.int8)
+    return quantized.reshape(x.shape), scale
 
 
-def pack_nibbles(levels: Array) -> Array:
-    """Levels (..., D) -> bytes (..., D/2): element 2i in the low nibble, 2i+1 in the high one, two's complement."""
-    nibbles = levels.astype(np.int8).view(np.uint8) & 0x0F
+def pack_nibbles(quantized: Array) -> Array:
+    """Values (..., D) -> bytes (..., D/2): element 2i in the low nibble, 2i+1 in the high one, two's complement."""
+    nibbles = quantized.astype(np.int8).view(np.uint8) & 0x0F
     return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
 
 
 def unpack_nibbles(packed: Array) -> Array:
-    """Bytes (..., D/2) -> levels (..., D)."""
+    """Bytes (..., D/2) -> quantized values (..., D)."""
     nibbles = np.empty((*packed.shape[:-1], packed.shape[-1] * 2), np.int16)
     nibbles[..., 0::2] = packed & 0x0F
     nibbles[..., 1::2] = packed >> 4
@@ -84,24 +84,24 @@ def unpack_nibbles(packed: Array) -> Array:
 
 
 def quantize(x: Array, spec: Spec) -> tuple[Array, Array]:
-    """What the cache stores for x: levels as T2 holds them, and the scale in T3."""
-    levels, scale = levels_and_scale(x, spec.dtype, spec.quant_bit, spec.quant_group)
-    return (pack_nibbles(levels) if spec.quant_bit == 4 else levels), cast(scale, spec.scale_dtype)
+    """What the cache stores for x: quantized values as T2 holds them, and the scale in T3."""
+    quantized, scale = quantized_and_scale(x, spec.dtype, spec.quant_bit, spec.quant_group)
+    return (pack_nibbles(quantized) if spec.quant_bit == 4 else quantized), cast(scale, spec.scale_dtype)
 
 
 def dequantize(stored: Array, scale: Array, spec: Spec) -> Array:
-    """Levels times the stored scale, the product rounded to T3 and then to T1."""
-    levels = unpack_nibbles(stored) if spec.quant_bit == 4 else stored
-    groups = levels.reshape(*scale.shape, spec.quant_group)  # (..., D) -> (..., D/G, G)
+    """Quantized values times the stored scale, the product rounded to T3 and then to T1."""
+    quantized = unpack_nibbles(stored) if spec.quant_bit == 4 else stored
+    groups = quantized.reshape(*scale.shape, spec.quant_group)  # (..., D) -> (..., D/G, G)
     product = cast(groups.astype(scale.dtype) * scale[..., None], spec.scale_dtype)
-    return cast(product.reshape(levels.shape), spec.dtype)
+    return cast(product.reshape(quantized.shape), spec.dtype)
 
 
 # ---- the cache -------------------------------------------------------------------------------------------------------
 
 
-def rows(cache: Array, kind: int, batch: int, start: int, stop: int, spec: Spec) -> Array:
-    """The writable view (B, stop - start, K, last) of one layer's rows of keys or of values."""
+def tokens(cache: Array, kind: int, batch: int, start: int, stop: int, spec: Spec) -> Array:
+    """The writable view (B, stop - start, K, last) of one layer's tokens, of keys or of values."""
     if spec.cache_layout == 0:
         return cache[:batch, spec.layer_idx, kind, start:stop]  # (MaxB, L, 2, MaxS, K, last)
     return cache[spec.layer_idx, :batch, kind, :, start:stop].swapaxes(1, 2)  # (L, MaxB, 2, K, MaxS, last)
@@ -110,27 +110,27 @@ def rows(cache: Array, kind: int, batch: int, start: int, stop: int, spec: Spec)
 def store(
     key: Array, value: Array, start_pos: int, cache: Array, scale: Array | None, spec: Spec
 ) -> tuple[Array, Array | None]:
-    """Copies of cache and scale with key and value (B, S, K, D) written to rows start_pos : start_pos + S."""
+    """Copies of cache and scale with key and value (B, S, K, D) written to positions start_pos : start_pos + S."""
     cache, scale = cache.copy(), None if scale is None else scale.copy()
     batch, stop = key.shape[0], start_pos + key.shape[1]
     for kind, x in ((KEY, key), (VALUE, value)):
         if scale is None:
-            rows(cache, kind, batch, start_pos, stop, spec)[...] = cast(x, spec.cache_dtype)
+            tokens(cache, kind, batch, start_pos, stop, spec)[...] = cast(x, spec.cache_dtype)
         else:
-            levels, group_scale = quantize(x, spec)
-            rows(cache, kind, batch, start_pos, stop, spec)[...] = levels
-            rows(scale, kind, batch, start_pos, stop, spec)[...] = group_scale
+            quantized, group_scale = quantize(x, spec)
+            tokens(cache, kind, batch, start_pos, stop, spec)[...] = quantized
+            tokens(scale, kind, batch, start_pos, stop, spec)[...] = group_scale
     return cache, scale
 
 
 def fetch(batch: int, stop: int, cache: Array, scale: Array | None, spec: Spec) -> tuple[Array, Array]:
-    """Keys and values (B, stop, K, D) of rows 0 : stop in T1."""
+    """Keys and values (B, stop, K, D) of tokens 0 : stop in T1."""
 
     def one(kind: int) -> Array:
-        stored = rows(cache, kind, batch, 0, stop, spec)
+        stored = tokens(cache, kind, batch, 0, stop, spec)
         if scale is None:
             return cast(stored, spec.dtype)
-        return dequantize(stored, rows(scale, kind, batch, 0, stop, spec), spec)
+        return dequantize(stored, tokens(scale, kind, batch, 0, stop, spec), spec)
 
     return one(KEY), one(VALUE)
 
@@ -145,7 +145,7 @@ def key_value_cache(
     *,
     num_repeat: int = 1,
 ) -> tuple[Array, Array, Array, Array | None]:
-    """KeyValueCache: (key, value) of rows 0 : start_pos + S, heads repeated one by one, and the new cache and scale."""
+    """KeyValueCache: (key, value) of tokens 0 : start_pos + S, heads repeated one by one; the new cache and scale."""
     cache, scale = store(key, value, start_pos, cache, scale, spec)
     key, value = fetch(key.shape[0], start_pos + key.shape[1], cache, scale, spec)
     # (B, T, K, D) -> (B, T, K * num_repeat, D): head 0, 0, 1, 1 and not 0, 1, 0, 1
@@ -166,7 +166,7 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 
 def added_mask(attn_mask: Array | None, b: int, h: int, num_keys: int) -> Array | float:
-    """What a mask of any allowed shape and kind adds to the (S, T) scores of one batch row and query head."""
+    """What a mask of any allowed shape and kind adds to the (S, T) scores of one sequence and query head."""
     if attn_mask is None or attn_mask.size == 0:
         return 0.0
     if attn_mask.ndim == 4:
@@ -180,7 +180,7 @@ def added_mask(attn_mask: Array | None, b: int, h: int, num_keys: int) -> Array 
 
 
 def softmax(scores: Array) -> Array:
-    """Over the last axis; a row of nothing but -inf becomes zeros."""
+    """Over the last axis; scores of nothing but -inf becomes zeros."""
     peak = scores.max(axis=-1, keepdims=True)
     weights = np.exp(scores - np.where(np.isneginf(peak), 0.0, peak))
     total = weights.sum(axis=-1, keepdims=True)

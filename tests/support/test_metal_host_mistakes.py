@@ -308,7 +308,7 @@ def test_undefined_behaviour(case: str) -> None:
 
 
 def test_a_kernel_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("metal_host.process.HANG_S", 1)
+    monkeypatch.setattr("support.metal_host.process.HANG_S", 1)
     with pytest.raises(Hang):
         launch("volatile thread int stop = 0; while (!stop) {} out[0] = x[0];", normal(64))
 

@@ -3,8 +3,8 @@
 import mlx.core as mx
 
 from kvant.cache.layer import KVCache
-from kvant.operators.attention import attend_rows
-from kvant.operators.validation import check_rows
+from kvant.operators.attention import attend_tokens
+from kvant.operators.validation import check_tokens
 
 
 class FullKVCache(KVCache):
@@ -65,9 +65,9 @@ class FullKVCache(KVCache):
 
     def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
         """Append keys and values and attend to every token so far; see :class:`kvant.cache.KVCache`."""
-        check_rows(query, key, value, mask, self.offset)
+        check_tokens(query, key, value, mask, self.offset)
         all_keys, all_values, _, _ = self.update_and_fetch(key, value)
-        return attend_rows(query, all_keys, all_values, mask=mask)
+        return attend_tokens(query, all_keys, all_values, mask=mask)
 
     def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
         """Raise a ValueError unless the cache is empty or holds keys and values of this shape."""

@@ -7,11 +7,12 @@ import mlx.core as mx
 from kvant.cache.layer import KVCache
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
+from kvant.operators.cached_attention import append_and_attend, append_and_attend_static
+from kvant.operators.dispatch import resolve
 from kvant.operators.kernels.attend import unsupported_reason
-from kvant.operators.kernels.dispatch import Backend, resolve
-from kvant.operators.multi_head_cache_attention import append_and_attend, append_and_attend_static
-from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization, levels_dtype
-from kvant.operators.validation import check_rows
+from kvant.operators.kernels.launch import Backend
+from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization, quantized_dtype
+from kvant.operators.validation import check_tokens
 from kvant.threads import check_process
 
 
@@ -82,7 +83,7 @@ class QuantizedKVCache(KVCache):
         shape = (1, batch, 2, num_kv_heads, max_seq_len)
         stored = head_dim // 2 if quant_bit == 4 else head_dim
         # A list, not two attributes: mx.compile captures a container, and puts new arrays into it.
-        self.arrays = [mx.zeros((*shape, stored), levels_dtype(quant_bit) if quant_bit else dtype)]
+        self.arrays = [mx.zeros((*shape, stored), quantized_dtype(quant_bit) if quant_bit else dtype)]
         if quant_bit:
             self.arrays.append(mx.zeros((*shape, head_dim // quant_group), scale_dtype))
         tables = [] if bias_split is None else [bias_split.key_bias, bias_split.rotation, bias_split.value_bias]
@@ -121,7 +122,7 @@ class QuantizedKVCache(KVCache):
             ValueError: shapes that do not fit the cache.
         """
         offset, lengths = self.offset, self.lengths
-        check_rows(query, key, value, mask, offset)
+        check_tokens(query, key, value, mask, offset)
         B, K, S, D = key.shape
         self.check_shape(B, K, D)
         self.reserve(S)
@@ -135,7 +136,6 @@ class QuantizedKVCache(KVCache):
             mask=mask,
             quant_bit=self.quant_bit,
             quant_group=self.quant_group,
-            product_dtype=mx.float32,
             bias_split=self.bias_split,
             backend=self.backend_for(query),
         )
@@ -204,10 +204,9 @@ class CompiledCacheView:
             self.offset,
             self.cache.cache,
             self.cache.scale,
-            rows=self.num_tokens,
+            tokens=self.num_tokens,
             quant_bit=self.cache.quant_bit,
             quant_group=self.cache.quant_group,
-            product_dtype=mx.float32,
             bias_split=self.bias_split,
             backend=self.cache.backend_for(query),
         )

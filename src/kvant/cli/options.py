@@ -9,7 +9,7 @@ import typer
 from typer.exceptions import TyperException
 
 from kvant.engine.load import POCKET
-from kvant.operators.kernels.dispatch import VARIABLE, choose
+from kvant.operators.dispatch import VARIABLE, choose
 from kvant.operators.quantization import QUANT_BITS
 
 

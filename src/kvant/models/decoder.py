@@ -11,7 +11,7 @@ from kvant.errors import ContextError
 from kvant.models.bias import ProjectionBias
 from kvant.models.config import ModelConfig
 from kvant.models.linear import Linear, Matrix
-from kvant.operators.attention import attend_rows
+from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.normalization import rms_norm
 from kvant.operators.rotary import Rotate
@@ -47,7 +47,7 @@ class Attention:
             query_key = mx.fast.rms_norm(query_key, None, config.rms_norm_eps) * self.query_key_norm
         query_key = rotate(query_key)  # queries and keys turn by the same angles: one call for both
         query, key, value = query_key[:, :H], query_key[:, H:], qkv[:, H + K :]
-        output = attend_rows(query, key, value) if cache is None else cache.attend(query, key, value)
+        output = attend_tokens(query, key, value) if cache is None else cache.attend(query, key, value)
         return self.o_proj(output.transpose(0, 2, 1, 3).reshape(B, S, H * D))  # (B, H, S, D) -> (B, S, H D)
 
     def bias_split(self, max_seq_len: int) -> BiasSplit | None:

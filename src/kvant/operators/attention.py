@@ -1,23 +1,23 @@
-"""Scaled dot-product attention over rows that are already floating point: the unfused path of every cache."""
+"""Scaled dot-product attention over floating-point keys and values: the unfused path of every cache."""
 
 import math
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from kvant.operators.bias_split import MAX_SCORE_QUERIES, BiasSplit, row_bias, score_bias
+from kvant.operators.bias_split import MAX_SCORE_QUERIES, BiasSplit, rotated_bias, score_bias
 
-# The scores one block of queries may make on a device whose attention makes them (the CPU). MLX queues ahead: up to
-# five blocks were seen alive at once, 10 MiB in all; the time of a chunk doesn't depend on the block (both measured).
+# Bytes of scores that one block of queries may make on a CPU, whose attention makes a score matrix. MLX queues ahead:
+# up to five blocks were alive at once, 10 MiB in all. A chunk's time does not depend on the block. (Both measured.)
 BLOCK_SCORE_BYTES = 2 * 1024 * 1024
 # head_dim for which MLX's GPU attention accumulates in float32 without making scores.
 GPU_FUSED_HEAD_DIMS = (64, 80, 96, 128, 256)
 
-# (first query, past the last, keys) -> what is added to their scores: float32, broadcast to (B, H, queries, keys)
+# (first query, last query + 1, keys) -> a term for their scores: float32, broadcast to (B, H, queries, keys)
 Bias = Callable[[int, int, int], mx.array]
 
 
-def attend_rows(
+def attend_tokens(
     query: mx.array,
     key: mx.array,
     value: mx.array,
@@ -27,18 +27,18 @@ def attend_rows(
     mask: mx.array | None = None,
     bias_split: BiasSplit | None = None,
 ) -> mx.array:
-    """Attention of S queries over T rows, the last query aligned with the last row; unchecked.
+    """Attention of S queries over T tokens. The last query belongs to the last token. Unchecked.
 
-    Queries are taken in blocks so that a block's scores stay under ``BLOCK_SCORE_BYTES`` on the CPU; MLX's fused GPU
-    attention makes none. A query whose every key is masked gives zeros.
+    On a CPU queries are taken in blocks whose scores stay under ``BLOCK_SCORE_BYTES``. MLX's fused GPU attention makes
+    no scores. A query with every key masked gives zeros.
 
     Args:
         query: (B, H, S, D).
         key, value: (B, K, T, D), H a multiple of K, T >= S.
-        is_causal: query i sees row j only where j <= T - S + i.
-        is_alibi: add slope_h * (j - (T - S + i)); implies causal.
-        mask: broadcastable to (B, H, S, T); boolean (True keeps) or additive.
-        bias_split: what the keys and values lack of their biases; row j is at position j.
+        is_causal: query i sees token j only where j <= T - S + i.
+        is_alibi: add slope_h * (j - (T - S + i)). It implies causal.
+        mask: broadcastable to (B, H, S, T). A boolean mask keeps where True; another is added to the scores.
+        bias_split: the biases that keys and values lack. Token j is at position j.
 
     Returns:
         (B, H, S, D) in the query's dtype.
@@ -52,7 +52,7 @@ def attend_rows(
     if on_cpu and S == 1 and mask is None and not is_alibi:
         return _attend_newest(query, key, value, bias_split)
     if on_cpu or is_alibi or mask is not None or bias_split is not None or D not in GPU_FUSED_HEAD_DIMS:
-        # In half precision the unfused path rounds scores and biases to half, where large ones overflow.
+        # Elsewhere MLX's attention rounds scores and biases to half precision, where large ones overflow.
         query, key, value = (x.astype(mx.float32) for x in (query, key, value))
     causal = (is_causal or is_alibi) and S > 1
     key_bias_scores = None
@@ -60,7 +60,7 @@ def attend_rows(
         if S <= MAX_SCORE_QUERIES:
             key_bias_scores = score_bias(query, bias_split, T)
         else:
-            key = key + row_bias(bias_split, D, T)
+            key = key + rotated_bias(bias_split, D, T)
     bias = _bias_maker(H, S, T, causal, is_alibi, mask, key_bias_scores)
     block = S
     if on_cpu:
@@ -68,19 +68,19 @@ def attend_rows(
     outputs: list[mx.array] = []
     for first in range(0, S, block):
         last = min(first + block, S)
-        keys = T - S + last if causal else T  # later rows are after every query of this block
-        rows_mask: mx.array | str | None = "causal" if causal else None
+        keys = T - S + last if causal else T  # later keys follow every query of this block
+        block_mask: mx.array | str | None = "causal" if causal else None
         alive = None
         if bias is not None:
-            rows_mask = bias(first, last, keys)
+            block_mask = bias(first, last, keys)
             if mask is not None:
-                alive = (rows_mask > -math.inf).any(axis=-1, keepdims=True)
-                rows_mask = mx.where(alive, rows_mask, 0.0)
+                alive = (block_mask > -math.inf).any(axis=-1, keepdims=True)
+                block_mask = mx.where(alive, block_mask, 0.0)
         block_query = query[:, :, first:last]
-        if outputs:  # in turn: without this dependency MLX makes the scores of many blocks before it uses one
+        if outputs:  # without this dependency MLX makes the scores of many blocks before it uses the first
             block_query = mx.depends([block_query], [outputs[-1]])[0]
         output = mx.fast.scaled_dot_product_attention(
-            block_query, key[:, :, :keys], value[:, :, :keys], scale=1 / math.sqrt(D), mask=rows_mask
+            block_query, key[:, :, :keys], value[:, :, :keys], scale=1 / math.sqrt(D), mask=block_mask
         )
         if bias_split is not None:
             output = output + _value_bias(bias_split, H)
@@ -90,9 +90,9 @@ def attend_rows(
 
 
 def _attend_newest(query: mx.array, key: mx.array, value: mx.array, bias_split: BiasSplit | None) -> mx.array:
-    """Attention of the newest token to every row, on a CPU: one product for the query heads of a kv head.
+    """Attention of the newest token to every token, on a CPU.
 
-    MLX's own there makes one for each query head.
+    It takes one product for all query heads of a kv head. MLX's attention takes one for each query head.
     """
     B, H, _, D = query.shape
     K, T = key.shape[1:3]
@@ -117,12 +117,12 @@ def attend_sequences(
     mask: mx.array | None = None,
     bias_split: BiasSplit | None = None,
 ) -> mx.array:
-    """:func:`attend_rows` for sequences of different lengths.
+    """:func:`attend_tokens` for sequences of different lengths.
 
     Args:
         query: (B, H, S, D).
-        sequences: key and value (1, K, T, D) of each of the B sequences, with a T of its own.
-        mask: as ``attend_rows`` takes it, for the largest T; a shorter sequence reads its first T columns.
+        sequences: key and value (1, K, T, D) of each of the B sequences. Each has its own T.
+        mask: as ``attend_tokens`` takes it, for the largest T. A shorter sequence reads its first columns only.
 
     Returns:
         (B, H, S, D) in the query's dtype.
@@ -133,7 +133,7 @@ def attend_sequences(
         if mask is not None:
             own_mask = mask[b : b + 1] if mask.ndim == 4 and mask.shape[0] > 1 else mask
             own_mask = own_mask[..., : key.shape[2]]
-        output = attend_rows(
+        output = attend_tokens(
             query[b : b + 1],
             key,
             value,
@@ -146,23 +146,23 @@ def attend_sequences(
     return mx.concatenate(outputs)
 
 
-def attend_live_rows(
+def attend_live_tokens(
     query: mx.array, key: mx.array, value: mx.array, live: mx.array, *, bias_split: BiasSplit | None = None
 ) -> mx.array:
-    """Attention of one query over those of T rows that are live, in the same operations whichever they are; unchecked.
+    """Attention of one query over the live ones of T tokens. The operations do not depend on which are live. Unchecked.
 
     Args:
         query: (B, H, 1, D).
-        key, value: (B, K, T, D); what the others hold is not read, NaN included.
-        live: (T,) boolean for all sequences, or (B, T), one each; at least one True.
-        bias_split: what the keys and values lack of their biases; row j is at position j.
+        key, value: (B, K, T, D). Tokens that are not live have no effect, even where they hold NaN.
+        live: boolean with at least one True: (T,) for all sequences, or (B, T), one each.
+        bias_split: as in :func:`attend_tokens`.
 
     Returns:
         (B, H, 1, D) in the query's dtype.
     """
     D, T = key.shape[3], key.shape[2]
     dtype = query.dtype
-    if bias_split is not None or D not in GPU_FUSED_HEAD_DIMS:  # as in attend_rows
+    if bias_split is not None or D not in GPU_FUSED_HEAD_DIMS:  # as in attend_tokens
         query, key, value = (x.astype(mx.float32) for x in (query, key, value))
     mask = live.reshape(-1, 1, 1, T)
     key, value = (mx.where(mask.swapaxes(2, 3), x, mx.zeros_like(x)) for x in (key, value))
@@ -180,7 +180,7 @@ def _value_bias(bias_split: BiasSplit, num_heads: int) -> mx.array:
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """The slope of each head: 2^(-8n/c) for the first c = 2^floor(log2 H), then every other one of 2c."""
+    """The slope of each head: 2^(-8n/c) for the first c = 2^floor(log2 H) heads, then every other slope of 2c heads."""
     c = 2 ** int(math.log2(num_heads))
     slopes = [2 ** (-8 * n / c) for n in range(1, c + 1)]
     return slopes + [2 ** (-4 * n / c) for n in range(1, 2 * (num_heads - c), 2)]
@@ -189,7 +189,7 @@ def alibi_slopes(num_heads: int) -> list[float]:
 def _bias_maker(
     H: int, S: int, T: int, causal: bool, is_alibi: bool, mask: mx.array | None, scores: mx.array | None
 ) -> Bias | None:
-    """Everything that is added to the scores, built for one block of queries at a time; None: nothing but causal."""
+    """A function that makes the sum of all terms for one block of queries. None: nothing but causal is needed."""
     if mask is None and scores is None and not is_alibi:
         return None
     slopes = mx.array(alibi_slopes(H))[:, None, None] if is_alibi else None
@@ -203,8 +203,8 @@ def _bias_maker(
         if slopes is not None:
             total = total + slopes * distance.astype(mx.float32)  # (H, queries, keys)
         if mask is not None:
-            rows = mask[..., first:last, :keys]
-            total = total + (mx.where(rows, 0.0, -math.inf) if rows.dtype == mx.bool_ else rows.astype(mx.float32))
+            part = mask[..., first:last, :keys]
+            total = total + (mx.where(part, 0.0, -math.inf) if part.dtype == mx.bool_ else part.astype(mx.float32))
         return total
 
     return bias

@@ -1,8 +1,8 @@
 """The bias split: attention over keys and values that were stored without their projection's bias.
 
-An extension of PMX. Qwen2 adds a large constant to its keys; quantized with them, it takes the levels the keys
-themselves need. It can stay out exactly, because rotation is linear, R_j(k + b) = R_j k + R_j b, and because softmax
-weights sum to 1, sum_j w_j (v_j + b) = sum_j w_j v_j + b.
+An extension of PMX. Qwen2 adds a large constant to its keys. Quantized with them, it takes most of the range that the
+keys need. It can be left out exactly. For keys, rotation is linear: R_j(k + b) = R_j k + R_j b. For values, softmax
+weights sum to 1: sum_j w_j (v_j + b) = sum_j w_j v_j + b.
 """
 
 import math
@@ -13,22 +13,22 @@ import mlx.core as mx
 
 from kvant.operators.rotary import Rotary
 
-# Up to this many queries the bias is added to the scores; for more, it is cheaper to add it to the rows.
+# Up to this many queries the key bias is added to the scores. For more it is cheaper to add it to the keys.
 MAX_SCORE_QUERIES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class BiasSplit:
-    """What was left out of a layer's cache. K kv heads, D head_dim, P rotary pairs, MaxS rows.
+    """The biases that a layer's cache lacks. K kv heads, D head_dim, P rotary pairs.
 
-    A rotary pair p is the elements p and p + D/2 of a head, turned by the angle of row j.
+    Rotary pair p is the elements p and p + D/2 of a head. Position j turns it by an angle.
 
     Attributes:
-        key_bias: (K, 2, P) float32; the bias at the first and second element of each pair. The rest of the keys' bias
-            is in the stored keys: the split is exact for any choice of pairs.
+        key_bias: (K, 2, P) float32: the bias at the first and second element of each pair. The keys' bias at other
+            pairs is in the stored keys, so the split is exact for any choice of pairs.
         pairs: the P pair indices.
-        rotation: (2, P, MaxS) float32; cosine and sine of the angle of each pair at row j, times what turned heads are
-            multiplied by.
+        rotation: (2, P, MaxS) float32: cosine and sine of the angle of each pair at position j, times the factor of
+            :class:`kvant.operators.rotary.Rotary`.
         value_bias: (K, D) float32.
     """
 
@@ -43,46 +43,46 @@ class BiasSplit:
         return self.key_bias.nbytes + self.rotation.nbytes + self.value_bias.nbytes
 
 
-def rotation_table(rotary: Rotary, pairs: Sequence[int], rows: int) -> mx.array:
-    """Cosine and sine of each row's angle, as keys are turned by them, computed in float64: (2, P, rows) float32."""
+def rotation_table(rotary: Rotary, pairs: Sequence[int], positions: int) -> mx.array:
+    """Cosine and sine of each position's angle times the factor, computed in float64: (2, P, positions) float32."""
     with mx.stream(mx.cpu):  # the only back end with float64
         frequency = mx.array([rotary.frequencies[p] for p in pairs], mx.float64)
-        angle = frequency[:, None] * mx.arange(rows).astype(mx.float64)  # (P, rows)
+        angle = frequency[:, None] * mx.arange(positions).astype(mx.float64)  # (P, positions)
         table = mx.stack([mx.cos(angle), mx.sin(angle)]) * mx.array(rotary.factor, mx.float64)
         return table.astype(mx.float32)
 
 
-def score_bias(query: mx.array, split: BiasSplit, rows: int) -> mx.array:
-    """q . R_j b / sqrt(D) of every query and row.
+def score_bias(query: mx.array, split: BiasSplit, tokens: int) -> mx.array:
+    """q . R_j b / sqrt(D) of every query and cached token; token j is at position j.
 
-    With (q1, q2) and (b1, b2) the elements of a pair, that is the sum over pairs of
+    With (q1, q2) and (b1, b2) the elements of a pair it is the sum over pairs of
     (q1 b1 + q2 b2) cos + (q2 b1 - q1 b2) sin.
 
     Args:
         query: (B, H, S, D), rotated.
 
     Returns:
-        (B, H, S, rows) float32.
+        (B, H, S, tokens) float32.
     """
     B, H, S, D = query.shape
     K, _, P = split.key_bias.shape
     q = query.astype(mx.float32).reshape(B, K, H // K, S, 2, D // 2)
-    q = mx.take(q, mx.array(split.pairs), axis=-1)  # one operation; an index behind an ellipsis takes eleven
+    q = mx.take(q, mx.array(split.pairs), axis=-1)  # one operation; indexing after an ellipsis takes eleven
     q1, q2 = q[..., 0, :], q[..., 1, :]  # (B, K, H/K, S, P)
     b1, b2 = (split.key_bias[:, i, None, None] for i in (0, 1))  # (K, 1, 1, P)
     weights = mx.concatenate([q1 * b1 + q2 * b2, q2 * b1 - q1 * b2], axis=-1) / math.sqrt(D)
-    table = split.rotation[..., :rows].reshape(2 * P, rows)
-    return (weights @ table).reshape(B, H, S, rows)
+    table = split.rotation[..., :tokens].reshape(2 * P, tokens)
+    return (weights @ table).reshape(B, H, S, tokens)
 
 
-def row_bias(split: BiasSplit, head_dim: int, rows: int) -> mx.array:
-    """R_j b of every row: (K, rows, D) float32, zero outside the pairs."""
+def rotated_bias(split: BiasSplit, head_dim: int, tokens: int) -> mx.array:
+    """R_j b of every position: (K, tokens, D) float32, zero outside the pairs."""
     P = len(split.pairs)
     half = head_dim // 2
     place = mx.zeros((P, half), mx.float32)
     place[mx.arange(P), mx.array(split.pairs)] = 1.0  # pair number -> its element in a half
     b1, b2 = (split.key_bias[:, i, :, None] * place for i in (0, 1))  # (K, P, D/2)
-    # (K, 2P, D): what the cosines and the sines of the pairs are multiplied with
+    # (K, 2P, D): the factors of the pairs' cosines and sines
     weights = mx.concatenate([mx.concatenate([b1, b2], axis=-1), mx.concatenate([-b2, b1], axis=-1)], axis=1)
-    table = split.rotation[..., :rows].reshape(2 * P, rows)
+    table = split.rotation[..., :tokens].reshape(2 * P, tokens)
     return table.T @ weights

@@ -1,4 +1,4 @@
-"""Symmetric, linear, group-wise quantization, as the PMX appendix on KV-cache quantization defines it."""
+"""Symmetric, linear, group-wise quantization, as PMX's appendix on KV-cache quantization defines it."""
 
 import mlx.core as mx
 
@@ -13,17 +13,17 @@ def quantize(
 ) -> tuple[mx.array, mx.array]:
     """Quantize groups of consecutive elements of the last dimension.
 
-    All arithmetic is done in ``x``'s dtype: ``scale = max(max|x| / (2^(bit-1) - 1), 1e-5)`` and
-    ``level = round_half_to_even(x / scale)``, clamped to the symmetric range.
+    All arithmetic is in ``x``'s dtype: ``scale = max(max|x| / (2^(bit-1) - 1), 1e-5)`` and
+    ``quantized = round_half_to_even(x / scale)``, clamped to the symmetric range.
 
     Args:
         x: (..., D) float32, float16 or bfloat16.
-        quant_bit: 8 (int8 levels -127..127) or 4 (levels -7..7, two a byte).
-        quant_group: elements that share one scale; divides D.
-        scale_dtype: dtype the scales are stored in, float32 or float16; default ``x``'s dtype.
+        quant_bit: 8 (int8 from -127 to 127) or 4 (-7 to 7, two in a byte).
+        quant_group: elements that share one scale. It divides D.
+        scale_dtype: dtype of the scales, float32 or float16; default ``x``'s dtype.
 
     Returns:
-        levels: (..., D) int8, or (..., D/2) uint8 with element 2i in the low nibble and 2i+1 in the high one.
+        quantized: (..., D) int8, or (..., D/2) uint8 with element 2i in the low nibble and 2i+1 in the high one.
         scale: (..., D/quant_group) in ``scale_dtype``.
 
     Raises:
@@ -36,65 +36,68 @@ def quantize(
         raise ValueError(f"x has dtype {x.dtype}; quantize takes float32, float16 or bfloat16")
     grouped = mx.unflatten(x, -1, (-1, quant_group))  # (..., D) -> (..., D/G, G)
     top = 2 ** (quant_bit - 1) - 1
-    # Tensor constants of x's dtype: a Python float would do, but not say that nothing is promoted.
+    # Constants of x's dtype, to show that nothing is promoted.
     scale = mx.maximum(
         mx.abs(grouped).max(axis=-1, keepdims=True) / mx.array(top, x.dtype), mx.array(MIN_SCALE, x.dtype)
     )
-    levels = mx.round(grouped / scale)
-    if x.dtype != mx.float32:  # there the largest quotient is the top level to within an ulp, and rounds to it
-        levels = mx.clip(levels, -top, top)
-    levels = levels.astype(mx.int8).flatten(-2)
+    quantized = mx.round(grouped / scale)
+    if x.dtype != mx.float32:  # in float32 the largest quotient is within an ulp of top and rounds to it
+        quantized = mx.clip(quantized, -top, top)
+    quantized = quantized.astype(mx.int8).flatten(-2)
     if quant_bit == 4:
-        levels = _pack_nibbles(levels)
-    return levels, scale.squeeze(-1).astype(scale_dtype or x.dtype)
+        quantized = _pack_nibbles(quantized)
+    return quantized, scale.squeeze(-1).astype(scale_dtype or x.dtype)
 
 
 def dequantize(
-    levels: mx.array, scale: mx.array, *, quant_bit: int = 8, quant_group: int = 8, dtype: mx.Dtype = mx.float32
+    quantized: mx.array, scale: mx.array, *, quant_bit: int = 8, quant_group: int = 8, dtype: mx.Dtype = mx.float32
 ) -> mx.array:
-    """Turn levels back into numbers: ``level * scale``, the product in the scale's dtype, then cast to ``dtype``.
+    """Turn quantized values back into numbers: times their scale, in the scale's dtype, then cast to ``dtype``.
 
     Args:
-        levels: (..., D) int8, or (..., D/2) uint8 packed nibbles at 4 bits.
+        quantized: (..., D) int8, or (..., D/2) uint8 packed nibbles at 4 bits.
         scale: (..., D/quant_group) float32 or float16.
         quant_bit: 8 or 4.
         quant_group: elements that share one scale.
         dtype: dtype of the result.
 
     Returns:
-        (..., D) in ``dtype``. A product past the scale dtype's range is infinite: with float16 scales from 65,520.
+        (..., D) in ``dtype``. A product past the scale dtype's range is infinite: 65,520 and more with float16 scales.
 
     Raises:
-        ValueError: a scale whose shape does not fit the levels, or an unsupported bit, group or dtype.
+        ValueError: a scale whose shape does not fit, or an unsupported bit, group or dtype.
 
     Source: PMX appendix, KV-cache quantization.
     """
-    head_dim = (levels.shape[-1] if levels.ndim else 0) * (2 if quant_bit == 4 else 1)
+    head_dim = (quantized.shape[-1] if quantized.ndim else 0) * (2 if quant_bit == 4 else 1)
     check_quantization(quant_bit, quant_group, head_dim, allowed=(8, 4))
-    if levels.dtype != levels_dtype(quant_bit):
-        raise ValueError(f"levels have dtype {levels.dtype}; quant_bit {quant_bit} needs {levels_dtype(quant_bit)}")
-    expected = (*levels.shape[:-1], head_dim // quant_group)
+    if quantized.dtype != quantized_dtype(quant_bit):
+        raise ValueError(
+            f"quantized has dtype {quantized.dtype}; quant_bit {quant_bit} needs {quantized_dtype(quant_bit)}"
+        )
+    expected = (*quantized.shape[:-1], head_dim // quant_group)
     if tuple(scale.shape) != expected:
-        raise ValueError(f"scale has shape {tuple(scale.shape)}; levels {tuple(levels.shape)} need {expected}")
-    return multiply_levels(levels, scale, quant_bit, product_dtype=scale.dtype).astype(dtype)
+        raise ValueError(f"scale has shape {tuple(scale.shape)}; quantized {tuple(quantized.shape)} needs {expected}")
+    return multiply_scale(quantized, scale, quant_bit, product_dtype=scale.dtype).astype(dtype)
 
 
-def multiply_levels(levels: mx.array, scale: mx.array, quant_bit: int, product_dtype: mx.Dtype) -> mx.array:
-    """``level * scale`` with the product rounded once, to ``product_dtype``; unchecked.
+def multiply_scale(quantized: mx.array, scale: mx.array, quant_bit: int, product_dtype: mx.Dtype) -> mx.array:
+    """Quantized values times their scale, rounded once, to ``product_dtype``; unchecked.
 
-    The operators pass the scale's dtype, as PMX says. The engine's caches pass float32: for float16 scales it skips
-    one rounding, and on a CPU float16 arithmetic costs ten times as much.
+    PMX's operators pass the scale's dtype. The engine's caches pass float32: with float16 scales that skips one
+    rounding, and on a CPU float16 arithmetic takes ten times as long.
     """
     if quant_bit == 4:
-        levels = _unpack_nibbles(levels)
-    # float32 holds level * float16 scale exactly (8 + 11 bits), so rounding it is the product in the scale's dtype.
-    grouped = mx.unflatten(levels, -1, (scale.shape[-1], -1)).astype(mx.float32)  # (..., D) -> (..., D/G, G)
+        quantized = _unpack_nibbles(quantized)
+    # float32 holds the product of a quantized value and a float16 scale exactly (8 + 11 bits). So rounding it to
+    # float16 gives the product in float16.
+    grouped = mx.unflatten(quantized, -1, (scale.shape[-1], -1)).astype(mx.float32)  # (..., D) -> (..., D/G, G)
     product = grouped * scale.astype(mx.float32)[..., None]
     return product.flatten(-2).astype(product_dtype)
 
 
 def check_quantization(quant_bit: int, quant_group: int, head_dim: int, allowed: tuple[int, ...] = QUANT_BITS) -> None:
-    """Raise a ValueError unless the bit is allowed and, where it quantizes, the group divides the head dimension."""
+    """Raise a ValueError unless the bit is allowed and the group divides the head dimension (not asked at 0 bits)."""
     if type(quant_bit) is not int or quant_bit not in allowed:
         raise ValueError(f"quant_bit is {quant_bit!r}; expected one of {', '.join(map(str, allowed))}")
     if quant_bit == 0:
@@ -104,22 +107,23 @@ def check_quantization(quant_bit: int, quant_group: int, head_dim: int, allowed:
     if head_dim < 1 or head_dim % quant_group:
         raise ValueError(f"quant_group {quant_group} does not divide the head dimension {head_dim}")
     if quant_bit == 4 and head_dim % 2:
-        raise ValueError(f"head dimension {head_dim} is odd; 4 bits pack two values a byte")
+        raise ValueError(f"head dimension {head_dim} is odd; 4 bits pack two values in a byte")
 
 
-def levels_dtype(quant_bit: int) -> mx.Dtype:
-    """The dtype levels are stored in: int8, or uint8 for packed nibbles."""
+def quantized_dtype(quant_bit: int) -> mx.Dtype:
+    """The dtype of stored quantized values: int8, or uint8 for packed nibbles."""
     return mx.uint8 if quant_bit == 4 else mx.int8
 
 
-def _pack_nibbles(levels: mx.array) -> mx.array:
-    pairs = mx.unflatten(levels.astype(mx.uint8), -1, (-1, 2))  # (..., D) -> (..., D/2, 2), two's complement kept
+def _pack_nibbles(quantized: mx.array) -> mx.array:
+    pairs = mx.unflatten(quantized.astype(mx.uint8), -1, (-1, 2))  # (..., D) -> (..., D/2, 2), two's complement kept
     return (pairs[..., 0] & 0x0F) | (pairs[..., 1] << 4)
 
 
 def _unpack_nibbles(packed: mx.array) -> mx.array:
-    # Both nibbles of a byte into the bytes of a 16-bit word, which lie in the order of the elements on a little-endian
-    # machine (all that MLX runs on); as two's complement n is (n ^ 8) - 8. 2 to 3 times as fast as stacking the two.
+    # Put the two nibbles of a byte into the two bytes of a 16-bit word. On a little-endian machine (all that MLX runs
+    # on) they are then in the order of the elements. (n ^ 8) - 8 is the nibble n in two's complement. This takes a half
+    # to a third of the time of stacking the two.
     words = packed.astype(mx.uint16)
     words = ((words | (words << 4)) & mx.array(0x0F0F, mx.uint16)) ^ mx.array(0x0808, mx.uint16)
     return mx.view(words, mx.int8) - mx.array(8, mx.int8)  # (..., D/2) -> (..., D)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: each pair of elements p and p + D/2 of a head turned by position * frequency of p."""
+"""Rotary position embedding: turns each pair of elements p and p + D/2 of a head by position * frequency of p."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,27 +8,27 @@ Rotate = Callable[[mx.array], mx.array]  # (B, heads, S, D) -> the same
 
 
 class Rotary:
-    """How the heads of a model turn; its tables are made once, not for every token.
+    """How the heads of a model turn. Its tables are made once, not for every token.
 
     Source: Su et al., RoFormer, arXiv 2104.09864, with the pairs as Llama and Qwen checkpoints have them.
 
     Attributes:
-        frequencies: (D/2), radians from one position to the next, of each pair.
-        factor: what a turned head is multiplied by, queries and keys alike.
+        frequencies: (D/2), the radians each pair turns from one position to the next.
+        factor: multiplies every turned head, of queries and keys.
     """
 
     __slots__ = ("_base", "_frequency", "_other", "_same", "_wavelengths", "factor", "frequencies")
 
     def __init__(self, frequencies: Sequence[float], factor: float = 1.0, *, base: float | None = None) -> None:
-        """From frequencies in float64; ``base`` where they are its powers base^(-2p/D)."""
+        """From frequencies in float64. ``base`` is given where they are its powers base^(-2p/D)."""
         self.frequencies = tuple(frequencies)
         self.factor = factor
         self._base = base
         half = len(self.frequencies)
         self._frequency = mx.array(self.frequencies * 2, mx.float32)  # of each element's pair
-        # None is what MLX takes where there is a base.
+        # MLX takes either a base or wavelengths.
         self._wavelengths = None if base is not None else mx.array([1 / f for f in self.frequencies], mx.float32)
-        # Where cosines and sines go in the rotation matrix (D, D).
+        # The places of cosines and sines in the rotation matrix (D, D).
         identity, nothing = mx.eye(half) * factor, mx.zeros((half, half))
         self._same = mx.eye(2 * half) * factor
         self._other = mx.concatenate(
@@ -42,17 +42,17 @@ class Rotary:
         return cls(plain_frequencies(head_dim, base), base=base)
 
     def at(self, offset: int | mx.array, new_tokens: int, dtype: mx.Dtype) -> Rotate:
-        """The function that turns S new tokens' heads, the first of which is at ``offset``; made once for all layers.
+        """A function that turns the heads of S new tokens. One serves all layers.
 
-        On a CPU, where MLX composes its RoPE of some twenty operations a call, one token is turned by a product with
-        its position's rotation matrix (5 us instead of 60 for 6 heads of 64, measured). A float32 product only: in
-        half precision the table would be rounded too.
+        On a CPU MLX composes RoPE of some twenty operations. One token is turned there by a product with the rotation
+        matrix of its position: 5 us instead of 60 for 6 heads of 64 (measured). This is done in float32 only, because
+        half precision would round the table too.
 
         Args:
-            offset: position of the first token: an int, a () array where it is not known yet, or a (B,) array with one
-                position a sequence.
+            offset: position of the first token: an int, a () array where it is not known yet, or a (B,) array, one
+                for each sequence.
             new_tokens: S.
-            dtype: of what will be turned.
+            dtype: dtype of the heads.
         """
         if mx.default_device().type == mx.cpu and new_tokens == 1 and dtype == mx.float32:
             matrix = self._matrix(offset)
@@ -74,9 +74,9 @@ class Rotary:
         return turned if self.factor == 1.0 else turned * self.factor
 
     def _matrix(self, offset: int | mx.array) -> mx.array:
-        """(D, D) R with x R = x turned: R[p, p] = R[p + D/2, p + D/2] = cos, R[p, p + D/2] = sin = -R[p + D/2, p].
+        """R (D, D), with x R = x turned. With an offset (B,) it is (B, D, D).
 
-        With an offset (B,) it is (B, D, D).
+        R[p, p] = R[p + D/2, p + D/2] = cos; R[p, p + D/2] = sin = -R[p + D/2, p].
         """
         if isinstance(offset, mx.array) and offset.ndim:
             offset = offset[:, None, None]

@@ -1,4 +1,4 @@
-"""Streams for a CPU, where MLX computes with one thread a stream: work for several cores has to be divided."""
+"""Streams for a CPU. MLX computes with one thread for each stream, so work for several cores has to be divided."""
 
 import os
 from functools import cache
@@ -8,6 +8,6 @@ import mlx.core as mx
 
 @cache
 def cpu_streams() -> list[mx.ThreadLocalStream]:
-    """A stream for each core this process may use; any thread may use them."""
+    """A stream for each core that this process may use. Any thread may use them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return [mx.new_thread_local_stream(mx.cpu) for _ in range(cores)]

@@ -1,4 +1,4 @@
-"""What the public operators check before anything is written, so that a caller's cache is never left half changed."""
+"""Checks of the public operators. They run before anything is written, so a call that fails changes no cache."""
 
 import operator
 from dataclasses import dataclass
@@ -6,24 +6,35 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization, levels_dtype
+from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization, quantized_dtype
 
 KEY_INPUTS = ("current_key", "current_value")
-MAX_ELEMENTS = 2**31 - 1  # of a result: MLX counts with 32 bits in places
+MAX_ELEMENTS = 2**31 - 1  # of a result. MLX counts with 32 bits in places
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCall:
-    """One checked call: what is written where."""
+    """One checked call.
 
+    Attributes:
+        arrays: the caller's cache, and scale where there is one.
+        batch, new_tokens, head_dim: B, S, D.
+        start, end: tokens in the cache before and after the call.
+        layer_idx, quant_bit, quant_group, cache_layout: as given.
+    """
+
+    arrays: list[mx.array]
     batch: int
     new_tokens: int
-    start: int
     head_dim: int
+    start: int
+    layer_idx: int
+    quant_bit: int
+    quant_group: int
+    cache_layout: int
 
     @property
     def end(self) -> int:
-        """Rows in the cache after the call, those that are read."""
         return self.start + self.new_tokens
 
 
@@ -66,7 +77,17 @@ def check_cache_call(
     start = _start(start_pos)
     if start < 0 or start + S > max_tokens:
         raise ValueError(f"start_pos {start} and {S} new tokens do not fit a cache of {max_tokens} positions")
-    return CacheCall(batch=B, new_tokens=S, start=start, head_dim=D)
+    return CacheCall(
+        arrays=[cache] if scale is None else [cache, scale],
+        batch=B,
+        new_tokens=S,
+        head_dim=D,
+        start=start,
+        layer_idx=layer_idx,
+        quant_bit=quant_bit,
+        quant_group=quant_group,
+        cache_layout=cache_layout,
+    )
 
 
 def check_repeat(num_repeat: int, current_key: mx.array, call: CacheCall) -> None:
@@ -92,7 +113,7 @@ def check_attention_call(
     is_causal: bool,
     is_alibi: bool,
 ) -> mx.array | None:
-    """Check what MultiHeadCacheAttention adds; return the mask cut to the rows that are read, or None."""
+    """Check the inputs that only MultiHeadCacheAttention has; return the mask cut to T columns, or None."""
     for name, flag in (("is_causal", is_causal), ("is_alibi", is_alibi)):
         if type(flag) is not bool:
             raise ValueError(f"{name} is {flag!r}; expected True or False")
@@ -120,12 +141,12 @@ def check_attention_call(
     return _check_mask(attn_mask, call, num_heads)
 
 
-def check_rows(query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None, offset: int) -> None:
-    """Check what a cache is given: (B, H, S, D) queries, (B, K, S, D) keys and values, a mask over offset + S rows."""
+def check_tokens(query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None, offset: int) -> None:
+    """Check a cache's inputs: query (B, H, S, D), key and value (B, K, S, D), a mask with offset + S columns."""
     if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
         raise ValueError(
             f"query has shape {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}; "
-            "expected (B, H, S, D) and twice (B, K, S, D)"
+            "expected (B, H, S, D), (B, K, S, D) and (B, K, S, D)"
         )
     B, H, S, D = query.shape
     K = key.shape[1]
@@ -147,7 +168,7 @@ def check_rows(query: mx.array, key: mx.array, value: mx.array, mask: mx.array |
 
 
 def check_bias_split(split: BiasSplit | None, call: CacheCall, num_kv_heads: int) -> None:
-    """Check the shapes of a bias split against the call."""
+    """Check a bias split's pairs and shapes."""
     if split is None:
         return
     if not isinstance(split, BiasSplit):
@@ -176,15 +197,15 @@ def _check_mask(mask: mx.array, call: CacheCall, num_heads: int) -> mx.array:
         raise ValueError(wrong)
     if mask.dtype != mx.bool_ and mask.dtype not in FLOAT_DTYPES:
         raise ValueError(f"attn_mask has dtype {mask.dtype}; expected bool, float32, float16 or bfloat16")
-    return mask[..., :T]  # columns past the rows that are read are padding
+    return mask[..., :T]  # further columns are padding
 
 
 def _check_dtypes(dtype: mx.Dtype, cache: mx.array, scale: mx.array | None, quant_bit: int) -> None:
     if quant_bit:
         if dtype not in FLOAT_DTYPES:
             raise ValueError(f"current_key has dtype {dtype}; quant_bit {quant_bit} takes float32, float16 or bfloat16")
-        if cache.dtype != levels_dtype(quant_bit):
-            raise ValueError(f"cache has dtype {cache.dtype}; quant_bit {quant_bit} needs {levels_dtype(quant_bit)}")
+        if cache.dtype != quantized_dtype(quant_bit):
+            raise ValueError(f"cache has dtype {cache.dtype}; quant_bit {quant_bit} needs {quantized_dtype(quant_bit)}")
         if scale is None:
             raise ValueError(f"scale is missing; quant_bit {quant_bit} needs one")
         if scale.dtype not in SCALE_DTYPES:
@@ -209,7 +230,7 @@ def _check_layout(
     quant_group: int,
     cache_layout: int,
 ) -> tuple[int, int]:
-    """Check the shapes of cache and scale; return the batch and the tokens they were allocated for."""
+    """Check the shapes of cache and scale; return MaxB and MaxS."""
     if type(cache_layout) is not int or cache_layout not in (0, 1):
         raise ValueError(f"cache_layout is {cache_layout!r}; expected 0 or 1")
     names = "(MaxB, L, 2, MaxS, H, Dh)" if cache_layout == 0 else "(L, MaxB, 2, H, MaxS, Dh)"
@@ -249,7 +270,7 @@ def _start(start_pos: int | mx.array) -> int:
 
 
 def _index(value: object, name: str) -> int:
-    """An int, or a ValueError that names what was given; a bool and an array are not numbers here."""
+    """The value as an int. A bool, an array or another type is a ValueError that names it."""
     if not isinstance(value, bool | mx.array):
         try:
             return operator.index(value)  # type: ignore[arg-type]

@@ -13,10 +13,10 @@ from support.numbers import relative_error
 from kvant.cache import CompiledCacheView, QuantizedKVCache
 from kvant.engine.run import Run, prefill
 from kvant.models import Decoder
-from kvant.operators import multi_head_cache_attention
+from kvant.operators import dispatch, multi_head_cache_attention
 from kvant.operators.bias_split import BiasSplit, rotation_table
-from kvant.operators.kernels import dispatch, launch
-from kvant.operators.quantization import levels_dtype
+from kvant.operators.kernels import launch
+from kvant.operators.quantization import quantized_dtype
 from kvant.operators.rotary import Rotary
 
 pytestmark = host_pytest_skip
@@ -101,8 +101,8 @@ def test_a_format_it_does_not_take(checked_gpu: None, options: dict[str, Any], s
     cache = QuantizedKVCache(8, 2, **options)
     assert cache.backend is None
     D = options["head_dim"]
-    rows = mx.random.normal((1, 2, 1, D))
-    assert cache.attend(rows, rows, rows).shape == (1, 2, 1, D)
+    key = mx.random.normal((1, 2, 1, D))
+    assert cache.attend(key, key, key).shape == (1, 2, 1, D)
     with pytest.raises(ValueError, match=f"the fused kernel is asked for, but does not take {said}"):
         QuantizedKVCache(8, 2, **options, kernels="fused")
 
@@ -111,20 +111,20 @@ def test_a_prefill_is_unfused(launches: list[Any]) -> None:
     cache = QuantizedKVCache(40, 2, 64, kernels="fused")
     for tokens, fused in ((9, False), (8, True), (1, True)):
         launches.clear()
-        query, rows = mx.random.normal((1, 4, tokens, 64)), mx.random.normal((1, 2, tokens, 64))
-        cache.attend(query, rows, rows)
+        query, key = mx.random.normal((1, 4, tokens, 64)), mx.random.normal((1, 2, tokens, 64))
+        cache.attend(query, key, key)
         assert [name for name, _ in launches] == (["append", "attend", "combine"] if fused else [])
 
 
 class OperatorCall:
-    """A call of the public operator; rows past the new ones are NaN where they can be."""
+    """A call of the public operator; positions past the new tokens are NaN where they can be."""
 
     def __init__(self, bits: int, *, S: int = 2, layout: int = 1, layers: int = 1, B: int = 2, **options: Any) -> None:
-        H, K, D, T, rows, max_batch = 6, 2, 64, 37, 50, 3
+        H, K, D, T, max_tokens, max_batch = 6, 2, 64, 37, 50, 3
         self.options = {"is_causal": True, "quant_bit": bits, "quant_group": 16, "num_layer": layers} | options
         self.options |= {"num_heads": H, "num_kv_heads": K, "head_dim": D, "cache_layout": layout}
-        shape = (max_batch, layers, 2, rows, K) if layout == 0 else (layers, max_batch, 2, K, rows)
-        self.cache, self.scale = mx.zeros((*shape, 32 if bits == 4 else D), levels_dtype(bits)), None
+        shape = (max_batch, layers, 2, max_tokens, K) if layout == 0 else (layers, max_batch, 2, K, max_tokens)
+        self.cache, self.scale = mx.zeros((*shape, 32 if bits == 4 else D), quantized_dtype(bits)), None
         if bits:
             self.scale = mx.full((*shape, D // 16), float("nan"), mx.float32)  # whose products PMX rounds to float32
         else:
@@ -231,7 +231,7 @@ def test_generation_is_the_same_either_way(
 
 @pytest.mark.parametrize("bits", [8, 4, 0])
 def test_appends_with_a_bias_split(checked_gpu: None, bits: int) -> None:
-    """Both forms of an append against the unfused one, rows past the offset poisoned, as in test_step.py."""
+    """Both forms of an append against the unfused one, tokens past the offset poisoned, as in test_step.py."""
     H, K, D, pairs = 4, 2, 64, (3, 31)
     split = BiasSplit(
         key_bias=mx.random.normal((K, 2, 2), key=mx.random.key(3)) * 30,
@@ -265,8 +265,8 @@ def test_the_kernel_is_given_the_cache_itself(launches: list[Any]) -> None:
     seen = []
     for _ in range(3):
         launches.clear()
-        query, rows = mx.random.normal((1, 4, 1, 64)), mx.random.normal((1, 2, 1, 64))
-        mx.eval(cache.attend(query, rows, rows))
+        query, key = mx.random.normal((1, 4, 1, 64)), mx.random.normal((1, 2, 1, 64))
+        mx.eval(cache.attend(query, key, key))
         inputs = dict(zip(launch.INPUTS["attend"], launches[1][1], strict=True))
         assert inputs["cache"] is cache.cache
         assert inputs["scale"] is cache.scale

@@ -1,6 +1,6 @@
 """The fused kernel, run on the host, against the float64 oracle over its whole parameter space.
 
-Every access is checked while it runs: rows past the offset are poison and must not be touched (docs/host-run.md).
+Every access is checked while it runs: tokens past the offset are poison and must not be touched (docs/host-run.md).
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from support.metal_host import host_pytest_skip
 from support.operator_cases import OUTPUT_TOLERANCE
 
 from kvant.operators.kernels.attend import (
-    ANGLE_BYTES,
+    BIAS_WEIGHT_BYTES,
     HEAD_DIMS,
     QUERIES,
     num_splits,
@@ -37,7 +37,7 @@ def test_attention_is_the_oracle_s(instance: KernelCase) -> None:
 
 
 def test_the_cases_cover_what_they_say() -> None:
-    """Not only each value: empty splits, a split of one row, several steps, crews, parts, idle places."""
+    """Not only each value: empty splits, splits of one token or several steps, several query groups, uneven tiles."""
     cases = [case for instance in INSTANCES for case in runs(instance)]
     for name, values in OPTIONS.items():
         if name != "format":
@@ -47,62 +47,62 @@ def test_the_cases_cover_what_they_say() -> None:
     assert {case.num_kv_heads for case in cases} == {1, 2, 3}
     assert {case.offset for case in cases} >= {0, 1}
     assert {len(set(case.offsets)) for case in cases} == {1, 2, 3}  # lengths in a batch
-    shapes = {case: threadgroup_shape(case.ratio * case.new_tokens, case.pairs or 0, case.crews) for case in cases}
-    assert {crews for _, crews, _, _ in shapes.values()} >= {1, 2, 3, 4, 8}
-    assert any(parts > 1 for parts, _, _, _ in shapes.values())
+    shapes = {case: threadgroup_shape(case.ratio * case.new_tokens, case.pairs or 0, case.backend) for case in cases}
+    assert {query_groups for _, query_groups, _, _ in shapes.values()} >= {1, 2, 3, 4, 8}
+    assert any(query_tiles > 1 for query_tiles, _, _, _ in shapes.values())
     assert any(np.prod([*shapes[c]]) // shapes[c][2] > c.ratio * c.new_tokens for c in cases), (
-        "no place without a query"
+        "no tile with fewer queries"
     )
-    share = {case: max(-(-case.num_keys // case.splits), case.least_rows) for case in cases}
-    assert any(case.num_keys % share[case] == 1 and case.splits > 1 for case in cases), "no split of one row"
+    share = {case: max(-(-case.num_keys // case.splits), case.min_split_tokens) for case in cases}
+    assert any(case.num_keys % share[case] == 1 and case.splits > 1 for case in cases), "no split of one token"
     assert any(share[case] * (case.splits - 1) >= case.num_keys for case in cases), "no empty split"
     assert any(share[case] > 2 * case.step for case in cases), "no split of several steps"
 
 
 @pytest.mark.parametrize("num_keys", [1, 255, 256, 257, 1030])
 def test_the_module_s_own_splits(num_keys: int) -> None:
-    """Without stand-ins: four splits of at least 64 rows, of a cache of 1,031 rows that fills."""
+    """Without stand-ins: four splits of at least 64 tokens, of a cache of 1,031 that fills."""
     assert num_splits(1031, 1) == 4
-    check(KernelCase(offset=num_keys - 1, max_rows=1031, num_kv_heads=1, ratio=1, splits=None, least_rows=64))
+    check(KernelCase(offset=num_keys - 1, max_tokens=1031, num_kv_heads=1, ratio=1, splits=None, min_split_tokens=64))
 
 
-@pytest.mark.parametrize("crews", QUERIES)
-def test_a_cache_of_one_row(crews: str) -> None:
-    check(KernelCase(offset=0, max_rows=1, ratio=8, crews=crews, pairs=3))
+@pytest.mark.parametrize("backend", QUERIES)
+def test_a_cache_of_one_token(backend: str) -> None:
+    check(KernelCase(offset=0, max_tokens=1, ratio=8, backend=backend, pairs=3))
 
 
-@pytest.mark.parametrize("crews", QUERIES)
-def test_any_number_of_query_heads(crews: str) -> None:
+@pytest.mark.parametrize("backend", QUERIES)
+def test_any_number_of_query_heads(backend: str) -> None:
     """71 queries of one kv head, as Falcon has them: more than a threadgroup takes."""
-    parts, crews_of_it, _, queries = threadgroup_shape(71, 20, crews)
-    assert parts > 1
-    assert parts * crews_of_it * queries > 71
-    check(KernelCase(ratio=71, num_kv_heads=1, pairs=20, crews=crews, mask="float"))
+    query_tiles, query_groups, _, queries = threadgroup_shape(71, 20, backend)
+    assert query_tiles > 1
+    assert query_tiles * query_groups * queries > 71
+    check(KernelCase(ratio=71, num_kv_heads=1, pairs=20, backend=backend, mask="float"))
 
 
 def test_a_threadgroup_fits_metal() -> None:
-    """Places for all queries, at most 256 threads and 32 KiB: rows, angles and what the teams leave for each other."""
+    """All queries have a place; at most 256 threads; at most 32 KiB of staged tokens, bias weights and partial sums."""
     for queries, D, backend in product(range(1, 130), HEAD_DIMS, QUERIES):
         for pairs in (0, 1, 13, D // 4, 3 * D // 8, D // 2):
-            parts, crews, teams, each = threadgroup_shape(queries, pairs, backend)
-            assert parts * crews * each >= queries
-            assert (parts - 1) * crews * each < queries
+            query_tiles, query_groups, simdgroups, each = threadgroup_shape(queries, pairs, backend)
+            assert query_tiles * query_groups * each >= queries
+            assert (query_tiles - 1) * query_groups * each < queries
             assert each <= QUERIES[backend]
-            assert 32 * crews * teams <= 256
+            assert 32 * query_groups * simdgroups <= 256
             lanes = {64: 8, 96: 16, 128: 16, 256: 32}[D]
-            step = teams * 32 // lanes * (2 if each > 4 else 4)
-            stage = 2 * step * D if crews > 1 else 0
-            angles = crews * each * 2 * pairs
-            assert 4 * (max(stage, teams * crews * (D + 2)) + angles) <= 32 * 1024
-            assert pairs == 0 or 4 * 2 * pairs * (crews * each - crews) <= ANGLE_BYTES
+            step = simdgroups * 32 // lanes * (2 if each > 4 else 4)
+            stage = 2 * step * D if query_groups > 1 else 0
+            bias_weights = query_groups * each * 2 * pairs
+            assert 4 * (max(stage, simdgroups * query_groups * (D + 2)) + bias_weights) <= 32 * 1024
+            assert pairs == 0 or 4 * 2 * pairs * (query_groups * each - query_groups) <= BIAS_WEIGHT_BYTES
 
 
 def test_a_nan_is_not_hidden() -> None:
-    """A row of NaN in the cache gives NaN, as the unfused operator does, and only where the row counts."""
-    case = KernelCase(batch=2, offset=30, max_rows=32, dtype="float32")
+    """A NaN in the cache gives NaN, as in the unfused operator, and only where its token counts."""
+    case = KernelCase(batch=2, offset=30, max_tokens=32, dtype="float32")
     drawn = draw(case)
     assert drawn.scale is not None
-    drawn.scale[0, 1, 0, 1, 12] = np.nan  # a key of batch row 1, kv head 1
+    drawn.scale[0, 1, 0, 1, 12] = np.nan  # a key of sequence 1, kv head 1
     output = np.array(run(case, drawn))
     drawn.scale[0, 1, 0, 1, 12] = 1.0
     right = expected(case, drawn)
@@ -114,12 +114,12 @@ def test_a_nan_is_not_hidden() -> None:
 
 def test_large_scores_do_not_overflow() -> None:
     """Scores of thousands, and masks that add the lowest number there is."""
-    case = KernelCase(offset=40, max_rows=44, new_tokens=2, mask="float")
+    case = KernelCase(offset=40, max_tokens=44, new_tokens=2, mask="float")
     drawn = draw(case)
     assert drawn.mask is not None
     lowest = np.finfo(np.float32).min
     mask = np.where(np.isneginf(drawn.mask), lowest, drawn.mask * 1e4)
-    mask[..., 3] = 5e3  # every query keeps a row
+    mask[..., 3] = 5e3  # every query keeps a token
     drawn = replace(drawn, mask=mask.astype(np.float32))
     output = np.array(run(case, drawn))
     np.testing.assert_allclose(output, expected(case, drawn), rtol=2e-4, atol=2e-4)
@@ -129,7 +129,7 @@ def test_the_offset_is_read_by_the_kernel() -> None:
     """One text for every offset: nothing is compiled again as the cache fills."""
     from support.metal_host import run as host_run
 
-    cases = [KernelCase(offset=offset, max_rows=40) for offset in (0, 1, 17, 39)]
+    cases = [KernelCase(offset=offset, max_tokens=40) for offset in (0, 1, 17, 39)]
     check(cases[0])
     before = host_run.compiled.cache_info().misses
     for case in cases:
@@ -152,7 +152,7 @@ def test_what_is_refused(shape: tuple[int, ...], options: dict[str, int], reason
 
 
 def test_splits() -> None:
-    """A power of two, by the cache's size alone: 256 rows or more of a full cache each."""
+    """A power of two, by the cache's size alone: 256 tokens or more each, where the cache is full."""
     sizes = {
         (1, 8): 1,
         (511, 8): 1,
@@ -163,7 +163,7 @@ def test_splits() -> None:
         (131072, 64): 64,
         (131072, 5000): 1,
     }
-    assert {(rows, heads): num_splits(rows, heads) for rows, heads in sizes} == sizes
+    assert {(tokens, heads): num_splits(tokens, heads) for tokens, heads in sizes} == sizes
 
 
 def test_inputs_are_left_alone() -> None:

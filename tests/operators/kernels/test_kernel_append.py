@@ -1,4 +1,4 @@
-"""The kernel that quantizes and packs new rows, run on the host, against the operator it stands in for."""
+"""The kernel that quantizes and packs new tokens, run on the host, against the operator it stands in for."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from support.metal_host import host_pytest_skip
 from support.operator_cases import FLOATS, to_mx, to_numpy
 from support.oracle import Array
 
-from kvant.operators.kernels.attend import HEAD_DIMS, quantize_rows
+from kvant.operators.kernels.attend import HEAD_DIMS, quantize_tokens
 from kvant.operators.quantization import quantize
 
 pytestmark = host_pytest_skip
@@ -24,7 +24,7 @@ def append(
     key: mx.array, value: mx.array, *, quant_bit: int, quant_group: int, scale_dtype: str = "float16"
 ) -> tuple[mx.array, mx.array]:
     with kernels_on_host():
-        return quantize_rows(
+        return quantize_tokens(
             key,
             value,
             quant_bit=quant_bit,
@@ -37,8 +37,8 @@ def append(
 def unfused(
     key: mx.array, value: mx.array, *, quant_bit: int, quant_group: int, scale_dtype: str = "float16"
 ) -> tuple[mx.array, mx.array]:
-    rows = mx.stack([key, value], axis=1)  # (B, 2, K, S, D)
-    return quantize(rows, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=getattr(mx, scale_dtype))
+    both = mx.stack([key, value], axis=1)  # (B, 2, K, S, D)
+    return quantize(both, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=getattr(mx, scale_dtype))
 
 
 def unit(rng: np.random.Generator, shape: tuple[int, ...], bits: int, group: int) -> Array:
@@ -47,7 +47,7 @@ def unit(rng: np.random.Generator, shape: tuple[int, ...], bits: int, group: int
 
 def ties(rng: np.random.Generator, shape: tuple[int, ...], bits: int, group: int) -> Array:
     """With one element at the limit the scale is 1 and every other half is a tie."""
-    limit = oracle.max_level(bits)
+    limit = oracle.max_quantized(bits)
     x = rng.integers(-2 * limit, 2 * limit + 1, shape) / 2
     x[..., ::group] = limit
     return x
@@ -64,7 +64,7 @@ def large(rng: np.random.Generator, shape: tuple[int, ...], bits: int, group: in
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("bits", "group"), QUANTIZED)
-def test_levels_and_scales_are_the_operator_s_to_the_bit(bits: int, group: int, dtype: str) -> None:
+def test_values_and_scales_are_the_operator_s_to_the_bit(bits: int, group: int, dtype: str) -> None:
     """In float32 and, MLX rounding a half-precision quotient as the kernel does, in the others too."""
     rng = np.random.default_rng(bits * group + FLOATS.index(dtype))
     data: list[Callable[..., Array]] = [unit, ties, tiny, large]
@@ -74,23 +74,23 @@ def test_levels_and_scales_are_the_operator_s_to_the_bit(bits: int, group: int, 
         B, K, S = [int(rng.integers(1, top)) for top in (4, 4, 9)]
         key, value = (to_mx(oracle.cast(make(rng, (B, K, S, D), bits, group), dtype), dtype) for _ in range(2))
         options: dict[str, Any] = {"quant_bit": bits, "quant_group": group, "scale_dtype": scale_dtype}
-        levels, scale = append(key, value, **options)
-        wanted_levels, wanted_scale = unfused(key, value, **options)
-        assert (levels.shape, levels.dtype) == (wanted_levels.shape, wanted_levels.dtype), make.__name__
+        quantized, scale = append(key, value, **options)
+        wanted_quantized, wanted_scale = unfused(key, value, **options)
+        assert (quantized.shape, quantized.dtype) == (wanted_quantized.shape, wanted_quantized.dtype), make.__name__
         assert (scale.shape, scale.dtype) == (wanted_scale.shape, wanted_scale.dtype), make.__name__
         np.testing.assert_array_equal(np.array(scale), np.array(wanted_scale), err_msg=make.__name__)
-        np.testing.assert_array_equal(np.array(levels), np.array(wanted_levels), err_msg=make.__name__)
+        np.testing.assert_array_equal(np.array(quantized), np.array(wanted_quantized), err_msg=make.__name__)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_levels_and_scales_are_the_oracle_s(dtype: str) -> None:
+def test_values_and_scales_are_the_oracle_s(dtype: str) -> None:
     rng = np.random.default_rng(2)
     key, value = (oracle.cast(rng.standard_normal((2, 3, 5, 64)), dtype) for _ in range(2))
-    levels, scale = append(to_mx(key, dtype), to_mx(value, dtype), quant_bit=4, quant_group=16)
+    quantized, scale = append(to_mx(key, dtype), to_mx(value, dtype), quant_bit=4, quant_group=16)
     spec = oracle.Spec(dtype=dtype, scale_dtype="float16", quant_bit=4, quant_group=16)
     for place, x in enumerate((key, value)):
-        wanted_levels, wanted_scale = oracle.quantize(x, spec)
-        np.testing.assert_array_equal(to_numpy(levels)[:, place], wanted_levels)
+        wanted_quantized, wanted_scale = oracle.quantize(x, spec)
+        np.testing.assert_array_equal(to_numpy(quantized)[:, place], wanted_quantized)
         np.testing.assert_array_equal(to_numpy(scale)[:, place], wanted_scale)
 
 

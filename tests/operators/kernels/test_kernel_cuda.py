@@ -5,8 +5,9 @@ import shutil
 import pytest
 from compile_cuda import compile_cuda
 from kernel_registers import SHAPES, texts
+from support.counts import count
 
-EVERY_PART = (1, 14, 2, 3, 96, 8, 5)  # several crews, several new tokens, a bias split, a head of 96
+EVERYTHING = (1, 14, 2, 3, 96, 8, 5)  # several query groups, several new tokens, a bias split, a head of 96
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -21,10 +22,13 @@ def test_one_text_for_both_languages(name: str) -> None:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed; scripts/kernel_registers.py says more")
 @pytest.mark.parametrize(
-    "shape", [EVERY_PART, SHAPES["Qwen3-4B 32/8/128, int4"], SHAPES["Qwen3-4B 32/8/128, bfloat16"]]
+    "shape", [EVERYTHING, SHAPES["Qwen3-4B 32/8/128, int4"], SHAPES["Qwen3-4B 32/8/128, bfloat16"]]
 )
 def test_nvcc_takes_it_and_nothing_spills(shape: tuple[int, ...]) -> None:
-    for text in texts(shape).values():
+    found = list(texts(shape).values())
+    if shape != EVERYTHING:  # the other two kernels hardly differ
+        found = count(found[:1], found)
+    for text in found:
         (kernel,) = compile_cuda(text)
         assert kernel.spill_bytes == 0, kernel
         assert kernel.registers <= 255

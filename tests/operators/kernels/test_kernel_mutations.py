@@ -1,8 +1,9 @@
-"""The tests of the kernel can fail: each of these small mistakes in its text is caught, by the host or by the numbers.
+"""Each of these small mistakes in the kernels' text is caught, by the host's checks or by the numbers.
 
-A mutant names the call that must catch it and how. Not listed, because nothing changes but time: a split of fewer than
-LEAST_ROWS rows; an empty split's output written; a second pass that takes the maximum of too few splits; ALiBi counted
-from another row, which adds the same to all scores of a query; the append's min(), which no quotient reaches.
+A mutant names the call that must catch it, and how. Five mistakes are left out because nothing changes but time:
+a split of fewer than MIN_SPLIT_TOKENS tokens; an empty split's output written; a second pass that takes the maximum of
+too few splits; ALiBi counted from another position, which adds the same to all scores of a query; append's min(), which
+no quotient reaches.
 """
 
 from collections.abc import Callable
@@ -11,32 +12,35 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.counts import count
 from support.kernel_cases import KernelCase, check, draw, kernels_on_host
-from support.metal_host import HostError, host_pytest_skip
+from support.metal_host import FORWARD, REVERSE, HostError, host_pytest_skip
 from support.metal_host.errors import CompileFailed, OutOfBounds, Race, Undefined, Uninitialised, Unreadable
 
 from kvant.operators.kernels import launch as launch_module
-from kvant.operators.kernels.attend import quantize_rows, threadgroup_shape
+from kvant.operators.kernels.attend import quantize_tokens, threadgroup_shape
 from kvant.operators.quantization import quantize
 
 pytestmark = host_pytest_skip
 
 # Without AddressSanitizer an access far outside of a buffer may fall into another one: what is said depends on which.
 OUTSIDE = (OutOfBounds, Unreadable, Uninitialised, Race)
+# No mistake needs a second thread order: races are found in any.
+ORDERS = count((FORWARD,), (FORWARD, REVERSE))
 NUMBERS = AssertionError  # of the comparison with the oracle
 Kind = type[HostError] | type[AssertionError]
 
-# One crew of four teams, no stage; several steps in each of two splits, the last split short.
-ALONE = KernelCase(ratio=3, head_dim=64, offset=140, max_rows=150, batch=2, pairs=3, splits=2)
-# The same of a few rows: empty splits.
+# One query group of four simdgroups, nothing staged. Several steps in each of two splits; the last split is short.
+ALONE = KernelCase(ratio=3, head_dim=64, offset=140, max_tokens=150, batch=2, pairs=3, splits=2)
+# The same with few tokens: empty splits.
 EMPTY = replace(ALONE, offset=9, splits=4)
-# Of 96 elements' lanes four are idle; new tokens see different rows.
-WIDE = KernelCase(ratio=2, head_dim=96, new_tokens=2, offset=70, max_rows=80, batch=2, quant_group=16, splits=2)
-# Two crews of four places for seven queries, two teams, rows staged.
-STAGED = KernelCase(ratio=7, head_dim=64, offset=100, max_rows=110, batch=2, pairs=3, mask="float", splits=2)
-# Two parts of 20 places for 35 queries.
-PARTS = KernelCase(ratio=7, new_tokens=5, head_dim=64, offset=30, max_rows=37, pairs=3, is_alibi=True)
-# A mask for each batch row, of which some queries keep nothing.
+# With 96 elements four lanes of 16 are idle. New tokens see different tokens.
+WIDE = KernelCase(ratio=2, head_dim=96, new_tokens=2, offset=70, max_tokens=80, batch=2, quant_group=16, splits=2)
+# Two query groups of four for seven queries, two simdgroups each, tokens staged.
+STAGED = KernelCase(ratio=7, head_dim=64, offset=100, max_tokens=110, batch=2, pairs=3, mask="float", splits=2)
+# Two tiles of 20 for 35 queries.
+TILES = KernelCase(ratio=7, new_tokens=5, head_dim=64, offset=30, max_tokens=37, pairs=3, is_alibi=True)
+# A mask for each sequence. Some queries keep nothing.
 MASKED = replace(ALONE, pairs=None, mask="float", seed=3)
 ALIBI = replace(ALONE, pairs=None, is_alibi=True)
 NIBBLES = replace(ALONE, quant_bit=4, quant_group=16)
@@ -44,7 +48,7 @@ FLOATS = replace(ALONE, quant_bit=0, cache_dtype="float32")
 HALVES = replace(FLOATS, cache_dtype="float16")
 # Sequences of 140 and 70 tokens.
 RAGGED = replace(ALONE, shorter=70)
-# Scores far under those that the maximum starts with, were it 0.
+# Scores far below 0, where a maximum that starts with 0 would stay.
 LOW = replace(MASKED, mask_shift=-200.0)
 
 
@@ -79,17 +83,23 @@ def combine(old: str, new: str, case: KernelCase, *kinds: Kind) -> Mutant:
     return Mutant("combine.h", old, new, case, kinds)
 
 
-def rows(old: str, new: str, case: KernelCase, *kinds: Kind, nth: int = 0, places: int = 1) -> Mutant:
-    return Mutant("rows.h", old, new, case, kinds, nth, places)
+def load(old: str, new: str, case: KernelCase, *kinds: Kind, nth: int = 0, places: int = 1) -> Mutant:
+    return Mutant("load.h", old, new, case, kinds, nth, places)
 
 
 FIRST_PASS = [
     # barriers
     attend("    KVANT_BARRIER;\n}\n", "}\n", ALONE, Race, Uninitialised),
-    attend("KVANT_BARRIER;  // the rows before", "// the rows before", STAGED, Race),
+    attend("KVANT_BARRIER;  // the last step's", "// the last step's", STAGED, Race),
     attend("        KVANT_BARRIER;\n    }\n\n", "    }\n\n", STAGED, Race, Uninitialised),
-    attend("KVANT_BARRIER;  // what was there", "// what was there", ALONE, Race),
-    attend("        KVANT_BARRIER;\n        if (team == 0)", "        if (team == 0)", ALONE, Race, Uninitialised),
+    attend("KVANT_BARRIER;  // its last", "// its last", ALONE, Race),
+    attend(
+        "        KVANT_BARRIER;\n        if (simdgroup_index == 0)",
+        "        if (simdgroup_index == 0)",
+        ALONE,
+        Race,
+        Uninitialised,
+    ),
     # address spaces
     attend("const KVANT_DEVICE uint* words", "const uint* words", ALONE, CompileFailed),
     attend("reinterpret_cast<const KVANT_DEVICE uint*>", "reinterpret_cast<const uint*>", ALONE, CompileFailed),
@@ -97,116 +107,119 @@ FIRST_PASS = [
     attend("const KVANT_DEVICE uint* values", "const uint* values", ALONE, CompileFailed),
     attend("const KVANT_DEVICE T* queries", "const T* queries", ALONE, CompileFailed),
     *(
-        rows("const KVANT_DEVICE uint* row,", "const uint* row,", case, CompileFailed, nth=nth, places=4)
+        load("const KVANT_DEVICE uint* stored,", "const uint* stored,", case, CompileFailed, nth=nth, places=4)
         for nth, case in enumerate((HALVES, FLOATS, ALONE, NIBBLES))
     ),
     *(
-        rows("const KVANT_DEVICE uint4*", "const uint4*", case, CompileFailed, nth=nth, places=2)
+        load("const KVANT_DEVICE uint4*", "const uint4*", case, CompileFailed, nth=nth, places=2)
         for nth, case in enumerate((HALVES, FLOATS))
     ),
-    rows("const KVANT_DEVICE uint2*", "const uint2*", ALONE, CompileFailed),
+    load("const KVANT_DEVICE uint2*", "const uint2*", ALONE, CompileFailed),
     *(
-        rows("KVANT_THREAD float* x", "float* x", case, CompileFailed, nth=nth, places=4)
+        load("KVANT_THREAD float* x", "float* x", case, CompileFailed, nth=nth, places=4)
         for nth, case in enumerate((HALVES, FLOATS, ALONE, NIBBLES))
     ),
     Mutant("metal.h", "#define KVANT_DEVICE device", "#define KVANT_DEVICE", ALONE, (CompileFailed,)),
-    # which rows
+    # which tokens
     attend("offset[batch]", "offset[0]", RAGGED, Unreadable),
     attend("offset[batch]", "offset[1 - batch]", RAGGED, Unreadable),
     attend("offset[batch]", "offset[head]", RAGGED, Unreadable, NUMBERS),
-    attend("start + NEW;", "start + NEW + 1;", ALONE, Unreadable),
-    attend("start + NEW;", "start + NEW - 1;", ALONE, NUMBERS),
-    attend("min(first + share, rows)", "first + share", ALONE, *OUTSIDE),
-    attend("(rows + SPLITS - 1) / SPLITS", "rows / SPLITS", ALONE, NUMBERS),
-    attend("int(split) * share", "int(split) * (share - 1)", ALONE, NUMBERS),
+    attend("start + NEW_TOKENS;", "start + NEW_TOKENS + 1;", ALONE, Unreadable),
+    attend("start + NEW_TOKENS;", "start + NEW_TOKENS - 1;", ALONE, NUMBERS),
+    attend("min(first + split_tokens, tokens)", "first + split_tokens", ALONE, *OUTSIDE),
+    attend("(tokens + SPLITS - 1) / SPLITS", "tokens / SPLITS", ALONE, NUMBERS),
+    attend("int(split) * split_tokens", "int(split) * (split_tokens - 1)", ALONE, NUMBERS),
     attend("base += STEP", "base += STEP / 2", ALONE, NUMBERS),
     attend("base += STEP", "base += 2 * STEP", ALONE, NUMBERS),
     attend("(base + r < last)", "(base + r <= last)", STAGED, Unreadable),
-    attend("if (active && row < last) {", "if (active) {", ALONE, Unreadable, nth=0, places=2),
-    attend("if (active && row < last) {", "if (active) {", ALONE, Unreadable, nth=1, places=2),
-    attend("if (active && row < last) {", "if (row < last) {", WIDE, *OUTSIDE, nth=0, places=2),
-    attend("if (active && row < last) {", "if (row < last) {", WIDE, *OUTSIDE, nth=1, places=2),
-    attend("row >= last || ", "", ALONE, NUMBERS),
-    attend("row >= last || ", "", MASKED, *OUTSIDE),
-    attend("row > start + token", "row >= start + token", WIDE, NUMBERS),
-    attend("row > start + token", "row > start", WIDE, NUMBERS),
-    attend(" || (CAUSAL && row > start + token)", "", WIDE, NUMBERS),
-    attend("a % NEW", "a / NEW", WIDE, NUMBERS),
+    attend("if (active && position < last) {", "if (active) {", ALONE, Unreadable, nth=0, places=2),
+    attend("if (active && position < last) {", "if (active) {", ALONE, Unreadable, nth=1, places=2),
+    attend("if (active && position < last) {", "if (position < last) {", WIDE, *OUTSIDE, nth=0, places=2),
+    attend("if (active && position < last) {", "if (position < last) {", WIDE, *OUTSIDE, nth=1, places=2),
+    attend("position >= last || ", "", ALONE, NUMBERS),
+    attend("position >= last || ", "", MASKED, *OUTSIDE),
+    attend("position > start + new_token", "position >= start + new_token", WIDE, NUMBERS),
+    attend("position > start + new_token", "position > start", WIDE, NUMBERS),
+    attend(" || (CAUSAL && position > start + new_token)", "", WIDE, NUMBERS),
+    attend("a % NEW_TOKENS", "a / NEW_TOKENS", WIDE, NUMBERS),
     attend("size_t(batch) * 2 * heads", "size_t(batch) * heads", ALONE, NUMBERS),
-    attend("key_row + size_t(heads) * room", "key_row + room", ALONE, NUMBERS),
-    attend("* 2 * heads + head) * room", "* 2 * heads) * room", ALONE, NUMBERS),
-    attend("words + key_row * ROW_WORDS", "words + value_row * ROW_WORDS", ALONE, NUMBERS),
-    *(attend("(u * TEAMS + int(team))", "(u * TEAMS)", ALONE, NUMBERS, nth=nth, places=2) for nth in (0, 1)),
-    *(attend("+ int(slot);", ";", ALONE, NUMBERS, nth=nth, places=2) for nth in (0, 1)),
+    attend("first_key + size_t(heads) * max_tokens", "first_key + max_tokens", ALONE, NUMBERS),
+    attend("* 2 * heads + head) * max_tokens", "* 2 * heads) * max_tokens", ALONE, NUMBERS),
+    attend("words + first_key * STORED_WORDS", "words + first_value * STORED_WORDS", ALONE, NUMBERS),
+    *(
+        attend("(u * SIMDGROUPS + int(simdgroup_index))", "(u * SIMDGROUPS)", ALONE, NUMBERS, nth=nth, places=2)
+        for nth in (0, 1)
+    ),
+    *(attend("+ int(lane_group);", ";", ALONE, NUMBERS, nth=nth, places=2) for nth in (0, 1)),
     # which queries
-    attend("active && a < ALL ?", "active ?", STAGED, *OUTSIDE),
-    attend("active && a < ALL ?", "a < ALL ?", WIDE, *OUTSIDE),
-    attend(" && part * HERE + i / SOME_PAIRS < ALL;", ";", STAGED, *OUTSIDE),
-    attend("a < ALL && row < last)", "a < ALL)", ALONE, *OUTSIDE),
-    attend("PAIRS > 0 && a < ALL && row", "PAIRS > 0 && row", STAGED, Uninitialised),
-    attend("a >= ALL || ", "", replace(STAGED, mask="none", is_alibi=True), *OUTSIDE),
-    attend("slot == 0 && a < ALL)", "slot == 0)", STAGED, *OUTSIDE),
-    attend("threadgroup_position_in_grid.x / PARTS", "threadgroup_position_in_grid.x", PARTS, *OUTSIDE, NUMBERS),
-    attend("part * HERE + my_query", "my_query", PARTS, Race, Uninitialised, NUMBERS),
-    attend("(part * HERE + mine) * DIM", "mine * DIM", PARTS, NUMBERS),
+    attend("active && a < HEAD_QUERIES ?", "active ?", STAGED, *OUTSIDE),
+    attend("active && a < HEAD_QUERIES ?", "a < HEAD_QUERIES ?", WIDE, *OUTSIDE),
+    attend(" && query_tile * TILE_QUERIES + i / PAIRS_OR_ONE < HEAD_QUERIES;", ";", STAGED, *OUTSIDE),
+    attend("a < HEAD_QUERIES && position < last)", "a < HEAD_QUERIES)", ALONE, *OUTSIDE),
+    attend("PAIRS > 0 && a < HEAD_QUERIES && position", "PAIRS > 0 && position", STAGED, Uninitialised),
+    attend("a >= HEAD_QUERIES || ", "", replace(STAGED, mask="none", is_alibi=True), *OUTSIDE),
+    attend("lane_group == 0 && a < HEAD_QUERIES)", "lane_group == 0)", STAGED, *OUTSIDE),
+    attend("threadgroup_position_in_grid.x / QUERY_TILES", "threadgroup_position_in_grid.x", TILES, *OUTSIDE, NUMBERS),
+    attend("query_tile * TILE_QUERIES + first_in_tile", "first_in_tile", TILES, Race, Uninitialised, NUMBERS),
+    attend("(query_tile * TILE_QUERIES + own) * DIM", "own * DIM", TILES, NUMBERS),
     # scales
     *(attend(" + chunk * KVANT_WIDTH / GROUP]", "]", ALONE, NUMBERS, nth=nth, places=2) for nth in (0, 1)),
     attend(" + c * KVANT_WIDTH / GROUP]", "]", STAGED, NUMBERS),
-    attend("scale[(key_row + row)", "scale[(value_row + row)", ALONE, NUMBERS),
-    attend("scale[(value_row + row)", "scale[(key_row + row)", ALONE, NUMBERS),
-    attend("(which ? value_row : key_row)", "key_row", STAGED, NUMBERS),
-    attend("dot *= by_scale;", "", ALONE, NUMBERS),
-    attend("score[j][u] * by_scale", "score[j][u]", ALONE, NUMBERS),
-    attend("x[e] *= by_scale;", "", STAGED, NUMBERS),
+    attend("scale[(first_key + position)", "scale[(first_value + position)", ALONE, NUMBERS),
+    attend("scale[(first_value + position)", "scale[(first_key + position)", ALONE, NUMBERS),
+    attend("(is_value ? first_value : first_key)", "first_key", STAGED, NUMBERS),
+    attend("dot *= group_scale;", "", ALONE, NUMBERS),
+    attend("score[j][u] * group_scale", "score[j][u]", ALONE, NUMBERS),
+    attend("x[e] *= group_scale;", "", STAGED, NUMBERS),
     # the bias split, the mask, ALiBi
-    attend("q1 = by * float", "q1 = float", ALONE, NUMBERS),
-    attend("q2 = by * float", "q2 = float", ALONE, NUMBERS),
+    attend("q1 = query_scale * float", "q1 = float", ALONE, NUMBERS),
+    attend("q2 = query_scale * float", "q2 = float", ALONE, NUMBERS),
     attend("q2 * b1 - q1 * b2", "q2 * b1 + q1 * b2", ALONE, NUMBERS),
     attend("key_bias[(head * 2) * PAIRS", "key_bias[(head * 0) * PAIRS", ALONE, NUMBERS),
     attend("key_bias[(head * 2 + 1)", "key_bias[(head * 2)", ALONE, NUMBERS),
-    attend("angles[angle + PAIRS]", "angles[angle]", ALONE, NUMBERS),
-    attend("(my_query + j) * 2 * PAIRS", "j * 2 * PAIRS", STAGED, NUMBERS),
+    attend("bias_weights[index + PAIRS]", "bias_weights[index]", ALONE, NUMBERS),
+    attend("(first_in_tile + j) * 2 * PAIRS", "j * 2 * PAIRS", STAGED, NUMBERS),
     attend("int p = int(chunk); p < PAIRS", "int p = 0; p < PAIRS", ALONE, NUMBERS),
     attend("rotation[sine]", "rotation[cosine]", ALONE, NUMBERS),
     attend("batch % mask_shape[0]", "0", MASKED, NUMBERS),
     attend("query_head % mask_shape[1]", "0", MASKED, NUMBERS),
-    attend("masked * NEW + token", "masked * NEW", replace(WIDE, mask="float"), NUMBERS),
+    attend("masked * NEW_TOKENS + new_token", "masked * NEW_TOKENS", replace(WIDE, mask="float"), NUMBERS),
     attend("slopes[query_head]", "slopes[head]", ALIBI, NUMBERS),
     # adding up
     attend("LANES / 2; other > 0", "LANES / 4; other > 0", ALONE, NUMBERS),
     attend("other = LANES; other < 32", "other = 2 * LANES; other < 32", ALONE, NUMBERS),
-    attend("most_so_far[j] = LEAST;", "most_so_far[j] = 0.0f;", LOW, NUMBERS),
-    attend("most_so_far[j] = top;", "", ALONE, NUMBERS, nth=0, places=3),
-    attend("most_so_far[j] = top;", "", ALONE, NUMBERS, nth=1, places=3),
-    *(attend("sum[j] *= shrink;", "", ALONE, NUMBERS, nth=nth, places=2) for nth in (0, 1)),
-    *(attend("o[j][e] *= shrink;", "", ALONE, NUMBERS, nth=nth, places=2) for nth in (0, 1)),
-    attend("shared[theirs + DIM + 1] * shrink_theirs", "shared[theirs + DIM + 1]", ALONE, NUMBERS),
-    attend("CHUNKS + chunk] * shrink_theirs", "CHUNKS + chunk]", ALONE, NUMBERS),
-    attend("sum[j] * shrink + shared", "sum[j] + shared", ALONE, NUMBERS),
-    attend("o[j][e] * shrink + shared", "o[j][e] + shared", ALONE, NUMBERS),
-    attend("int other = 1; other < TEAMS", "int other = 2; other < TEAMS", ALONE, NUMBERS),
+    attend("max_score[j] = LOWEST;", "max_score[j] = 0.0f;", LOW, NUMBERS),
+    attend("max_score[j] = top;", "", ALONE, NUMBERS, nth=0, places=3),
+    attend("max_score[j] = top;", "", ALONE, NUMBERS, nth=1, places=3),
+    *(attend("sum[j] *= rescale;", "", ALONE, NUMBERS, nth=nth, places=2) for nth in (0, 1)),
+    *(attend("o[j][e] *= rescale;", "", ALONE, NUMBERS, nth=nth, places=2) for nth in (0, 1)),
+    attend("shared[others + DIM + 1] * rescale_others", "shared[others + DIM + 1]", ALONE, NUMBERS),
+    attend("CHUNKS + chunk] * rescale_others", "CHUNKS + chunk]", ALONE, NUMBERS),
+    attend("sum[j] * rescale + shared", "sum[j] + shared", ALONE, NUMBERS),
+    attend("o[j][e] * rescale + shared", "o[j][e] + shared", ALONE, NUMBERS),
+    attend("int other = 1; other < SIMDGROUPS", "int other = 2; other < SIMDGROUPS", ALONE, NUMBERS),
     # who writes what, where
-    attend("slot == 0 && active", "slot == 0", WIDE, *OUTSIDE),
-    attend("slot == 0 && active", "active", ALONE, Race),
+    attend("lane_group == 0 && active", "lane_group == 0", WIDE, *OUTSIDE),
+    attend("lane_group == 0 && active", "active", ALONE, Race),
     attend("if (lane == 0) {\n            shared", "if (true) {\n            shared", ALONE, Race),
-    attend("simdgroup_index_in_threadgroup * (DIM + 2)", "team * (DIM + 2)", STAGED, Race),
-    attend("team == 0 && slot == 0", "slot == 0", ALONE, Race),
-    attend("team == 0 && slot == 0", "team == 0", ALONE, Race),
+    attend("simdgroup_index_in_threadgroup * (DIM + 2)", "simdgroup_index * (DIM + 2)", STAGED, Race),
+    attend("simdgroup_index == 0 && lane_group == 0", "lane_group == 0", ALONE, Race),
+    attend("simdgroup_index == 0 && lane_group == 0", "simdgroup_index == 0", ALONE, Race),
     attend("if (active && first < last)", "if (first < last)", WIDE, *OUTSIDE),
     attend("* SPLITS + split", "* SPLITS", ALONE, Race, NUMBERS, Unreadable, Uninitialised),
-    attend("shared[which * STEP * DIM + ", "shared[", STAGED, Race, Uninitialised),
+    attend("shared[is_value * STEP * DIM + ", "shared[", STAGED, Race, Uninitialised),
     attend("shared[STEP * DIM + ", "shared[", STAGED, NUMBERS),
-    # levels
-    rows("float(int(word << (28 - 4 * e)) >> 28)", "float(word << (28 - 4 * e) >> 28)", NIBBLES, NUMBERS),
-    rows("float(int(words.y << (24 - 8 * e)) >> 24)", "float(words.y << (24 - 8 * e) >> 24)", ALONE, NUMBERS),
-    rows("[2 * i + half_row]", "[i + half_row]", FLOATS, NUMBERS),
-    rows("x[1] = kvant_high(words.x", "x[1] = kvant_low(words.x", HALVES, NUMBERS),
+    # quantized values
+    load("float(int(word << (28 - 4 * e)) >> 28)", "float(word << (28 - 4 * e) >> 28)", NIBBLES, NUMBERS),
+    load("float(int(words.y << (24 - 8 * e)) >> 24)", "float(words.y << (24 - 8 * e) >> 24)", ALONE, NUMBERS),
+    load("[2 * i + half_index]", "[i + half_index]", FLOATS, NUMBERS),
+    load("x[1] = kvant_high(words.x", "x[1] = kvant_low(words.x", HALVES, NUMBERS),
 ]
 
 SECOND_PASS = [
     combine("sum += weight * sums[at]", "sum += sums[at]", ALONE, NUMBERS),
     combine("o += weight * partial", "o += partial", ALONE, NUMBERS),
-    combine("kvant_exp(most[at] - top)", "1.0f", ALONE, NUMBERS),
+    combine("kvant_exp(max_scores[at] - top)", "1.0f", ALONE, NUMBERS),
     combine("if (sums[at] != 0.0f)", "if (true)", EMPTY, Unreadable),
     combine("uint i = 0; i < splits; i++) {\n    const", "uint i = 1; i < splits; i++) {\n    const", ALONE, NUMBERS),
     combine("if (sum != 0.0f)", "if (true)", MASKED, NUMBERS),
@@ -218,9 +231,9 @@ SECOND_PASS = [
 
 
 def test_the_cases_are_what_they_are_for() -> None:
-    shapes = {ALONE: (1, 1, 4, 3), WIDE: (1, 1, 4, 4), STAGED: (1, 2, 2, 4), PARTS: (2, 5, 1, 4)}
+    shapes = {ALONE: (1, 1, 4, 3), WIDE: (1, 1, 4, 4), STAGED: (1, 2, 2, 4), TILES: (2, 5, 1, 4)}
     for case, shape in shapes.items():
-        assert threadgroup_shape(case.ratio * case.new_tokens, case.pairs or 0, case.crews) == shape
+        assert threadgroup_shape(case.ratio * case.new_tokens, case.pairs or 0, case.backend) == shape
     mask = draw(MASKED).mask
     assert mask is not None
     assert mask.shape[0] == 2
@@ -228,7 +241,7 @@ def test_the_cases_are_what_they_are_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [ALONE, EMPTY, WIDE, STAGED, PARTS, MASKED, ALIBI, NIBBLES, FLOATS, HALVES, LOW], ids=range(11)
+    "case", [ALONE, EMPTY, WIDE, STAGED, TILES, MASKED, ALIBI, NIBBLES, FLOATS, HALVES, LOW], ids=range(11)
 )
 def test_the_text_as_it_is_passes(case: KernelCase) -> None:
     check(case)
@@ -237,21 +250,21 @@ def test_the_text_as_it_is_passes(case: KernelCase) -> None:
 @pytest.mark.parametrize("mutant", [*FIRST_PASS, *SECOND_PASS], ids=str)
 def test_a_mistake_in_attention_is_caught(mutant: Mutant) -> None:
     with pytest.raises(mutant.kinds):
-        check(mutant.case, mutant.texts())
+        check(mutant.case, mutant.texts(), ORDERS)
 
 
 # ---- append ----------------------------------------------------------------------------------------------------------
 
 
-def check_append(rows: mx.array, quant_bit: int, quant_group: int, texts: dict[str, str]) -> None:
-    """Rows (B, 2, K, S, D), keys and values, quantized by the text and by the operator: the same to the bit."""
+def check_append(both: mx.array, quant_bit: int, quant_group: int, texts: dict[str, str]) -> None:
+    """Keys and values (B, 2, K, S, D), quantized by the text and by the operator, are the same to the bit."""
     options = {"quant_bit": quant_bit, "quant_group": quant_group, "scale_dtype": mx.float16}
-    with kernels_on_host(texts=texts):
-        levels, scale = quantize_rows(rows[:, 0], rows[:, 1], **options, backend="metal")
-    wanted_levels, wanted_scale = quantize(rows, **options)
+    with kernels_on_host(texts=texts, orders=ORDERS):
+        quantized, scale = quantize_tokens(both[:, 0], both[:, 1], **options, backend="metal")
+    wanted, wanted_scale = quantize(both, **options)
     np.testing.assert_array_equal(np.array(scale), np.array(wanted_scale))
     if np.isfinite(np.array(scale)).all():
-        np.testing.assert_array_equal(np.array(levels), np.array(wanted_levels))
+        np.testing.assert_array_equal(np.array(quantized), np.array(wanted))
 
 
 def normal(dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -275,7 +288,7 @@ def with_nan() -> mx.array:
 class AppendMutant:
     old: str
     new: str
-    rows: Callable[[], mx.array]
+    data: Callable[[], mx.array]
     quant_bit: int
     kinds: tuple[Kind, ...]
     file: str = "append.h"
@@ -292,30 +305,36 @@ APPEND = [
     AppendMutant("!exists ? 0.0f : float", "float", normal, 8, (*OUTSIDE,)),
     AppendMutant("if (exists) {", "if (true) {", normal, 8, (*OUTSIDE,)),
     AppendMutant("of_value ? value[source] : key[source]", "key[source]", normal, 8, (NUMBERS,)),
-    AppendMutant("row % count) * DIM", "row) * DIM", normal, 8, (NUMBERS, *OUTSIDE)),
-    AppendMutant("LANES / 2; other > 0", "LANES / 4; other > 0", normal, 8, (NUMBERS,)),
-    AppendMutant("if (word % LANES == 0)", "if (true)", normal, 8, (Race,)),
-    AppendMutant("float(T(largest / float(TOP)))", "largest / float(TOP)", half, 4, (NUMBERS,)),
-    AppendMutant("float(T(x[e] / by))", "x[e] / by", half, 8, (NUMBERS,)),
+    AppendMutant("stored_index % count) * DIM", "stored_index) * DIM", normal, 8, (NUMBERS, *OUTSIDE)),
+    AppendMutant("GROUP_THREADS / 2; other > 0", "GROUP_THREADS / 4; other > 0", normal, 8, (NUMBERS,)),
+    AppendMutant("if (word % GROUP_THREADS == 0)", "if (true)", normal, 8, (Race,)),
+    AppendMutant("float(T(largest / float(MAX_QUANTIZED)))", "largest / float(MAX_QUANTIZED)", half, 4, (NUMBERS,)),
+    AppendMutant("float(T(x[e] / group_scale))", "x[e] / group_scale", half, 8, (NUMBERS,)),
     AppendMutant("float(T(1e-5f))", "0.0f", lambda: mx.zeros((1, 2, 1, 1, 64)), 8, (NUMBERS, Undefined)),
     AppendMutant("rint(", "metal::floor(0.5f + ", ties, 4, (NUMBERS,)),
     AppendMutant("abs(x[e])", "x[e]", normal, 8, (NUMBERS,)),
     AppendMutant("(0xffffffffu >> (32 - BITS))", "0xffffffffu", normal, 4, (NUMBERS,)),
-    AppendMutant("<< (BITS * e)", "<< (BITS * (PER_WORD - 1 - e))", normal, 4, (NUMBERS,)),
-    AppendMutant("level > -float(TOP) ? int(min(level, float(TOP))) : -TOP", "int(level)", with_nan, 8, (Undefined,)),
-    AppendMutant("|| x != x ? x : y", "? x : y", with_nan, 8, (NUMBERS,), "rows.h"),
-    AppendMutant("x >= y || x != x ? x : y", "max(x, y)", with_nan, 8, (NUMBERS,), "rows.h"),
+    AppendMutant("<< (BITS * e)", "<< (BITS * (VALUES_PER_WORD - 1 - e))", normal, 4, (NUMBERS,)),
+    AppendMutant(
+        "rounded > -float(MAX_QUANTIZED) ? int(min(rounded, float(MAX_QUANTIZED))) : -MAX_QUANTIZED",
+        "int(rounded)",
+        with_nan,
+        8,
+        (Undefined,),
+    ),
+    AppendMutant("|| x != x ? x : y", "? x : y", with_nan, 8, (NUMBERS,), "load.h"),
+    AppendMutant("x >= y || x != x ? x : y", "max(x, y)", with_nan, 8, (NUMBERS,), "load.h"),
 ]
 
 
-@pytest.mark.parametrize("rows", [normal, half, ties, with_nan])
-def test_the_append_as_it_is_passes(rows: Callable[[], mx.array]) -> None:
+@pytest.mark.parametrize("data", [normal, half, ties, with_nan])
+def test_the_append_as_it_is_passes(data: Callable[[], mx.array]) -> None:
     for bits in (8, 4):
-        check_append(rows(), bits, 8, {})
+        check_append(data(), bits, 8, {})
 
 
 @pytest.mark.parametrize("mutant", APPEND, ids=str)
 def test_a_mistake_in_append_is_caught(mutant: AppendMutant) -> None:
     texts = Mutant(mutant.file, mutant.old, mutant.new, ALONE, mutant.kinds).texts()
     with pytest.raises(mutant.kinds):
-        check_append(mutant.rows(), mutant.quant_bit, 8, texts)
+        check_append(mutant.data(), mutant.quant_bit, 8, texts)

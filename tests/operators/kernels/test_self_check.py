@@ -11,7 +11,8 @@ from support.metal_host import host_pytest_skip
 from support.operator_cases import OUTPUT_TOLERANCE
 
 from kvant.cache import QuantizedKVCache
-from kvant.operators.kernels import attend, check, launch
+from kvant.operators import self_check
+from kvant.operators.kernels import attend, launch
 from kvant.operators.kernels.attend import unsupported_reason
 
 pytestmark = host_pytest_skip
@@ -38,8 +39,8 @@ def test_a_gpu_that_cannot_run_it_is_told_of_once(gpu: None, monkeypatch: pytest
     if mx.default_device().type == mx.gpu:
         pytest.skip("here it would run")
     cache = _warned("failed its self-check with metal: 301.*: .*No Metal back-end")
-    query, rows = mx.ones((1, 4, 1, 64)), mx.ones((1, 2, 1, 64))
-    assert mx.allclose(cache.attend(query, rows, rows), query, atol=1e-2).item()
+    query, key = mx.ones((1, 4, 1, 64)), mx.ones((1, 2, 1, 64))
+    assert mx.allclose(cache.attend(query, key, key), query, atol=1e-2).item()
     with pytest.raises(RuntimeError, match="kernels is 'fused'; the fused kernel failed its self-check"):
         QuantizedKVCache(4, 2, 64, kernels="fused")
     monkeypatch.setenv("KVANT_KERNELS", "fused")
@@ -51,7 +52,7 @@ def _wrong_output(name: str, inputs: list[mx.array], results: list[mx.array]) ->
     return [results[0] * 1.02] if name == "combine" else results
 
 
-def _wrong_levels(name: str, inputs: list[mx.array], results: list[mx.array]) -> list[mx.array]:
+def _wrong_quantized(name: str, inputs: list[mx.array], results: list[mx.array]) -> list[mx.array]:
     return [results[0] ^ 0x02020202, results[1]] if name == "append" else results
 
 
@@ -63,7 +64,7 @@ def _nan(name: str, inputs: list[mx.array], results: list[mx.array]) -> list[mx.
     ("wrong", "said"),
     [
         (_wrong_output, "the output is off by 0.0"),
-        (_wrong_levels, "stored levels are off by up to"),
+        (_wrong_quantized, "stored values are off by up to"),
         (_nan, "the output is off by nan"),
     ],
 )
@@ -78,7 +79,7 @@ def test_a_mismatch_is_told_of_once(
     _warned(said)
 
 
-def test_a_row_too_many_is_a_mismatch(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_too_many_is_a_mismatch(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_kernel", host_kernel)
     run = attend.launch
 
@@ -92,26 +93,26 @@ def test_a_row_too_many_is_a_mismatch(gpu: None, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_check_allows_what_the_project_does() -> None:
-    assert {str(dtype).removeprefix("mlx.core."): x for dtype, x in check.TOLERANCE.items()} == OUTPUT_TOLERANCE
+    assert {str(dtype).removeprefix("mlx.core."): x for dtype, x in self_check.TOLERANCE.items()} == OUTPUT_TOLERANCE
 
 
 def test_random_cases_are_taken_and_vary() -> None:
-    cases = list(check.random_cases(60, 1))
-    assert cases == list(check.random_cases(60, 1)) != list(check.random_cases(60, 2))
-    for case in [*cases, *check.SELF_CHECK]:
+    cases = list(self_check.random_cases(60, 1))
+    assert cases == list(self_check.random_cases(60, 1)) != list(self_check.random_cases(60, 2))
+    for case in [*cases, *self_check.SELF_CHECK]:
         shape = (case.B, case.H, case.S, case.D)
         assert unsupported_reason(shape, quant_bit=case.quant_bit, quant_group=case.quant_group) is None
         assert 0 <= min(case.offsets) <= case.offset <= case.max_seq_len - case.S
     assert any(len(set(case.offsets)) > 1 for case in cases)
-    assert any(len(set(case.offsets)) > 1 for case in check.SELF_CHECK)
+    assert any(len(set(case.offsets)) > 1 for case in self_check.SELF_CHECK)
     for field, count in {"D": 4, "quant_bit": 3, "dtype": 3, "is_alibi": 2, "K": 4, "quant_group": 5}.items():
         assert len({getattr(case, field) for case in cases}) == count
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_cases_agree_on_the_host(checked_gpu: None, seed: int) -> None:
-    small = (c for c in check.random_cases(200, seed) if c.B * c.K * c.offset < 500 and c.D <= 128)
-    found = check.Trial(next(small)).agreement("metal")
+    small = (c for c in self_check.random_cases(200, seed) if c.B * c.K * c.offset < 500 and c.D <= 128)
+    found = self_check.Trial(next(small)).agreement("metal")
     assert found.problem is None
     assert found.error <= found.tolerance
 

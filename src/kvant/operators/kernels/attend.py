@@ -1,22 +1,23 @@
-"""Attention of a few new tokens to a quantized cache, in two launches that read its bytes and write no row."""
+"""Launches of the fused kernel: attention of a few new tokens to a cache, and the quantization of new tokens.
+
+Attention takes two launches. They read the cache's bytes and write no dequantized key or value.
+"""
 
 from functools import cache as kept
 from typing import Any
 
 import mlx.core as mx
 
-from kvant.operators.attention import alibi_slopes
-from kvant.operators.bias_split import BiasSplit
-from kvant.operators.kernels.launch import launch
+from kvant.operators.kernels.launch import Backend, launch
 
 HEAD_DIMS = (64, 96, 128, 256)
 GROUPS = (8, 16, 32, 64, 128)
 MAX_NEW_TOKENS = 8
-# Queries a simdgroup has in registers, 16 and more each: Apple's GPUs have 128 a thread, NVIDIA's 255.
+# Queries of a simdgroup. Each takes 16 registers or more; Apple's GPUs have 128 a thread, NVIDIA's 255.
 QUERIES = {"metal": 4, "cuda": 8}
-MAX_CREWS = 8  # 256 threads a threadgroup: of so many registers each Apple's GPUs take no more than 384
-ANGLE_BYTES = 8 * 1024  # threadgroup memory for the split-off bias; the stage of rows takes up to 16 KiB of Metal's 32
-LEAST_ROWS = 64  # of a split: fewer are not worth a threadgroup
+MAX_QUERY_GROUPS = 8  # 256 threads a threadgroup. At this register count Apple's GPUs run at most 384
+BIAS_WEIGHT_BYTES = 8 * 1024  # threadgroup memory for the split-off bias. Staged tokens take up to 16 KiB of Metal's 32
+MIN_SPLIT_TOKENS = 64  # fewer tokens are not worth a threadgroup
 APPEND_THREADS = 64
 
 
@@ -29,31 +30,34 @@ def attend(
     quant_bit: int,
     quant_group: int,
     is_causal: bool = True,
-    is_alibi: bool = False,
+    slopes: tuple[float, ...] = (),
     mask: mx.array | None = None,
-    bias_split: BiasSplit | None = None,
-    backend: str,
+    key_bias: mx.array | None = None,
+    pairs: tuple[int, ...] = (),
+    rotation: mx.array | None = None,
+    value_bias: mx.array | None = None,
+    backend: Backend,
 ) -> mx.array:
-    """Attention of S new tokens whose rows the cache already holds. Unchecked: see :func:`unsupported_reason`.
+    """Attention of S new tokens that the cache already holds. Unchecked: see :func:`unsupported_reason`.
 
     Args:
         query: (B, H, S, D).
-        cache: (1, B, 2, K, MaxS, D') levels, or rows at 0 bits; a sequence's rows from its offset + S on are not read.
+        cache: (1, B, 2, K, MaxS, D') quantized values, or floats at 0 bits. Positions from a sequence's offset + S on
+            are not read.
         scale: (1, B, 2, K, MaxS, D/G), or None at 0 bits.
-        offset: () or (1,) integers for all sequences, or (B,), one each: rows before the new ones.
-        mask: (S, T), (H, S, T) or (B, H, S, T) with 1 for H and B where all share it, T of the longest sequence;
-            boolean (True keeps) or added.
-        bias_split: what the cached rows lack of their biases.
-        backend: metal or cuda.
+        offset: integers, the tokens before the new ones: () or (1,) for all sequences, or (B,), one each.
+        slopes: (H,) of ALiBi, which is causal. Empty: no ALiBi.
+        mask: (S, T), (H, S, T) or (B, H, S, T), with 1 for H or B where they share it and T of the longest sequence.
+            A boolean mask keeps where True; another is added.
+        key_bias, pairs, rotation, value_bias: the fields of a :class:`kvant.operators.bias_split.BiasSplit`.
 
     Returns:
-        (B, H, S, D) in the query's dtype; zeros for a query whose every row is masked.
+        (B, H, S, D) in the query's dtype; zeros for a query whose every token is masked.
     """
     B, H, S, D = query.shape
-    K, max_rows = cache.shape[3:5]
-    splits = num_splits(max_rows, B * K)
-    pairs = len(bias_split.pairs) if bias_split is not None else 0
-    parts, crews, teams, queries = threadgroup_shape(H // K * S, pairs, backend)
+    K, max_tokens = cache.shape[3:5]
+    splits = num_splits(max_tokens, B * K)
+    query_tiles, query_groups, simdgroups, queries = threadgroup_shape(H // K * S, len(pairs), backend)
     nothing = _constant((0.0,), mx.float32)
     partial = ((B, H, S, splits, D), mx.float32)
     statistic = ((B, H, S, splits), mx.float32)
@@ -66,41 +70,40 @@ def attend(
             nothing if scale is None else scale,
             mx.broadcast_to(offset.reshape(-1), (B,)).astype(mx.int32),
             _constant(((((0.0,),),),), mx.float32) if mask is None else _added(mask),
-            bias_split.key_bias if bias_split is not None and pairs else nothing,
-            _constant(bias_split.pairs if bias_split is not None and pairs else (0,), mx.int32),
-            bias_split.rotation if bias_split is not None and pairs else _constant((((0.0,),),), mx.float32),
-            _constant(tuple(alibi_slopes(H)), mx.float32) if is_alibi else nothing,
+            key_bias if key_bias is not None and pairs else nothing,
+            _constant(pairs or (0,), mx.int32),
+            rotation if rotation is not None and pairs else _constant((((0.0,),),), mx.float32),
+            _constant(slopes, mx.float32) if slopes else nothing,
         ],
         template={
             "DIM": D,
             "HEADS": H // K,
-            "NEW": S,
+            "NEW_TOKENS": S,
             "SPLITS": splits,
             "T": query.dtype,
             "C": cache.dtype,
             "BITS": quant_bit,
             "GROUP": quant_group if quant_bit else D,
             "QUERIES": queries,
-            "CREWS": crews,
-            "TEAMS": teams,
-            "PARTS": parts,
-            "AHEAD": 2 if queries > 4 else 4,
-            "LEAST_ROWS": LEAST_ROWS,
-            "PAIRS": pairs,
-            "CAUSAL": (is_causal or is_alibi) and S > 1,
-            "ALIBI": is_alibi,
+            "QUERY_GROUPS": query_groups,
+            "SIMDGROUPS": simdgroups,
+            "QUERY_TILES": query_tiles,
+            "UNROLL": 2 if queries > 4 else 4,
+            "MIN_SPLIT_TOKENS": MIN_SPLIT_TOKENS,
+            "PAIRS": len(pairs),
+            "CAUSAL": (is_causal or bool(slopes)) and S > 1,
+            "ALIBI": bool(slopes),
             "MASK": mask is not None,
         },
-        grid=(K * parts, B, splits),
-        threads=32 * teams * crews,
+        grid=(K * query_tiles, B, splits),
+        threads=32 * simdgroups * query_groups,
         outputs=[partial, statistic, statistic],
     )
-    value_bias = nothing if bias_split is None else bias_split.value_bias
     (output,) = launch(
         "combine",
         backend,
-        [*results, value_bias],
-        template={"T": query.dtype, "VALUE_BIAS": bias_split is not None},
+        [*results, nothing if value_bias is None else value_bias],
+        template={"T": query.dtype, "VALUE_BIAS": value_bias is not None},
         grid=(B * H * S, 1, 1),
         threads=D,
         outputs=[((B, H, S, D), query.dtype)],
@@ -108,36 +111,30 @@ def attend(
     return output
 
 
-def quantize_rows(
-    key: mx.array, value: mx.array, *, quant_bit: int, quant_group: int, scale_dtype: mx.Dtype, backend: str
+def quantize_tokens(
+    key: mx.array, value: mx.array, *, quant_bit: int, quant_group: int, scale_dtype: mx.Dtype, backend: Backend
 ) -> tuple[mx.array, mx.array]:
-    """(B, K, S, D) keys and values as the cache stores them, in one launch.
+    """Quantize keys and values (B, K, S, D) in one launch, to 8 or 4 bits.
 
     Returns:
-        levels (B, 2, K, S, D') and scales (B, 2, K, S, D/G), 8 or 4 bits.
+        quantized (B, 2, K, S, D') and scales (B, 2, K, S, D/G), as the cache stores them.
     """
     B, K, S, D = key.shape
     words = B * 2 * K * S * (D * quant_bit // 32)
-    levels, scales = launch(
+    quantized, scales = launch(
         "append",
         backend,
         [key, value],
-        template={
-            "T": key.dtype,
-            "SCALE": scale_dtype,
-            "BITS": quant_bit,
-            "DIM": D,
-            "GROUP": quant_group,
-        },
+        template={"T": key.dtype, "SCALE": scale_dtype, "BITS": quant_bit, "DIM": D, "GROUP": quant_group},
         grid=(-(-words // APPEND_THREADS), 1, 1),
         threads=APPEND_THREADS,
         outputs=[((B, 2, K, S, D * quant_bit // 32), mx.uint32), ((B, 2, K, S, D // quant_group), scale_dtype)],
     )
-    return levels.view(mx.uint8 if quant_bit == 4 else mx.int8), scales
+    return quantized.view(mx.uint8 if quant_bit == 4 else mx.int8), scales
 
 
 def unsupported_reason(query_shape: tuple[int, ...], *, quant_bit: int, quant_group: int) -> str | None:
-    """Why the kernel does not take such a call; None: it does. Any number of heads, kv heads and rows is taken.
+    """Why the kernel does not take a call; None: it takes it. Any number of heads, kv heads and tokens is taken.
 
     Args:
         query_shape: (B, H, S, D).
@@ -152,32 +149,33 @@ def unsupported_reason(query_shape: tuple[int, ...], *, quant_bit: int, quant_gr
     return None
 
 
-def num_splits(max_rows: int, heads: int) -> int:
-    """Splits of the rows, a power of two: enough threadgroups for a large GPU, each with rows to read.
+def num_splits(max_tokens: int, heads: int) -> int:
+    """How many splits a kv head's tokens are divided into: a power of two.
 
-    It depends on the cache's size, not on what is in it, so that nothing is compiled again as it fills.
+    Enough threadgroups for a large GPU, each with tokens to read. The number depends on the cache's size, not on the
+    tokens it holds, so that nothing is compiled again as it fills.
     """
-    # 256 rows each until there are 64, then 1,024: what a split writes is read again (docs/bench.md has the bytes).
-    wanted = min(max_rows // 256, max(64, max_rows // 1024), 4096 // heads)
+    # 256 tokens each up to 64 splits, then 1,024: a split's results are read again (docs/bench.md has the bytes).
+    wanted = min(max_tokens // 256, max(64, max_tokens // 1024), 4096 // heads)
     return 1 << max(0, min(wanted, 128).bit_length() - 1)
 
 
-def threadgroup_shape(queries: int, pairs: int, backend: str) -> tuple[int, int, int, int]:
-    """How the queries of a kv head, query heads times new tokens, are dealt out.
+def threadgroup_shape(queries: int, pairs: int, backend: Backend) -> tuple[int, int, int, int]:
+    """How the queries of a kv head (query heads times new tokens) are distributed.
 
     Returns:
-        parts: threadgroups that read the same rows, each for a part of the queries; 1 for up to 32 of them on Metal.
-        crews: simdgroups of a threadgroup with queries of their own.
-        teams: simdgroups with the same queries and every teams-th row.
-        queries: of a simdgroup.
+        query_tiles: threadgroups that read the same tokens, each for its own queries; 1 for up to 32 queries on Metal.
+        query_groups: of a threadgroup; each has its own queries.
+        simdgroups: of a query group; each reads its own tokens.
+        queries: of a query group.
     """
-    most = QUERIES[backend] * MAX_CREWS
+    most = QUERIES[backend] * MAX_QUERY_GROUPS
     if pairs:
-        most = min(most, ANGLE_BYTES // (8 * pairs))
-    part = -(-queries // -(-queries // most))  # parts as equal as can be, and their crews
-    crews = -(-part // QUERIES[backend])
-    crew = -(-part // crews)
-    return -(-queries // (crews * crew)), crews, max(1, 4 // crews), crew
+        most = min(most, BIAS_WEIGHT_BYTES // (8 * pairs))
+    tile = -(-queries // -(-queries // most))  # tiles as equal as can be; their query groups too
+    query_groups = -(-tile // QUERIES[backend])
+    of_group = -(-tile // query_groups)
+    return -(-queries // (query_groups * of_group)), query_groups, max(1, 4 // query_groups), of_group
 
 
 def _added(mask: mx.array) -> mx.array:
@@ -188,5 +186,5 @@ def _added(mask: mx.array) -> mx.array:
 
 @kept
 def _constant(values: tuple[Any, ...], dtype: mx.Dtype) -> mx.array:
-    """Numbers as an array, made once instead of at every token in every layer."""
+    """Numbers as an array. Made once, not for every token in every layer."""
     return mx.array(values, dtype)

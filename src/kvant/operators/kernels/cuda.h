@@ -1,4 +1,4 @@
-// The same of CUDA, under Metal's names.
+// The names the kernels use, for CUDA. metal.h has the same names.
 #define KVANT_DEVICE
 #define KVANT_THREAD
 #define KVANT_CONSTANT constexpr

@@ -3,23 +3,23 @@
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 
+Backend = Literal["metal", "cuda"]
 Kernel = Callable[..., list[mx.array]]
 INPUTS = {
     "attend": ("query", "cache", "scale", "offset", "mask", "key_bias", "pairs", "rotation", "slopes"),
-    "combine": ("partial", "sums", "most", "value_bias"),
+    "combine": ("partial", "sums", "max_scores", "value_bias"),
     "append": ("key", "value"),
 }
-OUTPUTS = {"attend": ("partial", "sums", "most"), "combine": ("out",), "append": ("levels", "scales")}
-BACKENDS = ("metal", "cuda")
+OUTPUTS = {"attend": ("partial", "sums", "max_scores"), "combine": ("out",), "append": ("quantized", "scales")}
 
 
 def launch(
     name: str,
-    backend: str,
+    backend: Backend,
     inputs: Sequence[mx.array],
     *,
     template: dict[str, Any],
@@ -30,13 +30,13 @@ def launch(
     """Run a kernel on the GPU.
 
     Args:
-        name: attend, combine or append; each is described at the head of its file.
+        name: attend, combine or append. The head of each file describes its inputs and outputs.
         backend: metal or cuda.
-        inputs: as ``INPUTS`` names them.
-        template: the compile-time constants; another value is another compilation.
+        inputs: in the order of ``INPUTS``.
+        template: the compile-time constants. Another value is another compilation.
         grid: threadgroups in each direction.
-        threads: of a threadgroup.
-        outputs: shape and dtype of each.
+        threads: threads of a threadgroup.
+        outputs: shape and dtype of each output.
     """
     return _kernel(name, backend)(
         inputs=list(inputs),
@@ -50,13 +50,13 @@ def launch(
 
 
 @cache
-def _kernel(name: str, backend: str) -> Kernel:
+def _kernel(name: str, backend: Backend) -> Kernel:
     make: Callable[..., Any] = mx.fast.metal_kernel if backend == "metal" else mx.fast.cuda_kernel
     kernel: Kernel = make(
         name=f"kvant_{name}",
         input_names=list(INPUTS[name]),
         output_names=list(OUTPUTS[name]),
-        header=_text(f"{backend}.h") + _text("rows.h"),
+        header=_text(f"{backend}.h") + _text("load.h"),
         source=_text(f"{name}.h"),
     )
     return kernel

@@ -1,4 +1,4 @@
-// What the kernels need of Metal.
+// The names the kernels use, for Metal. cuda.h has the same names.
 #define KVANT_FUNCTION static inline
 #define KVANT_DEVICE device
 #define KVANT_THREAD thread

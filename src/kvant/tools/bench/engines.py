@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvant.operators.kernels.dispatch import KERNELS
+from kvant.operators.dispatch import KERNELS
 
 DTYPES = ("float32", "float16", "bfloat16")
 OPENBLAS = "openblas"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvant.operators.kernels.dispatch import gpu_backend
+from kvant.operators.dispatch import gpu_backend
 from kvant.tools.doctor.kernels import KernelResult, try_kernels
 from kvant.tools.doctor.look_ahead import LookAhead, measure_look_ahead
 from kvant.tools.doctor.machine import Machine, look_at_machine

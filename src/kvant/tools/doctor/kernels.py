@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from kvant.errors import one_line
-from kvant.operators.kernels.check import SELF_CHECK, Case, Trial, random_cases
-from kvant.operators.kernels.dispatch import Backend
+from kvant.operators.kernels.launch import Backend
+from kvant.operators.self_check import SELF_CHECK, Case, Trial, random_cases
 
 RANDOM_CASES, SEED = 12, 6
 REPEATS = 5

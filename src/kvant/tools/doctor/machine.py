@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvant import __version__, blas
-from kvant.operators.kernels.dispatch import gpu_backend
+from kvant.operators.dispatch import gpu_backend
 from kvant.sizes import physical_memory
 
 GPU_COMPILERS = {"metal": "Metal's, while it runs", "cuda": "NVRTC, while it runs"}

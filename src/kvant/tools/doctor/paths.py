@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from kvant.engine.step import should_compile
+from kvant.operators.dispatch import choose
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
-from kvant.operators.kernels.dispatch import choose
 
 UNFUSED = "unfused"
 

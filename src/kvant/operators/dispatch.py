@@ -1,27 +1,28 @@
-"""Which way attention is computed: by the fused kernel, or by the unfused operator, which runs on every device."""
+"""How attention is computed: by the fused kernel, or by the unfused operator, which runs on every device."""
 
 import os
 import warnings
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 import mlx.core as mx
 
-Backend = Literal["metal", "cuda"]
+from kvant.operators.kernels.launch import Backend
+from kvant.operators.self_check import self_check
+
 KERNELS = ("unfused", "fused")
 VARIABLE = "KVANT_KERNELS"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A path and why it is the one.
+    """The path taken, and why.
 
     Attributes:
-        backend: what runs the fused kernel; None: the unfused operator is used.
+        backend: runs the fused kernel. None: the unfused operator is used.
+        reason: for people.
         forced: "fused" was asked for.
         failed: the kernel failed its self-check.
-        reason: for people.
     """
 
     backend: Backend | None
@@ -31,18 +32,18 @@ class Choice:
 
 
 def resolve(kernels: str | None = None, unsupported_reason: str | None = None) -> Backend | None:
-    """What runs the fused kernel here and now; None: the unfused operator is to be used.
+    """The backend that runs the fused kernel. None: use the unfused operator.
 
-    ``kernels``, or without it the environment variable KVANT_KERNELS, forces one; otherwise it is the kernel on a GPU
-    where it has passed its self-check, which runs at the first call. Where it fails, that is a RuntimeWarning, once.
+    ``kernels`` forces one; without it the environment variable KVANT_KERNELS does. Otherwise it is the kernel on a GPU
+    where it passes its self-check. The check runs at the first call; a failure is one RuntimeWarning.
 
     Args:
         kernels: "unfused", "fused" or None.
-        unsupported_reason: from ``kernels.attend.unsupported_reason``; None: the kernel supports the call.
+        unsupported_reason: from ``kernels.attend.unsupported_reason``. None: the kernel takes the call.
 
     Raises:
-        ValueError: another word than "unfused" or "fused"; "fused" where there is no GPU to run it, or does not
-            support the call.
+        ValueError: another word than "unfused" or "fused"; "fused" without a GPU, or for a call that the kernel does
+            not take.
         RuntimeError: "fused" where the kernel failed its self-check.
     """
     choice = choose(kernels)
@@ -81,7 +82,7 @@ def choose(kernels: str | None = None) -> Choice:
 
 
 def gpu_backend() -> Backend | None:
-    """What MLX runs kernels with on its default device; None: that is a CPU."""
+    """What MLX runs kernels with on its default device. None: it is a CPU."""
     if mx.default_device().type != mx.gpu:
         return None
     if mx.metal.is_available():
@@ -91,9 +92,7 @@ def gpu_backend() -> Backend | None:
 
 @cache
 def self_check_failure(backend: Backend) -> str | None:
-    """What went wrong in the self-check, which runs once a process; None: nothing."""
-    from kvant.operators.kernels.check import self_check  # it holds the kernel against the operator, which imports this
-
+    """Why the self-check failed; None: it passed. It runs once in a process."""
     return self_check(backend)
 
 

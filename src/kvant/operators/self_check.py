@@ -1,4 +1,4 @@
-"""The fused kernel held against the unfused operator, on the device that it runs on."""
+"""Compares the fused kernel with the unfused operator, on the device that runs the kernel."""
 
 import random
 from collections.abc import Iterator
@@ -8,27 +8,26 @@ import mlx.core as mx
 
 from kvant.operators.attention import attend_sequences
 from kvant.operators.bias_split import BiasSplit, rotation_table
+from kvant.operators.cached_attention import append_and_attend, read_sequences, stored_tokens, write_tokens
 from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, MAX_NEW_TOKENS
-from kvant.operators.kernels.dispatch import Backend
-from kvant.operators.key_value_cache import quantized_parts, read_sequences, write_rows
-from kvant.operators.multi_head_cache_attention import append_and_attend
-from kvant.operators.quantization import FLOAT_DTYPES, levels_dtype, multiply_levels
+from kvant.operators.kernels.launch import Backend
+from kvant.operators.quantization import FLOAT_DTYPES, multiply_scale, quantized_dtype
 from kvant.operators.rotary import Rotary
 
 # Of an output, relative to 1 + its expected magnitude: a few roundings of its dtype.
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
-# A GPU may divide with an error of some ulps, and then a quotient in the middle of two levels falls to the other side.
-MAX_LEVELS_OFF = 1.1  # the last tenth: the scale's own rounding
+# A GPU may divide with an error of some ulps. A quotient halfway between two integers may then round to the other one.
+MAX_STEPS_OFF = 1.1  # in scales. The last tenth is for the scale's own rounding
 MAX_SHARE_OFF = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A call: B sequences of ``offset`` cached and S new tokens, with H query and K kv heads of D elements.
+    """A call: B sequences with ``offset`` cached and S new tokens, H query heads and K kv heads of D elements.
 
     Attributes:
-        shorter: cached tokens that each sequence has fewer than the one before, down to none.
-        pairs: rotary pairs of a bias split; None: there is none.
+        shorter: each sequence has this many cached tokens fewer than the one before, at least none.
+        pairs: rotary pairs of a bias split. None: no bias split.
     """
 
     B: int
@@ -53,7 +52,7 @@ class Case:
 
     def __str__(self) -> str:
         batch = f"{self.B} x " if self.B > 1 else ""
-        kind = f"{self.quant_bit} bits g{self.quant_group}" if self.quant_bit else "rows"
+        kind = f"{self.quant_bit} bits g{self.quant_group}" if self.quant_bit else "floats"
         kinds = (
             ("several lengths", self.shorter),
             ("ALiBi", self.is_alibi),
@@ -66,7 +65,7 @@ class Case:
 
 
 SELF_CHECK = (
-    # offsets in the middle of a split of the rows, and of what a threadgroup takes at once
+    # Offsets inside a split, and inside one step of a threadgroup.
     Case(1, 14, 2, 64, 1, 301, 1100, 8, 32, mx.float16, pairs=(5, 31), seed=1),
     Case(2, 8, 2, 128, 3, 70, 515, 4, 32, mx.bfloat16, shorter=33, seed=2),
     Case(1, 4, 4, 64, 1, 129, 300, 8, 64, mx.float32, seed=3),
@@ -76,12 +75,12 @@ SELF_CHECK = (
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
-        error: the output's largest, relative to 1 + the expected magnitude; NaN where either is.
+        error: the output's largest, relative to 1 + the expected magnitude. NaN where either is NaN.
         tolerance: for this dtype.
-        problem: what differs too much; None: nothing.
+        problem: the difference that is too large. None: there is none.
     """
 
     error: float
@@ -90,7 +89,7 @@ class Agreement:
 
 
 class Trial:
-    """A case's arrays. A sequence's rows at and past its new ones are poisoned: an output that read one is NaN."""
+    """A case's arrays. Positions from a sequence's offset on hold NaN, so an output that reads them is NaN."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -107,13 +106,13 @@ class Trial:
             self.scale: mx.array | None = None
             if case.quant_bit:
                 stored = D // 2 if case.quant_bit == 4 else D
-                self.cache = mx.zeros((*shape, stored), levels_dtype(case.quant_bit))
+                self.cache = mx.zeros((*shape, stored), quantized_dtype(case.quant_bit))
                 self.scale = mx.full((*shape, D // case.quant_group), poison, mx.float16)
             else:
                 self.cache = mx.full((*shape, D), poison, case.dtype)
             if T:
                 past = normal(3, B, K, T, D), normal(4, B, K, T, D)
-                write_rows(*past, 0, self.cache, self.scale, quant_bit=case.quant_bit, quant_group=case.quant_group)
+                write_tokens(*past, 0, self.cache, self.scale, quant_bit=case.quant_bit, quant_group=case.quant_group)
                 floats = self.cache if self.scale is None else self.scale
                 for b, offset in enumerate(case.offsets):
                     floats[0, b, :, :, offset:] = poison
@@ -126,7 +125,7 @@ class Trial:
             mx.eval(self.query, self.key, self.value, self.cache, *([] if self.scale is None else [self.scale]))
 
     def run(self, backend: Backend | None) -> mx.array:
-        """Append the new rows and attend, by the kernel or, with None, by the unfused operator; evaluated."""
+        """Append the new tokens and attend, by the kernel or, with None, by the unfused operator. Evaluated."""
         case = self.case
         output = append_and_attend(
             self.query,
@@ -138,17 +137,17 @@ class Trial:
             is_alibi=case.is_alibi,
             quant_bit=case.quant_bit,
             quant_group=case.quant_group,
-            product_dtype=mx.float32,
             bias_split=self.bias_split,
             backend=backend,
         )
         mx.eval(output, self.cache, *([] if self.scale is None else [self.scale]))
-        mx.synchronize()  # a kernel that failed says so here, or when it was queued
+        mx.synchronize()  # a kernel's failure is raised here or when it was queued
         return output
 
     def agreement(self, backend: Backend) -> Agreement:
-        """Run the kernel; hold the rows it stored against the unfused operator's, and its output against attention to
-        those rows, both on the CPU: some GPUs multiply float32 matrices with fewer bits.
+        """Run the kernel. Compare the tokens it stored, and its output, with the unfused operator's on the CPU.
+
+        Not on the GPU: some multiply float32 matrices with fewer bits.
         """
         case = self.case
         given = self.run(backend)
@@ -159,27 +158,26 @@ class Trial:
                 self.scale,
                 quant_bit=case.quant_bit,
                 dtype=case.dtype,
-                product_dtype=mx.float32,
             )
             expected = attend_sequences(
                 self.query, sequences, is_alibi=case.is_alibi, bias_split=self.bias_split
             ).astype(mx.float32)
             error = _number((mx.abs(given.astype(mx.float32) - expected) / (1 + mx.abs(expected))).max())
-            problem = self._rows_problem()
+            problem = self._stored_problem()
         tolerance = TOLERANCE[case.dtype]
-        if problem is None and not error <= tolerance:  # NaN is not, either
+        if problem is None and not error <= tolerance:  # true for NaN too
             problem = f"the output is off by {error:.2g}; expected at most {tolerance:g}"
         return Agreement(error, tolerance, problem)
 
-    def _rows_problem(self) -> str | None:
-        """What is wrong with the new rows as the kernel stored them."""
+    def _stored_problem(self) -> str | None:
+        """The difference in the new tokens as the kernel stored them; None: there is none."""
         case = self.case
         stored = [  # (B, 2, K, S, D' or D/G)
             mx.stack([x[0, b, :, :, offset : offset + case.S] for b, offset in enumerate(case.offsets)])
             for x in (self.cache, self.scale)
             if x is not None
         ]
-        expected = quantized_parts(
+        expected = stored_tokens(
             self.key,
             self.value,
             quant_bit=case.quant_bit,
@@ -187,24 +185,24 @@ class Trial:
             dtypes=[x.dtype for x in stored],
         )
         if not case.quant_bit:
-            return None if mx.array_equal(stored[0], expected[0]).item() else "rows were not stored as they are"
+            return None if mx.array_equal(stored[0], expected[0]).item() else "the new tokens were not stored unchanged"
         given, wanted = (  # (B, 2, K, S, D/G, G)
-            mx.unflatten(multiply_levels(levels, scale, case.quant_bit, mx.float32), -1, (scale.shape[-1], -1))
-            for levels, scale in (stored, expected)
+            mx.unflatten(multiply_scale(quantized, scale, case.quant_bit, mx.float32), -1, (scale.shape[-1], -1))
+            for quantized, scale in (stored, expected)
         )
         off = mx.abs(given - wanted) / expected[1].astype(mx.float32)[..., None]
         most, share = _number(off.max()), _number((off > 0.5).astype(mx.float32).mean())
-        if most <= MAX_LEVELS_OFF and share <= MAX_SHARE_OFF:
+        if most <= MAX_STEPS_OFF and share <= MAX_SHARE_OFF:
             return None
-        return f"stored levels are off by up to {most:.2g}, {share:.1%} of them"
+        return f"stored values are off by up to {most:.2g} scales, {share:.1%} of them"
 
 
 def self_check(backend: Backend) -> str | None:
-    """Run the kernel on a few small cases: what went wrong, an exception included; None: nothing."""
+    """Run the kernel on a few small cases. Returns the first problem, an exception included; None: there is none."""
     for case in SELF_CHECK:
         try:
             problem = Trial(case).agreement(backend).problem
-        except Exception as error:  # what does not compile on a device is known when it is run
+        except Exception as error:  # a kernel that does not compile raises when it runs
             problem = " ".join(str(error).split())[:500] or type(error).__name__
         if problem is not None:
             return f"{case}: {problem}"
@@ -212,7 +210,7 @@ def self_check(backend: Backend) -> str | None:
 
 
 def random_cases(count: int, seed: int) -> Iterator[Case]:
-    """Cases over what the kernel takes, the same for the same seed."""
+    """Cases of every kind the kernel takes. The same seed gives the same cases."""
     draw = random.Random(seed)
     for _ in range(count):
         K, ratio, D = draw.choice((1, 2, 4, 8)), draw.choice((1, 2, 4, 7, 8)), draw.choice(HEAD_DIMS)

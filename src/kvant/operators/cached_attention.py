@@ -1,0 +1,249 @@
+"""Attention through a cache, unchecked: append new tokens, then attend to every token so far.
+
+The engine's caches call it. A cache is (1, B, 2, K, MaxS, D'), keys at index 0 of the axis of 2; its scale is
+(1, B, 2, K, MaxS, D/G), or None at 0 bits. That is PMX's cache_layout 1 with one layer.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from kvant.operators.attention import alibi_slopes, attend_live_tokens, attend_sequences, attend_tokens
+from kvant.operators.bias_split import BiasSplit
+from kvant.operators.kernels.attend import attend, quantize_tokens
+from kvant.operators.kernels.launch import Backend
+from kvant.operators.quantization import multiply_scale, quantize
+
+
+def append_and_attend(
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    start: int | tuple[int, ...],
+    cache: mx.array,
+    scale: mx.array | None,
+    *,
+    mask: mx.array | None = None,
+    is_alibi: bool = False,
+    quant_bit: int,
+    quant_group: int,
+    bias_split: BiasSplit | None = None,
+    backend: Backend | None = None,
+) -> mx.array:
+    """Causal attention of S new tokens to the cache they are appended to. Changes ``cache`` and ``scale``.
+
+    Args:
+        query: (B, H, S, D).
+        key, value: (B, K, S, D).
+        start: tokens already cached: an int for all sequences, or B ints, one each.
+        mask: as :func:`kvant.operators.attention.attend_tokens` takes it, for the longest sequence. A shorter one reads
+            its first columns only.
+        backend: where the fused kernel runs. It must support the call
+            (:func:`kvant.operators.kernels.attend.unsupported_reason`). None: the unfused operator.
+
+    Returns:
+        (B, H, S, D) in the query's dtype.
+    """
+    options: dict[str, Any] = {"is_alibi": is_alibi, "mask": mask, "bias_split": bias_split}
+    write_tokens(key, value, start, cache, scale, quant_bit=quant_bit, quant_group=quant_group, backend=backend)
+    if backend is not None:
+        offset = mx.array(start, mx.int32)
+        return attend_fused(
+            query, cache, scale, offset, quant_bit=quant_bit, quant_group=quant_group, backend=backend, **options
+        )
+    S = key.shape[2]
+    if isinstance(start, int):
+        tokens = read_tokens(start + S, cache, scale, quant_bit=quant_bit, dtype=query.dtype)
+        return attend_tokens(query, *tokens, **options)
+    ends = [offset + S for offset in start]
+    sequences = read_sequences(ends, cache, scale, quant_bit=quant_bit, dtype=query.dtype)
+    return attend_sequences(query, sequences, **options)
+
+
+def append_and_attend_static(
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    offset: mx.array,
+    cache: mx.array,
+    scale: mx.array | None,
+    *,
+    tokens: int,
+    quant_bit: int,
+    quant_group: int,
+    bias_split: BiasSplit | None,
+    backend: Backend | None = None,
+) -> tuple[mx.array, ...]:
+    """:func:`append_and_attend` for one new token, as a function of arrays that returns new arrays.
+
+    Its operations and shapes do not depend on ``offset``, so it can be part of a compiled step. MLX still writes in
+    place where nothing else holds the old arrays. An offset past the cache loses the write silently.
+
+    Args:
+        query: (B, H, 1, D).
+        key, value: (B, K, 1, D).
+        offset: integers, the position of the new token: () for all sequences, or (B,), one each.
+        tokens: cached tokens to read, more than ``offset``. The fused kernel reads ``offset`` instead.
+
+    Returns:
+        (B, H, 1, D) in the query's dtype, the new cache, and the new scale where one was given.
+    """
+    stored = [cache] if scale is None else [cache, scale]
+    new = stored_tokens(
+        key, value, quant_bit=quant_bit, quant_group=quant_group, dtypes=[x.dtype for x in stored], backend=backend
+    )
+    if offset.size == 1:
+        place = offset.reshape(1)
+        updated = [  # (B, 2, K, 1, last) -> (1, B, 2, K, 1, last)
+            mx.slice_update(array, part[None], place, axes=(4,)) for array, part in zip(stored, new, strict=True)
+        ]
+    else:
+        updated = [_put_tokens(array, part, offset) for array, part in zip(stored, new, strict=True)]
+    cache, scale = updated[0], updated[1] if scale is not None else None
+    if backend is not None:
+        output = attend_fused(
+            query,
+            cache,
+            scale,
+            offset,
+            quant_bit=quant_bit,
+            quant_group=quant_group,
+            bias_split=bias_split,
+            backend=backend,
+        )
+        return output, *updated
+    keys, values = read_tokens(tokens, cache, scale, quant_bit=quant_bit, dtype=query.dtype)
+    live = mx.arange(tokens) <= offset.reshape(-1, 1)  # (B or 1, T)
+    return attend_live_tokens(query, keys, values, live, bias_split=bias_split), *updated
+
+
+def attend_fused(
+    query: mx.array,
+    cache: mx.array,
+    scale: mx.array | None,
+    offset: mx.array,
+    *,
+    quant_bit: int,
+    quant_group: int,
+    is_causal: bool = True,
+    is_alibi: bool = False,
+    mask: mx.array | None = None,
+    bias_split: BiasSplit | None = None,
+    backend: Backend,
+) -> mx.array:
+    """:func:`kvant.operators.kernels.attend.attend` with ALiBi and the bias split as the other functions take them."""
+    split = bias_split
+    return attend(
+        query,
+        cache,
+        scale,
+        offset,
+        quant_bit=quant_bit,
+        quant_group=quant_group,
+        is_causal=is_causal,
+        slopes=tuple(alibi_slopes(query.shape[1])) if is_alibi else (),
+        mask=mask,
+        key_bias=None if split is None else split.key_bias,
+        pairs=() if split is None else split.pairs,
+        rotation=None if split is None else split.rotation,
+        value_bias=None if split is None else split.value_bias,
+        backend=backend,
+    )
+
+
+def write_tokens(
+    key: mx.array,
+    value: mx.array,
+    start: int | tuple[int, ...],
+    cache: mx.array,
+    scale: mx.array | None,
+    *,
+    quant_bit: int,
+    quant_group: int,
+    backend: Backend | None = None,
+) -> None:
+    """Quantize keys and values (B, K, S, D) and write them in place at ``start``, an int or B ints."""
+    stored = [cache] if scale is None else [cache, scale]
+    new = stored_tokens(
+        key, value, quant_bit=quant_bit, quant_group=quant_group, dtypes=[x.dtype for x in stored], backend=backend
+    )
+    for array, part in zip(stored, new, strict=True):
+        if isinstance(start, int):
+            array[0, :, :, :, start : start + key.shape[2]] = part
+        else:
+            array[:] = _put_tokens(array, part, mx.array(start))  # the caller's array gets the new value
+
+
+def read_tokens(
+    end: int, cache: mx.array, scale: mx.array | None, *, quant_bit: int, dtype: mx.Dtype
+) -> tuple[mx.array, mx.array]:
+    """Tokens 0 to ``end`` of every sequence as keys and values (B, K, T, D) in ``dtype``."""
+    stored = [x[0, :, :, :, :end] for x in (cache, scale) if x is not None]
+    return float_tokens(stored, quant_bit=quant_bit, dtype=dtype)
+
+
+def read_sequences(
+    ends: Sequence[int], cache: mx.array, scale: mx.array | None, *, quant_bit: int, dtype: mx.Dtype
+) -> list[tuple[mx.array, mx.array]]:
+    """Keys and values (1, K, T, D) of each of B sequences, up to its own end."""
+    return [
+        read_tokens(
+            end,
+            cache[:, b : b + 1],
+            None if scale is None else scale[:, b : b + 1],
+            quant_bit=quant_bit,
+            dtype=dtype,
+        )
+        for b, end in enumerate(ends)
+    ]
+
+
+def stored_tokens(
+    key: mx.array,
+    value: mx.array,
+    *,
+    quant_bit: int,
+    quant_group: int,
+    dtypes: Sequence[mx.Dtype],
+    backend: Backend | None = None,
+) -> list[mx.array]:
+    """Keys and values (B, K, S, D) as a cache and its scale, where there is one, store them: (B, 2, K, S, last) each.
+
+    Args:
+        dtypes: of the cache, and of the scale where there is one.
+        backend: where one launch quantizes both; None: MLX operations do.
+    """
+    B, K, S, D = key.shape
+    if quant_bit and backend is not None:
+        return list(
+            quantize_tokens(
+                key, value, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=dtypes[1], backend=backend
+            )
+        )
+    both = mx.concatenate([key, value], axis=1).reshape(B, 2, K, S, D)
+    if not quant_bit:
+        return [both.astype(dtypes[0])]
+    return list(quantize(both, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=dtypes[1]))
+
+
+def float_tokens(
+    stored: Sequence[mx.array], *, quant_bit: int, dtype: mx.Dtype, product_dtype: mx.Dtype = mx.float32
+) -> tuple[mx.array, mx.array]:
+    """The reverse of :func:`stored_tokens`: keys and values (B, K, S, D) in ``dtype``.
+
+    ``product_dtype`` is the dtype of a quantized value times its scale. PMX's is the scale's.
+    """
+    both = multiply_scale(stored[0], stored[1], quant_bit, product_dtype) if quant_bit else stored[0]
+    both = both.astype(dtype)
+    return both[:, 0], both[:, 1]
+
+
+def _put_tokens(array: mx.array, tokens: mx.array, offset: mx.array) -> mx.array:
+    """A cache or scale with (B, 2, K, S, last) tokens written at ``offset`` (B,), in one operation for all sequences.
+
+    MLX writes in place where nothing else holds ``array``.
+    """
+    B, _, _, S, _ = tokens.shape
+    place = offset[:, None] + mx.arange(S)  # (B, S)
+    return mx.put_along_axis(array, place.reshape(1, B, 1, 1, S, 1), tokens[None], axis=4)

@@ -1,0 +1,203 @@
+"""PMX's static operators, KeyValueCache and MultiHeadCacheAttention: checks and layouts over shared functions."""
+
+from typing import Any
+
+import mlx.core as mx
+
+from kvant.operators.attention import attend_tokens
+from kvant.operators.bias_split import BiasSplit
+from kvant.operators.cached_attention import attend_fused, float_tokens, stored_tokens
+from kvant.operators.dispatch import resolve
+from kvant.operators.kernels.attend import unsupported_reason
+from kvant.operators.kernels.launch import Backend
+from kvant.operators.validation import (
+    CacheCall,
+    check_attention_call,
+    check_bias_split,
+    check_cache_call,
+    check_repeat,
+)
+
+
+def key_value_cache(
+    current_key: mx.array,
+    current_value: mx.array,
+    start_pos: int | mx.array,
+    cache: mx.array,
+    scale: mx.array | None = None,
+    *,
+    num_layer: int = 1,
+    layer_idx: int = 0,
+    quant_bit: int = 0,
+    quant_group: int = 8,
+    num_repeat: int = 1,
+    cache_layout: int = 0,
+) -> tuple[mx.array, mx.array]:
+    """Append S new tokens to a cache and return all its tokens, dequantized.
+
+    ``cache`` and ``scale`` are in-out. The call changes sequences [:B], layer ``layer_idx`` and positions
+    [start_pos : start_pos + S] of the caller's arrays, nothing else. Everything is checked before anything is written.
+
+    Args:
+        current_key, current_value: (B, S, K, D) float32, float16 or bfloat16; int8 too with ``quant_bit`` 0.
+        start_pos: tokens already in the cache: an int, or an integer array with one element.
+        cache: layout 0 (MaxB, L, 2, MaxS, K, D), layout 1 (L, MaxB, 2, K, MaxS, D); keys at index 0 of the axis of 2.
+            int8 at 8 bits, uint8 with a last dimension of D/2 at 4 bits, a float dtype at 0.
+        scale: as ``cache`` with a last dimension of D/quant_group, float32 or float16; None at 0 bits.
+        num_layer, layer_idx: the cache's L, and the layer to write.
+        quant_bit: 0, 8 or 4.
+        quant_group: elements of D that share one scale.
+        num_repeat: repeat each head this many times, interleaved.
+        cache_layout: 0 or 1.
+
+    Returns:
+        key, value: (B, start_pos + S, K * num_repeat, D) in the inputs' dtype. The new tokens too are read from the
+        cache.
+
+    Raises:
+        ValueError: an input that does not fit. Cache and scale are then unchanged.
+
+    Source: OpenPPL PMX, KeyValueCache.
+    """
+    call = check_cache_call(
+        current_key,
+        current_value,
+        start_pos,
+        cache,
+        scale,
+        num_layer=num_layer,
+        layer_idx=layer_idx,
+        quant_bit=quant_bit,
+        quant_group=quant_group,
+        cache_layout=cache_layout,
+    )
+    check_repeat(num_repeat, current_key, call)
+    _append(call, current_key.transpose(0, 2, 1, 3), current_value.transpose(0, 2, 1, 3))
+    # (B, K, T, D) -> (B, T, K * num_repeat, D)
+    key, value = (mx.repeat(x.transpose(0, 2, 1, 3), num_repeat, axis=2) for x in _all_tokens(call, current_key.dtype))
+    return key, value
+
+
+def multi_head_cache_attention(
+    query: mx.array,
+    current_key: mx.array,
+    current_value: mx.array,
+    start_pos: int | mx.array,
+    cache: mx.array,
+    scale: mx.array | None = None,
+    attn_mask: mx.array | None = None,
+    *,
+    num_heads: int,
+    head_dim: int,
+    is_causal: bool,
+    is_alibi: bool = False,
+    num_kv_heads: int = 0,
+    num_layer: int = 1,
+    layer_idx: int = 0,
+    quant_bit: int = 0,
+    quant_group: int = 8,
+    cache_layout: int = 0,
+    bias_split: BiasSplit | None = None,
+    kernels: str | None = None,
+) -> mx.array:
+    """Append S new tokens to a cache and attend to all its tokens.
+
+    ``cache`` and ``scale`` are in-out, as in :func:`key_value_cache`. All keys and values are read from the cache, so
+    the new ones too are quantized and dequantized.
+
+    Args:
+        query: (B, S, H, D) float32, float16 or bfloat16.
+        current_key, current_value: (B, S, K, D) in the query's dtype. Query head h reads kv head h // (H / K).
+        start_pos: tokens already in the cache: an int, or an integer array with one element.
+        cache, scale, num_layer, layer_idx, quant_bit, quant_group, cache_layout: as in ``key_value_cache``.
+        attn_mask: added to the scores: (S, >=T), (H, S, >=T) or (B or 1, H, S, >=T) with T = start_pos + S. Columns
+            past T are never read. A boolean mask keeps where True. An empty array means no mask. A query with every
+            key masked gives zeros.
+        num_heads: H.
+        head_dim: D. Scores are divided by its square root; softmax is in float32.
+        is_causal: query i sees key j only where j <= start_pos + i.
+        is_alibi: add ALiBi biases. The call is then causal whatever ``is_causal`` is.
+        num_kv_heads: K; 0 means H.
+        bias_split: an extension of PMX: the projections' biases that ``current_key``, ``current_value`` and the cache
+            lack. Keys are rotated by their positions. None: PMX's operator.
+        kernels: "unfused" or "fused" forces one. None: the environment variable KVANT_KERNELS decides, otherwise it is
+            the fused kernel on a GPU where it takes the call (few new tokens, cache_layout 1, one layer). The fused
+            kernel multiplies quantized values by scales in float32; the unfused operator rounds to the scale's dtype.
+
+    Returns:
+        (B, S, H, D) in the query's dtype.
+
+    Raises:
+        ValueError: an input that does not fit, or a call that a forced kernel does not take. Cache and scale are then
+            unchanged.
+        RuntimeError: a forced kernel that failed its self-check on this device.
+
+    Source: OpenPPL PMX, MultiHeadCacheAttention.
+    """
+    call = check_cache_call(
+        current_key,
+        current_value,
+        start_pos,
+        cache,
+        scale,
+        num_layer=num_layer,
+        layer_idx=layer_idx,
+        quant_bit=quant_bit,
+        quant_group=quant_group,
+        cache_layout=cache_layout,
+    )
+    mask = check_attention_call(
+        query,
+        current_key,
+        call,
+        attn_mask,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_kv_heads=num_kv_heads,
+        is_causal=is_causal,
+        is_alibi=is_alibi,
+    )
+    check_bias_split(bias_split, call, num_kv_heads or num_heads)
+    # (B, S, H, D) -> (B, H, S, D)
+    query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, current_key, current_value))
+    if cache_layout == 1 and num_layer == 1:
+        reason = unsupported_reason(query.shape, quant_bit=quant_bit, quant_group=quant_group)
+    else:
+        reason = f"cache_layout {cache_layout} with num_layer {num_layer}; it takes layout 1 with one layer"
+    backend = resolve(kernels, reason)
+    options: dict[str, Any] = {"is_causal": is_causal, "is_alibi": is_alibi, "mask": mask, "bias_split": bias_split}
+    _append(call, key, value, backend)
+    if backend is None:
+        output = attend_tokens(query, *_all_tokens(call, query.dtype), **options)
+    else:
+        offset = mx.array(call.start)
+        output = attend_fused(
+            query, cache, scale, offset, quant_bit=quant_bit, quant_group=quant_group, backend=backend, **options
+        )
+    return output.transpose(0, 2, 1, 3)  # (B, H, S, D) -> (B, S, H, D)
+
+
+def _append(call: CacheCall, key: mx.array, value: mx.array, backend: Backend | None = None) -> None:
+    """Write new keys and values (B, K, S, D) to the call's cache and scale, in place."""
+    new = stored_tokens(
+        key,
+        value,
+        quant_bit=call.quant_bit,
+        quant_group=call.quant_group,
+        dtypes=[array.dtype for array in call.arrays],
+        backend=backend,
+    )
+    for array, part in zip(call.arrays, new, strict=True):
+        if call.cache_layout == 0:  # (B, 2, K, S, last) -> (B, 2, S, K, last)
+            array[: call.batch, call.layer_idx, :, call.start : call.end] = part.transpose(0, 1, 3, 2, 4)
+        else:
+            array[call.layer_idx, : call.batch, :, :, call.start : call.end] = part
+
+
+def _all_tokens(call: CacheCall, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """Every token the cache now holds, as keys and values (B, K, T, D)."""
+    if call.cache_layout == 0:  # (B, 2, T, K, last) -> (B, 2, K, T, last)
+        stored = [x[: call.batch, call.layer_idx, :, : call.end].transpose(0, 1, 3, 2, 4) for x in call.arrays]
+    else:
+        stored = [x[call.layer_idx, : call.batch, :, :, : call.end] for x in call.arrays]
+    return float_tokens(stored, quant_bit=call.quant_bit, dtype=dtype, product_dtype=stored[-1].dtype)
