@@ -225,6 +225,14 @@ def test_waiting_ends(served: tuple[str, Reply], parts: list[bytes | float | thr
     assert time.monotonic() - started < 30  # the server goes on for 60 s
 
 
+def test_a_long_answer_is_waited_for_while_text_comes(served: tuple[str, Reply]) -> None:
+    """2 s in all, 0.25 s for each piece."""
+    url, reply = served
+    reply.parts = [part for text in "abcdefgh" for part in (0.25, f"data: {json.dumps(_chunk(text))}\n\n".encode())]
+    reply.parts.append(b"data: [DONE]\n\n")
+    assert "".join(StreamingServer(url, timeout_s=1.5).pieces("Hi", 8)) == "abcdefgh"
+
+
 def test_servers_that_are_not_there() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
