@@ -90,9 +90,7 @@ def append_and_attend_static(
         (B, H, 1, D) in the query's dtype, the new cache, and the new scale where one was given.
     """
     stored = [cache] if scale is None else [cache, scale]
-    new = stored_tokens(
-        key, value, quant_bit=quant_bit, quant_group=quant_group, dtypes=[x.dtype for x in stored], backend=backend
-    )
+    new = stored_tokens(key, value, stored, quant_bit=quant_bit, quant_group=quant_group, backend=backend)
     if offset.size == 1:
         place = offset.reshape(1)
         updated = [  # (B, 2, K, 1, last) -> (1, B, 2, K, 1, last)
@@ -165,9 +163,7 @@ def write_tokens(
 ) -> None:
     """Quantize keys and values (B, K, S, D) and write them in place at ``start``, an int or B ints."""
     stored = [cache] if scale is None else [cache, scale]
-    new = stored_tokens(
-        key, value, quant_bit=quant_bit, quant_group=quant_group, dtypes=[x.dtype for x in stored], backend=backend
-    )
+    new = stored_tokens(key, value, stored, quant_bit=quant_bit, quant_group=quant_group, backend=backend)
     for array, part in zip(stored, new, strict=True):
         if isinstance(start, int):
             array[0, :, :, :, start : start + key.shape[2]] = part
@@ -188,12 +184,8 @@ def read_sequences(
 ) -> list[tuple[mx.array, mx.array]]:
     """Keys and values (1, K, T, D) of each of B sequences, up to its own end."""
     return [
-        read_tokens(
-            end,
-            cache[:, b : b + 1],
-            None if scale is None else scale[:, b : b + 1],
-            quant_bit=quant_bit,
-            dtype=dtype,
+        float_tokens(
+            [x[0, b : b + 1, :, :, :end] for x in (cache, scale) if x is not None], quant_bit=quant_bit, dtype=dtype
         )
         for b, end in enumerate(ends)
     ]
@@ -202,29 +194,30 @@ def read_sequences(
 def stored_tokens(
     key: mx.array,
     value: mx.array,
+    arrays: Sequence[mx.array],
     *,
     quant_bit: int,
     quant_group: int,
-    dtypes: Sequence[mx.Dtype],
     backend: Backend | None = None,
 ) -> list[mx.array]:
     """Keys and values (B, K, S, D) as a cache and its scale, where there is one, store them: (B, 2, K, S, last) each.
 
     Args:
-        dtypes: of the cache, and of the scale where there is one.
+        arrays: the cache, and its scale where there is one. The results have their dtypes.
         backend: where one launch quantizes both; None: MLX operations do.
     """
     B, K, S, D = key.shape
     if quant_bit and backend is not None:
+        scale_dtype = arrays[1].dtype
         return list(
             quantize_tokens(
-                key, value, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=dtypes[1], backend=backend
+                key, value, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=scale_dtype, backend=backend
             )
         )
     both = mx.concatenate([key, value], axis=1).reshape(B, 2, K, S, D)
     if not quant_bit:
-        return [both.astype(dtypes[0])]
-    return list(quantize(both, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=dtypes[1]))
+        return [both.astype(arrays[0].dtype)]
+    return list(quantize(both, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=arrays[1].dtype))
 
 
 def float_tokens(

@@ -177,13 +177,7 @@ class Trial:
             for x in (self.cache, self.scale)
             if x is not None
         ]
-        expected = stored_tokens(
-            self.key,
-            self.value,
-            quant_bit=case.quant_bit,
-            quant_group=case.quant_group,
-            dtypes=[x.dtype for x in stored],
-        )
+        expected = stored_tokens(self.key, self.value, stored, quant_bit=case.quant_bit, quant_group=case.quant_group)
         if not case.quant_bit:
             return None if mx.array_equal(stored[0], expected[0]).item() else "the new tokens were not stored unchanged"
         given, wanted = (  # (B, 2, K, S, D/G, G)

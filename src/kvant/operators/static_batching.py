@@ -180,12 +180,7 @@ def multi_head_cache_attention(
 def _append(call: CacheCall, key: mx.array, value: mx.array, backend: Backend | None = None) -> None:
     """Write new keys and values (B, K, S, D) to the call's cache and scale, in place."""
     new = stored_tokens(
-        key,
-        value,
-        quant_bit=call.quant_bit,
-        quant_group=call.quant_group,
-        dtypes=[array.dtype for array in call.arrays],
-        backend=backend,
+        key, value, call.arrays, quant_bit=call.quant_bit, quant_group=call.quant_group, backend=backend
     )
     for array, part in zip(call.arrays, new, strict=True):
         if call.cache_layout == 0:  # (B, 2, K, S, last) -> (B, 2, S, K, last)
