@@ -9,14 +9,17 @@ KvantError
  +-- BenchError        a measurement that could not be made: an engine that failed
  +-- ConvertError      a model that could not be converted
 
-Wrong arguments of a function are plain ValueError and TypeError.
+Wrong arguments of a function are ValueError and TypeError. ArgumentError is the ValueError that knows the argument.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import ClassVar
 from unicodedata import east_asian_width
 
 __all__ = [
+    "ArgumentError",
     "BenchError",
     "CheckpointError",
     "ContextError",
@@ -25,7 +28,7 @@ __all__ = [
     "ModelError",
     "PromptError",
     "WeightsError",
-    "is_library_error",
+    "library_errors",
     "one_line",
     "printable",
 ]
@@ -78,6 +81,27 @@ class ConvertError(KvantError):
     """A model that could not be converted."""
 
 
+class ArgumentError(ValueError):
+    """A wrong argument. Each caller words it in its own names: a command in flags, an API in parameters.
+
+    Attributes:
+        argument: its name.
+        problem: the rest of the sentence, such as "is 3; expected 4 or 8".
+        needs: the name of the argument that the sentence ends with, if any.
+    """
+
+    def __init__(self, argument: str, problem: str, needs: str = "") -> None:
+        super().__init__(argument, problem, needs)
+        self.argument, self.problem, self.needs = argument, problem, needs
+
+    def worded(self, name: Callable[[str], str]) -> str:
+        """The sentence, with ``name`` of each argument."""
+        return f"{name(self.argument)} {self.problem} {name(self.needs) if self.needs else ''}".rstrip()
+
+    def __str__(self) -> str:
+        return self.worded(str)
+
+
 def one_line(error: BaseException) -> str:
     """The first line of another library's error, :func:`printable`, or its kind where it says nothing."""
     lines = str(error).strip().splitlines()
@@ -116,6 +140,17 @@ def _width(text: str) -> int:
     return len(text) if text.isascii() else sum(2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
-def is_library_error(error: BaseException) -> bool:
-    """Whether this is a library's error rather than a wish to end: a panic in Rust is no Exception, but is one."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+@contextmanager
+def library_errors(kind: type[KvantError], failure: str) -> Iterator[None]:
+    """Raise another library's error as ``kind``, its text after ``failure``. kvant's own errors pass as they are.
+
+    Ctrl-C and the like pass too. A panic in Rust does not: it is no Exception, but it is an error.
+    """
+    try:
+        yield
+    except KvantError:
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise kind(f"{failure}: {one_line(error)}") from error
+        raise

@@ -290,10 +290,11 @@ def test_bad_processors(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"xtc_threshold": 0.2, "temp": 1.0}, "xtc_threshold is 0.2; expected an xtc_probability with it"),
-        ({"presence_context_size": 5}, "presence_context_size is 5; expected a presence_penalty with it"),
-        ({"frequency_context_size": 5}, "frequency_context_size is 5; expected a frequency_penalty with it"),
-        ({"xtc_probability": 0.2}, "xtc_probability is 0.2, but temp 0"),
+        ({"xtc_threshold": 0.2, "temp": 1.0}, "xtc_threshold is 0.2, which has no effect without xtc_probability"),
+        ({"presence_context_size": 5}, "presence_context_size is 5, which has no effect without presence_penalty"),
+        ({"frequency_context_size": 5}, "frequency_context_size is 5, which has no effect without frequency_penalty"),
+        ({"xtc_probability": 0.2}, "xtc_probability is 0.2, which has no effect without temp"),
+        ({"temp": 1.0, "min_tokens_to_keep": 2}, "min_tokens_to_keep is 2, which has no effect without min_p"),
         ({"temp": 1.0, "top_p": 0}, "top_p is 0; expected above 0"),
         ({"temp": 1.0, "seed": -4}, "seed is -4; expected from 0"),
     ],
@@ -304,9 +305,11 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_options_reach_the_sampler() -> None:
-    options = SamplingOptions(temp=0.5, top_p=0.9, min_p=0.1, top_k=7, xtc_probability=0.2, seed=3)
+    options = SamplingOptions(
+        temp=0.5, top_p=0.9, min_p=0.1, min_tokens_to_keep=2, top_k=7, xtc_probability=0.2, seed=3
+    )
     sampler, _ = options.build(300, special_tokens=[4, 299, 300, -1])
-    expected = make_sampler(0.5, 0.9, 0.1, 1, 7, 0.2, 0.1, [4, 299], seed=3)
+    expected = make_sampler(0.5, 0.9, 0.1, 2, 7, 0.2, 0.1, [4, 299], seed=3)
     assert sampler == expected
     _, processors = SamplingOptions(
         repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.5, frequency_context_size=2, logit_bias={1: 1}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from kvant.errors import ModelError, is_library_error, one_line
+from kvant.errors import ModelError, library_errors
 from kvant.text.tokenizer import Tokenizer
 
 
@@ -31,15 +31,9 @@ class TextStream:
         return text
 
     def _segment(self, advance: Callable[[], object]) -> str:
-        try:
+        with library_errors(ModelError, "the tokenizer cannot decode the generated tokens"):
             advance()
             return str(self._detokenizer.last_segment)
-        except ModelError:
-            raise
-        except BaseException as error:  # of another library's detokenizer
-            if not is_library_error(error):
-                raise
-            raise ModelError(f"the tokenizer cannot decode what was generated: {one_line(error)}") from error
 
     def _release(self, segment: str) -> str:
         if self.stopped:
