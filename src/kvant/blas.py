@@ -14,6 +14,7 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvant.files import user_cache
 from kvant.library_copy import open_copy
 
 VARIABLE = "KVANT_BLAS"  # an environment variable; OWN is its only value
@@ -80,11 +81,7 @@ def _source() -> Path | None:
 
 
 def _load(source: Path) -> None:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # by its specification a relative one counts for nothing: code is loaded from here
-        base = os.path.expanduser("~/.cache")
-    # Stays open: the linker remembers the library by this name.
-    descriptor = open_copy(source, Path(base) / "kvant")
+    descriptor = open_copy(source, user_cache())  # stays open: the linker remembers the library by this name
     library = ctypes.CDLL(f"/proc/self/fd/{descriptor}", mode=ctypes.RTLD_GLOBAL)
     if "OPENBLAS_NUM_THREADS" not in os.environ:
         # Its threads wait for each other, and for 0.1 s for more work, by spinning: on 2 cores with a third busy

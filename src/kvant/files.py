@@ -5,9 +5,9 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from io import BytesIO, TextIOWrapper
+from io import BufferedReader, BytesIO, TextIOWrapper
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from kvant.errors import ModelError, one_line
 
@@ -22,7 +22,7 @@ def check_file(path: Path, folder: Path | None = None, error: type[ModelError] =
 
 
 @contextmanager
-def open_file(path: Path, folder: Path | None = None, error: type[ModelError] = ModelError) -> Iterator[BinaryIO]:
+def open_file(path: Path, folder: Path | None = None, error: type[ModelError] = ModelError) -> Iterator[BufferedReader]:
     """A regular file of the model folder, open; every file of a folder is checked here first.
 
     The type is that of the descriptor. So is all that is read from it, whatever is put under the name afterwards. A
@@ -39,10 +39,8 @@ def open_file(path: Path, folder: Path | None = None, error: type[ModelError] = 
     Raises:
         ModelError: nothing there, a link out of the folder, or no regular file, such as a pipe, which would never end.
     """
-    real = _resolve(path, path.parent if folder is None else folder, error)
+    real = real_file(path, path.parent if folder is None else folder, error)
     try:
-        if not stat.S_ISREG(real.lstat().st_mode):  # a device is not even opened
-            raise error(f"{path}: not a regular file")
         descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as failed:
         raise error(f"{path}: cannot be read: {one_line(failed)}") from failed
@@ -52,8 +50,8 @@ def open_file(path: Path, folder: Path | None = None, error: type[ModelError] = 
         yield file
 
 
-def _resolve(path: Path, folder: Path, error: type[ModelError]) -> Path:
-    """Where the path leads, within the folder or the Hugging Face cache's own."""
+def real_file(path: Path, folder: Path, error: type[ModelError] = ModelError) -> Path:
+    """The regular file behind a path of the folder. Arguments and errors as in :func:`open_file`."""
     try:
         real, root = path.resolve(strict=True), folder.resolve(strict=True)
     except FileNotFoundError as missing:
@@ -70,6 +68,8 @@ def _resolve(path: Path, folder: Path, error: type[ModelError]) -> Path:
         roots += [repository / "blobs", repository.parent / "blobs"]
     if not any(real.is_relative_to(allowed) for allowed in roots):
         raise error(f"{path}: a link out of the model folder, to {real}; expected the file itself")
+    if not os.path.isfile(real):  # a device is not even opened
+        raise error(f"{path}: not a regular file")
     return real
 
 
@@ -121,6 +121,12 @@ def read_json(path: Path, limit: int = MAX_CONFIG_BYTES, error: type[ModelError]
     if not isinstance(raw, dict):
         raise error(f"{path}: a JSON {type(raw).__name__}; expected an object")
     return raw
+
+
+def user_cache() -> Path:
+    """kvant's folder in the user's cache. A relative XDG_CACHE_HOME counts for nothing, by its specification."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "kvant"
 
 
 def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvant.errors import ModelError, PromptError
+from kvant.errors import ModelError, PromptError, one_line
 from kvant.text.detokenizer import ByteDetokenizer, StreamingDetokenizer, WindowDetokenizer
 from kvant.text.folder import read_tokenizer_files
 from kvant.text.process import TextError, TextProcess
-from kvant.text.schema import function_schema
 from kvant.text.template import choose_template, cut_at_mark, mark_continuation, plain_data, prepare, render
 
 MAX_IDS = 2**32  # the tokenizers library's ids
@@ -21,21 +20,20 @@ REFUSED = (
 )
 
 
-def load_tokenizer(folder: Path, process: TextProcess | None = None) -> "Tokenizer":
+def load_tokenizer(folder: Path) -> "Tokenizer":
     """The tokenizer of a model folder; nothing in the folder is executed.
 
     Args:
         folder: has tokenizer.json.
-        process: what it runs in, where one was started already.
 
     Raises:
         ModelError: no tokenizer, or one that cannot be loaded within 5 seconds and 512 MiB.
     """
-    return begin_loading(folder, process or TextProcess())()
+    return begin_loading(folder, TextProcess())()
 
 
 def begin_loading(folder: Path, process: TextProcess) -> Callable[[], "Tokenizer"]:
-    """:func:`load_tokenizer` in two parts: the process loads while this one does something else, until it calls.
+    """:func:`load_tokenizer` in two parts. The process loads while this one goes on; the result waits for it.
 
     Raises:
         ModelError: as there, now or when the result is called.
@@ -218,7 +216,8 @@ class Tokenizer:
 
         Args:
             conversation: messages, each with a role and content; or several such conversations, for a list of results.
-            tools: what the model may call, each a JSON schema or a Python function.
+            tools: what the model may call, each a JSON schema or a Python function. A function needs a type hint for
+                each parameter, and a docstring in Google's style that describes them.
             documents: what the model may read, each with a title and a text.
             chat_template: one of the model's by name, or Jinja source; default: the model's.
             add_generation_prompt: end where the assistant's answer begins.
@@ -244,7 +243,7 @@ class Tokenizer:
         if conversation and all(isinstance(each, list | tuple) for each in conversation):
             return [self.apply_chat_template(each, tools, documents, **given) for each in conversation]
         if tools is not None:
-            tools = [tool if isinstance(tool, Mapping) else function_schema(tool) for tool in tools]
+            tools = [tool if isinstance(tool, Mapping) else _schema(tool) for tool in tools]
         messages = prepare(conversation)
         continued = mark_continuation(messages) if continue_final_message else ""
         seen = {
@@ -270,6 +269,18 @@ class Tokenizer:
             return self._process.ask(request)
         except TextError as error:
             raise kind(f"{failure}: {error}") from error
+
+
+def _schema(tool: object) -> dict[str, Any]:
+    """The JSON schema of a Python function, by transformers."""
+    if not callable(tool):
+        raise ValueError(f"a tool is a {type(tool).__name__}; expected a JSON schema or a function")
+    from transformers.utils.chat_template_utils import get_json_schema  # takes most of a second
+
+    try:
+        return dict(get_json_schema(tool))
+    except Exception as error:  # its own kinds share no base
+        raise ValueError(f"tool {getattr(tool, '__name__', tool)!r}: {one_line(error)}") from error
 
 
 def _ids(given: Any) -> list[int]:

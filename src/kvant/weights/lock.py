@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import WeightsError
+from kvant.files import user_cache
 from kvant.weights.reference import COMMIT, REPOSITORY, is_revision
 
 FORMAT = 1
@@ -111,10 +112,7 @@ def write_lock(lock: Lock) -> None:
 
 
 def _folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # by its specification a relative one counts for nothing
-        base = os.path.expanduser("~/.cache")
-    return Path(base) / "kvant" / "weights"
+    return user_cache() / "weights"
 
 
 def _path(repository: str) -> Path:

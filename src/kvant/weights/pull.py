@@ -1,6 +1,5 @@
 """From the hub into huggingface_hub's cache, verified and recorded."""
 
-import json
 import shutil
 import sys
 from collections.abc import Mapping
@@ -8,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import WeightsError, one_line
+from kvant.files import MAX_CONFIG_BYTES, read_json
 from kvant.sizes import format_bytes
 from kvant.weights.digest import GIT_BLOB, SHA256, Digest
 from kvant.weights.download import Say, bytes_here, locked, note_branch, remove_partials
 from kvant.weights.hub import UnreachableError, download, list_files
 from kvant.weights.known import File, known_files
 from kvant.weights.listing import Listing
+from kvant.weights.local import compare, expect, find, pinned_commit
 from kvant.weights.lock import DEFAULT_BRANCH, Lock, Verified, check_writable, read_lock, write_lock
 from kvant.weights.reference import Reference, parse_reference
-from kvant.weights.resolve import compare, expect, pinned_commit, resolve
 from kvant.weights.snapshot import git_blob_id, measure, real_file, snapshot_folder
 
-MAX_CONFIG_BYTES = 4 * 1024 * 1024
 RECORD = "kvant"  # the lock's name while the record is written
 HUB_DEFAULT_BRANCH = "main"
 
@@ -101,19 +100,14 @@ def remote_facts(text: str, revision: str | None = None) -> tuple[Mapping[str, A
     digest = _digest(reference.repository, listing, "config.json", lock)
     download(reference.repository, listing.commit, folder / "config.json", size, digest, print_line)
     _verified(reference.repository, listing, "config.json", lock, folder)
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{reference}: config.json is not JSON: {one_line(error)}") from error
-    if not isinstance(config, dict):
-        raise WeightsError(f"{reference}: config.json is a JSON {type(config).__name__}; expected an object")
+    config = read_json(folder / "config.json", error=WeightsError)
     return config, {name: file.bytes for name, file in listing.files.items()}
 
 
 def _here(reference: Reference) -> Path | None:
     """Its folder, if everything of it is there and verified; a file that changed or is gone is pull's to report."""
     try:
-        return resolve(str(reference))
+        return find(str(reference))
     except WeightsError:
         return None
 

@@ -23,8 +23,8 @@ from tokenizers import Tokenizer
 import kvant
 from kvant.cli import main
 from kvant.errors import ConvertError, KvantError, ModelError
-from kvant.text import make_tokenizer as making
-from kvant.text.make_tokenizer import make_tokenizer
+from kvant.tools.convert import make_tokenizer as making
+from kvant.tools.convert.make_tokenizer import make_tokenizer
 from kvant.tools.convert.tokenizer import convert_tokenizer
 
 COUNT = int(os.environ.get("KVANT_STRINGS", "1000"))  # 10,000 takes half a minute

@@ -8,8 +8,8 @@ from kvant.files import check_file
 from kvant.models.checkpoint import Progress
 from kvant.models.config import ModelConfig
 from kvant.models.tensors import TensorFiles
-from kvant.text.make_tokenizer import make_tokenizer
 from kvant.text.tokenizer import load_tokenizer
+from kvant.tools.convert.make_tokenizer import make_tokenizer
 from kvant.tools.convert.new_folder import appearing, carried_files, check_new, check_room, copy_files
 
 INDEX = "model.safetensors.index.json"

@@ -1,4 +1,4 @@
-"""The process that makes a tokenizer.json: a program of its own, run by its path; kvant.text.make_tokenizer starts it.
+"""The program that makes a tokenizer.json. kvant.tools.convert.make_tokenizer starts it by its path.
 
 It reads request.json and the vocabulary's files in its current folder. It writes tokenizer.json there, or error.txt
 with a line that says why not.

@@ -1,4 +1,4 @@
-"""What is here: a reference to the folder of verified files, without the network."""
+"""Models that were pulled: found, checked and listed without the network."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,7 +39,7 @@ class Pulled:
     problem: str | None
 
 
-def resolve(text: str, revision: str | None = None) -> Path:
+def find(text: str, revision: str | None = None) -> Path:
     """The folder of a model that was pulled and verified.
 
     Sizes and times are compared with those of the verified files; a file whose time differs is hashed again.
