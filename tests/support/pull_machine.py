@@ -10,8 +10,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -49,7 +50,8 @@ from kvant.weights import known
 places = known.PLACES
 requests, sys.stdin = sys.stdin, io.StringIO()
 for line in requests:
-    arguments, listed = json.loads(line)
+    arguments, listed, settings = json.loads(line)
+    os.environ |= settings
     known.PLACES = (Path(listed),) if listed else places
     known.known_models.cache_clear()
     output, errors, code = io.StringIO(), io.StringIO(), 0
@@ -64,6 +66,8 @@ for line in requests:
             print(error)
         except SystemExit as ended:
             code = ended.code or 0
+    for name in settings:
+        del os.environ[name]
     print(json.dumps([code, output.getvalue(), errors.getvalue()]), flush=True)
 """
 )
@@ -98,15 +102,17 @@ class Machine:
             text=True,
         )
 
-    def run(self, *arguments: str, listed: str | None = None, **environment: str) -> Done:
-        """A command, in the process of its environment."""
+    def run(
+        self, *arguments: str, listed: str | None = None, settings: Mapping[str, str] | None = None, **environment: str
+    ) -> Done:
+        """A command, in the process of its environment; ``settings``: variables that are set for this command."""
         key = json.dumps(environment)
         if key not in self.shells:
             self.shells[key] = self.start(code=SHELL, **environment)
         shell = self.shells[key]
         assert shell.stdin is not None
         assert shell.stdout is not None
-        print(json.dumps([arguments, listed]), file=shell.stdin, flush=True)
+        print(json.dumps([arguments, listed, settings or {}]), file=shell.stdin, flush=True)
         return subprocess.CompletedProcess(arguments, *json.loads(shell.stdout.readline()))
 
     def close(self) -> None:
@@ -119,9 +125,9 @@ class Machine:
         assert done.returncode == 0, done.stderr
         return Path(done.stdout.removesuffix("\n"))
 
-    def refuses(self, *arguments: str, code: int = 1, listed: str | None = None, **environment: str) -> str:
+    def refuses(self, *arguments: str, code: int = 1, **environment: Any) -> str:
         """The line of a command that must fail: the last on standard error, with no traceback."""
-        done = self.run(*arguments, listed=listed, **environment)
+        done = self.run(*arguments, **environment)
         assert (done.returncode, done.stdout) == (code, ""), done.stderr
         assert "Traceback" not in done.stderr
         line = done.stderr.splitlines()[-1]
