@@ -3,7 +3,7 @@
 KvantError
  +-- ModelError        a model folder that cannot be loaded: missing, unsupported or malformed
  |    +-- CheckpointError   its tensors: truncated, missing, of the wrong shape or dtype
- |    +-- WeightsError      a model of the hub that is not here, cannot be had, or is not what it should be
+ |    +-- WeightsError      a model of the hub that is not here, cannot be had, or has wrong files
  +-- ContextError      a prompt or a conversation that does not fit the reserved context (also a ValueError)
  +-- PromptError       a prompt that cannot be used: empty, or a chat template that fails (also a ValueError)
  +-- BenchError        a measurement that could not be made: an engine that failed
@@ -40,7 +40,7 @@ MAX_CHARACTERS = 2000  # of a text that are looked at
 class KvantError(Exception):
     """Base of every error kvant raises on purpose; its text is one line made for a person.
 
-    What it quotes may be anybody's, so it goes through :func:`printable`.
+    It may quote text of a stranger, so it goes through :func:`printable`.
     """
 
     columns: ClassVar[int] = MAX_COLUMNS
@@ -58,7 +58,7 @@ class CheckpointError(ModelError):
 
 
 class WeightsError(ModelError):
-    """A model of the hub that is not here, cannot be had, or whose files are not those it should have."""
+    """A model of the hub that is not here or cannot be had, or that has wrong files."""
 
     columns = 1000  # two digests whole, and a path to copy; a name that was refused is cut where it is quoted
 
@@ -66,7 +66,7 @@ class WeightsError(ModelError):
 class ContextError(KvantError, ValueError):
     """A prompt or a conversation that does not fit the reserved context."""
 
-    columns = 1000  # a plan's sum and what would fit; nothing in it is quoted
+    columns = 1000  # a plan's sum, and the flags that would fit; it quotes nothing
 
 
 class PromptError(KvantError, ValueError):
@@ -111,8 +111,8 @@ def one_line(error: BaseException) -> str:
 def printable(text: str, columns: int = MAX_COLUMNS) -> str:
     """The text as it can be shown to a person, whoever wrote it: on one line, in at most so many columns.
 
-    What ``str.isprintable`` says is not (control characters, marks of direction or of no width) becomes a Python
-    escape. A text that is too wide loses the middle of its long words, which are paths and names, and then its own.
+    Characters that ``str.isprintable`` refuses become Python escapes: control characters, marks of direction or of no
+    width. A text that is too wide loses the middle of its long words first, then its own middle.
     """
     text = _cut(text, MAX_CHARACTERS)
     if not text.isprintable():

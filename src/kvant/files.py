@@ -1,4 +1,4 @@
-"""Files of a model folder, opened with care: the folder may be anybody's."""
+"""Files of a model folder, opened with care: a stranger may have made it."""
 
 import json
 import os
@@ -16,7 +16,7 @@ CODE_KEYS = ("auto_map", "model_file")  # of transformers, of mlx-lm
 
 
 def check_file(path: Path, folder: Path | None = None, error: type[ModelError] = ModelError) -> Path:
-    """The path, where :func:`open_file` opens it; arguments and errors as there."""
+    """The path, if :func:`open_file` opens it; arguments and errors as there."""
     with open_file(path, folder, error):
         return path
 
@@ -25,19 +25,19 @@ def check_file(path: Path, folder: Path | None = None, error: type[ModelError] =
 def open_file(path: Path, folder: Path | None = None, error: type[ModelError] = ModelError) -> Iterator[BufferedReader]:
     """A regular file of the model folder, open; every file of a folder is checked here first.
 
-    The type is that of the descriptor. So is all that is read from it, whatever is put under the name afterwards. A
-    link that is put there between check and opening is not followed, a pipe does not block.
+    The open file is checked and read, whatever is put under its name afterwards. A link that is put there
+    between check and opening is not followed. A pipe does not block.
 
-    A link may lead to a file of the same folder or to what the Hugging Face cache itself makes:
-    models--owner--name/snapshots/<commit>/file is a link to models--owner--name/blobs/<digest>, and that may be one to
-    blobs/<..>/<digest> beside the repositories, which share it.
+    A link may lead to a file of the same folder. In the Hugging Face cache it may lead to a blob:
+    models--owner--name/snapshots/<commit>/file links to models--owner--name/blobs/<digest>. That may link to
+    blobs/<..>/<digest> beside the repositories, a blob that they share.
 
     Args:
         folder: the model folder; default: the one that holds the file.
         error: what is raised.
 
     Raises:
-        ModelError: nothing there, a link out of the folder, or no regular file, such as a pipe, which would never end.
+        ModelError: nothing there, a link out of the folder, or no regular file: a pipe would never end.
     """
     real = real_file(path, path.parent if folder is None else folder, error)
     try:
@@ -74,7 +74,7 @@ def real_file(path: Path, folder: Path, error: type[ModelError] = ModelError) ->
 
 
 def read_bytes(path: Path, limit: int, folder: Path | None = None, error: type[ModelError] = ModelError) -> bytes:
-    """What is in a file of the folder, at most ``limit`` bytes; other arguments as in :func:`open_file`.
+    """The content of a file of the folder, at most ``limit`` bytes; other arguments as in :func:`open_file`.
 
     Raises:
         ModelError: as there, or a file that is too large or unreadable.
@@ -144,7 +144,7 @@ def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def refuse_code(raw: Mapping[str, Any], file: str) -> None:
-    """Refuse a model that says it needs code of its own: it is never executed, and without it the model is another.
+    """Refuse a model that says it needs code of its own. It is never executed, and without it the model is another.
 
     Raises:
         ModelError: the file names code.

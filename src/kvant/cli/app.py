@@ -63,7 +63,7 @@ def root(
 def main() -> NoReturn:
     """Run the command and exit: 0; 2 for a bad flag or value; 1 for a model, file or context error; 130 interrupted."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # the shell closed it: there is nothing to read, and nobody who does
+        if getattr(sys, name) is None:  # the shell closed it
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, for the rest of the process
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):

@@ -76,7 +76,7 @@ def _answer(send: Callable[..., Any], quiet: bool, raw: bool) -> RunStatistics:
     run = RunStatistics()
     with LateProgress("reading", quiet=quiet) as progress:
         try:
-            # Closed whatever happens, so that the turn is recorded with what was answered until then.
+            # Closed whatever happens, so that the turn is recorded with the answer until then.
             with closing(send(prompt_progress_callback=progress.update)) as responses:
                 for response in responses:
                     progress.stop()
@@ -109,7 +109,7 @@ def _print_statistics(session: Session, conversation: Conversation, run: RunStat
 
 
 def _line_reader() -> Callable[[], str]:
-    """Lines from prompt_toolkit on a terminal, which shows its prompt on standard error; else from standard input."""
+    """Lines from standard input. On a terminal prompt_toolkit reads them, with its prompt on standard error."""
     if not sys.stdin.isatty():
         return input
     from prompt_toolkit import PromptSession

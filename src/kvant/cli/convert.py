@@ -21,7 +21,7 @@ from kvant.tools.convert.weight_format import WeightFormat
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="What to convert, named as for --model; floating-point weights.")],
+    source: Annotated[str, typer.Argument(help="The model to convert, named as for --model.")],
     dest: Annotated[str, typer.Argument(help="The folder to write: a new one, or an empty one.")],
     *,
     bits: Annotated[
@@ -36,7 +36,7 @@ def convert(
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of what stays in floating point: float16, bfloat16 or float32; default: as it is stored."),
+        typer.Option(help="float16, bfloat16 or float32 for all that stays in floating point; default: as stored."),
     ] = None,
     tokenizer: Annotated[
         bool,

@@ -1,4 +1,4 @@
-"""``kvant models``: what can be named, what its cache costs, and what is here."""
+"""``kvant models``: known and pulled models, and the size of their caches."""
 
 import json
 from collections.abc import Mapping
@@ -20,14 +20,14 @@ MAX_COUNT = 10**8  # no model has more heads, layers or tokens; a config of the 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A model; what is not known of it is None.
+    """A model. None stands for an unknown value.
 
     Attributes:
         bytes: of all its files that are known.
         context: in tokens.
         cache_bytes_per_token: bits of a cached value -> bytes; below 16 bits in groups of 32 with float16 scales.
         here: "embedded", "yes", "no", or "changed" since it was verified; only the first two can be loaded.
-        problem: what changed.
+        problem: the change.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Row:
 def models(
     json_rows: Annotated[bool, typer.Option("--json", help="Print the list as JSON instead of a table.")] = False,
 ) -> None:
-    """List the models kvant knows by name, and what else was pulled."""
+    """List the models kvant knows by name, and the others that were pulled."""
     rows = _rows()
     if json_rows:
         print(json.dumps([asdict(row) for row in rows], indent=2))

@@ -16,7 +16,7 @@ from kvant.operators.quantization import QUANT_BITS
 
 
 class BadValueError(TyperException):
-    """A flag whose value cannot be applied; the command ends with exit code 2."""
+    """A value that a flag cannot take; the command ends with exit code 2."""
 
     exit_code = 2
 

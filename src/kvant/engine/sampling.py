@@ -58,7 +58,7 @@ def _context_size(needs: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """What a user can ask of sampling. Command, API and server take names, defaults, ranges and texts from here.
+    """The options of sampling. Command, API and server take names, defaults, ranges and texts from here.
 
     The defaults pick the most probable token. An option that would have no effect is refused.
 

@@ -1,4 +1,4 @@
-"""A model folder's tokenizer files, read with care: they may be anybody's. The worker looks into tokenizer.json."""
+"""A model folder's tokenizer files, read with care: a stranger may have made them. The worker parses tokenizer.json."""
 
 import os
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ TEMPLATES = "additional_chat_templates"  # a folder of further ones
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What a folder says of its tokenizer.
+    """A folder's description of its tokenizer.
 
     Attributes:
         tokenizer: the bytes of tokenizer.json.
@@ -42,7 +42,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     """Read them; nothing else of the folder is opened.
 
     Raises:
-        ModelError: no tokenizer.json, or a file that is not what it should be.
+        ModelError: no tokenizer.json, or a file of the wrong kind or content.
     """
     if not os.path.lexists(folder / "tokenizer.json"):
         raise ModelError(f"{folder}: no tokenizer.json; `kvant convert --tokenizer` makes one from older files")
@@ -76,7 +76,7 @@ def _optional(path: Path) -> Mapping[str, Any]:
 
 
 def _templates(folder: Path, stored: object) -> dict[str, str]:
-    """Templates of their own files, which win, or those in tokenizer_config.json."""
+    """Templates in files of their own, else those in tokenizer_config.json."""
     found = {}
     if os.path.lexists(folder / "chat_template.jinja"):
         found["default"] = read_text(folder / "chat_template.jinja", MAX_TEMPLATE_BYTES)

@@ -20,7 +20,7 @@ class TextStream:
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """Take a token; return the text that is now certain, which may be empty."""
+        """Take a token; return the text that is now certain. It may be empty."""
         return self._release(self._segment(lambda: self._detokenizer.add_token(token)))
 
     def finish(self) -> str:

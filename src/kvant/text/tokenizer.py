@@ -13,7 +13,7 @@ from kvant.text.template import choose_template, cut_at_mark, mark_continuation,
 
 MAX_IDS = 2**32  # the tokenizers library's ids
 
-# Of transformers' apply_chat_template, and not supported: they would be variables of the template without a word.
+# Arguments of transformers' apply_chat_template. They are refused: else they would silently be template variables.
 REFUSED = (
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
     *("return_assistant_tokens_mask", "sanitize_control_tokens"),
@@ -76,7 +76,7 @@ class Tokenizer:
     """
 
     def __init__(self, process: TextProcess, facts: Mapping[str, Any], templates: Mapping[str, str]) -> None:
-        """From what the process knows after it has loaded the tokenizer; :func:`load_tokenizer` makes one."""
+        """From the facts of the process that has loaded the tokenizer; :func:`load_tokenizer` makes one."""
         self._process = process
         self._facts = facts
         special: Mapping[str, tuple[str, int | None]] = facts["special"]
@@ -135,7 +135,7 @@ class Tokenizer:
 
     @property
     def has_thinking(self) -> bool:
-        """Whether the vocabulary has marks around what a model thinks: ``think_start``, ``think_end``."""
+        """Whether the vocabulary has marks around a model's thoughts: ``think_start``, ``think_end``."""
         return self.think_start is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -178,12 +178,12 @@ class Tokenizer:
         return str(self._ask(request, "the tokenizer cannot decode")["text"])
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
-        """The vocabulary's string of an id, or those of several; None for what it does not have."""
+        """The vocabulary's string of an id, or those of several; None for an id it does not have."""
         found = self._ask({"do": "tokens", "ids": _ids(ids)}, "no such ids")
         return found["tokens"][0] if isinstance(ids, int) else found["tokens"]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """The id of a string of the vocabulary, or those of several; the unknown token's for what it does not have."""
+        """The id of a string of the vocabulary, or those of several; the unknown token's for any other string."""
         found = self._find([tokens] if isinstance(tokens, str) else list(tokens))
         ids = [self.unk_token_id if token is None else token for token in found]
         return ids[0] if isinstance(tokens, str) else ids
@@ -216,14 +216,14 @@ class Tokenizer:
 
         Args:
             conversation: messages, each with a role and content; or several such conversations, for a list of results.
-            tools: what the model may call, each a JSON schema or a Python function. A function needs a type hint for
-                each parameter, and a docstring in Google's style that describes them.
-            documents: what the model may read, each with a title and a text.
+            tools: JSON schemas or Python functions that the model may call. A function needs a type hint for each
+                parameter, and a docstring in Google's style that describes them.
+            documents: texts the model may read, each with a title and a text.
             chat_template: one of the model's by name, or Jinja source; default: the model's.
             add_generation_prompt: end where the assistant's answer begins.
             continue_final_message: end inside the last message, so that the model goes on with it.
             tokenize: return token ids; else text.
-            variables: what else the template sees, such as ``enable_thinking``.
+            variables: further variables of the template, such as ``enable_thinking``.
 
         Raises:
             PromptError: no template, or one that fails on these messages, takes longer than 5 s or more than 512 MiB.

@@ -1,4 +1,4 @@
-"""Models by name or repository: what is known of them, pulling them from the hub, verifying them.
+"""Models by name or repository: known, pulled from the hub, verified.
 
 weights.toml names models, each pinned to a commit with sizes and digests. Any other repository of the hub is pinned to
 the commit it resolves to when it is first pulled, its digests recorded in a lock in the user's cache. The files lie in

@@ -29,23 +29,23 @@ def print_line(line: str) -> None:
 
 
 def pull(text: str, revision: str | None = None, *, update: bool = False, progress: Say = print_line) -> Path:
-    """Download a model, verify every file, record it; what is here already is not fetched again.
+    """Download a model, verify every file, record it. A file that is here already is not fetched again.
 
-    A branch or tag is pinned to the commit it resolves to. Pulled again after it moved, the pin stays and the change
-    is reported, unless ``update`` is set.
+    A branch or tag is pinned to its commit. After it moved, another pull keeps the pin and reports the change, unless
+    ``update`` is set.
 
     Args:
         text: a known name, owner/repository or owner/repository@revision.
         revision: a commit, branch or tag; default: a known model's own, else the default branch.
         update: move the pin to where the branch is now.
-        progress: takes what happens, a line at a time; a bar a file is drawn where standard error is a terminal.
+        progress: called with a line for a person. Each file has a bar where standard error is a terminal.
 
     Returns:
         The folder to load from.
 
     Raises:
-        WeightsError: it cannot be had, or what came is not what it should be; then nothing of it can be loaded.
-        ValueError: text that cannot name a model, or update of what cannot move.
+        WeightsError: it cannot be had, or wrong bytes came; then nothing of it can be loaded.
+        ValueError: text that cannot name a model, or update of a fixed commit.
         OSError: the lock cannot be written.
     """
     reference = parse_reference(text, revision)
@@ -81,7 +81,7 @@ def pull(text: str, revision: str | None = None, *, update: bool = False, progre
 
 
 def remote_facts(text: str, revision: str | None = None) -> tuple[Mapping[str, Any], dict[str, int]]:
-    """What can be known of a model before its weights are downloaded.
+    """The facts of a model that the hub tells before its weights are downloaded.
 
     Returns:
         Its config.json, and the bytes of every file that :func:`pull` would bring, by name.
@@ -105,7 +105,7 @@ def remote_facts(text: str, revision: str | None = None) -> tuple[Mapping[str, A
 
 
 def _here(reference: Reference) -> Path | None:
-    """Its folder, if everything of it is there and verified; a file that changed or is gone is pull's to report."""
+    """Its folder, if all of it is there and verified. pull reports a file that changed or is gone."""
     try:
         return find(str(reference))
     except WeightsError:
@@ -140,7 +140,7 @@ def _fetch(reference: Reference, lock: Lock, listing: Listing, progress: Say) ->
 
 
 def _digest(repository: str, listing: Listing, name: str, lock: Lock) -> Digest:
-    """What a file's content must have: by the hub, else by weights.toml, else by an earlier pull."""
+    """The digest a file must have: the hub's, else that of weights.toml, else that of an earlier pull."""
     listed = listing.files[name].digest
     if listed is not None:
         return listed
@@ -153,7 +153,7 @@ def _digest(repository: str, listing: Listing, name: str, lock: Lock) -> Digest:
 
 
 def _refuse_contradictions(repository: str, listing: Listing, lock: Lock) -> None:
-    """Refuse, before a byte is fetched, what the hub itself says is not what is known of the commit."""
+    """Refuse a listing that contradicts the known facts of the commit, before a byte is fetched."""
     recorded: Mapping[str, Verified | File] = lock.snapshots.get(listing.commit, {})
     for name, known in {**recorded, **known_files(repository, listing.commit)}.items():
         listed = listing.files.get(name)
@@ -178,7 +178,7 @@ def _refuse_without_space(reference: Reference, folder: Path, needed: int) -> No
 
 
 def _verified(repository: str, listing: Listing, name: str, lock: Lock, folder: Path) -> Verified:
-    """A file's digest, held against weights.toml, an earlier pull, and what the hub states."""
+    """A file's digest, compared with weights.toml, an earlier pull, and the hub."""
     measured = measure(folder, name)
     recorded = lock.snapshots.get(listing.commit, {}).get(name)
     compare(folder, name, measured, recorded, known_files(repository, listing.commit).get(name))

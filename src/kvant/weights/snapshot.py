@@ -69,7 +69,7 @@ def git_blob_id(folder: Path, name: str) -> str:
 
 @contextmanager
 def _unchanging(folder: Path, name: str) -> Iterator[tuple[BufferedReader, os.stat_result]]:
-    """A file and its state, which must be the same after it was read: the same file, size and time."""
+    """A file and its state. After reading it must still be the same file, with the same size and time."""
     path = folder / name
     try:
         real_file(folder, name)

@@ -25,7 +25,7 @@ def convert_tokenizer(source: Path, dest: Path, progress: Progress | None = None
         progress: called with (files copied, files in all).
 
     Raises:
-        ModelError: a source that cannot be read, or whose tokenizer cannot be made.
+        ModelError: a source that cannot be read, or a tokenizer that cannot be made.
         ConvertError: a source that has a tokenizer.json, a destination that is in use or has no room, a failed write.
     """
     dest = check_new(dest)

@@ -1,4 +1,4 @@
-"""What a model's weights can be converted to."""
+"""The formats a model's weights can be converted to."""
 
 from dataclasses import dataclass
 
@@ -13,13 +13,13 @@ MODES = ("affine", *FLOAT_MODES)
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """What weights are converted to.
+    """A format of weights.
 
     Attributes:
         bits: a weight of a quantized matrix; 0: matrices stay in floating point.
         group_size: weights that share a scale; 0 with 0 bits.
         mode: MLX's quantization mode.
-        dtype: of what stays in floating point, scales included; None: as it is stored.
+        dtype: of all that stays in floating point, scales included; None: as it is stored.
     """
 
     bits: int
@@ -31,7 +31,7 @@ class WeightFormat:
     def choose(
         cls, bits: int | None = None, group_size: int | None = None, mode: str = "affine", dtype: str | None = None
     ) -> "WeightFormat":
-        """The format, with what is None filled in: affine 4 bits in groups of 64, or what the mode fixes.
+        """The format. None is filled in: affine 4 bits in groups of 64, or the values that the mode fixes.
 
         Raises:
             ArgumentError: a format MLX does not have, or one that changes nothing.
