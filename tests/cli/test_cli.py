@@ -103,6 +103,7 @@ def test_sampling_flags_are_applied() -> None:
     assert call(*flags, "--top-k", "1").stdout == greedy
     assert call(*flags, "--top-p", "0.0001").stdout == greedy
     assert call(*flags, "--min-p", "1").stdout == greedy
+    assert call(*flags, "--min-p", "1", "--min-tokens-to-keep", "60").stdout != greedy
     for penalty in ("--repetition-penalty", "--presence-penalty", "--frequency-penalty"):
         recent = ["-q", "-m", "40", penalty, "9"]
         penalized, of_one = (

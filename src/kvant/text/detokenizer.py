@@ -2,56 +2,45 @@
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 SPACE = "▁".encode()
 UNKNOWN = "\ufffd"
 
 
-class StreamingDetokenizer(Protocol):
+class StreamingDetokenizer:
     """Text of a growing sequence of token ids.
 
     Attributes:
         text: the certain text so far.
         tokens: the ids so far.
-        last_segment: the text since this was last asked for.
     """
-
-    text: str
-    tokens: list[int]
-
-    @property
-    def last_segment(self) -> str: ...
-
-    def reset(self) -> None:
-        """Begin anew."""
-
-    def add_token(self, token: int) -> None:
-        """Take an id."""
-
-    def finalize(self) -> None:
-        """Give out what was held back."""
-
-
-class _Segments:
-    """What all have: the text, and how much of it was handed out."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
+        """Begin anew."""
         self.text = ""
         self.tokens: list[int] = []
         self.offset = 0
 
+    def add_token(self, token: int) -> None:
+        """Take an id."""
+        raise NotImplementedError
+
+    def finalize(self) -> None:
+        """Give out the text that was held back."""
+        raise NotImplementedError
+
     @property
     def last_segment(self) -> str:
+        """The text since this was last asked for."""
         segment = self.text[self.offset :]
         self.offset = len(self.text)
         return segment
 
 
-class ByteDetokenizer(_Segments):
+class ByteDetokenizer(StreamingDetokenizer):
     """For vocabularies whose tokens stand for bytes: byte-level ones, and those that fall back to bytes.
 
     The text is that of the tokenizer's ``decode`` for all ids, but for a run of byte tokens that is not UTF-8
@@ -93,7 +82,7 @@ class ByteDetokenizer(_Segments):
         self.text += text
 
 
-class WindowDetokenizer(_Segments):
+class WindowDetokenizer(StreamingDetokenizer):
     """For any tokenizer: decodes the last tokens again with each new one, and takes the text they gained."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
