@@ -123,6 +123,11 @@ def read_json(path: Path, limit: int = MAX_CONFIG_BYTES, error: type[ModelError]
     return raw
 
 
+def read_optional(path: Path) -> Mapping[str, Any]:
+    """:func:`read_json` of a file that need not be there; then it is empty."""
+    return read_json(path) if os.path.lexists(path) else {}
+
+
 def user_cache() -> Path:
     """kvant's folder in the user's cache. A relative XDG_CACHE_HOME counts for nothing, by its specification."""
     base = os.environ.get("XDG_CACHE_HOME", "")

@@ -24,12 +24,12 @@ def generate(
     text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; - reads standard input.")] = None,
     *,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt, instead of the argument.")] = None,
+    run: RunOptions,
+    sampling: SamplingOptions,
     ignore_chat_template: Annotated[
         bool, typer.Option("--ignore-chat-template", help="Continue the prompt as it is, without the chat template.")
     ] = False,
     json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object a token instead of text.")] = False,
-    run: RunOptions,
-    sampling: SamplingOptions,
 ) -> None:
     """Answer one prompt: text to standard output, statistics to standard error."""
     if ignore_chat_template and run.system_prompt is not None:

@@ -30,30 +30,17 @@ __all__ = [
 XTC_THRESHOLD, CONTEXT_SIZE = 0.1, 20  # mlx-lm's defaults
 
 
-def _option(default: Any, expected: str, holds: Callable[[Any], bool], text: str, needs: str = "") -> Any:
-    """A field of SamplingOptions.
+Range = tuple[str, Callable[[Any], bool]]  # in words, and as a test
 
-    Args:
-        default: its value where none is given.
-        expected: its range in words.
-        holds: whether a value is in that range.
-        text: the option's help.
-        needs: the option without which this one has no effect.
-    """
-    return field(default=default, metadata={"expected": expected, "holds": holds, "help": text, "needs": needs})
+FRACTION: Range = ("from 0 to 1", lambda value: 0 <= value <= 1)
+COUNT: Range = ("at least 1", lambda value: value >= 1)
+FINITE: Range = ("a finite number", math.isfinite)
+RECENT = f"How many recent tokens that penalty looks at; default: {CONTEXT_SIZE}."
 
 
-def _fraction(default: float, text: str, needs: str) -> Any:
-    return _option(default, "from 0 to 1", lambda value: 0 <= value <= 1, text, needs)
-
-
-def _penalty(text: str) -> Any:
-    return _option(0.0, "a finite number", math.isfinite, text)
-
-
-def _context_size(needs: str) -> Any:
-    text = f"How many recent tokens that penalty looks at; default: {CONTEXT_SIZE}."
-    return _option(None, "at least 1", lambda value: value >= 1, text, needs)
+def _option(default: Any, values: Range, text: str, needs: str = "") -> Any:
+    """A field of SamplingOptions: its default, range and help; ``needs``: an option without which it has no effect."""
+    return field(default=default, metadata={"expected": values[0], "holds": values[1], "help": text, "needs": needs})
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,51 +55,48 @@ class SamplingOptions:
 
     temp: float = _option(
         0.0,
-        "0, or from 0.001 on",
-        lambda value: value == 0 or 1e-3 <= value < math.inf,
+        ("0, or from 0.001 on", lambda value: value == 0 or 1e-3 <= value < math.inf),
         "Sampling temperature; 0 always picks the likeliest token.",
     )
     top_p: float = _option(
         1.0,
-        "above 0, at most 1",
-        lambda value: 0 < value <= 1,
+        ("above 0, at most 1", lambda value: 0 < value <= 1),
         "Sample from the likeliest tokens that together have this probability.",
         "temp",
     )
-    min_p: float = _fraction(0.0, "Drop tokens less likely than this share of the likeliest one.", "temp")
+    min_p: float = _option(0.0, FRACTION, "Drop tokens less likely than this share of the likeliest one.", "temp")
     min_tokens_to_keep: int = _option(
-        1,
-        "at least 1",
-        lambda value: value >= 1,
-        "How many of the likeliest tokens stay, however unlikely they are.",
-        "min_p",
+        1, COUNT, "Keep at least this many of the likeliest tokens, whatever min-p says.", "min_p"
     )
     top_k: int = _option(
-        0, "0 (off) or more", lambda value: value >= 0, "Sample from this many of the likeliest tokens; 0: all.", "temp"
+        0,
+        ("0 (off) or more", lambda value: value >= 0),
+        "Sample from this many of the likeliest tokens; 0: all.",
+        "temp",
     )
-    xtc_probability: float = _fraction(
-        0.0, "How often to drop all likely tokens but the least likely of them; 0: never.", "temp"
+    xtc_probability: float = _option(
+        0.0, FRACTION, "How often to drop all likely tokens but the least likely of them; 0: never.", "temp"
     )
     xtc_threshold: float | None = _option(
         None,
-        "from 0 to 0.5",
-        lambda value: 0 <= value <= 0.5,
+        ("from 0 to 0.5", lambda value: 0 <= value <= 0.5),
         f"Probability from which on XTC calls a token likely; default: {XTC_THRESHOLD}.",
         "xtc_probability",
     )
     repetition_penalty: float = _option(
-        1.0, "above 0", lambda value: 0 < value < math.inf, "Divide the logits of recent tokens by this; 1: off."
+        1.0, ("above 0", lambda value: 0 < value < math.inf), "Divide the logits of recent tokens by this; 1: off."
     )
-    repetition_context_size: int | None = _context_size("repetition_penalty")
-    presence_penalty: float = _penalty("Subtract this from the logits of recent tokens; 0: off.")
-    presence_context_size: int | None = _context_size("presence_penalty")
-    frequency_penalty: float = _penalty("Subtract this from a recent token's logit once an occurrence; 0: off.")
-    frequency_context_size: int | None = _context_size("frequency_penalty")
+    repetition_context_size: int | None = _option(None, COUNT, RECENT, "repetition_penalty")
+    presence_penalty: float = _option(0.0, FINITE, "Subtract this from the logits of recent tokens; 0: off.")
+    presence_context_size: int | None = _option(None, COUNT, RECENT, "presence_penalty")
+    frequency_penalty: float = _option(
+        0.0, FINITE, "Subtract this from a recent token's logit once an occurrence; 0: off."
+    )
+    frequency_context_size: int | None = _option(None, COUNT, RECENT, "frequency_penalty")
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> number added to its logit
     seed: int | None = _option(
         None,
-        f"from 0 to {2**64 - 1}",
-        lambda value: 0 <= value < 2**64,
+        (f"from 0 to {2**64 - 1}", lambda value: 0 <= value < 2**64),
         "Seed of the random numbers; without one every run differs.",
         "temp",
     )

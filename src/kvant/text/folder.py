@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import ModelError
-from kvant.files import read_bytes, read_json, read_text, refuse_code
+from kvant.files import read_bytes, read_optional, read_text, refuse_code
 
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 MAX_TEMPLATE_BYTES = 1024 * 1024  # the longest published ones have some 30,000
@@ -46,19 +46,19 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     """
     if not os.path.lexists(folder / "tokenizer.json"):
         raise ModelError(f"{folder}: no tokenizer.json; `kvant convert --tokenizer` makes one from older files")
-    config = dict(_optional(folder / "tokenizer_config.json"))
+    config = dict(read_optional(folder / "tokenizer_config.json"))
     refuse_code(config, str(folder / "tokenizer_config.json"))
     if config.get("fast_tokenizer_files"):
         path = folder / "tokenizer_config.json"
         raise ModelError(f"{path}: fast_tokenizer_files names other files; expected tokenizer.json")
-    special = _optional(folder / "special_tokens_map.json")
-    added = _optional(folder / "added_tokens.json")
+    special = read_optional(folder / "special_tokens_map.json")
+    added = read_optional(folder / "added_tokens.json")
     _check_tokens(folder / "tokenizer_config.json", config)
     _check_tokens(folder / "special_tokens_map.json", special)
     if not all(type(value) is int for value in added.values()):
         raise ModelError(f"{folder / 'added_tokens.json'}: expected an id for every token")
     templates = _templates(folder, config.pop("chat_template", None))
-    model = _optional(folder / "config.json")
+    model = read_optional(folder / "config.json")
     kind, name = model.get("model_type"), model.get("tokenizer_class")
     return TokenizerFiles(
         tokenizer=read_bytes(folder / "tokenizer.json", MAX_TOKENIZER_BYTES),
@@ -69,10 +69,6 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
         model_type=kind if isinstance(kind, str) else None,
         tokenizer_class=name if isinstance(name, str) else None,
     )
-
-
-def _optional(path: Path) -> Mapping[str, Any]:
-    return read_json(path) if os.path.lexists(path) else {}
 
 
 def _templates(folder: Path, stored: object) -> dict[str, str]:

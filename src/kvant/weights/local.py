@@ -134,11 +134,18 @@ def expect(folder: Path, name: str, measured: Verified, size: int | None, sha256
     Raises:
         WeightsError: it differs.
     """
-    remedy = f"nothing was deleted; remove {real_file(folder, name)} and pull again to fetch it anew"
-    if size is not None and measured.bytes != size:
-        raise WeightsError(f"{folder / name}: {measured.bytes} bytes; expected {size}, {source}; {remedy}")
-    if sha256 is not None and measured.sha256 != sha256:
-        raise WeightsError(f"{folder / name}: sha256 {measured.sha256}; expected {sha256}, {source}; {remedy}")
+    if size not in (None, measured.bytes):
+        raise differs(folder, name, f"{measured.bytes} bytes", size, source)
+    if sha256 not in (None, measured.sha256):
+        raise differs(folder, name, f"sha256 {measured.sha256}", sha256, source)
+
+
+def differs(folder: Path, name: str, given: str, expected: object, source: str) -> WeightsError:
+    """The error for a file that is not the expected one."""
+    return WeightsError(
+        f"{folder / name}: {given}; expected {expected}, {source}; nothing was deleted; "
+        f"remove {real_file(folder, name)} and pull again to fetch it anew"
+    )
 
 
 def _find(text: str, revision: str | None) -> tuple[Lock, str]:

@@ -14,10 +14,10 @@ from kvant.weights.download import Say, bytes_here, locked, note_branch, remove_
 from kvant.weights.hub import UnreachableError, download, list_files
 from kvant.weights.known import File, known_files
 from kvant.weights.listing import Listing
-from kvant.weights.local import compare, expect, find, pinned_commit
+from kvant.weights.local import compare, differs, expect, find, pinned_commit
 from kvant.weights.lock import DEFAULT_BRANCH, Lock, Verified, check_writable, read_lock, write_lock
 from kvant.weights.reference import Reference, parse_reference
-from kvant.weights.snapshot import git_blob_id, measure, real_file, snapshot_folder
+from kvant.weights.snapshot import git_blob_id, measure, snapshot_folder
 
 RECORD = "kvant"  # the lock's name while the record is written
 HUB_DEFAULT_BRANCH = "main"
@@ -155,19 +155,15 @@ def _digest(repository: str, listing: Listing, name: str, lock: Lock) -> Digest:
 def _refuse_contradictions(repository: str, listing: Listing, lock: Lock) -> None:
     """Refuse a listing that contradicts the known facts of the commit, before a byte is fetched."""
     recorded: Mapping[str, Verified | File] = lock.snapshots.get(listing.commit, {})
+    lists = f"{repository}@{listing.commit}: the hub lists"
     for name, known in {**recorded, **known_files(repository, listing.commit)}.items():
         listed = listing.files.get(name)
         if listed is None:
-            raise WeightsError(f"{repository}@{listing.commit}: the hub lists no {name}; expected it")
-        if known.bytes is not None and listed.bytes != known.bytes:
-            raise WeightsError(
-                f"{repository}@{listing.commit}: the hub lists {name} with {listed.bytes} bytes; expected {known.bytes}"
-            )
-        if known.sha256 is not None and listed.sha256 not in (None, known.sha256):
-            raise WeightsError(
-                f"{repository}@{listing.commit}: the hub lists {name} with sha256 {listed.sha256}; "
-                f"expected {known.sha256}"
-            )
+            raise WeightsError(f"{lists} no {name}; expected it")
+        if known.bytes not in (None, listed.bytes):
+            raise WeightsError(f"{lists} {name} with {listed.bytes} bytes; expected {known.bytes}")
+        if listed.sha256 is not None and known.sha256 not in (None, listed.sha256):
+            raise WeightsError(f"{lists} {name} with sha256 {listed.sha256}; expected {known.sha256}")
 
 
 def _refuse_without_space(reference: Reference, folder: Path, needed: int) -> None:
@@ -185,10 +181,7 @@ def _verified(repository: str, listing: Listing, name: str, lock: Lock, folder: 
     listed = listing.files[name]
     expect(folder, name, measured, listed.bytes, listed.sha256, "as the hub states")
     if listed.digest is not None and listed.digest.kind == GIT_BLOB:
-        given = git_blob_id(folder, name)
-        if given != listed.digest.value:
-            raise WeightsError(
-                f"{folder / name}: git blob id {given}; expected {listed.digest.value}, as the hub states; "
-                f"nothing was deleted; remove {real_file(folder, name)} and pull again to fetch it anew"
-            )
+        given, expected = git_blob_id(folder, name), listed.digest.value
+        if given != expected:
+            raise differs(folder, name, f"git blob id {given}", expected, "as the hub states")
     return measured

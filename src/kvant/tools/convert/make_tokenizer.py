@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvant.errors import ModelError, one_line
-from kvant.files import check_file, read_json, refuse_code
+from kvant.files import check_file, read_json, read_optional, refuse_code
 from kvant.models.fields import MAX_SIZE, flag, shown
 from kvant.text.process import resident_bytes
 
@@ -134,13 +134,13 @@ def _why(private: Path) -> str:
 def _request(folder: Path) -> tuple[str, dict[str, Any]]:
     """The class, and the request for the process: values of JSON, each checked."""
     path = folder / "tokenizer_config.json"
-    raw = dict(_read_optional(path))
+    raw = dict(read_optional(path))
     refuse_code(raw, str(path))
     name = _class(folder, raw)
     added = _added_tokens(folder, raw)
     # As transformers does: this file counts where tokenizer_config.json does not list the tokens.
     if not raw.get("added_tokens_decoder"):
-        raw |= _read_optional(folder / "special_tokens_map.json")
+        raw |= read_optional(folder / "special_tokens_map.json")
     unknown = sorted(key for key in raw if key.endswith("_token") and key not in (*SPECIAL, *BPE_FLAGS) and raw[key])
     if unknown:
         raise ModelError(f"{path}: {unknown[0]} is no token of {name}; expected {', '.join(SPECIAL)}")
@@ -157,10 +157,6 @@ def _request(folder: Path) -> tuple[str, dict[str, Any]]:
         "added": added,
         "flags": {key: flag(raw, key) for key in KINDS[name].flags if raw.get(key) is not None},
     }
-
-
-def _read_optional(path: Path) -> Mapping[str, Any]:
-    return read_json(path) if os.path.lexists(path) else {}
 
 
 def _class(folder: Path, raw: Mapping[str, Any]) -> str:
@@ -191,7 +187,7 @@ def _added_tokens(folder: Path, raw: Mapping[str, Any]) -> list[tuple[int, Any]]
         ]
     else:
         path = folder / "added_tokens.json"
-        pairs = [(value, _token(path, "a token", key)) for key, value in _read_optional(path).items()]
+        pairs = [(value, _token(path, "a token", key)) for key, value in read_optional(path).items()]
     for number, _ in pairs:
         if type(number) is not int or not 0 <= number < MAX_SIZE:
             raise ModelError(f"{path}: token id {shown(number)}; expected an int from 0 to {MAX_SIZE - 1}")
