@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,7 @@ class Machine:
     def __init__(self, hub: Hub, home: Path) -> None:
         self.hub, self.home = hub, home
         self.shells: dict[str, Process] = {}
-        (home / "hf").mkdir()
-        (home / "link").symlink_to(home / "hf")
+        self.empty()
         self.environment = {
             "PATH": os.environ["PATH"],
             "PYTHONPATH": str(Path(kvant.__file__).parents[1]),
@@ -90,6 +90,13 @@ class Machine:
             "HF_ENDPOINT": hub.endpoint,
             "KVANT_BLAS": "mlx",
         }
+
+    def empty(self) -> None:
+        """Remove everything from the home, but a new folder for huggingface_hub and a link to it."""
+        for path in self.home.iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        (self.home / "hf").mkdir()
+        (self.home / "link").symlink_to(self.home / "hf")
 
     def start(self, *arguments: str, code: str = f"{LOOPBACK_ONLY}main()", **environment: str) -> Process:
         return subprocess.Popen(
@@ -173,16 +180,28 @@ def files(pocket_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     return found | dict.fromkeys(never, b"not to be pulled")
 
 
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with serve(Hub()) as server:
-        yield server
-
-
-@pytest.fixture
-def machine(hub: Hub, tmp_path: Path) -> Iterator[Machine]:
-    with contextlib.closing(Machine(hub, tmp_path)) as made:
+@pytest.fixture(scope="module")
+def pulling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    """A hub and a machine whose processes serve the tests of a module."""
+    with serve(Hub()) as server, contextlib.closing(Machine(server, tmp_path_factory.mktemp("home"))) as made:
         yield made
+
+
+@pytest.fixture
+def hub(pulling: Machine) -> Hub:
+    """The hub, with nothing in it."""
+    hub, new = pulling.hub, Hub(port=pulling.hub.port)
+    hub.release.set()
+    for each in fields(Hub):
+        setattr(hub, each.name, getattr(new, each.name))
+    return hub
+
+
+@pytest.fixture
+def machine(pulling: Machine, hub: Hub) -> Machine:
+    """The machine, with an empty home."""
+    pulling.empty()
+    return pulling
 
 
 @pytest.fixture
