@@ -1,11 +1,22 @@
 """An error's text: one printable line of bounded width, with the start and the end of what it quotes."""
 
+import pickle
 import unicodedata
 
 import pytest
 from rich.cells import cell_len
 
-from kvant.errors import CheckpointError, KvantError, ModelError, WeightsError, one_line, printable
+from kvant.errors import (
+    ArgumentError,
+    CheckpointError,
+    KvantError,
+    ModelError,
+    PromptError,
+    WeightsError,
+    library_errors,
+    one_line,
+    printable,
+)
 
 ROOM = 3 * 79  # a character of two columns may leave a line's last one empty
 HOSTILE = {
@@ -77,3 +88,27 @@ def test_what_a_person_is_to_compare_or_copy_stays_whole() -> None:
 @pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
 def test_any_width(name: str, columns: int) -> None:
     assert cell_len(printable(name, columns)) <= columns
+
+
+def test_a_wrong_argument_is_worded_in_the_callers_names() -> None:
+    error = pickle.loads(pickle.dumps(ArgumentError("top_p", "is 0.5, which has no effect without", "temp")))
+    assert isinstance(error, ValueError)
+    assert str(error) == "top_p is 0.5, which has no effect without temp"
+    assert error.worded(lambda name: f"<{name}>") == "<top_p> is 0.5, which has no effect without <temp>"
+    assert str(ArgumentError("bits", "is 3; expected 4")) == "bits is 3; expected 4"
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "message"),
+    [
+        (RuntimeError("no\nmore"), PromptError, "it failed: no"),
+        (type("PanicException", (BaseException,), {})("of Rust"), PromptError, "it failed: of Rust"),
+        (ModelError("ours"), ModelError, "ours"),
+        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+        (SystemExit(3), SystemExit, "3"),
+    ],
+)
+def test_other_libraries_errors(raised: BaseException, expected: type[BaseException], message: str) -> None:
+    with pytest.raises(expected) as caught, library_errors(PromptError, "it failed"):
+        raise raised
+    assert str(caught.value) == message

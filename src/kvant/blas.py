@@ -1,8 +1,8 @@
-"""A faster BLAS for MLX's CPU back end on Linux, whose own is the unoptimized reference one.
+"""A faster BLAS for MLX's CPU back end on Linux. MLX's own there is the unoptimized reference.
 
-MLX calls ``cblas_sgemm`` through the dynamic linker, which takes the first library that was loaded globally and has
-that name. So OpenBLAS (scipy-openblas32, a part of the extra ``cpu``) is loaded before MLX is. That package prefixes
-its names, so a copy with the names MLX looks for is made once, in the user's cache folder: kvant.library_copy.
+MLX calls ``cblas_sgemm`` through the dynamic linker. That takes the first globally loaded library that has the name.
+So OpenBLAS (scipy-openblas32, a part of the extra ``cpu``) is loaded before MLX. The package prefixes its names;
+kvant.library_copy makes a copy with the names MLX looks for, once, in the user's cache folder.
 
 Measured on 2 cores: matrices times one row 3 to 6 times as fast, times 512 rows 30 to 40 times (scripts/results).
 """
@@ -14,6 +14,7 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvant.files import user_cache
 from kvant.library_copy import open_copy
 
 VARIABLE = "KVANT_BLAS"  # an environment variable; OWN is its only value
@@ -25,7 +26,7 @@ _loaded = OWN
 
 
 def loaded() -> str:
-    """What multiplies matrices on the CPU, for people: a library's name and version, or why it is MLX's own."""
+    """The library that multiplies matrices on the CPU, for people: name and version, or why it is MLX's own."""
     from importlib.metadata import version
 
     return f"OpenBLAS, {PACKAGE} {version(PACKAGE)}" if _loaded == PACKAGE else _loaded
@@ -80,13 +81,9 @@ def _source() -> Path | None:
 
 
 def _load(source: Path) -> None:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # by its specification a relative one counts for nothing: code is loaded from here
-        base = os.path.expanduser("~/.cache")
-    # Stays open: the linker remembers the library by this name.
-    descriptor = open_copy(source, Path(base) / "kvant")
+    descriptor = open_copy(source, user_cache())  # stays open: the linker remembers the library by this name
     library = ctypes.CDLL(f"/proc/self/fd/{descriptor}", mode=ctypes.RTLD_GLOBAL)
     if "OPENBLAS_NUM_THREADS" not in os.environ:
-        # Its threads wait for each other, and for 0.1 s for more work, by spinning: on 2 cores with a third busy
-        # thread a prefill took 10 to 30 times as long. What is worth two threads has two of MLX's streams.
+        # Its threads spin while they wait for each other, and for 0.1 s for more work. On 2 cores with a third
+        # busy thread a prefill took 10 to 30 times as long. Work for two threads gets two of MLX's streams.
         library.scipy_openblas_set_num_threads(1)

@@ -3,20 +3,23 @@
 KvantError
  +-- ModelError        a model folder that cannot be loaded: missing, unsupported or malformed
  |    +-- CheckpointError   its tensors: truncated, missing, of the wrong shape or dtype
- |    +-- WeightsError      a model of the hub that is not here, cannot be had, or is not what it should be
+ |    +-- WeightsError      a model of the hub that is not here, cannot be had, or has wrong files
  +-- ContextError      a prompt or a conversation that does not fit the reserved context (also a ValueError)
  +-- PromptError       a prompt that cannot be used: empty, or a chat template that fails (also a ValueError)
  +-- BenchError        a measurement that could not be made: an engine that failed
  +-- ConvertError      a model that could not be converted
 
-Wrong arguments of a function are plain ValueError and TypeError.
+Wrong arguments of a function are ValueError and TypeError. ArgumentError is the ValueError that knows the argument.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import ClassVar
 from unicodedata import east_asian_width
 
 __all__ = [
+    "ArgumentError",
     "BenchError",
     "CheckpointError",
     "ContextError",
@@ -25,7 +28,7 @@ __all__ = [
     "ModelError",
     "PromptError",
     "WeightsError",
-    "is_library_error",
+    "library_errors",
     "one_line",
     "printable",
 ]
@@ -37,7 +40,7 @@ MAX_CHARACTERS = 2000  # of a text that are looked at
 class KvantError(Exception):
     """Base of every error kvant raises on purpose; its text is one line made for a person.
 
-    What it quotes may be anybody's, so it goes through :func:`printable`.
+    It may quote text of a stranger, so it goes through :func:`printable`.
     """
 
     columns: ClassVar[int] = MAX_COLUMNS
@@ -55,7 +58,7 @@ class CheckpointError(ModelError):
 
 
 class WeightsError(ModelError):
-    """A model of the hub that is not here, cannot be had, or whose files are not those it should have."""
+    """A model of the hub that is not here or cannot be had, or that has wrong files."""
 
     columns = 1000  # two digests whole, and a path to copy; a name that was refused is cut where it is quoted
 
@@ -63,7 +66,7 @@ class WeightsError(ModelError):
 class ContextError(KvantError, ValueError):
     """A prompt or a conversation that does not fit the reserved context."""
 
-    columns = 1000  # a plan's sum and what would fit; nothing in it is quoted
+    columns = 1000  # a plan's sum, and the flags that would fit; it quotes nothing
 
 
 class PromptError(KvantError, ValueError):
@@ -78,6 +81,27 @@ class ConvertError(KvantError):
     """A model that could not be converted."""
 
 
+class ArgumentError(ValueError):
+    """A wrong argument. Each caller words it in its own names: a command in flags, an API in parameters.
+
+    Attributes:
+        argument: its name.
+        problem: the rest of the sentence, such as "is 3; expected 4 or 8".
+        needs: the name of the argument that the sentence ends with, if any.
+    """
+
+    def __init__(self, argument: str, problem: str, needs: str = "") -> None:
+        super().__init__(argument, problem, needs)
+        self.argument, self.problem, self.needs = argument, problem, needs
+
+    def worded(self, name: Callable[[str], str]) -> str:
+        """The sentence, with ``name`` of each argument."""
+        return f"{name(self.argument)} {self.problem} {name(self.needs) if self.needs else ''}".rstrip()
+
+    def __str__(self) -> str:
+        return self.worded(str)
+
+
 def one_line(error: BaseException) -> str:
     """The first line of another library's error, :func:`printable`, or its kind where it says nothing."""
     lines = str(error).strip().splitlines()
@@ -87,8 +111,8 @@ def one_line(error: BaseException) -> str:
 def printable(text: str, columns: int = MAX_COLUMNS) -> str:
     """The text as it can be shown to a person, whoever wrote it: on one line, in at most so many columns.
 
-    What ``str.isprintable`` says is not (control characters, marks of direction or of no width) becomes a Python
-    escape. A text that is too wide loses the middle of its long words, which are paths and names, and then its own.
+    Characters that ``str.isprintable`` refuses become Python escapes: control characters, marks of direction or of no
+    width. A text that is too wide loses the middle of its long words first, then its own middle.
     """
     text = _cut(text, MAX_CHARACTERS)
     if not text.isprintable():
@@ -116,6 +140,17 @@ def _width(text: str) -> int:
     return len(text) if text.isascii() else sum(2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
-def is_library_error(error: BaseException) -> bool:
-    """Whether this is a library's error rather than a wish to end: a panic in Rust is no Exception, but is one."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+@contextmanager
+def library_errors(kind: type[KvantError], failure: str) -> Iterator[None]:
+    """Raise another library's error as ``kind``, its text after ``failure``. kvant's own errors pass as they are.
+
+    Ctrl-C and the like pass too. A panic in Rust does not: it is no Exception, but it is an error.
+    """
+    try:
+        yield
+    except KvantError:
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise kind(f"{failure}: {one_line(error)}") from error
+        raise

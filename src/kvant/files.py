@@ -1,13 +1,13 @@
-"""Files of a model folder, opened with care: the folder may be anybody's."""
+"""Files of a model folder, opened with care: a stranger may have made it."""
 
 import json
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from io import BytesIO, TextIOWrapper
+from io import BufferedReader, BytesIO, TextIOWrapper
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from kvant.errors import ModelError, one_line
 
@@ -16,33 +16,31 @@ CODE_KEYS = ("auto_map", "model_file")  # of transformers, of mlx-lm
 
 
 def check_file(path: Path, folder: Path | None = None, error: type[ModelError] = ModelError) -> Path:
-    """The path, where :func:`open_file` opens it; arguments and errors as there."""
+    """The path, if :func:`open_file` opens it; arguments and errors as there."""
     with open_file(path, folder, error):
         return path
 
 
 @contextmanager
-def open_file(path: Path, folder: Path | None = None, error: type[ModelError] = ModelError) -> Iterator[BinaryIO]:
+def open_file(path: Path, folder: Path | None = None, error: type[ModelError] = ModelError) -> Iterator[BufferedReader]:
     """A regular file of the model folder, open; every file of a folder is checked here first.
 
-    The type is that of the descriptor. So is all that is read from it, whatever is put under the name afterwards. A
-    link that is put there between check and opening is not followed, a pipe does not block.
+    The open file is checked and read, whatever is put under its name afterwards. A link that is put there
+    between check and opening is not followed. A pipe does not block.
 
-    A link may lead to a file of the same folder or to what the Hugging Face cache itself makes:
-    models--owner--name/snapshots/<commit>/file is a link to models--owner--name/blobs/<digest>, and that may be one to
-    blobs/<..>/<digest> beside the repositories, which share it.
+    A link may lead to a file of the same folder. In the Hugging Face cache it may lead to a blob:
+    models--owner--name/snapshots/<commit>/file links to models--owner--name/blobs/<digest>. That may link to
+    blobs/<..>/<digest> beside the repositories, a blob that they share.
 
     Args:
         folder: the model folder; default: the one that holds the file.
         error: what is raised.
 
     Raises:
-        ModelError: nothing there, a link out of the folder, or no regular file, such as a pipe, which would never end.
+        ModelError: nothing there, a link out of the folder, or no regular file: a pipe would never end.
     """
-    real = _resolve(path, path.parent if folder is None else folder, error)
+    real = real_file(path, path.parent if folder is None else folder, error)
     try:
-        if not stat.S_ISREG(real.lstat().st_mode):  # a device is not even opened
-            raise error(f"{path}: not a regular file")
         descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as failed:
         raise error(f"{path}: cannot be read: {one_line(failed)}") from failed
@@ -52,8 +50,8 @@ def open_file(path: Path, folder: Path | None = None, error: type[ModelError] = 
         yield file
 
 
-def _resolve(path: Path, folder: Path, error: type[ModelError]) -> Path:
-    """Where the path leads, within the folder or the Hugging Face cache's own."""
+def real_file(path: Path, folder: Path, error: type[ModelError] = ModelError) -> Path:
+    """The regular file behind a path of the folder. Arguments and errors as in :func:`open_file`."""
     try:
         real, root = path.resolve(strict=True), folder.resolve(strict=True)
     except FileNotFoundError as missing:
@@ -70,11 +68,13 @@ def _resolve(path: Path, folder: Path, error: type[ModelError]) -> Path:
         roots += [repository / "blobs", repository.parent / "blobs"]
     if not any(real.is_relative_to(allowed) for allowed in roots):
         raise error(f"{path}: a link out of the model folder, to {real}; expected the file itself")
+    if not os.path.isfile(real):  # a device is not even opened
+        raise error(f"{path}: not a regular file")
     return real
 
 
 def read_bytes(path: Path, limit: int, folder: Path | None = None, error: type[ModelError] = ModelError) -> bytes:
-    """What is in a file of the folder, at most ``limit`` bytes; other arguments as in :func:`open_file`.
+    """The content of a file of the folder, at most ``limit`` bytes; other arguments as in :func:`open_file`.
 
     Raises:
         ModelError: as there, or a file that is too large or unreadable.
@@ -123,6 +123,17 @@ def read_json(path: Path, limit: int = MAX_CONFIG_BYTES, error: type[ModelError]
     return raw
 
 
+def read_optional(path: Path) -> Mapping[str, Any]:
+    """:func:`read_json` of a file that need not be there; then it is empty."""
+    return read_json(path) if os.path.lexists(path) else {}
+
+
+def user_cache() -> Path:
+    """kvant's folder in the user's cache. A relative XDG_CACHE_HOME counts for nothing, by its specification."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "kvant"
+
+
 def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object's pairs as a dict.
 
@@ -138,7 +149,7 @@ def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def refuse_code(raw: Mapping[str, Any], file: str) -> None:
-    """Refuse a model that says it needs code of its own: it is never executed, and without it the model is another.
+    """Refuse a model that says it needs code of its own. It is never executed, and without it the model is another.
 
     Raises:
         ModelError: the file names code.

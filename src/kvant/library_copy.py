@@ -1,11 +1,11 @@
 """A copy of OpenBLAS with the names MLX looks for, in the user's cache folder: made, checked, opened. Linux only.
 
 Whoever can change that file runs code in this process. So the folder and the file must belong to this user, and
-nobody else may write to them. Both are used through the descriptors that were checked: what is put under their names
+nobody else may write to them. Both are used through the descriptors that were checked. A file put under their names
 afterwards has no effect.
 
 A file under its final name is whole. It is written under another name, synced to the disk and then renamed. Its name
-tells its size, and it has no holes. What is not found: a block that the disk itself made other bytes of.
+tells its size, and it has no holes. A block whose bytes the disk itself changed is not found.
 """
 
 import os
@@ -16,7 +16,7 @@ from pathlib import Path
 from zlib import crc32
 
 PREFIX = "scipy_"
-FUNCTIONS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # what MLX calls of the CBLAS interface
+FUNCTIONS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # the part of the CBLAS interface that MLX calls
 OURS = re.compile(r"openblas-.*\.(so|part)")  # copies, and the folders a killed process left
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 DAY_S = 24 * 60 * 60
@@ -24,7 +24,7 @@ KEPT_S = 30 * DAY_S  # since it was last used: another environment may have anot
 
 
 def open_copy(source: Path, folder: Path) -> int:
-    """A descriptor of the copy, which is made where it is not there, not whole, or not this user's alone.
+    """A descriptor of the copy. It is made where it is missing, not whole, or not this user's alone.
 
     Args:
         source: the library as its package has it.
@@ -58,14 +58,14 @@ def open_copy(source: Path, folder: Path) -> int:
 
 
 def _key(source: Path) -> str:
-    """What is the same for equal packages, whenever they were installed: the size and the linker's own digest."""
+    """The size and a checksum of the start: the same for equal packages, whenever they were installed."""
     with source.open("rb") as file:
-        start = file.read(2**20)  # the build id is in it, and every function's name
+        start = file.read(2**20)  # it has the build id and every function's name
         return f"openblas-{os.fstat(file.fileno()).st_size}-{crc32(start):08x}"
 
 
 def _open_whole(directory: int, key: str, name: str) -> int | None:
-    """The file, where it is a copy with this key that was checked; None: it is not."""
+    """A descriptor of the file, if it is a whole copy with this key; else None."""
     if (named := re.fullmatch(rf"{key}-(\d+)\.so", name)) is None:
         return None
     try:

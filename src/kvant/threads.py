@@ -1,4 +1,4 @@
-"""Who may compute: one thread at a time through a cache, and no process that was forked from one that did."""
+"""The right to compute: one thread at a time through a cache, and no process forked after MLX had work."""
 
 import os
 from threading import RLock
@@ -9,7 +9,7 @@ _forked = False
 
 
 class Turn:
-    """A cache's: held by the thread that computes through it. Another thread is refused rather than let wait.
+    """A cache's lock, held by the thread that computes through it. Another thread is refused and does not wait.
 
     MLX's arrays are not made for two threads: it ends the process. One thread after the other is fine.
     """

@@ -259,7 +259,7 @@ def test_memory_is_wired_when_it_is_asked_for_and_only_then(monkeypatch: pytest.
     monkeypatch.setattr(session.mx, "set_wired_limit", wired.append)
     monkeypatch.setattr(session, "this_machine", lambda: machine(10**10))
     for asked in (False, True):
-        opened = session.open_session("pocket", Settings(), max_kv_size=50, wired=asked, quiet=True)
+        opened = session.open_session(session.RunOptions(max_kv_size="50", wired=asked, quiet=True))
         assert opened.cache[0].max_seq_len == 50
         assert len(wired) == asked
     planned = plan(Checkpoint.from_folder(Path(kvant.__file__).parent / "pocket"), max_kv_size=50, device="cpu")

@@ -5,16 +5,15 @@ import os
 import pty
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.command import COMMAND, call
 
 from kvant.cli.terminal import escaped
 
 CLIPBOARD = "\x1b]52;c;aGk=\x07"  # a terminal would put a text into the clipboard
 SHOWN = "\\x1b]52;c;aGk=\\x07"
-KVANT = [sys.executable, "-m", "kvant"]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, pocket_folder: Path) -> Pat
 
 
 def _generate(folder: Path, *flags: str) -> list[str]:
-    return [*KVANT, "generate", "Hi", "--model", str(folder), "-m", "1", "--logit-bias", "1200:1000", *flags]
+    return [*COMMAND, "generate", "Hi", "--model", str(folder), "-m", "1", "--logit-bias", "1200:1000", *flags]
 
 
 def _on_terminal(command: list[str]) -> str:
@@ -77,8 +76,7 @@ def test_generated_text(folder: Path) -> None:
     ],
 )
 def test_names_paths_and_messages(folder: Path, arguments: list[str]) -> None:
-    command = [*KVANT, *(argument.replace("{folder}", str(folder)) for argument in arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = call(*(argument.replace("{folder}", str(folder)) for argument in arguments))
     for stream in (done.stdout, done.stderr):
         assert "\x1b" not in stream
         assert "\x9b" not in stream

@@ -1,8 +1,13 @@
-"""The command as a process."""
+"""The command: as its user starts it, and in the process of the test."""
 
+import io
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from unittest.mock import patch
+
+from kvant.cli import main
 
 COMMAND = [sys.executable, "-m", "kvant"]
 QUESTION = "Tell me a story about a fox named Pip."
@@ -19,3 +24,18 @@ def run(*arguments: str, stdin: str | bytes = "", **environment: str) -> subproc
         env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment,
     )
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def call(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """The command in this process, which spares a process's start: for a test of the answer, not of the process."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+    given = io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
+    code: object = 0
+    with patch.multiple(sys, argv=["kvant", *arguments], stdin=given), redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code
+    assert isinstance(code, int)
+    texts = [stream.buffer.getvalue().decode() for stream in (out, err)]  # type: ignore[attr-defined]
+    return subprocess.CompletedProcess(["kvant", *arguments], code, *texts)

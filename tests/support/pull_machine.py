@@ -10,8 +10,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -49,7 +51,8 @@ from kvant.weights import known
 places = known.PLACES
 requests, sys.stdin = sys.stdin, io.StringIO()
 for line in requests:
-    arguments, listed = json.loads(line)
+    arguments, listed, settings = json.loads(line)
+    os.environ |= settings
     known.PLACES = (Path(listed),) if listed else places
     known.known_models.cache_clear()
     output, errors, code = io.StringIO(), io.StringIO(), 0
@@ -64,6 +67,8 @@ for line in requests:
             print(error)
         except SystemExit as ended:
             code = ended.code or 0
+    for name in settings:
+        del os.environ[name]
     print(json.dumps([code, output.getvalue(), errors.getvalue()]), flush=True)
 """
 )
@@ -75,8 +80,7 @@ class Machine:
     def __init__(self, hub: Hub, home: Path) -> None:
         self.hub, self.home = hub, home
         self.shells: dict[str, Process] = {}
-        (home / "hf").mkdir()
-        (home / "link").symlink_to(home / "hf")
+        self.empty()
         self.environment = {
             "PATH": os.environ["PATH"],
             "PYTHONPATH": str(Path(kvant.__file__).parents[1]),
@@ -86,6 +90,13 @@ class Machine:
             "HF_ENDPOINT": hub.endpoint,
             "KVANT_BLAS": "mlx",
         }
+
+    def empty(self) -> None:
+        """Remove everything from the home, but a new folder for huggingface_hub and a link to it."""
+        for path in self.home.iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        (self.home / "hf").mkdir()
+        (self.home / "link").symlink_to(self.home / "hf")
 
     def start(self, *arguments: str, code: str = f"{LOOPBACK_ONLY}main()", **environment: str) -> Process:
         return subprocess.Popen(
@@ -98,15 +109,17 @@ class Machine:
             text=True,
         )
 
-    def run(self, *arguments: str, listed: str | None = None, **environment: str) -> Done:
-        """A command, in the process of its environment."""
+    def run(
+        self, *arguments: str, listed: str | None = None, settings: Mapping[str, str] | None = None, **environment: str
+    ) -> Done:
+        """A command, in the process of its environment; ``settings``: variables that are set for this command."""
         key = json.dumps(environment)
         if key not in self.shells:
             self.shells[key] = self.start(code=SHELL, **environment)
         shell = self.shells[key]
         assert shell.stdin is not None
         assert shell.stdout is not None
-        print(json.dumps([arguments, listed]), file=shell.stdin, flush=True)
+        print(json.dumps([arguments, listed, settings or {}]), file=shell.stdin, flush=True)
         return subprocess.CompletedProcess(arguments, *json.loads(shell.stdout.readline()))
 
     def close(self) -> None:
@@ -119,9 +132,9 @@ class Machine:
         assert done.returncode == 0, done.stderr
         return Path(done.stdout.removesuffix("\n"))
 
-    def refuses(self, *arguments: str, code: int = 1, listed: str | None = None, **environment: str) -> str:
+    def refuses(self, *arguments: str, code: int = 1, **environment: Any) -> str:
         """The line of a command that must fail: the last on standard error, with no traceback."""
-        done = self.run(*arguments, listed=listed, **environment)
+        done = self.run(*arguments, **environment)
         assert (done.returncode, done.stdout) == (code, ""), done.stderr
         assert "Traceback" not in done.stderr
         line = done.stderr.splitlines()[-1]
@@ -167,16 +180,28 @@ def files(pocket_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     return found | dict.fromkeys(never, b"not to be pulled")
 
 
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with serve(Hub()) as server:
-        yield server
-
-
-@pytest.fixture
-def machine(hub: Hub, tmp_path: Path) -> Iterator[Machine]:
-    with contextlib.closing(Machine(hub, tmp_path)) as made:
+@pytest.fixture(scope="module")
+def pulling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    """A hub and a machine whose processes serve the tests of a module."""
+    with serve(Hub()) as server, contextlib.closing(Machine(server, tmp_path_factory.mktemp("home"))) as made:
         yield made
+
+
+@pytest.fixture
+def hub(pulling: Machine) -> Hub:
+    """The hub, with nothing in it."""
+    hub, new = pulling.hub, Hub(port=pulling.hub.port)
+    hub.release.set()
+    for each in fields(Hub):
+        setattr(hub, each.name, getattr(new, each.name))
+    return hub
+
+
+@pytest.fixture
+def machine(pulling: Machine, hub: Hub) -> Machine:
+    """The machine, with an empty home."""
+    pulling.empty()
+    return pulling
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from kvant.engine.load import POCKET, find_model
 from kvant.text.process import TextProcess
-from kvant.text.tokenizer import Tokenizer, load_tokenizer
+from kvant.text.tokenizer import Tokenizer, begin_loading, load_tokenizer
 
 Files = dict[str, dict[str, Any]]  # a folder's JSON files by name
 CONFIG, SPECIAL, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
@@ -245,7 +245,7 @@ def compare(process: TextProcess, folder: Path, files: Files, changes: list[str]
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
     reference = AutoTokenizer.from_pretrained(folder)
-    ours = load_tokenizer(folder, process)
+    ours = begin_loading(folder, process)()
     same_facts(ours, reference)
     known = reference.get_added_vocab().keys() - {"<FILL_ME>"}  # Code Llama's makes two texts of one there
     same_texts(ours, reference, strings(15, seed, sorted(known) + WORDS))

@@ -215,7 +215,7 @@ def test_a_file_that_changed_on_disk(machine: Machine, hub: Hub, files: dict[str
     path.unlink()
     path.symlink_to(machine.home / "elsewhere")
     (machine.home / "elsewhere").write_bytes(files[WEIGHTS])
-    assert "outside the repository's folder" in (machine.resolves() or "")
+    assert "a link out of the model folder" in (machine.resolves() or "")
 
 
 @pytest.mark.parametrize(

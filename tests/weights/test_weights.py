@@ -297,7 +297,7 @@ def test_a_file_that_is_swapped_before_it_is_opened(
         return open_file(path, *rest)
 
     monkeypatch.setattr(os, "open", swap)
-    expected = "not a regular file" if pipe else "cannot be read: Too many levels of symbolic links"
+    expected = "not a regular file" if pipe else "cannot be read: .*Too many levels of symbolic links"
     with pytest.raises(WeightsError, match=rf"x\.json: {expected}"):
         measure(folder, "x.json")
 

@@ -1,4 +1,4 @@
-"""The commands, and what every one of them does with an error: one line on standard error and an exit code."""
+"""The commands. Each error of one becomes one line on standard error and an exit code."""
 
 import gc
 import os
@@ -10,9 +10,10 @@ from typing import Annotated, NoReturn
 import typer
 from typer.exceptions import TyperException
 
-from kvant.cli import interrupts
+from kvant.cli import interrupts, options
+from kvant.cli.options import BadValueError
 from kvant.cli.terminal import escaping_standard_error
-from kvant.errors import KvantError, one_line, printable
+from kvant.errors import ArgumentError, KvantError, one_line, printable
 from kvant.text.process import TextProcess
 from kvant_command import EXIT_INTERRUPTED
 
@@ -62,7 +63,7 @@ def root(
 def main() -> NoReturn:
     """Run the command and exit: 0; 2 for a bad flag or value; 1 for a model, file or context error; 130 interrupted."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # the shell closed it: there is nothing to read, and nobody who does
+        if getattr(sys, name) is None:  # the shell closed it
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, for the rest of the process
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
@@ -88,6 +89,8 @@ def _run() -> int:
         return EXIT_INTERRUPTED
     except TyperException as error:  # a bad flag or value
         return _report(printable(" ".join(error.format_message().split())), getattr(error, "exit_code", 2))
+    except ArgumentError as error:  # the same, found further down
+        return _report(printable(error.worded(options.flag)), BadValueError.exit_code)
     except (KvantError, ImportError) as error:
         return _report(str(error), EXIT_FAILED)
     except (MemoryError, RuntimeError) as error:  # MLX's own, such as an allocation that failed

@@ -10,14 +10,11 @@ import typer
 
 from kvant.cli import interrupts, options, terminal
 from kvant.cli.progress import LateProgress
-from kvant.cli.sampling import build_sampling, with_sampling
-from kvant.cli.session import Session, open_session
+from kvant.cli.session import RunOptions, Session, open_session
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.conversation import Conversation
-from kvant.engine.load import POCKET
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ContextError, KvantError, PromptError
-from kvant.tools.plan import Settings
 
 HELP = (
     "/reset forgets the conversation, /stats shows its numbers, /help this line, /quit ends; "
@@ -25,58 +22,25 @@ HELP = (
 )
 
 
-@with_sampling
-def chat(
-    context: typer.Context,
-    *,
-    model: options.Model = POCKET,
-    adapter_path: options.AdapterPath = None,
-    max_tokens: options.MaxTokens = 256,
-    sampling: SamplingOptions,
-    stop: options.Stop = None,
-    system_prompt: options.SystemPrompt = None,
-    kv_bits: options.KvBits = 8,
-    kv_group_size: options.KvGroupSize = None,
-    kv_bias_split: options.KvBiasSplit = True,
-    max_kv_size: options.MaxKvSize = None,
-    kernels: options.Kernels = None,
-    prefill_step_size: options.PrefillStepSize = 512,
-    wired: options.Wired = False,
-    raw: options.Raw = False,
-    quiet: options.Quiet = False,
-) -> None:
+@options.with_options
+def chat(context: typer.Context, *, run: RunOptions, sampling: SamplingOptions) -> None:
     """Talk with a model; the history stays in the cache, and a turn feeds only its own tokens."""
-    options.check_counts(max_tokens=max_tokens, prefill_step_size=prefill_step_size)
-    reserved = options.kv_size(max_kv_size)
-    group_size = options.check_kv_format(kv_bits, kv_group_size)
-    options.check_kernels(kernels)
-    options.check_text(model=model, adapter_path=adapter_path, system_prompt=system_prompt)
-    stops = options.check_stop(stop)
-    session = open_session(
-        model,
-        Settings(kv_bits, group_size, kv_bias_split, prefill_step_size),
-        adapter_path=adapter_path,
-        max_kv_size=reserved,
-        kernels=kernels,
-        wired=wired,
-        quiet=quiet,
-        process=context.obj,
-    )
-    sampler, processors = build_sampling(sampling, session)
+    session = open_session(run, context.obj)
+    sampler, processors = session.sampling(sampling)
     if not session.tokenizer.has_chat_template:
         raise PromptError("the model has no chat template; kvant generate --ignore-chat-template continues a prompt")
-    conversation = Conversation(session.model, session.tokenizer, session.cache, system_prompt=system_prompt)
+    conversation = Conversation(session.model, session.tokenizer, session.cache, system_prompt=run.system_prompt)
     answer = partial(
         conversation.send,
-        max_tokens=max_tokens,
+        max_tokens=run.max_tokens,
         sampler=sampler,
         logits_processors=processors,
-        stop=stops,
-        prefill_step_size=prefill_step_size,
+        stop=run.stop or (),
+        prefill_step_size=run.prefill_step_size,
     )
-    _notice(HELP, quiet)
+    _notice(HELP, run.quiet)
     with interrupts.patient():  # Ctrl-C stops an answer, not the program
-        _loop(session, conversation, answer, quiet, raw)
+        _loop(session, conversation, answer, run.quiet, run.raw)
 
 
 def _loop(session: Session, conversation: Conversation, answer: Callable[..., Any], quiet: bool, raw: bool) -> None:
@@ -112,7 +76,7 @@ def _answer(send: Callable[..., Any], quiet: bool, raw: bool) -> RunStatistics:
     run = RunStatistics()
     with LateProgress("reading", quiet=quiet) as progress:
         try:
-            # Closed whatever happens, so that the turn is recorded with what was answered until then.
+            # Closed whatever happens, so that the turn is recorded with the answer until then.
             with closing(send(prompt_progress_callback=progress.update)) as responses:
                 for response in responses:
                     progress.stop()
@@ -145,7 +109,7 @@ def _print_statistics(session: Session, conversation: Conversation, run: RunStat
 
 
 def _line_reader() -> Callable[[], str]:
-    """Lines from prompt_toolkit on a terminal, which shows its prompt on standard error; else from standard input."""
+    """Lines from standard input. On a terminal prompt_toolkit reads them, with its prompt on standard error."""
     if not sys.stdin.isatty():
         return input
     from prompt_toolkit import PromptSession

@@ -21,7 +21,7 @@ from kvant.tools.convert.weight_format import WeightFormat
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="What to convert, named as for --model; floating-point weights.")],
+    source: Annotated[str, typer.Argument(help="The model to convert, named as for --model.")],
     dest: Annotated[str, typer.Argument(help="The folder to write: a new one, or an empty one.")],
     *,
     bits: Annotated[
@@ -36,7 +36,7 @@ def convert(
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of what stays in floating point: float16, bfloat16 or float32; default: as it is stored."),
+        typer.Option(help="float16, bfloat16 or float32 for all that stays in floating point; default: as stored."),
     ] = None,
     tokenizer: Annotated[
         bool,
@@ -49,17 +49,11 @@ def convert(
     """Quantize a model folder, change its dtype, or make its tokenizer.json."""
     options.check_text(source=source, dest=dest)
     if tokenizer:
-        given = {"--bits": bits, "--group-size": group_size, "--mode": mode, "--dtype": dtype}
-        for name, value in given.items():
+        for name, value in {"bits": bits, "group_size": group_size, "mode": mode, "dtype": dtype}.items():
             if value is not None:
-                raise BadValueError(
-                    f"{name} is {value} with --tokenizer, which copies the weights; convert DEST after it"
-                )
-    try:
-        chosen = WeightFormat.choose(bits, group_size, mode or "affine", dtype)
-    except ValueError as error:
-        name, _, rest = str(error).partition(" ")
-        raise BadValueError(f"--{name.replace('_', '-')} {rest}") from error
+                problem = f"is {value} with --tokenizer, which copies the weights; convert DEST after it"
+                raise BadValueError(f"{options.flag(name)} {problem}")
+    chosen = WeightFormat.choose(bits, group_size, mode or "affine", dtype)
     if not dest:
         raise BadValueError("DEST is empty; expected a folder's path")
     folder, target = find_model(source), Path(dest)

@@ -10,90 +10,58 @@ import typer
 from kvant.cli import options, terminal
 from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
-from kvant.cli.sampling import build_sampling, with_sampling
-from kvant.cli.session import Session, open_session
+from kvant.cli.session import RunOptions, Session, open_session
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.generate import GenerationResponse, stream_generate
-from kvant.engine.load import POCKET
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import PromptError
 from kvant.text.prompt import encode_rendered, render_chat
-from kvant.tools.plan import Settings
 
 
-@with_sampling
+@options.with_options
 def generate(
     context: typer.Context,
     text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; - reads standard input.")] = None,
     *,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt, instead of the argument.")] = None,
-    model: options.Model = POCKET,
-    adapter_path: options.AdapterPath = None,
-    max_tokens: options.MaxTokens = 256,
+    run: RunOptions,
     sampling: SamplingOptions,
-    stop: options.Stop = None,
-    system_prompt: options.SystemPrompt = None,
     ignore_chat_template: Annotated[
         bool, typer.Option("--ignore-chat-template", help="Continue the prompt as it is, without the chat template.")
     ] = False,
-    kv_bits: options.KvBits = 8,
-    kv_group_size: options.KvGroupSize = None,
-    kv_bias_split: options.KvBiasSplit = True,
-    max_kv_size: options.MaxKvSize = None,
-    kernels: options.Kernels = None,
-    prefill_step_size: options.PrefillStepSize = 512,
-    wired: options.Wired = False,
     json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object a token instead of text.")] = False,
-    raw: options.Raw = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Answer one prompt: text to standard output, statistics to standard error."""
-    options.check_counts(max_tokens=max_tokens, prefill_step_size=prefill_step_size)
-    reserved = options.kv_size(max_kv_size)
-    group_size = options.check_kv_format(kv_bits, kv_group_size)
-    options.check_kernels(kernels)
-    options.check_text(model=model, adapter_path=adapter_path, system_prompt=system_prompt)
-    stops = options.check_stop(stop)
-    if ignore_chat_template and system_prompt is not None:
+    if ignore_chat_template and run.system_prompt is not None:
         raise BadValueError("--system-prompt needs the chat template that --ignore-chat-template leaves out")
     question = _read_prompt(text, prompt)
-
-    session = open_session(
-        model,
-        Settings(kv_bits, group_size, kv_bias_split, prefill_step_size),
-        adapter_path=adapter_path,
-        max_kv_size=reserved,
-        kernels=kernels,
-        wired=wired,
-        quiet=quiet,
-        process=context.obj,
-    )
-    sampler, processors = build_sampling(sampling, session)
-    run = RunStatistics()
-    with LateProgress("reading the prompt", quiet=quiet) as progress:
+    session = open_session(run, context.obj)
+    sampler, processors = session.sampling(sampling)
+    statistics = RunStatistics()
+    with LateProgress("reading the prompt", quiet=run.quiet) as progress:
         responses = stream_generate(
             session.model,
             session.tokenizer,
-            question if ignore_chat_template else _chat_ids(session, question, system_prompt),
-            max_tokens=max_tokens,
+            question if ignore_chat_template else _chat_ids(session, question, run.system_prompt),
+            max_tokens=run.max_tokens,
             sampler=sampler,
             logits_processors=processors,
             prompt_cache=session.cache,
-            prefill_step_size=prefill_step_size,
-            stop=stops,
+            prefill_step_size=run.prefill_step_size,
+            stop=run.stop,
             prompt_progress_callback=progress.update,
         )
         try:
             for response in responses:
                 progress.stop()
-                run.add(response)
-                terminal.write_generated(_json_line(response) if json_lines else response.text, raw=raw)
+                statistics.add(response)
+                terminal.write_generated(_json_line(response) if json_lines else response.text, raw=run.raw)
         finally:
             progress.stop()
-            if run.last is not None and not json_lines:
+            if statistics.last is not None and not json_lines:
                 print(flush=True)
-            if not quiet:
-                print("\n".join(run.lines(session)), file=sys.stderr)
+            if not run.quiet:
+                print("\n".join(statistics.lines(session)), file=sys.stderr)
 
 
 def _read_prompt(argument: str | None, option: str | None) -> str:

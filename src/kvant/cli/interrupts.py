@@ -1,7 +1,7 @@
-"""Ctrl-C while a command runs: KeyboardInterrupt, and an end after a fifth of a second where nothing reacts to it.
+"""Ctrl-C while a command runs: KeyboardInterrupt. Where nothing reacts to it, the process ends after 0.2 s.
 
-Python tells of a signal between two operations of its own, and one operation of MLX can take seconds. A thread waits
-for the signal beside it.
+Python handles a signal between two of its own operations, and one operation of MLX can take seconds. So a second
+thread waits for the signal.
 """
 
 import os
@@ -33,14 +33,14 @@ def begin() -> None:
 
 
 def finish() -> None:
-    """End at once from here on: what is left to do is to leave."""
+    """End at once from here on: nothing is left to do."""
     if signal.getsignal(signal.SIGINT) is _interrupt:
         signal.signal(signal.SIGINT, end_now)
 
 
 @contextmanager
 def patient() -> Iterator[None]:
-    """No deadline inside: what is being written is undone first, or the program goes on."""
+    """No deadline inside: a half-written folder is removed first, or the program goes on."""
     global _patience
     _patience += 1
     try:

@@ -1,4 +1,4 @@
-"""``kvant models``: what can be named, what its cache costs, and what is here."""
+"""``kvant models``: known and pulled models, and the size of their caches."""
 
 import json
 from collections.abc import Mapping
@@ -20,14 +20,14 @@ MAX_COUNT = 10**8  # no model has more heads, layers or tokens; a config of the 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A model; what is not known of it is None.
+    """A model. None stands for an unknown value.
 
     Attributes:
         bytes: of all its files that are known.
         context: in tokens.
         cache_bytes_per_token: bits of a cached value -> bytes; below 16 bits in groups of 32 with float16 scales.
         here: "embedded", "yes", "no", or "changed" since it was verified; only the first two can be loaded.
-        problem: what changed.
+        problem: the change.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Row:
 def models(
     json_rows: Annotated[bool, typer.Option("--json", help="Print the list as JSON instead of a table.")] = False,
 ) -> None:
-    """List the models kvant knows by name, and what else was pulled."""
+    """List the models kvant knows by name, and the others that were pulled."""
     rows = _rows()
     if json_rows:
         print(json.dumps([asdict(row) for row in rows], indent=2))
@@ -83,30 +83,30 @@ def models(
 def _rows() -> list[Row]:
     pocket = find_model(POCKET)
     size = sum(path.stat().st_size for path in pocket.iterdir() if path.suffix in (".json", ".safetensors"))
-    rows = [_row(POCKET, read_json(pocket / "config.json"), size, "MIT", "embedded")]
+    rows = [_row(POCKET, read_json(pocket / "config.json"), "MIT", size, "embedded")]
     here = {reference: found for found in weights.pulled() for reference in found.references}
     for name, model in weights.known_models().items():
         if name in here:
-            rows.append(_row_of(name, here.pop(name), model.config, model.license))
+            rows.append(_pulled_row(name, here.pop(name), model.config, model.license))
         else:
             size = sum(file.bytes for file in model.files if file.bytes is not None)
-            rows.append(_row(name, model.config, size, model.license, "no"))
+            rows.append(_row(name, model.config, model.license, size, "no"))
     for reference, found in here.items():
         try:
             config = read_json(found.folder / "config.json")
         except ModelError:
             config = {}
-        rows.append(_row_of(reference, found, config, None))
+        rows.append(_pulled_row(reference, found, config, None))
     return rows
 
 
-def _row_of(name: str, found: weights.Pulled, config: Mapping[str, Any], terms: str | None) -> Row:
+def _pulled_row(name: str, found: weights.Pulled, config: Mapping[str, Any], terms: str | None) -> Row:
     size = sum(file.bytes for file in found.files.values())
-    return _row(name, config, size, terms, "changed" if found.problem else "yes", found.problem)
+    return _row(name, config, terms, size, "changed" if found.problem else "yes", found.problem)
 
 
 def _row(
-    name: str, config: Mapping[str, Any], size: int, terms: str | None, here: str, problem: str | None = None
+    name: str, config: Mapping[str, Any], terms: str | None, size: int, here: str, problem: str | None = None
 ) -> Row:
     return Row(name, size, _count(config, "max_position_embeddings"), cache_bytes(config), terms, here, problem)
 

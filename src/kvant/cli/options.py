@@ -1,9 +1,12 @@
-"""Flags that several commands share, and what is made of them. Names and defaults follow mlx-lm."""
+"""Flags that several commands share, and the checks of their values. Names and defaults follow mlx-lm."""
 
+import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Literal
+from dataclasses import MISSING, fields, is_dataclass
+from functools import wraps
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.exceptions import TyperException
@@ -14,7 +17,7 @@ from kvant.operators.quantization import QUANT_BITS
 
 
 class BadValueError(TyperException):
-    """A flag whose value cannot be applied; the command ends with exit code 2."""
+    """A value that a flag cannot take; the command ends with exit code 2."""
 
     exit_code = 2
 
@@ -74,11 +77,65 @@ Raw = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no statistics and no progress.")]
 
 
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TOKEN:BIAS", help="Add BIAS to the logit of token id TOKEN; repeatable."),
+]
+
+
+def flag(name: str) -> str:
+    """The flag of an argument."""
+    return f"--{name.replace('_', '-')}"
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the flags of its parameters that are dataclasses, one a field. It is called with the dataclasses.
+
+    A field is annotated as a flag, or has its help in its metadata as those of SamplingOptions.
+    """
+    groups: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        if is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+            for option in fields(parameter.annotation):
+                kind: Any = LogitBias if option.name == "logit_bias" else option.type
+                if "help" in option.metadata:
+                    kind = Annotated[kind, typer.Option(help=option.metadata["help"])]
+                default = None if option.default is MISSING else option.default
+                parameters.append(parameter.replace(name=option.name, default=default, annotation=kind))
+        else:
+            parameters.append(parameter)
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        if "logit_bias" in values:
+            values["logit_bias"] = _biases(values["logit_bias"])
+        for name, group in groups.items():
+            values[name] = group(**{option.name: values.pop(option.name) for option in fields(group)})
+        command(**values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _biases(texts: Sequence[str] | None) -> Mapping[int, float]:
+    biases = {}
+    for text in texts or ():
+        token, _, bias = text.partition(":")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError:
+            raise BadValueError(f"--logit-bias is {text!r}; expected TOKEN:BIAS, such as 42:-5.0") from None
+    return biases
+
+
 def check_counts(**counts: int | None) -> None:
     """Refuse a count below 1, naming its flag."""
     for name, count in counts.items():
         if count is not None and count < 1:
-            raise BadValueError(f"--{name.replace('_', '-')} is {count}; expected at least 1")
+            raise BadValueError(f"{flag(name)} is {count}; expected at least 1")
 
 
 def kv_size(text: str | None) -> KvSize:
@@ -94,7 +151,7 @@ def kv_size(text: str | None) -> KvSize:
 
 
 def check_kv_format(kv_bits: int, kv_group_size: int | None) -> int:
-    """The group size; refuses what no model's cache can have. Whether it divides a head is the model's affair."""
+    """The group size, where some model's cache can have it. Whether it divides a head is checked with the model."""
     if kv_bits not in QUANT_BITS:
         raise BadValueError(f"--kv-bits is {kv_bits}; expected 0, 4 or 8")
     if kv_bits == 0 and kv_group_size is not None:
@@ -103,10 +160,10 @@ def check_kv_format(kv_bits: int, kv_group_size: int | None) -> int:
     return DEFAULT_KV_GROUP_SIZE if kv_group_size is None else kv_group_size
 
 
-def check_kernels(kernels: str | None = None, flag: str = "--kernels") -> None:
+def check_kernels(kernels: str | None = None, name: str = "--kernels") -> None:
     """Refuse kernels, or a KVANT_KERNELS without them, that are unknown or cannot be had on this machine.
 
-    ``flag`` is how the user named them.
+    ``name`` is how the user named them.
 
     Raises:
         RuntimeError: the fused kernel is asked for and failed its self-check.
@@ -114,9 +171,9 @@ def check_kernels(kernels: str | None = None, flag: str = "--kernels") -> None:
     if kernels is None and not os.environ.get(VARIABLE):
         return  # nothing is asked for
     try:
-        choose(kernels)
+        choose(kernels, name)
     except ValueError as error:
-        raise BadValueError(str(error) if kernels is None else str(error).replace("kernels", flag, 1)) from error
+        raise BadValueError(str(error)) from error
 
 
 def check_text(**texts: str | None) -> None:
@@ -128,10 +185,9 @@ def check_text(**texts: str | None) -> None:
             raise BadValueError(f"{name.replace('_', ' ')} is not valid UTF-8") from None
 
 
-def check_stop(stop: Sequence[str] | None) -> list[str]:
+def check_stop(stop: Sequence[str]) -> None:
     """Refuse an empty stop string: it would end every text before it begins."""
-    for text in stop or ():
+    for text in stop:
         check_text(stop=text)
-    if any(not text for text in stop or ()):
-        raise BadValueError("--stop is empty; expected a string")
-    return list(stop or ())
+        if not text:
+            raise BadValueError("--stop is empty; expected a string")

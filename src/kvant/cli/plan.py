@@ -12,7 +12,7 @@ from kvant.cli import options, terminal
 from kvant.cli.fitting import plan_for
 from kvant.cli.options import BadValueError
 from kvant.engine.load import POCKET, find_adapter, find_model
-from kvant.errors import ModelError
+from kvant.errors import ArgumentError, ModelError
 from kvant.sizes import format_bytes
 from kvant.tools.convert.weight_format import WeightFormat
 from kvant.tools.plan import Checkpoint, LongestContext, Machine, MemoryPlan, Settings, longest_context
@@ -91,11 +91,10 @@ def _weight_format(bits: int | None, group_size: int | None) -> WeightFormat | N
         return None
     try:
         if bits == 0:
-            raise ValueError("bits is 0; expected bits of a quantized weight")
+            raise ArgumentError("bits", "is 0; expected bits of a quantized weight")
         return WeightFormat.choose(bits, group_size)
-    except ValueError as error:
-        name, _, rest = str(error).partition(" ")
-        raise BadValueError(f"--weight-{name.replace('_', '-')} {rest}") from error
+    except ArgumentError as error:
+        raise BadValueError(error.worded(lambda name: options.flag(f"weight_{name}"))) from error
 
 
 def _machine(device: str | None, memory: str | None) -> Machine:

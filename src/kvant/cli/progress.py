@@ -1,4 +1,4 @@
-"""Progress on standard error: for what takes longer than a second, and only on a terminal."""
+"""Progress on standard error: after a second of work, and only on a terminal."""
 
 import sys
 import threading
@@ -16,7 +16,7 @@ class LateProgress:
         self._timer: threading.Timer | None = None
         self._shown = not quiet and sys.stderr.isatty()
         if not self._shown:
-            return  # without importing rich, which takes longer than the rest of the command's own start
+            return  # importing rich takes longer than the rest of the command's own start
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -1,4 +1,4 @@
-"""What every command that runs a model does first: load it, reserve its cache, say what was reserved."""
+"""The start of every command that runs a model: its flags, the loaded model, the reserved cache."""
 
 import gc
 import sys
@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from kvant.cache import ModelCache, QuantizedKVCache
+from kvant.cli import options
 from kvant.cli.fitting import plan_that_fits
-from kvant.cli.options import BadValueError, KvSize
+from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
-from kvant.engine.load import find_adapter, find_model, load_folder
+from kvant.engine.load import POCKET, find_adapter, find_model, load_folder
+from kvant.engine.sampling import LogitsProcessor, Sampler, SamplingOptions
 from kvant.errors import ContextError
 from kvant.models import Decoder
 from kvant.sizes import format_bytes
@@ -19,6 +21,43 @@ from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer
 from kvant.tools.plan import Checkpoint, Settings, split_pairs, this_machine
 from kvant.tools.plan.machine import default_device
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The flags of a command that runs a model, beside those of sampling.
+
+    Raises:
+        BadValueError: a value that no model can take.
+    """
+
+    model: options.Model = POCKET
+    adapter_path: options.AdapterPath = None
+    max_tokens: options.MaxTokens = 256
+    stop: options.Stop = None
+    system_prompt: options.SystemPrompt = None
+    kv_bits: options.KvBits = 8
+    kv_group_size: options.KvGroupSize = None
+    kv_bias_split: options.KvBiasSplit = True
+    max_kv_size: options.MaxKvSize = None
+    kernels: options.Kernels = None
+    prefill_step_size: options.PrefillStepSize = 512
+    wired: options.Wired = False
+    raw: options.Raw = False
+    quiet: options.Quiet = False
+
+    def __post_init__(self) -> None:
+        options.check_counts(max_tokens=self.max_tokens, prefill_step_size=self.prefill_step_size)
+        options.kv_size(self.max_kv_size)
+        options.check_kv_format(self.kv_bits, self.kv_group_size)
+        options.check_kernels(self.kernels)
+        options.check_text(model=self.model, adapter_path=self.adapter_path, system_prompt=self.system_prompt)
+        options.check_stop(self.stop or ())
+
+    def settings(self) -> Settings:
+        """Of the cache and of reading the prompt."""
+        group_size = options.check_kv_format(self.kv_bits, self.kv_group_size)
+        return Settings(self.kv_bits, group_size, self.kv_bias_split, self.prefill_step_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +74,17 @@ class Session:
         """Bytes reserved in all layers; they never change."""
         return self.cache.nbytes
 
+    def sampling(self, wanted: SamplingOptions) -> tuple[Sampler, list[LogitsProcessor]]:
+        """The sampler and processors for this model.
+
+        Raises:
+            ArgumentError: a token the model does not have.
+        """
+        special: list[int] = []
+        if wanted.xtc_probability:  # as in mlx-lm, XTC never leaves out the ends of a line and of the text
+            special = [*self.tokenizer.encode("\n", add_special_tokens=False), *self.tokenizer.eos_token_ids]
+        return wanted.build(self.model.config.vocab_size, special)
+
     def describe_cache(self) -> str:
         """The reservation in a line."""
         first = self.cache[0]
@@ -45,48 +95,32 @@ class Session:
         )
 
 
-def open_session(
-    model_name: str,
-    settings: Settings,
-    *,
-    adapter_path: str | None = None,
-    max_kv_size: KvSize,
-    kernels: str | None = None,
-    wired: bool,
-    quiet: bool,
-    process: TextProcess | None = None,
-) -> Session:
+def open_session(run: RunOptions, process: TextProcess | None = None) -> Session:
     """Plan the memory, load a model and reserve its cache; the reservation is printed before the first token.
 
     Args:
-        model_name: a model folder or name.
-        settings: of the cache and of reading the prompt.
-        adapter_path: the folder of an adapter for it.
-        max_kv_size: tokens to reserve, "auto" for as many as fit, None for the default.
-        kernels: "unfused" or "fused"; None: what the device has.
-        wired: keep the planned memory resident.
-        quiet: print nothing.
+        run: the command's flags.
         process: for the tokenizer, where one was started already.
 
     Raises:
         ModelError: a model or adapter that cannot be loaded.
         ContextError: more tokens asked for than the model's context, or a plan that does not fit into this machine.
-        BadValueError: a group size that does not divide the model's head dimension, a format that a kernel asked for
-            does not take, or memory that cannot be wired.
+        BadValueError: a group size that does not divide the model's head dimension, a cache format that the chosen
+            kernel does not take, or memory that cannot be wired.
     """
     started = time.perf_counter()
-    folder = find_model(model_name)
+    folder = find_model(run.model)
     checkpoint = Checkpoint.from_folder(folder)
-    if adapter_path is not None:
-        checkpoint = checkpoint.adapted(find_adapter(adapter_path))
-    machine = this_machine()
+    if run.adapter_path is not None:
+        checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))
+    machine, settings, max_kv_size = this_machine(), run.settings(), options.kv_size(run.max_kv_size)
     planned = plan_that_fits(checkpoint, settings, max_kv_size, machine)
-    if wired:
+    if run.wired:
         wire(planned.total)
-    with LateProgress("loading", quiet=quiet) as progress:
-        model, tokenizer = load_folder(folder, progress.update, adapter_path=adapter_path, process=process)
-    gc.freeze()  # what was loaded stays: it is not gone through again between tokens
-    # Only the weights say how much of their biases stays out of the cache: what was planned before was a guess of it.
+    with LateProgress("loading", quiet=run.quiet) as progress:
+        model, tokenizer = load_folder(folder, progress.update, adapter_path=run.adapter_path, process=process)
+    gc.freeze()  # the loaded objects stay: the collector need not look at them between tokens
+    # Only the weights say how much of their biases stays out of the cache. The first plan guessed it.
     planned = plan_that_fits(checkpoint, settings, max_kv_size, machine, split_pairs(model))
     try:
         cache = model.make_cache(
@@ -94,16 +128,16 @@ def open_session(
             quant_bit=settings.kv_bits,
             quant_group=settings.kv_group_size,
             bias_split=settings.kv_bias_split,
-            kernels=kernels,
+            kernels=run.kernels,
         )
     except ContextError:
         raise
-    except ValueError as error:  # the format itself was looked at with the plan
+    except ValueError as error:  # the plan checked the format itself
         raise BadValueError(
             f"--kv-bits {settings.kv_bits} --kv-group-size {settings.kv_group_size}: {error}"
         ) from error
     session = Session(model, tokenizer, cache, time.perf_counter() - started)
-    if not quiet:
+    if not run.quiet:
         print(f"cache: {session.describe_cache()}", file=sys.stderr)
     return session
 

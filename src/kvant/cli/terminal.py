@@ -1,4 +1,4 @@
-"""Text for a terminal: what it would obey is shown instead. A model, a folder's name or a hub can write anything."""
+"""Text for a terminal, with escapes for control characters. A model, a folder's name or a hub can write anything."""
 
 import re
 import sys
@@ -37,7 +37,7 @@ def console(**settings: Any) -> "Console":
 
 
 class _Escaping:
-    """A stream that escapes what is written to it, and is otherwise the stream behind it."""
+    """A stream that escapes all text written to it. Otherwise it is the stream behind it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

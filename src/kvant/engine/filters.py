@@ -1,4 +1,4 @@
-"""What a sampler takes away: log-probabilities (B, vocab) in, the same out with -inf for tokens that are left out.
+"""Filters of a sampler: log-probabilities (B, vocab) in, the same out with -inf for tokens that are left out.
 
 The tokens left are those mlx-lm leaves, at ties too. Nothing is compiled: on a CPU that would start a C++ compiler.
 """

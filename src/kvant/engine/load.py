@@ -108,6 +108,6 @@ def _find_pulled(path_or_name: str | Path, name: str, revision: str | None) -> P
     from kvant import weights  # not for a folder: it imports what pulling takes
 
     try:
-        return weights.resolve(name, revision)
+        return weights.find(name, revision)
     except ValueError as error:
         raise ModelError(f"model {shown!r} is not a folder or '{POCKET}', the embedded model; {error}") from error

@@ -56,9 +56,9 @@ def resolve(kernels: str | None = None, unsupported_reason: str | None = None) -
     return None
 
 
-def choose(kernels: str | None = None) -> Choice:
-    """:func:`resolve` with its reason, and without the warning."""
-    wanted, asked = kernels, f"kernels is {kernels!r}"
+def choose(kernels: str | None = None, name: str = "kernels") -> Choice:
+    """:func:`resolve` with its reason, and without the warning; ``name`` is the argument's for messages."""
+    wanted, asked = kernels, f"{name} is {kernels!r}"
     if wanted is None:
         wanted = os.environ.get(VARIABLE) or None
         asked = f"{VARIABLE} is {wanted!r}"

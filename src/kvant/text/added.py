@@ -1,4 +1,4 @@
-"""Added and special tokens: what a folder's files say of them, merged as transformers 5 merges them."""
+"""Added and special tokens of a folder's files, merged as transformers 5 merges them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class FolderTokens:
     Attributes:
         named: tokens by their role, those of the model's own roles (``image_token``) too.
         extra: special tokens without a role.
-        adding: what is to be added to the tokenizer, in this order.
+        adding: tokens to add to the tokenizer, in this order.
     """
 
     named: Mapping[str, str]
@@ -85,7 +85,7 @@ def token(value: Mapping[str, Any]) -> AddedToken:
 
 
 def _take_older(settings: dict[str, Any], own: dict[str, Any], special_tokens: Mapping[str, Any]) -> None:
-    """What special_tokens_map.json of an older folder says goes before tokenizer_config.json."""
+    """In an older folder special_tokens_map.json counts before tokenizer_config.json."""
     for name, value in special_tokens.items():
         if name != LISTS[0]:
             settings[name] = token({**value, "special": True}) if isinstance(value, dict) else value

@@ -2,60 +2,49 @@
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 SPACE = "▁".encode()
 UNKNOWN = "\ufffd"
 
 
-class StreamingDetokenizer(Protocol):
+class StreamingDetokenizer:
     """Text of a growing sequence of token ids.
 
     Attributes:
-        text: what is certain so far.
+        text: the certain text so far.
         tokens: the ids so far.
-        last_segment: the text since this was last asked for.
     """
-
-    text: str
-    tokens: list[int]
-
-    @property
-    def last_segment(self) -> str: ...
-
-    def reset(self) -> None:
-        """Begin anew."""
-
-    def add_token(self, token: int) -> None:
-        """Take an id."""
-
-    def finalize(self) -> None:
-        """Give out what was held back."""
-
-
-class _Segments:
-    """What all have: the text, and how much of it was handed out."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
+        """Begin anew."""
         self.text = ""
         self.tokens: list[int] = []
         self.offset = 0
 
+    def add_token(self, token: int) -> None:
+        """Take an id."""
+        raise NotImplementedError
+
+    def finalize(self) -> None:
+        """Give out the text that was held back."""
+        raise NotImplementedError
+
     @property
     def last_segment(self) -> str:
+        """The text since this was last asked for."""
         segment = self.text[self.offset :]
         self.offset = len(self.text)
         return segment
 
 
-class ByteDetokenizer(_Segments):
+class ByteDetokenizer(StreamingDetokenizer):
     """For vocabularies whose tokens stand for bytes: byte-level ones, and those that fall back to bytes.
 
-    The text is what the tokenizer's ``decode`` gives for all ids, but for tokens that fall back to bytes: a run of them
-    that is not UTF-8 throughout becomes replacement characters there; here the characters within it were given out.
+    The text is that of the tokenizer's ``decode`` for all ids, but for a run of byte tokens that is not UTF-8
+    throughout. ``decode`` makes replacement characters of the whole run. Here its whole characters were given out.
     """
 
     def __init__(self, pieces: Sequence[str | None], *, byte_level: bool, strips: bool) -> None:
@@ -93,8 +82,8 @@ class ByteDetokenizer(_Segments):
         self.text += text
 
 
-class WindowDetokenizer(_Segments):
-    """For any tokenizer: decodes the last tokens again with each new one, and takes what has become longer."""
+class WindowDetokenizer(StreamingDetokenizer):
+    """For any tokenizer: decodes the last tokens again with each new one, and takes the text they gained."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
@@ -102,7 +91,7 @@ class WindowDetokenizer(_Segments):
 
     def reset(self) -> None:
         super().reset()
-        self._first = self._read = 0  # of the tokens decoded again; of those whose text is not out yet
+        self._first = self._read = 0  # the first token decoded again; the first whose text is not out yet
         self._known = ""
 
     def add_token(self, token: int) -> None:
@@ -121,7 +110,7 @@ class WindowDetokenizer(_Segments):
 
 
 def _table() -> dict[str, int]:
-    """Byte-level vocabularies' letters: GPT-2's, which shows a byte as itself where that is a visible character."""
+    """The letters of byte-level vocabularies, GPT-2's: a byte that is a visible character stands for itself."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}

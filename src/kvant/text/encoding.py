@@ -67,7 +67,7 @@ class Encoder:
         model_type: str | None,
         tokenizer_class: str | None,
     ) -> None:
-        """From the bytes of tokenizer.json, what the folder's other files say, and config.json's two words."""
+        """From the bytes of tokenizer.json, the folder's other files, and config.json's two words."""
         raw = _parse(content)
         _check(raw)
         self._decoder = raw.get("decoder")
@@ -93,7 +93,7 @@ class Encoder:
         self._clean_up = bool(config.get("clean_up_tokenization_spaces"))
 
     def facts(self) -> dict[str, Any]:
-        """What the parent process knows without asking."""
+        """Facts that the parent process need not ask for."""
         find = self._tokenizer.token_to_id
         # Clean-up looks at several tokens at once.
         kind = decoder_kind(self._decoder) if not self._clean_up or self._kind == "BPE" else "other"
@@ -126,7 +126,7 @@ class Encoder:
         return {"tokens": [self._tokenizer.id_to_token(token) for token in ids]}
 
     def ids(self, tokens: list[str]) -> dict[str, Any]:
-        """The vocabulary's strings to token ids; None for what it does not have."""
+        """The vocabulary's strings to token ids; None for a string it does not have."""
         return {"ids": [self._tokenizer.token_to_id(token) for token in tokens]}
 
     def vocabulary(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Encoder:
         return {"vocabulary": self._tokenizer.get_vocab(with_added_tokens=True)}
 
     def _finish(self, name: str | None) -> None:
-        """What some classes do when their tokens are there."""
+        """The last steps of some classes, after their tokens were added."""
         tokenizer, named = self._tokenizer, self._named
         if name == "Qwen2Tokenizer":
             names = [*named.values(), *self._extra]
@@ -159,7 +159,7 @@ class Encoder:
         if "Llama" in name:
             spaced, legacy = prefix is None or bool(prefix), name == "LlamaTokenizer" and config.get("legacy")
             scheme = "never" if not spaced else "always" if legacy else "first"
-            spaced = spaced or name == "CodeLlamaTokenizer"  # in what is decoded, always
+            spaced = spaced or name == "CodeLlamaTokenizer"  # it always decodes so
             tokenizer.normalizer = None
             tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
             steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -178,7 +178,7 @@ class Encoder:
 
 
 def pipeline_class(model_type: str | None, declared: object, content: bytes, kind: str) -> str | None:
-    """The class whose own pipeline transformers 5 builds for a folder; None: it takes tokenizer.json's.
+    """The class for which transformers 5 builds a pipeline of its own; None: it takes tokenizer.json's.
 
     Args:
         model_type: config.json's.
@@ -202,7 +202,7 @@ def _differ(listed: Mapping[str, Any], present: Mapping[int, AddedToken]) -> boo
 
 
 def decoder_kind(decoder: object) -> str:
-    """How tokens become bytes: ``byte_level``, ``byte_fallback``, or ``other``, which only the library knows."""
+    """How tokens become bytes: ``byte_level``, ``byte_fallback``, or ``other``: only the library can decode."""
     if not isinstance(decoder, dict):
         return "other"
     if decoder.get("type") == "ByteLevel":
@@ -224,7 +224,7 @@ def _parse(content: bytes) -> dict[str, Any]:
 
 
 def _check(raw: dict[str, Any]) -> None:
-    """Refuse what the library would print about, or make an absurd table of."""
+    """Refuse a file that the library would print about, or make an absurd table of."""
     if not isinstance(raw.get("model"), dict):
         raise ValueError("tokenizer.json: no model; expected a tokenizer as the tokenizers library writes it")
     added = raw.get("added_tokens") or []

@@ -1,4 +1,4 @@
-"""A model folder's tokenizer files, read with care: they may be anybody's. The worker looks into tokenizer.json."""
+"""A model folder's tokenizer files, read with care: a stranger may have made them. The worker parses tokenizer.json."""
 
 import os
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import ModelError
-from kvant.files import read_bytes, read_json, read_text, refuse_code
+from kvant.files import read_bytes, read_optional, read_text, refuse_code
 
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 MAX_TEMPLATE_BYTES = 1024 * 1024  # the longest published ones have some 30,000
@@ -18,7 +18,7 @@ TEMPLATES = "additional_chat_templates"  # a folder of further ones
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What a folder says of its tokenizer.
+    """A folder's description of its tokenizer.
 
     Attributes:
         tokenizer: the bytes of tokenizer.json.
@@ -42,23 +42,23 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     """Read them; nothing else of the folder is opened.
 
     Raises:
-        ModelError: no tokenizer.json, or a file that is not what it should be.
+        ModelError: no tokenizer.json, or a file of the wrong kind or content.
     """
     if not os.path.lexists(folder / "tokenizer.json"):
         raise ModelError(f"{folder}: no tokenizer.json; `kvant convert --tokenizer` makes one from older files")
-    config = dict(_optional(folder / "tokenizer_config.json"))
+    config = dict(read_optional(folder / "tokenizer_config.json"))
     refuse_code(config, str(folder / "tokenizer_config.json"))
     if config.get("fast_tokenizer_files"):
         path = folder / "tokenizer_config.json"
         raise ModelError(f"{path}: fast_tokenizer_files names other files; expected tokenizer.json")
-    special = _optional(folder / "special_tokens_map.json")
-    added = _optional(folder / "added_tokens.json")
+    special = read_optional(folder / "special_tokens_map.json")
+    added = read_optional(folder / "added_tokens.json")
     _check_tokens(folder / "tokenizer_config.json", config)
     _check_tokens(folder / "special_tokens_map.json", special)
     if not all(type(value) is int for value in added.values()):
         raise ModelError(f"{folder / 'added_tokens.json'}: expected an id for every token")
     templates = _templates(folder, config.pop("chat_template", None))
-    model = _optional(folder / "config.json")
+    model = read_optional(folder / "config.json")
     kind, name = model.get("model_type"), model.get("tokenizer_class")
     return TokenizerFiles(
         tokenizer=read_bytes(folder / "tokenizer.json", MAX_TOKENIZER_BYTES),
@@ -71,12 +71,8 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     )
 
 
-def _optional(path: Path) -> Mapping[str, Any]:
-    return read_json(path) if os.path.lexists(path) else {}
-
-
 def _templates(folder: Path, stored: object) -> dict[str, str]:
-    """Templates of their own files, which win, or those in tokenizer_config.json."""
+    """Templates in files of their own, else those in tokenizer_config.json."""
     found = {}
     if os.path.lexists(folder / "chat_template.jinja"):
         found["default"] = read_text(folder / "chat_template.jinja", MAX_TEMPLATE_BYTES)

@@ -1,7 +1,7 @@
-"""A process for what a model folder's tokenizer and chat template make of a text: bounded in time and memory.
+"""A process that runs a model folder's tokenizer and chat template, bounded in time and memory.
 
-Both are anybody's programs in effect: a template is one, and a tokenizer's regular expressions and normalizers can run
-for ever or take all memory. No library that interprets them can be interrupted; a process can be ended.
+Both are a stranger's programs: a template is one, and a tokenizer's regular expressions and normalizers can run for
+ever or take all memory. A library that interprets them cannot be interrupted. A process can be ended.
 """
 
 import json
@@ -22,10 +22,10 @@ from kvant.errors import ModelError
 
 TIME_LIMIT_S = 5.0  # a text; templates and tokenizers take milliseconds
 START_LIMIT_S = 60.0  # a tenth of a second where nothing else runs
-MEMORY_LIMIT = 512 * 1024 * 1024  # above what the loaded tokenizer takes
+MEMORY_LIMIT = 512 * 1024 * 1024  # beside the loaded tokenizer
 MAX_ANSWER = 160 * 1024 * 1024  # bytes: the longest text there can be
 LOOK_S = 0.1
-# macOS counts what every process shares, more than any limit that would be of use; there the memory is looked at.
+# macOS counts shared memory too, more than any useful limit. There the memory is looked at from time to time.
 ADDRESS_LIMIT = MEMORY_LIMIT if sys.platform == "linux" else 0
 
 PROGRAM = Path(__file__).with_name("worker.py")
@@ -38,8 +38,8 @@ class TextError(Exception):
 class TextProcess:
     """A process that renders templates and runs a tokenizer, one request at a time, for threads of this process.
 
-    It is started at once and again whenever it had to be ended; then its tokenizer is loaded again. It ends when this
-    object goes or Python does.
+    It is started at once. Where it had to be ended it is started again, with the same tokenizer. It ends with this
+    object or with Python.
     """
 
     def __init__(self, tokenizer: tuple[dict[str, Any], bytes] | None = None) -> None:
@@ -51,10 +51,10 @@ class TextProcess:
         self._start()
 
     def load(self, request: dict[str, Any], payload: bytes) -> Callable[[], dict[str, Any]]:
-        """Send the request that loads a tokenizer, which then is loaded after every start, too.
+        """Send the request that loads a tokenizer. It is loaded again after every new start.
 
         Returns:
-            What waits for the answer; :meth:`ask` may not be called before. It raises as that does.
+            A function that waits for the answer and raises as :meth:`ask`, which may not be called before it.
         """
         line = _encoded(request, payload)
         with self._lock, self._ended_on_error():
@@ -75,7 +75,7 @@ class TextProcess:
         return answer
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The worker's answer to a request, which is JSON.
+        """The worker's answer to a request of JSON.
 
         Raises:
             TextError: the request cannot be sent, fails, or takes too long or too much memory.
@@ -138,7 +138,7 @@ class TextProcess:
             raise
 
     def _send(self, *parts: bytes) -> None:
-        """Write to the process, which reads all of a request before it does anything."""
+        """Write to the process. It reads all of a request before it does anything."""
         stdin = self._process.stdin
         assert stdin is not None
         for part in parts:
@@ -205,7 +205,7 @@ def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of a process, 0 where nobody knows."""
+    """Memory of a process; 0 where it is not known."""
     try:
         done = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, check=False)
         return int(done.stdout) * 1024

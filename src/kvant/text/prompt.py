@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import mlx.core as mx
 
-from kvant.errors import PromptError, is_library_error, one_line
+from kvant.errors import PromptError, library_errors
 from kvant.text.tokenizer import Tokenizer
 
 Message = Mapping[str, str]
@@ -46,30 +46,18 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
     """
     if not tokenizer.has_chat_template:
         raise PromptError("the model has no chat template")
-    try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    except PromptError:
-        raise
-    except Exception as error:  # of another library's tokenizer
-        raise PromptError(f"the chat template failed: {one_line(error)}") from error
-    return str(text)
+    with library_errors(PromptError, "the chat template failed"):
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
 
 
 def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of text a chat template wrote: its special tokens are there already."""
+    """Token ids of text that a chat template wrote. Its special tokens are there already."""
     return _encode(tokenizer, text, add_special_tokens=False)
 
 
 def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    try:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    except PromptError:
-        raise
-    except BaseException as error:  # of another library's tokenizer
-        if not is_library_error(error):
-            raise
-        raise PromptError(f"the prompt cannot be encoded: {one_line(error)}") from error
-    return ids
+    with library_errors(PromptError, "the prompt cannot be encoded"):
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def _token_id(token: object) -> int:

@@ -20,12 +20,12 @@ MAX_TEXT = 32 * 1024 * 1024  # characters; the longest context there is has less
 
 
 class Generation(Extension):
-    """``{% generation %}``: marks what the assistant said, for training; here it is what it holds."""
+    """``{% generation %}`` marks the assistant's words, for training. Here it is its content."""
 
     tags = {"generation"}  # noqa: RUF012, Jinja's own way
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The block as a macro's, which has a scope of its own."""
+        """The block as that of a macro: it has a scope of its own."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
@@ -102,7 +102,7 @@ def compiled(source: str) -> Template:
 
 
 def render(source: str, variables: dict[str, Any]) -> str:
-    """What the template writes."""
+    """The template's text for these variables."""
     pieces, length = [], 0
     for piece in compiled(source).generate(**variables):
         length += len(piece)

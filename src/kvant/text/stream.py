@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from kvant.errors import ModelError, is_library_error, one_line
+from kvant.errors import ModelError, library_errors
 from kvant.text.tokenizer import Tokenizer
 
 
@@ -20,7 +20,7 @@ class TextStream:
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """Take a token; return the text that is now certain, which may be empty."""
+        """Take a token; return the text that is now certain. It may be empty."""
         return self._release(self._segment(lambda: self._detokenizer.add_token(token)))
 
     def finish(self) -> str:
@@ -31,15 +31,9 @@ class TextStream:
         return text
 
     def _segment(self, advance: Callable[[], object]) -> str:
-        try:
+        with library_errors(ModelError, "the tokenizer cannot decode the generated tokens"):
             advance()
             return str(self._detokenizer.last_segment)
-        except ModelError:
-            raise
-        except BaseException as error:  # of another library's detokenizer
-            if not is_library_error(error):
-                raise
-            raise ModelError(f"the tokenizer cannot decode what was generated: {one_line(error)}") from error
 
     def _release(self, segment: str) -> str:
         if self.stopped:

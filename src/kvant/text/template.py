@@ -1,4 +1,4 @@
-"""Messages through a chat template: which one, what it sees, and an answer to continue. As transformers does it."""
+"""Messages for a chat template: which template, its variables, an answer to continue. As transformers does it."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # stands where an answer is to be continue
 
 
 def render(process: TextProcess, template: str, variables: Mapping[str, Any]) -> str:
-    """What a template writes for variables, which are JSON.
+    """A template's text for variables of JSON.
 
     Raises:
         PromptError: a template that fails, or that would take too long or too much memory.

@@ -5,37 +5,35 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvant.errors import ModelError, PromptError
+from kvant.errors import ModelError, PromptError, one_line
 from kvant.text.detokenizer import ByteDetokenizer, StreamingDetokenizer, WindowDetokenizer
 from kvant.text.folder import read_tokenizer_files
 from kvant.text.process import TextError, TextProcess
-from kvant.text.schema import function_schema
 from kvant.text.template import choose_template, cut_at_mark, mark_continuation, plain_data, prepare, render
 
 MAX_IDS = 2**32  # the tokenizers library's ids
 
-# Of transformers' apply_chat_template, and not supported: they would be variables of the template without a word.
+# Arguments of transformers' apply_chat_template. They are refused: else they would silently be template variables.
 REFUSED = (
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
     *("return_assistant_tokens_mask", "sanitize_control_tokens"),
 )
 
 
-def load_tokenizer(folder: Path, process: TextProcess | None = None) -> "Tokenizer":
+def load_tokenizer(folder: Path) -> "Tokenizer":
     """The tokenizer of a model folder; nothing in the folder is executed.
 
     Args:
         folder: has tokenizer.json.
-        process: what it runs in, where one was started already.
 
     Raises:
         ModelError: no tokenizer, or one that cannot be loaded within 5 seconds and 512 MiB.
     """
-    return begin_loading(folder, process or TextProcess())()
+    return begin_loading(folder, TextProcess())()
 
 
 def begin_loading(folder: Path, process: TextProcess) -> Callable[[], "Tokenizer"]:
-    """:func:`load_tokenizer` in two parts: the process loads while this one does something else, until it calls.
+    """:func:`load_tokenizer` in two parts. The process loads while this one goes on; the result waits for it.
 
     Raises:
         ModelError: as there, now or when the result is called.
@@ -78,7 +76,7 @@ class Tokenizer:
     """
 
     def __init__(self, process: TextProcess, facts: Mapping[str, Any], templates: Mapping[str, str]) -> None:
-        """From what the process knows after it has loaded the tokenizer; :func:`load_tokenizer` makes one."""
+        """From the facts of the process that has loaded the tokenizer; :func:`load_tokenizer` makes one."""
         self._process = process
         self._facts = facts
         special: Mapping[str, tuple[str, int | None]] = facts["special"]
@@ -137,7 +135,7 @@ class Tokenizer:
 
     @property
     def has_thinking(self) -> bool:
-        """Whether the vocabulary has marks around what a model thinks: ``think_start``, ``think_end``."""
+        """Whether the vocabulary has marks around a model's thoughts: ``think_start``, ``think_end``."""
         return self.think_start is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -180,12 +178,12 @@ class Tokenizer:
         return str(self._ask(request, "the tokenizer cannot decode")["text"])
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
-        """The vocabulary's string of an id, or those of several; None for what it does not have."""
+        """The vocabulary's string of an id, or those of several; None for an id it does not have."""
         found = self._ask({"do": "tokens", "ids": _ids(ids)}, "no such ids")
         return found["tokens"][0] if isinstance(ids, int) else found["tokens"]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """The id of a string of the vocabulary, or those of several; the unknown token's for what it does not have."""
+        """The id of a string of the vocabulary, or those of several; the unknown token's for any other string."""
         found = self._find([tokens] if isinstance(tokens, str) else list(tokens))
         ids = [self.unk_token_id if token is None else token for token in found]
         return ids[0] if isinstance(tokens, str) else ids
@@ -218,13 +216,14 @@ class Tokenizer:
 
         Args:
             conversation: messages, each with a role and content; or several such conversations, for a list of results.
-            tools: what the model may call, each a JSON schema or a Python function.
-            documents: what the model may read, each with a title and a text.
+            tools: JSON schemas or Python functions that the model may call. A function needs a type hint for each
+                parameter, and a docstring in Google's style that describes them.
+            documents: texts the model may read, each with a title and a text.
             chat_template: one of the model's by name, or Jinja source; default: the model's.
             add_generation_prompt: end where the assistant's answer begins.
             continue_final_message: end inside the last message, so that the model goes on with it.
             tokenize: return token ids; else text.
-            variables: what else the template sees, such as ``enable_thinking``.
+            variables: further variables of the template, such as ``enable_thinking``.
 
         Raises:
             PromptError: no template, or one that fails on these messages, takes longer than 5 s or more than 512 MiB.
@@ -244,7 +243,7 @@ class Tokenizer:
         if conversation and all(isinstance(each, list | tuple) for each in conversation):
             return [self.apply_chat_template(each, tools, documents, **given) for each in conversation]
         if tools is not None:
-            tools = [tool if isinstance(tool, Mapping) else function_schema(tool) for tool in tools]
+            tools = [tool if isinstance(tool, Mapping) else _schema(tool) for tool in tools]
         messages = prepare(conversation)
         continued = mark_continuation(messages) if continue_final_message else ""
         seen = {
@@ -270,6 +269,18 @@ class Tokenizer:
             return self._process.ask(request)
         except TextError as error:
             raise kind(f"{failure}: {error}") from error
+
+
+def _schema(tool: object) -> dict[str, Any]:
+    """The JSON schema of a Python function, by transformers."""
+    if not callable(tool):
+        raise ValueError(f"a tool is a {type(tool).__name__}; expected a JSON schema or a function")
+    from transformers.utils.chat_template_utils import get_json_schema  # takes most of a second
+
+    try:
+        return dict(get_json_schema(tool))
+    except Exception as error:  # its own kinds share no base
+        raise ValueError(f"tool {getattr(tool, '__name__', tool)!r}: {one_line(error)}") from error
 
 
 def _ids(given: Any) -> list[int]:

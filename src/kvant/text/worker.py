@@ -73,7 +73,7 @@ def address_space() -> int:
 
 
 def main(time_limit_s: float, memory_limit: int) -> None:
-    """Serve standard input. The limit on processor time is for a process whose parent died and cannot end it."""
+    """Serve standard input. The limit on processor time ends a process whose parent died."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a library that prints does not answer
     limit(resource.RLIMIT_CORE, 0)
@@ -97,7 +97,7 @@ def main(time_limit_s: float, memory_limit: int) -> None:
         answers.write(json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
         answers.flush()
         if loads:
-            bound()  # a text's memory is what it takes beside the tokenizer
+            bound()  # a text's memory counts beside the tokenizer's
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Models by name or repository: what is known of them, pulling them from the hub, verifying them.
+"""Models by name or repository: known, pulled from the hub, verified.
 
 weights.toml names models, each pinned to a commit with sizes and digests. Any other repository of the hub is pinned to
 the commit it resolves to when it is first pulled, its digests recorded in a lock in the user's cache. The files lie in
@@ -6,10 +6,10 @@ huggingface_hub's own cache, shared with mlx-lm; nothing is loaded from there th
 """
 
 from kvant.weights.known import File, KnownModel, known_models
+from kvant.weights.local import Checked, Pulled, find, pulled, verify
 from kvant.weights.lock import Verified
 from kvant.weights.pull import pull, remote_facts
 from kvant.weights.reference import Reference, parse_reference
-from kvant.weights.resolve import Checked, Pulled, pulled, resolve, verify
 
 __all__ = [
     "Checked",
@@ -18,11 +18,11 @@ __all__ = [
     "Pulled",
     "Reference",
     "Verified",
+    "find",
     "known_models",
     "parse_reference",
     "pull",
     "pulled",
     "remote_facts",
-    "resolve",
     "verify",
 ]

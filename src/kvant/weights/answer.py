@@ -1,7 +1,7 @@
 """One answer of the hub, read within limits of time.
 
-A thread reads the answer and hands it over in pieces. So a limit holds whatever blocks: the look-up of a name, a
-handshake, the head of the answer, its body. It also holds where every single byte comes in time.
+A thread reads the answer and hands it over in pieces. So a limit holds wherever the thread blocks: in the
+look-up of a name, a handshake, the head of the answer, its body. It also holds where every single byte comes in time.
 """
 
 import threading
@@ -26,7 +26,7 @@ POLL_S = 0.2
 
 
 class AnswerError(Exception):
-    """An answer that is not what was asked for; its text is for a person."""
+    """A wrong answer; its text is for a person."""
 
 
 class StatusError(Exception):
@@ -97,14 +97,14 @@ def _body(pieces: "_Pieces") -> Iterator[bytes]:
 
 
 class _Pieces:
-    """What the thread has read: the answer's head, then bytes, then none; or the error that ended it."""
+    """The thread's results in order: the answer's head, pieces of bytes, an empty piece at the end; or an error."""
 
     def __init__(self) -> None:
         self._queue: Queue[Response | bytes | Exception] = Queue(PIECES_AHEAD)
         self.abandoned = threading.Event()
 
     def put(self, piece: "Response | bytes | Exception") -> bool:
-        """Hand a piece over; False: nobody wants it any more."""
+        """Hand a piece over; False: the reader has gone."""
         while not self.abandoned.is_set():
             try:
                 self._queue.put(piece, timeout=POLL_S)
@@ -129,7 +129,7 @@ def _read(url: str, start: int, pieces: _Pieces) -> None:
         response = _open(url, start)
         try:
             wanted = pieces.put(response)
-            if response.status_code in (200, 206):  # nobody reads the body of a refusal
+            if response.status_code in (200, 206):  # the body of a refusal is not read
                 wanted = wanted and all(pieces.put(piece) for piece in response.iter_raw() if piece)
             if wanted:
                 pieces.put(b"")
@@ -154,7 +154,7 @@ def _open(url: str, start: int) -> "Response":
         response = client.send(request, stream=True, follow_redirects=False)
         if response.next_request is None:
             return response
-        response.close()  # its body is anybody's, and of any length
+        response.close()  # its body is a stranger's, of any length
         if request.url.scheme == "https" and response.next_request.url.scheme != "https":
             raise AnswerError("the hub redirects from https to http; refused")
         request = response.next_request

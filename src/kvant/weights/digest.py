@@ -12,7 +12,7 @@ SHA256, GIT_BLOB = "sha256", "git blob id"
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What a content must have: the kind of its digest, and its hexadecimal digits."""
+    """A digest that a content must have: its kind and its hexadecimal digits."""
 
     kind: str
     value: str

@@ -1,8 +1,8 @@
 """A file of the hub into huggingface_hub's cache: whole, checked, and resumed where it was cut.
 
 The layout is huggingface_hub's: models--owner--name/blobs/<digest>, and snapshots/<commit>/<name>, a link to it. Every
-part of a path is a validated name: the digest is the listing's, and no header of an answer names a file. What is not
-whole yet lies beside the blob; the next pull goes on from there.
+part of a path is a validated name: the digest is the listing's, and no header of an answer names a file. An unfinished
+file lies beside the blob; the next pull goes on from there.
 """
 
 import os
@@ -26,7 +26,7 @@ WAIT_S = 1.0  # between two attempts
 NOT_SATISFIABLE = 416  # there is no such range
 RETRIED = (408, 429, 500, 502, 503, 504)
 PARTIAL = ".kvant.incomplete"  # ours
-ANY_PARTIAL = ".incomplete"  # huggingface_hub's too: what a killed process left, nobody else can use
+ANY_PARTIAL = ".incomplete"  # huggingface_hub's too; no other process can use a killed one's
 TRY_S = 0.2  # for a lock before it counts as held
 STALE_S = 86_400  # since the last write to a partial file that is not ours
 CHUNK_BYTES = 1 << 20
@@ -36,17 +36,17 @@ Say = Callable[[str], None]  # takes a line for a person
 
 
 class ContentError(AnswerError):
-    """Bytes that are not the file; what came is removed."""
+    """Bytes that are not the file. They are removed."""
 
 
 def download_file(url: str, path: Path, size: int, digest: Digest, say: Say) -> None:
-    """Bring one file into its snapshot; a blob of that digest that is here already is linked, not fetched.
+    """Bring one file into its snapshot. A blob of that digest that is here already is linked, not fetched.
 
     Args:
         path: of the file: models--owner--name/snapshots/<commit>/<name>.
         size: in bytes; never more is written.
         digest: of the content; it names the blob.
-        say: takes what happens, a line at a time.
+        say: called with a line for a person where something happens.
 
     Raises:
         AnswerError: an answer that is too slow, or not the file.
@@ -77,7 +77,7 @@ def bytes_here(path: Path, digest: Digest) -> int:
 
 
 def remove_partials(repository: str) -> None:
-    """Remove what downloads of a repository left unfinished, except where one is at work."""
+    """Remove unfinished downloads of a repository, except where one is at work."""
     blobs = repository_folder(repository) / "blobs"
     with suppress(OSError):
         for path in blobs.iterdir():
@@ -193,7 +193,7 @@ class _Partial:
             self._hash.update(piece)
 
     def restart(self) -> None:
-        """Forget what is here."""
+        """Begin again with nothing."""
         self._file.seek(0)
         self._file.truncate()
         self.bytes, self._hash = 0, new_hash(self._digest.kind, self.size)
@@ -225,14 +225,14 @@ class _Partial:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Keep what is here for the next pull; nothing is no use to it."""
+        """Keep the bytes for the next pull; remove an empty file."""
         self._file.close()
         if not self.bytes and self.size:
             self.path.unlink(missing_ok=True)
 
 
 def _link(blob: Path, path: Path, fetched: bool) -> None:
-    """The snapshot's name of a blob; the blob itself where there can be no links, or a copy if others may use it."""
+    """Give a blob its name in the snapshot: by a link, else by moving it, or by a copy where others may use it."""
     path.unlink(missing_ok=True)  # a link whose blob was removed
     if links_allowed():
         try:
@@ -251,7 +251,7 @@ def _link(blob: Path, path: Path, fetched: bool) -> None:
 
 
 def note_branch(repository: str, branch: str, commit: str) -> None:
-    """Tell huggingface_hub which commit a branch is, so that others find it offline; what it knows already stays."""
+    """Tell huggingface_hub which commit a branch is, so that others find it offline. A known commit stays."""
     path = repository_folder(repository) / "refs" / branch
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What the hub is asked, and its errors in a line each."""
+"""Questions to the hub, and its errors in a line each."""
 
 import errno
 from collections.abc import Iterator
@@ -32,10 +32,10 @@ class UnreachableError(WeightsError):
 
 
 def list_files(repository: str, revision: str | None) -> Listing:
-    """What a commit, branch, tag or (None) the default branch holds; nothing is downloaded.
+    """The files of a commit, branch, tag or (None) the default branch; nothing is downloaded.
 
     Raises:
-        WeightsError: the hub refuses or cannot be reached, or lists what cannot be.
+        WeightsError: the hub refuses, cannot be reached, or lists something impossible.
     """
     with _errors_in_one_line(repository, revision):
         address = f"{endpoint()}/api/models/{repository}"
@@ -54,7 +54,7 @@ def download(repository: str, commit: str, path: Path, size: int, digest: Digest
     """Bring one file into its snapshot in huggingface_hub's cache; one that is there stays as it is.
 
     Raises:
-        WeightsError: it cannot be had, or what came is not the file.
+        WeightsError: it cannot be had, or other bytes came.
     """
     with _errors_in_one_line(repository, commit, path.name):
         download_file(f"{endpoint()}/{repository}/resolve/{commit}/{path.name}", path, size, digest, say)

@@ -15,7 +15,7 @@ PLACES = (Path(__file__).parent / FILE, Path(__file__).parents[3] / FILE)
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a repository; what is not known of it is None.
+    """A file of a repository. None stands for an unknown value.
 
     Attributes:
         sha256: of its content, 64 hexadecimal digits.
@@ -34,7 +34,7 @@ class KnownModel:
         repository: owner/repository on the hub.
         revision: the full commit it is pinned to.
         license: its SPDX identifier, in lower case as the hub writes it.
-        files: those of which something is known; the repository may have more.
+        files: the known ones; the repository may have more.
         config: the keys of its config.json that decide its shape.
     """
 
@@ -55,7 +55,7 @@ def known_models() -> Mapping[str, KnownModel]:
 
 
 def known_files(repository: str, revision: str) -> dict[str, File]:
-    """What weights.toml says of the files of a commit, by name; nothing of one it does not list."""
+    """The files of a commit by name, as weights.toml has them; empty for a commit it does not list."""
     for model in known_models().values():
         if (model.repository, model.revision) == (repository, revision):
             return {file.name: file for file in model.files}

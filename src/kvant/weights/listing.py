@@ -1,4 +1,4 @@
-"""What the hub says a commit holds; nothing of it is believed before it is checked."""
+"""The hub's list of a commit's files. Nothing in it is believed before it is checked."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def parse_listing(repository: str, revision: str | None, data: bytes) -> Listing
     """Read the hub's answer to a question for a revision's files.
 
     Raises:
-        WeightsError: it answers for another commit, or lists what cannot be.
+        WeightsError: it answers for another commit, or lists something impossible.
     """
     try:
         answer = json.loads(data)
@@ -73,7 +73,7 @@ def parse_listing(repository: str, revision: str | None, data: bytes) -> Listing
 
 
 def _name(repository: str, entry: object) -> str:
-    """The name of an entry of the listing, which will be joined to a folder's."""
+    """The checked name of an entry: it will be a part of a path."""
     name = entry.get("rfilename") if isinstance(entry, dict) else entry
     if not isinstance(name, str) or not isinstance(entry, dict):
         raise WeightsError(f"{repository}: the hub lists a file as {_shown(name)}; expected an object with its name")

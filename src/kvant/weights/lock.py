@@ -1,7 +1,7 @@
-"""The record of what was pulled and verified: a JSON file a repository in the user's cache.
+"""The record of pulled and verified files: one JSON file a repository, in the user's cache.
 
-Where it holds no entry for a commit, nothing of that commit is loaded: so a pull that was cut short, or brought
-something wrong, leaves nothing behind that could be.
+A commit without an entry is not loaded. So a pull that was cut short, or that brought wrong files, leaves nothing that
+could be loaded.
 """
 
 import errno
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import WeightsError
+from kvant.files import user_cache
 from kvant.weights.reference import COMMIT, REPOSITORY, is_revision
 
 FORMAT = 1
@@ -31,11 +32,11 @@ class Verified:
 
 @dataclass(slots=True)
 class Lock:
-    """What is recorded of a repository.
+    """The record of a repository.
 
     Attributes:
-        pins: revision as it was written (DEFAULT_BRANCH: none) -> the commit it resolved to when it was pulled.
-        snapshots: commit -> its files by name, every one of which was verified.
+        pins: revision as it was written (DEFAULT_BRANCH: none) -> its commit when it was pulled.
+        snapshots: commit -> its files by name, all of them verified.
     """
 
     repository: str
@@ -44,7 +45,7 @@ class Lock:
 
 
 def read_lock(repository: str) -> Lock:
-    """What is recorded of a repository; an empty lock if nothing is.
+    """The record of a repository; an empty lock if there is none.
 
     Raises:
         WeightsError: a file that cannot be read, or that kvant did not write.
@@ -111,10 +112,7 @@ def write_lock(lock: Lock) -> None:
 
 
 def _folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # by its specification a relative one counts for nothing
-        base = os.path.expanduser("~/.cache")
-    return Path(base) / "kvant" / "weights"
+    return user_cache() / "weights"
 
 
 def _path(repository: str) -> Path:
@@ -122,7 +120,7 @@ def _path(repository: str) -> Path:
 
 
 def _parse(record: Mapping[str, Any]) -> Lock:
-    """Every name in it becomes part of a path, so all are checked."""
+    """The lock, with all names checked: each becomes part of a path."""
     repository, pins, snapshots = record["repository"], record["pins"], record["snapshots"]
     commits = [*pins.values(), *snapshots]
     if record["format"] != FORMAT or not REPOSITORY.fullmatch(repository) or not all(map(COMMIT.fullmatch, commits)):

@@ -1,6 +1,5 @@
 """From the hub into huggingface_hub's cache, verified and recorded."""
 
-import json
 import shutil
 import sys
 from collections.abc import Mapping
@@ -8,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import WeightsError, one_line
+from kvant.files import MAX_CONFIG_BYTES, read_json
 from kvant.sizes import format_bytes
 from kvant.weights.digest import GIT_BLOB, SHA256, Digest
 from kvant.weights.download import Say, bytes_here, locked, note_branch, remove_partials
 from kvant.weights.hub import UnreachableError, download, list_files
 from kvant.weights.known import File, known_files
 from kvant.weights.listing import Listing
+from kvant.weights.local import compare, differs, expect, find, pinned_commit
 from kvant.weights.lock import DEFAULT_BRANCH, Lock, Verified, check_writable, read_lock, write_lock
 from kvant.weights.reference import Reference, parse_reference
-from kvant.weights.resolve import compare, expect, pinned_commit, resolve
-from kvant.weights.snapshot import git_blob_id, measure, real_file, snapshot_folder
+from kvant.weights.snapshot import git_blob_id, measure, snapshot_folder
 
-MAX_CONFIG_BYTES = 4 * 1024 * 1024
 RECORD = "kvant"  # the lock's name while the record is written
 HUB_DEFAULT_BRANCH = "main"
 
@@ -30,23 +29,23 @@ def print_line(line: str) -> None:
 
 
 def pull(text: str, revision: str | None = None, *, update: bool = False, progress: Say = print_line) -> Path:
-    """Download a model, verify every file, record it; what is here already is not fetched again.
+    """Download a model, verify every file, record it. A file that is here already is not fetched again.
 
-    A branch or tag is pinned to the commit it resolves to. Pulled again after it moved, the pin stays and the change
-    is reported, unless ``update`` is set.
+    A branch or tag is pinned to its commit. After it moved, another pull keeps the pin and reports the change, unless
+    ``update`` is set.
 
     Args:
         text: a known name, owner/repository or owner/repository@revision.
         revision: a commit, branch or tag; default: a known model's own, else the default branch.
         update: move the pin to where the branch is now.
-        progress: takes what happens, a line at a time; a bar a file is drawn where standard error is a terminal.
+        progress: called with a line for a person. Each file has a bar where standard error is a terminal.
 
     Returns:
         The folder to load from.
 
     Raises:
-        WeightsError: it cannot be had, or what came is not what it should be; then nothing of it can be loaded.
-        ValueError: text that cannot name a model, or update of what cannot move.
+        WeightsError: it cannot be had, or wrong bytes came; then nothing of it can be loaded.
+        ValueError: text that cannot name a model, or update of a fixed commit.
         OSError: the lock cannot be written.
     """
     reference = parse_reference(text, revision)
@@ -82,7 +81,7 @@ def pull(text: str, revision: str | None = None, *, update: bool = False, progre
 
 
 def remote_facts(text: str, revision: str | None = None) -> tuple[Mapping[str, Any], dict[str, int]]:
-    """What can be known of a model before its weights are downloaded.
+    """The facts of a model that the hub tells before its weights are downloaded.
 
     Returns:
         Its config.json, and the bytes of every file that :func:`pull` would bring, by name.
@@ -101,19 +100,14 @@ def remote_facts(text: str, revision: str | None = None) -> tuple[Mapping[str, A
     digest = _digest(reference.repository, listing, "config.json", lock)
     download(reference.repository, listing.commit, folder / "config.json", size, digest, print_line)
     _verified(reference.repository, listing, "config.json", lock, folder)
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{reference}: config.json is not JSON: {one_line(error)}") from error
-    if not isinstance(config, dict):
-        raise WeightsError(f"{reference}: config.json is a JSON {type(config).__name__}; expected an object")
+    config = read_json(folder / "config.json", error=WeightsError)
     return config, {name: file.bytes for name, file in listing.files.items()}
 
 
 def _here(reference: Reference) -> Path | None:
-    """Its folder, if everything of it is there and verified; a file that changed or is gone is pull's to report."""
+    """Its folder, if all of it is there and verified. pull reports a file that changed or is gone."""
     try:
-        return resolve(str(reference))
+        return find(str(reference))
     except WeightsError:
         return None
 
@@ -146,7 +140,7 @@ def _fetch(reference: Reference, lock: Lock, listing: Listing, progress: Say) ->
 
 
 def _digest(repository: str, listing: Listing, name: str, lock: Lock) -> Digest:
-    """What a file's content must have: by the hub, else by weights.toml, else by an earlier pull."""
+    """The digest a file must have: the hub's, else that of weights.toml, else that of an earlier pull."""
     listed = listing.files[name].digest
     if listed is not None:
         return listed
@@ -159,21 +153,17 @@ def _digest(repository: str, listing: Listing, name: str, lock: Lock) -> Digest:
 
 
 def _refuse_contradictions(repository: str, listing: Listing, lock: Lock) -> None:
-    """Refuse, before a byte is fetched, what the hub itself says is not what is known of the commit."""
+    """Refuse a listing that contradicts the known facts of the commit, before a byte is fetched."""
     recorded: Mapping[str, Verified | File] = lock.snapshots.get(listing.commit, {})
+    lists = f"{repository}@{listing.commit}: the hub lists"
     for name, known in {**recorded, **known_files(repository, listing.commit)}.items():
         listed = listing.files.get(name)
         if listed is None:
-            raise WeightsError(f"{repository}@{listing.commit}: the hub lists no {name}; expected it")
-        if known.bytes is not None and listed.bytes != known.bytes:
-            raise WeightsError(
-                f"{repository}@{listing.commit}: the hub lists {name} with {listed.bytes} bytes; expected {known.bytes}"
-            )
-        if known.sha256 is not None and listed.sha256 not in (None, known.sha256):
-            raise WeightsError(
-                f"{repository}@{listing.commit}: the hub lists {name} with sha256 {listed.sha256}; "
-                f"expected {known.sha256}"
-            )
+            raise WeightsError(f"{lists} no {name}; expected it")
+        if known.bytes not in (None, listed.bytes):
+            raise WeightsError(f"{lists} {name} with {listed.bytes} bytes; expected {known.bytes}")
+        if listed.sha256 is not None and known.sha256 not in (None, listed.sha256):
+            raise WeightsError(f"{lists} {name} with sha256 {listed.sha256}; expected {known.sha256}")
 
 
 def _refuse_without_space(reference: Reference, folder: Path, needed: int) -> None:
@@ -184,17 +174,14 @@ def _refuse_without_space(reference: Reference, folder: Path, needed: int) -> No
 
 
 def _verified(repository: str, listing: Listing, name: str, lock: Lock, folder: Path) -> Verified:
-    """A file's digest, held against weights.toml, an earlier pull, and what the hub states."""
+    """A file's digest, compared with weights.toml, an earlier pull, and the hub."""
     measured = measure(folder, name)
     recorded = lock.snapshots.get(listing.commit, {}).get(name)
     compare(folder, name, measured, recorded, known_files(repository, listing.commit).get(name))
     listed = listing.files[name]
     expect(folder, name, measured, listed.bytes, listed.sha256, "as the hub states")
     if listed.digest is not None and listed.digest.kind == GIT_BLOB:
-        given = git_blob_id(folder, name)
-        if given != listed.digest.value:
-            raise WeightsError(
-                f"{folder / name}: git blob id {given}; expected {listed.digest.value}, as the hub states; "
-                f"nothing was deleted; remove {real_file(folder, name)} and pull again to fetch it anew"
-            )
+        given, expected = git_blob_id(folder, name), listed.digest.value
+        if given != expected:
+            raise differs(folder, name, f"git blob id {given}", expected, "as the hub states")
     return measured

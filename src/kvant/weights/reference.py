@@ -1,4 +1,4 @@
-"""What a user writes to name a model: a known name, or owner/repository[@revision]."""
+"""A model as a user names it: a known name, or owner/repository[@revision]."""
 
 import re
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Reference:
 def parse_reference(text: str, revision: str | None = None) -> Reference:
     """A known name, ``owner/repository`` or ``owner/repository@revision``.
 
-    A listed repository is its listed model as long as no other revision is given: pinned, with the same digests.
+    A repository of weights.toml without another revision means the listed model: pinned, with its digests.
 
     Raises:
         ValueError: text or a revision that cannot name anything, or two revisions that differ.

@@ -1,4 +1,4 @@
-"""huggingface_hub's settings, which are kvant's too: the cache, the hub, how long to wait for it."""
+"""huggingface_hub's settings. kvant keeps them: the cache, the hub, how long to wait for it."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ MAX_SECONDS = 86_400
 
 
 def cache_folder() -> Path:
-    """Where huggingface_hub keeps what it downloads: HF_HUB_CACHE, else under HF_HOME, else its default."""
+    """The folder of huggingface_hub's downloads: HF_HUB_CACHE, else under HF_HOME, else its default."""
     return Path(_constants().HF_HUB_CACHE).expanduser().resolve()
 
 
@@ -45,7 +45,7 @@ def links_allowed() -> bool:
 
 
 def _constants() -> ModuleType:
-    """huggingface_hub's own module of settings, imported late: it takes a tenth of a second.
+    """huggingface_hub's own module of settings. The import takes a tenth of a second, so it comes late.
 
     Raises:
         WeightsError: a variable that it cannot read.

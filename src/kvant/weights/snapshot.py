@@ -1,13 +1,13 @@
-"""A commit's folder in huggingface_hub's cache: where it is, and what its files really are."""
+"""A commit's folder in huggingface_hub's cache, and the files in it."""
 
 import hashlib
 import os
-import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
+from kvant import files
 from kvant.errors import WeightsError
 from kvant.weights.digest import GIT_BLOB, new_hash
 from kvant.weights.lock import Verified
@@ -36,24 +36,15 @@ def snapshot_folder(repository: str, commit: str) -> Path:
 
 
 def real_file(folder: Path, name: str) -> Path:
-    """The regular file behind a name; symlinks are followed within what the cache itself makes.
-
-    A snapshot's files are links to the repository's blobs, which may be links to blobs that repositories share.
+    """The regular file behind a name, by the rules of :func:`kvant.files.open_file`.
 
     Raises:
         WeightsError: no such file, one elsewhere, or one that is no regular file.
     """
     path = folder / name
-    try:
-        real = path.resolve(strict=True)
-        roots = (folder, folder.parents[1] / "blobs", folder.parents[2] / "blobs")  # as kvant.files has them
-    except (OSError, RuntimeError) as error:
-        raise WeightsError(f"{path}: no such file; pull it again") from error
-    if not any(real.is_relative_to(root) for root in roots):
-        raise WeightsError(f"{path}: a link to {real}, outside the repository's folder")
-    if not stat.S_ISREG(real.stat().st_mode):
-        raise WeightsError(f"{path}: not a regular file")
-    return real
+    if not path.exists():
+        raise WeightsError(f"{path}: no such file; pull it again")
+    return files.real_file(path, folder, WeightsError)
 
 
 def measure(folder: Path, name: str) -> Verified:
@@ -78,17 +69,14 @@ def git_blob_id(folder: Path, name: str) -> str:
 
 @contextmanager
 def _unchanging(folder: Path, name: str) -> Iterator[tuple[BufferedReader, os.stat_result]]:
-    """A file and its state, which must be the same after it was read: the same file, size and time."""
+    """A file and its state. After reading it must still be the same file, with the same size and time."""
     path = folder / name
     try:
-        # Once resolved, no link is followed; a pipe put in its place does not block.
-        handle = os.open(real_file(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(handle, "rb") as file:
-            before = os.fstat(handle)
-            if not stat.S_ISREG(before.st_mode):
-                raise WeightsError(f"{path}: not a regular file")
+        real_file(folder, name)
+        with files.open_file(path, folder, WeightsError) as file:
+            before = os.fstat(file.fileno())
             yield file, before
-            after, there = os.fstat(handle), real_file(folder, name).stat()
+            after, there = os.fstat(file.fileno()), real_file(folder, name).stat()
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read: {error.strerror}") from error
     if not _identity(before) == _identity(after) == _identity(there):

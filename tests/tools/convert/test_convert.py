@@ -23,11 +23,10 @@ from support.checkpoints import (
     reference_model,
     save_checkpoint,
 )
-from support.command import COMMAND, QUESTION, run
+from support.command import COMMAND, QUESTION, call, run
 from support.numbers import relative_error
 
 import kvant
-from kvant.cli import main
 from kvant.errors import ConvertError, KvantError, ModelError
 from kvant.tools.convert.convert import convert_folder
 from kvant.tools.convert.weight_format import WeightFormat
@@ -339,17 +338,17 @@ def test_the_command(tmp_path: Path) -> None:
     done = run("convert", "pocket", str(dest), "--bits", "4", "--group-size", "64")
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr == f"{dest}: 6.17 MB became 1.74 MB, 4.52 bits a weight\n"
-    told = run("generate", "--model", str(dest), QUESTION, "-q", "-m", "24")
+    told = call("generate", "--model", str(dest), QUESTION, "-q", "-m", "24")
     assert (told.returncode, told.stderr) == (0, "")
     assert "Pip" in told.stdout
-    again = run("convert", "pocket", str(dest))
+    again = call("convert", "pocket", str(dest))
     assert (again.returncode, again.stdout) == (1, "")
     assert again.stderr.startswith(f"kvant: error: {dest}: is there already")
 
 
 def test_the_command_says_what_stays_unquantized(make_source: Callable[..., Path], tmp_path: Path) -> None:
     dest = tmp_path / "dest"
-    done = run("convert", str(make_source(intermediate_size=288)), str(dest))
+    done = call("convert", str(make_source(intermediate_size=288)), str(dest))
     assert done.returncode == 0
     assert done.stderr.splitlines()[1:] == [
         "not quantized, groups of 64 do not divide the width: model.layers.0.mlp.down_proj and 1 more"
@@ -365,25 +364,16 @@ USAGE_ERRORS = [
     (["--mode", "nvfp4", "--bits", "8"], "--bits is 8; expected for nvfp4: 4"),
     (["--mode", "gptq"], "--mode is 'gptq'; expected affine, mxfp4, mxfp8, nvfp4"),
     (["--dtype", "int8"], "--dtype is 'int8'; expected float16, bfloat16, float32"),
-    (["--bits", "0"], "--bits is 0 without a dtype, which changes nothing"),
+    (["--bits", "0"], "--bits is 0, which changes nothing without --dtype"),
     (["--bits", "0", "--dtype", "float16", "--group-size", "32"], "--group-size is 32, but 0 bits do not quantize"),
     (["--bits", "0", "--dtype", "float16", "--mode", "mxfp4"], "--mode is 'mxfp4', but 0 bits do not quantize"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "message"), USAGE_ERRORS)
-def test_usage_errors(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["kvant", "convert", "pocket", str(tmp_path / "dest"), *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    output = capsys.readouterr()
-    assert (ended.value.code, output.out) == (2, "")
-    assert output.err.startswith("kvant: error: ")
-    assert message in output.err
+def test_usage_errors(arguments: list[str], message: str, tmp_path: Path) -> None:
+    done = call("convert", "pocket", str(tmp_path / "dest"), *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("kvant: error: ")
+    assert message in done.stderr
     assert not (tmp_path / "dest").exists()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.command import COMMAND, run
+from support.command import COMMAND, call
 
 from kvant.errors import ConvertError
 from kvant.tools.convert.new_folder import MARKER, appearing, remove_leftovers
@@ -134,7 +134,7 @@ def test_the_command_after_a_kill(tmp_path: Path) -> None:
     killed.kill()
     killed.wait()
     (part,) = tmp_path.iterdir()
-    done = run("convert", "pocket", str(dest))
+    done = call("convert", "pocket", str(dest))
     assert done.returncode == 0
     assert done.stderr.splitlines()[0] == f"{part}: removed; a convert that was killed had left it"
     assert _names(tmp_path) == ["dest"]
@@ -148,7 +148,7 @@ def test_two_commands_at_once(tmp_path: Path) -> None:
     assert "is there already" in ends[1][0]
     assert ends[1][0].count("\n") == 1
     assert _names(tmp_path) == ["dest"]
-    assert run("generate", "-m", "2", "--model", str(tmp_path / "dest"), "Hello", "-q").returncode == 0
+    assert call("generate", "-m", "2", "--model", str(tmp_path / "dest"), "Hello", "-q").returncode == 0
 
 
 SLOW = """

@@ -229,4 +229,4 @@ def test_a_wrong_kernel_that_is_asked_for_ends_a_command(
     with pytest.raises(SystemExit) as ended:
         application.main()
     assert ended.value.code == 1
-    assert "kvant: error: failed: kernels is 'fused'; the fused kernel failed" in capsys.readouterr().err
+    assert "kvant: error: failed: --kernels is 'fused'; the fused kernel failed" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A new model folder beside an old one: it appears whole or not at all, and carries over what does not change."""
+"""A new model folder beside an old one. It appears whole or not at all. Unchanged files are carried over."""
 
 import errno
 import fcntl
@@ -22,7 +22,7 @@ CARRIED = (  # to the new folder, byte for byte
     *("chat_template.jinja", "chat_template.json"),
 )
 MARKER = "kvant.lock"  # in a part folder of kvant's; the process that writes the folder holds a lock on it
-TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # what rename says of a destination in use
+TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # rename's errors for a destination in use
 
 
 def check_new(dest: Path) -> Path:
@@ -99,7 +99,7 @@ def appearing(dest: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(dest: Path) -> list[Path]:
-    """Remove the part folders of ``dest`` whose process was killed. The paths removed.
+    """Remove the part folders of ``dest`` left by killed processes; return their paths.
 
     A part folder has kvant's marker. Its process lives while the marker is locked.
     """
@@ -113,7 +113,7 @@ def remove_leftovers(dest: Path) -> list[Path]:
 
 def _remove_dead(part: Path) -> bool:
     try:
-        # Not blocking: the marker may be a pipe, which is none of ours.
+        # Not blocking: the marker may be a pipe of somebody else.
         marker = os.open(part / MARKER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False

@@ -8,8 +8,8 @@ from kvant.files import check_file
 from kvant.models.checkpoint import Progress
 from kvant.models.config import ModelConfig
 from kvant.models.tensors import TensorFiles
-from kvant.text.make_tokenizer import make_tokenizer
 from kvant.text.tokenizer import load_tokenizer
+from kvant.tools.convert.make_tokenizer import make_tokenizer
 from kvant.tools.convert.new_folder import appearing, carried_files, check_new, check_room, copy_files
 
 INDEX = "model.safetensors.index.json"
@@ -25,7 +25,7 @@ def convert_tokenizer(source: Path, dest: Path, progress: Progress | None = None
         progress: called with (files copied, files in all).
 
     Raises:
-        ModelError: a source that cannot be read, or whose tokenizer cannot be made.
+        ModelError: a source that cannot be read, or a tokenizer that cannot be made.
         ConvertError: a source that has a tokenizer.json, a destination that is in use or has no room, a failed write.
     """
     dest = check_new(dest)

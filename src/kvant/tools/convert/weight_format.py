@@ -1,9 +1,10 @@
-"""What a model's weights can be converted to."""
+"""The formats a model's weights can be converted to."""
 
 from dataclasses import dataclass
 
 import mlx.core as mx
 
+from kvant.errors import ArgumentError
 from kvant.models.quantization import AFFINE_BITS, AFFINE_GROUPS, FLOAT_MODES
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -12,13 +13,13 @@ MODES = ("affine", *FLOAT_MODES)
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """What weights are converted to.
+    """A format of weights.
 
     Attributes:
         bits: a weight of a quantized matrix; 0: matrices stay in floating point.
         group_size: weights that share a scale; 0 with 0 bits.
         mode: MLX's quantization mode.
-        dtype: of what stays in floating point, scales included; None: as it is stored.
+        dtype: of all that stays in floating point, scales included; None: as it is stored.
     """
 
     bits: int
@@ -30,21 +31,21 @@ class WeightFormat:
     def choose(
         cls, bits: int | None = None, group_size: int | None = None, mode: str = "affine", dtype: str | None = None
     ) -> "WeightFormat":
-        """The format, with what is None filled in: affine 4 bits in groups of 64, or what the mode fixes.
+        """The format. None is filled in: affine 4 bits in groups of 64, or the values that the mode fixes.
 
         Raises:
-            ValueError: a format MLX does not have, or one that changes nothing; its first word is the argument's name.
+            ArgumentError: a format MLX does not have, or one that changes nothing.
         """
         if mode not in MODES:
-            raise ValueError(f"mode is {mode!r}; expected {', '.join(MODES)}")
+            raise ArgumentError("mode", f"is {mode!r}; expected {', '.join(MODES)}")
         if dtype is not None and dtype not in DTYPES:
-            raise ValueError(f"dtype is {dtype!r}; expected {', '.join(DTYPES)}")
+            raise ArgumentError("dtype", f"is {dtype!r}; expected {', '.join(DTYPES)}")
         if bits == 0:
-            if mode != "affine" or group_size is not None:
-                given = f"group_size is {group_size}" if mode == "affine" else f"mode is {mode!r}"
-                raise ValueError(f"{given}, but 0 bits do not quantize")
+            for name, value, unset in (("mode", mode, "affine"), ("group_size", group_size, None)):
+                if value != unset:
+                    raise ArgumentError(name, f"is {value!r}, but 0 bits do not quantize")
             if dtype is None:
-                raise ValueError("bits is 0 without a dtype, which changes nothing; expected one or the other")
+                raise ArgumentError("bits", "is 0, which changes nothing without", "dtype")
             return cls(0, 0, mode, dtype)
         default_bits, default_group = FLOAT_MODES.get(mode, (4, 64))
         bits = default_bits if bits is None else bits
@@ -53,5 +54,5 @@ class WeightFormat:
         allowed_groups = AFFINE_GROUPS if mode == "affine" else (default_group,)
         for name, value, allowed in (("bits", bits, allowed_bits), ("group_size", group_size, allowed_groups)):
             if value not in allowed:
-                raise ValueError(f"{name} is {value}; expected for {mode}: {', '.join(map(str, allowed))}")
+                raise ArgumentError(name, f"is {value}; expected for {mode}: {', '.join(map(str, allowed))}")
         return cls(bits, group_size, mode, dtype)

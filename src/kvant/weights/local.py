@@ -1,4 +1,4 @@
-"""What is here: a reference to the folder of verified files, without the network."""
+"""Models that were pulled: found, checked and listed without the network."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +14,7 @@ from kvant.weights.snapshot import is_unchanged, measure, real_file, refuse_othe
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A pulled file whose digest was computed again; problem: None, or what is wrong with it."""
+    """A pulled file whose digest was computed again; ``problem`` is None for a right one."""
 
     repository: str
     revision: str
@@ -27,7 +27,7 @@ class Pulled:
     """A commit that was pulled.
 
     Attributes:
-        references: what loads it: its name in weights.toml, or the repository with the revisions pinned to it.
+        references: names that load it: its name in weights.toml, or the repository with the revisions pinned to it.
         problem: None, or why it cannot be loaded as it is; sizes and times are compared, nothing is hashed.
     """
 
@@ -39,10 +39,10 @@ class Pulled:
     problem: str | None
 
 
-def resolve(text: str, revision: str | None = None) -> Path:
+def find(text: str, revision: str | None = None) -> Path:
     """The folder of a model that was pulled and verified.
 
-    Sizes and times are compared with those of the verified files; a file whose time differs is hashed again.
+    Sizes and times are compared with those of the verified files. A file with another time is hashed again.
 
     Raises:
         WeightsError: it is not here, not whole, or a file of it changed.
@@ -117,10 +117,10 @@ def pinned_commit(reference: Reference, lock: Lock) -> str | None:
 
 
 def compare(folder: Path, name: str, measured: Verified, recorded: Verified | None, known: File | None) -> None:
-    """Hold a file against what is known of it.
+    """Compare a file with its record and with weights.toml.
 
     Raises:
-        WeightsError: it differs; the text names the file, what was given and what was expected.
+        WeightsError: it differs.
     """
     if recorded is not None:
         expect(folder, name, measured, recorded.bytes, recorded.sha256, "as when it was pulled")
@@ -129,16 +129,23 @@ def compare(folder: Path, name: str, measured: Verified, recorded: Verified | No
 
 
 def expect(folder: Path, name: str, measured: Verified, size: int | None, sha256: str | None, source: str) -> None:
-    """Hold a file against one source's size and digest.
+    """Compare a file with one source's size and digest.
 
     Raises:
         WeightsError: it differs.
     """
-    remedy = f"nothing was deleted; remove {real_file(folder, name)} and pull again to fetch it anew"
-    if size is not None and measured.bytes != size:
-        raise WeightsError(f"{folder / name}: {measured.bytes} bytes; expected {size}, {source}; {remedy}")
-    if sha256 is not None and measured.sha256 != sha256:
-        raise WeightsError(f"{folder / name}: sha256 {measured.sha256}; expected {sha256}, {source}; {remedy}")
+    if size not in (None, measured.bytes):
+        raise differs(folder, name, f"{measured.bytes} bytes", size, source)
+    if sha256 not in (None, measured.sha256):
+        raise differs(folder, name, f"sha256 {measured.sha256}", sha256, source)
+
+
+def differs(folder: Path, name: str, given: str, expected: object, source: str) -> WeightsError:
+    """The error for a file that is not the expected one."""
+    return WeightsError(
+        f"{folder / name}: {given}; expected {expected}, {source}; nothing was deleted; "
+        f"remove {real_file(folder, name)} and pull again to fetch it anew"
+    )
 
 
 def _find(text: str, revision: str | None) -> tuple[Lock, str]:

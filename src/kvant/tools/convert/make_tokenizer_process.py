@@ -1,4 +1,4 @@
-"""The process that makes a tokenizer.json: a program of its own, run by its path; kvant.text.make_tokenizer starts it.
+"""The program that makes a tokenizer.json. kvant.tools.convert.make_tokenizer starts it by its path.
 
 It reads request.json and the vocabulary's files in its current folder. It writes tokenizer.json there, or error.txt
 with a line that says why not.
@@ -121,7 +121,7 @@ def limit(what: int, value: int) -> None:
 
 
 def main(time_limit_s: float, memory_limit: int, max_bytes: int) -> int:
-    """Make the file. The limit of processor time is for a process whose parent died and cannot end it."""
+    """Make the file. The limit of processor time ends a process whose parent died."""
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_FSIZE, max_bytes)
     limit(resource.RLIMIT_CPU, int(time_limit_s) + 1)

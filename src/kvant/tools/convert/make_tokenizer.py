@@ -1,7 +1,7 @@
-"""tokenizer.json for a model folder that has none, made of its vocabulary by transformers' class for it.
+"""tokenizer.json for a model folder that has none. transformers' class makes it of the vocabulary.
 
 Only classes of a fixed list are used, each with fixed files. Settings are read here, by name, and checked. transformers
-runs in a process of its own with limits, which sees copies of the files and nothing else of the folder.
+runs in a process of its own with limits. The process sees copies of the files and nothing else of the folder.
 """
 
 import json
@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvant.errors import ModelError, one_line
-from kvant.files import check_file, read_json, refuse_code
+from kvant.files import check_file, read_json, read_optional, refuse_code
 from kvant.models.fields import MAX_SIZE, flag, shown
 from kvant.text.process import resident_bytes
 
@@ -25,7 +25,7 @@ TIME_LIMIT_S = 60.0
 MEMORY_LIMIT = 2 * 1024**3
 MAX_BYTES = 64 * 1024 * 1024  # of a file read or made
 LOOK_S = 0.1
-# macOS counts what every process shares, more than any limit that would be of use; there the memory is looked at.
+# macOS counts shared memory too, more than any useful limit. There the memory is looked at from time to time.
 ADDRESS_LIMIT = MEMORY_LIMIT if sys.platform == "linux" else 0
 
 PROGRAM = Path(__file__).with_name("make_tokenizer_process.py")
@@ -46,7 +46,7 @@ BPE_FLAGS = ("add_prefix_space", "add_bos_token", "add_eos_token")
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a class of transformers reads: its files, and its settings that are true, false or null."""
+    """The inputs of a class of transformers: its files, and its settings that are true, false or null."""
 
     files: tuple[str, ...]
     flags: tuple[str, ...]
@@ -75,7 +75,7 @@ def make_tokenizer(folder: Path) -> bytes:
             executed.
 
     Raises:
-        ModelError: another class than those of :data:`KINDS`, a file or a setting that is not what it should be, or
+        ModelError: another class than those of :data:`KINDS`, a file or a setting of the wrong kind, or
             a conversion that fails or takes more than 60 s or 2 GiB.
     """
     name, request = _request(folder)
@@ -97,7 +97,7 @@ def make_tokenizer(folder: Path) -> bytes:
 
 
 def _run(private: Path) -> int:
-    """The exit code of the process, which is ended when it takes too much or this one is interrupted."""
+    """The exit code of the process. It is ended where it takes too much, or where this one is interrupted."""
     limits = [str(TIME_LIMIT_S), str(ADDRESS_LIMIT), str(MAX_BYTES)]
     process = subprocess.Popen(
         # -P: modules are not looked for beside the program. A session of its own: Ctrl-C ends it through this process.
@@ -132,15 +132,15 @@ def _why(private: Path) -> str:
 
 
 def _request(folder: Path) -> tuple[str, dict[str, Any]]:
-    """The class, and what the process is told: values of JSON, each checked."""
+    """The class, and the request for the process: values of JSON, each checked."""
     path = folder / "tokenizer_config.json"
-    raw = dict(_read_optional(path))
+    raw = dict(read_optional(path))
     refuse_code(raw, str(path))
     name = _class(folder, raw)
     added = _added_tokens(folder, raw)
     # As transformers does: this file counts where tokenizer_config.json does not list the tokens.
     if not raw.get("added_tokens_decoder"):
-        raw |= _read_optional(folder / "special_tokens_map.json")
+        raw |= read_optional(folder / "special_tokens_map.json")
     unknown = sorted(key for key in raw if key.endswith("_token") and key not in (*SPECIAL, *BPE_FLAGS) and raw[key])
     if unknown:
         raise ModelError(f"{path}: {unknown[0]} is no token of {name}; expected {', '.join(SPECIAL)}")
@@ -157,10 +157,6 @@ def _request(folder: Path) -> tuple[str, dict[str, Any]]:
         "added": added,
         "flags": {key: flag(raw, key) for key in KINDS[name].flags if raw.get(key) is not None},
     }
-
-
-def _read_optional(path: Path) -> Mapping[str, Any]:
-    return read_json(path) if os.path.lexists(path) else {}
 
 
 def _class(folder: Path, raw: Mapping[str, Any]) -> str:
@@ -191,7 +187,7 @@ def _added_tokens(folder: Path, raw: Mapping[str, Any]) -> list[tuple[int, Any]]
         ]
     else:
         path = folder / "added_tokens.json"
-        pairs = [(value, _token(path, "a token", key)) for key, value in _read_optional(path).items()]
+        pairs = [(value, _token(path, "a token", key)) for key, value in read_optional(path).items()]
     for number, _ in pairs:
         if type(number) is not int or not 0 <= number < MAX_SIZE:
             raise ModelError(f"{path}: token id {shown(number)}; expected an int from 0 to {MAX_SIZE - 1}")
