@@ -22,13 +22,12 @@ from support.checkpoints import (
 from kvant.errors import ModelError
 from kvant.models import Decoder, ModelConfig, load_decoder
 from kvant.tools.bench.shapes import SHAPES, Shape, write_random
-from kvant.tools.plan import Checkpoint, LongestContext, Settings, longest_context, plan, scratch, split_pairs
+from kvant.tools.plan import Checkpoint, LongestContext, Settings, longest_context, plan, split_pairs
 from kvant.tools.plan.plan import as_record
-from kvant.tools.plan.tape import Tape
 
 RUN = Path(__file__).parents[2] / "support" / "memory_run.py"
 RUNS = 5  # at most
-ACCURACY = 0.05
+WIDEST = 1.25  # of the measured peak
 
 
 @dataclass(frozen=True)
@@ -89,10 +88,10 @@ def measure(folder: Path, case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_plan_is_what_mlx_counts(name: str, tmp_path: Path) -> None:
-    """The plan is of the most that a run takes: on a busy machine MLX's threads keep up with the queue in some runs.
+def test_the_plan_bounds_what_mlx_counts(name: str, tmp_path: Path) -> None:
+    """No run takes more than the plan, and the plan is at most 1.25 of the peak.
 
-    Those take less; so the most of a few counts, and none of them may be above the plan.
+    On a busy machine MLX's threads keep up with the queue in some runs, which take less: the peak is that of a few.
     """
     case = CASES[name]
     write_random(case.shape, tmp_path, bits=case.weight_bits)
@@ -102,26 +101,25 @@ def test_the_plan_is_what_mlx_counts(name: str, tmp_path: Path) -> None:
         planned, known, measured = found["plan"], found["plan_when_loaded"], found["measured"]
         peak = max(peak, measured["peak"])
         print(f"{name}: planned {planned['arrays'] / peak:.3f} of {peak / 1e6:.1f} MB, {planned}")
+        for made in (planned, known):
+            assert made["arrays"] >= measured["peak"]
         assert planned["weights"] == known["weights"] == measured["weights"]
         assert known["cache"] == measured["cache"]
-        if max(planned["arrays"], known["arrays"]) / peak - 1 < ACCURACY:
+        if max(planned["arrays"], known["arrays"]) <= WIDEST * peak:
             break
     for made in (planned, known):
-        assert abs(made["arrays"] / peak - 1) < ACCURACY
+        assert made["arrays"] <= WIDEST * peak
 
 
 def test_a_plan_has_no_slack_to_hide_in() -> None:
-    """The sums are those of the parts; half the scratch or a forgotten second bias would be seen above."""
+    """The sums are those of the parts: nothing is added that could hide a part that is too small."""
     checkpoint = Checkpoint.from_facts(qwen2_config())
     made = plan(checkpoint, max_kv_size=100, device="cpu")
     assert made.arrays == max(made.weights + made.cache + made.scratch, made.loading)
-    assert made.total == made.arrays + made.process + made.headroom
-    assert made.headroom == round(0.05 * made.arrays)
+    assert made.total == made.arrays + made.process
     record = as_record(made)
     assert record["total"] == made.total
-    assert sorted(record) == sorted(
-        ["weights", "cache", "scratch", "loading", "process", "headroom", "arrays", "total"]
-    )
+    assert sorted(record) == sorted(["weights", "cache", "scratch", "loading", "process", "arrays", "total"])
 
 
 @pytest.mark.parametrize("make", [qwen2_config, qwen3_config, llama_config])
@@ -249,31 +247,9 @@ def test_what_cannot_be_planned(settings: Settings, tokens: int, message: str) -
         plan(Checkpoint.from_facts(qwen2_config()), max_kv_size=tokens, settings=settings)
 
 
-def test_a_plan_is_made_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its work does not grow with the model or the context: a tape has two layers and the last blocks of attention."""
-    shape = SHAPES["qwen2.5-7b"]
-    sizes = []
-    peak = Tape.peak
-    monkeypatch.setattr(Tape, "peak", lambda tape: (sizes.append(len(tape.buffers)), peak(tape))[1])
-    for tokens in (512, 32768):
-        plan(Checkpoint(_config(shape), 2, False), max_kv_size=tokens, device="cpu")
-    assert max(sizes) < 300
-    sizes.clear()
-    plan(Checkpoint(_config(shape), 2, False).quantized(4, 64), max_kv_size=32768, device="cpu")
-    real = max(sizes)
-    sizes.clear()
+def test_absurd_sizes_are_planned_too() -> None:
+    """Sizes that no published model has: nothing is made of them, and nothing fits."""
     absurd = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "head_dim"), 2**24)
     absurd |= {"num_key_value_heads": 2**24, "num_hidden_layers": 4096, "max_position_embeddings": 2**24}
     checkpoint = Checkpoint.from_facts(qwen2_config(**absurd, quantization={"bits": 4, "group_size": 64}))
     assert longest_context(checkpoint, 10**12, device="cpu").tokens == 0
-    assert max(sizes) < 10 * real
-
-
-def test_a_quantized_matrix_in_more_parts_than_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking at the last parts alone changes nothing for the largest of published models, and little anywhere."""
-    checkpoint = Checkpoint(_config(SHAPES["qwen2.5-7b"]), 2, False).quantized(4, 64)
-    given = plan(checkpoint, max_kv_size=4096, device="cpu").scratch
-    monkeypatch.setattr(scratch, "PARTS", 10**6)
-    assert plan(checkpoint, max_kv_size=4096, device="cpu").scratch == given
-    monkeypatch.setattr(scratch, "PARTS", 16)
-    assert plan(checkpoint, max_kv_size=4096, device="cpu").scratch == pytest.approx(given, rel=0.05)
