@@ -171,6 +171,7 @@ def _planner(
                 itemsize=itemsize,
                 on_cpu=on_cpu,
                 kv_bits=settings.kv_bits,
+                kv_group_size=settings.kv_group_size,
                 pairs=widest,
                 adapted=checkpoint.adapter_bytes > 0 and config.quantization is not None,
                 new=new,

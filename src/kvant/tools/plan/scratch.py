@@ -26,6 +26,7 @@ def scratch_bytes(
     itemsize: int,
     on_cpu: bool,
     kv_bits: int,
+    kv_group_size: int,
     pairs: int | None,
     adapted: bool,
     new: int,
@@ -38,6 +39,7 @@ def scratch_bytes(
         itemsize: bytes of a number of the compute dtype.
         on_cpu: quantized matrices are dequantized, and attention makes scores.
         kv_bits: 8, 4 or 0.
+        kv_group_size: elements that share a scale.
         pairs: rotary pairs a layer whose key bias is split off; None: the cache splits nothing off.
         adapted: an adapter's products are added to those of quantized matrices.
         new: S.
@@ -56,7 +58,20 @@ def scratch_bytes(
 
     before, after = (numbers * new * itemsize for numbers in (qkv + append, mlp))
     scores, blocks = _scores(config, on_cpu, new, rows)
-    between = attention * new * FLOAT32 + scores + _cached_rows(KV * rows, itemsize, on_cpu, kv_bits, pairs, new)
+    if pairs and new <= MAX_SCORE_QUERIES:
+        scores *= 3  # what the keys' bias adds to them, and the same masked
+    cached = 2 * KV * rows  # numbers
+    between = attention * new * FLOAT32 + scores
+    if kv_bits:
+        between += cached * FLOAT32 + cached // kv_group_size * FLOAT32  # dequantized, with their scales
+        if itemsize != FLOAT32:
+            between += cached * itemsize
+    if kv_bits == 4:
+        between += cached * 2  # unpacked to a byte each, then made signed
+    if not on_cpu and pairs is not None and itemsize != FLOAT32:
+        between += cached * FLOAT32
+    if pairs and new > MAX_SCORE_QUERIES:
+        between += cached // 2 * FLOAT32  # the keys with their bias
     if dequantized:  # o_proj and gate_up take longer than the queue is
         return max(before + between, after) + _dequantized(config)
     if on_cpu and blocks > AHEAD:  # so do the blocks
@@ -71,20 +86,6 @@ def _scores(config: ModelConfig, on_cpu: bool, new: int, rows: int) -> tuple[int
         return (0 if config.head_dim in GPU_FUSED_HEAD_DIMS else new * query_bytes), 1
     block = max(1, min(new, BLOCK_SCORE_BYTES // query_bytes))
     return min(new, (1 + AHEAD) * block) * query_bytes, -(-new // block)
-
-
-def _cached_rows(numbers: int, itemsize: int, on_cpu: bool, kv_bits: int, pairs: int | None, new: int) -> int:
-    """Bytes of one layer's keys and values as floating point; ``numbers`` are those of the keys."""
-    total = 0
-    if kv_bits:
-        total += 2 * numbers * (FLOAT32 + (itemsize if itemsize != FLOAT32 else 0))
-    if kv_bits == 4:
-        total += 2 * numbers * 2  # a byte a value, and once more as signed
-    if not on_cpu and pairs is not None and itemsize != FLOAT32:
-        total += 2 * numbers * FLOAT32
-    if pairs and new > MAX_SCORE_QUERIES:
-        total += numbers * FLOAT32  # keys with their bias
-    return total
 
 
 def _dequantized(config: ModelConfig) -> int:
