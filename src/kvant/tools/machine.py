@@ -156,21 +156,13 @@ def cgroup_limit(proc: Path = Path("/proc/self"), root: Path = Path("/")) -> int
 def _limits(mount: Path, top: str, path: str, name: str) -> list[int]:
     """The limits of a group and all above it, down to ``mount``, where the tree is mounted from ``top`` on."""
     inside = path.removeprefix(top.rstrip("/")).lstrip("/") if path.startswith(top) else ""
-    folder = mount
-    folders = [mount]
-    for part in inside.split("/") if inside else ():
-        if part == "..":  # outside of what is mounted here
-            return _read_limits([mount], name)
-        folder = folder / part
-        folders.append(folder)
-    return _read_limits(folders, name)
-
-
-def _read_limits(folders: list[Path], name: str) -> list[int]:
+    parts = Path(inside).parts
+    if ".." in parts:  # outside of what is mounted here
+        parts = ()
     found = []
-    for folder in folders:
+    for depth in range(len(parts) + 1):
         try:
-            text = (folder / name).read_text(encoding="ascii").strip()
+            text = mount.joinpath(*parts[:depth], name).read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError):  # the top of version 2 has no such file
             continue
         if text.isdigit():  # "max": no limit; version 1 says a number larger than any memory

@@ -1,4 +1,4 @@
-"""Whether a decode step is queued before the last token is read, or after: what is faster on this device."""
+"""Which is faster on this device: queueing a decode step before the last token is read, or after."""
 
 from dataclasses import dataclass
 from statistics import median
@@ -30,7 +30,7 @@ class LookAhead:
 
 
 def measure_look_ahead() -> LookAhead:
-    """Both depths in turns, forwards and backwards; the first round counts for nothing."""
+    """Both depths in turns, forwards and backwards; the first round is a warm-up."""
     model = load_decoder(find_model(POCKET))
     times: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
     order = list(DEPTHS)
