@@ -200,7 +200,7 @@ def _pairs(config: ModelConfig, settings: Settings, known: Sequence[int] | None)
     if not config.attention_bias or not settings.kv_bias_split:
         return None
     if known is None:
-        return [round(config.head_dim / 2 * GUESSED_PAIRS)] * config.num_hidden_layers
+        return [max(1, round(config.head_dim / 2 * GUESSED_PAIRS))] * config.num_hidden_layers
     return list(known)
 
 

@@ -1,9 +1,9 @@
 """An upper bound of what reading a chunk of a prompt takes beside the weights and the cache.
 
 MLX's CPU back end allocates a result when its operation is queued and frees it when the last reader has run. It queues
-about 100 entries ahead, two for most operations (mlx/transforms.cpp, mlx/backend/cpu/encoder.h). A layer has more, so
-that at most the arrays of one layer are held at once: their sum is the bound. Two parts of a layer that are further
-apart than the queue is long are never held together; then the larger one counts. docs/memory-plan.md has the terms.
+about 100 entries ahead, two for most operations (mlx/transforms.cpp, mlx/backend/cpu/encoder.h). A layer has more entries: at most one layer's
+arrays are held at once, and their sum is the bound. Two stretches of a layer that are further apart than the queue is
+long are never held together; then the larger one counts. docs/memory-plan.md lists the terms.
 
 S new tokens, T cached tokens read, H query heads, K kv heads, D head_dim.
 """
@@ -15,8 +15,8 @@ from kvant.operators.bias_split import MAX_SCORE_QUERIES
 from kvant.operators.streams import cpu_streams
 
 FLOAT32 = 4  # bytes
-# The one constant that is measured: blocks of scores held beside the one at work, and parts of a quantized matrix
-# beside those at work, one a core. Measured on 1 to 8 streams and matrices of 2 to 67 million numbers: at most 4.
+# The one measured constant: so many blocks of scores are held beside the one at work, and at most so many parts of a
+# quantized matrix beside those at work, one a core (1 to 8 streams, matrices of 2 to 67 million numbers).
 AHEAD = 4
 
 
