@@ -1,9 +1,10 @@
 """An upper bound of what reading a chunk of a prompt takes beside the weights and the cache.
 
 MLX's CPU back end allocates a result when its operation is queued and frees it when the last reader has run. It queues
-about 100 entries ahead, two for most operations (mlx/transforms.cpp, mlx/backend/cpu/encoder.h). A layer has more entries: at most one layer's
-arrays are held at once, and their sum is the bound. Two stretches of a layer that are further apart than the queue is
-long are never held together; then the larger one counts. docs/memory-plan.md lists the terms.
+about 100 entries ahead, two for most operations (mlx/transforms.cpp, mlx/backend/cpu/encoder.h). A layer has more
+entries: at most one layer's arrays are held at once, and their sum is the bound. Two stretches of a layer that are
+further apart than the queue is long are never held together; then the larger one counts. docs/memory-plan.md lists the
+terms.
 
 S new tokens, T cached tokens read, H query heads, K kv heads, D head_dim.
 """
