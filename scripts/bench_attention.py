@@ -18,19 +18,17 @@ import argparse
 import json
 import math
 import os
-import platform
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import kvant.blas  # isort: skip  (before MLX: it loads a faster one)
+import kvant  # noqa: F401  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 from attention_report import draw, goals, table
 from attention_variants import DTYPES, PATHS, SHAPES, SPARE, Arrays, Variant, check, make_variants
@@ -39,6 +37,7 @@ from kvant.errors import KvantError
 from kvant.operators.dispatch import gpu_backend
 from kvant.tools.bench.bandwidth import COPY_BYTES, copy_bandwidth_gb_s
 from kvant.tools.drawing import check_plot_path
+from kvant.tools.machine import environment, this_machine
 from kvant.tools.statistics import Spread, paired_ratio
 
 CONTEXTS = {"gpu": "1k,2k,4k,8k,16k,32k,64k,128k", "cpu": "1k,4k,16k"}
@@ -241,7 +240,7 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
         "mlx_lm_group": options.mlx_lm_group,
         "rounds": options.rounds,
         "seed": options.seed,
-        "memory_bytes": int(options.memory_gb * 1e9) if options.memory_gb else _memory_bytes() // 2,
+        "memory_bytes": int(options.memory_gb * 1e9) if options.memory_gb else this_machine().limit_bytes // 2,
     }
 
 
@@ -268,34 +267,26 @@ def _layers(shape: str, context: int, plan: dict[str, Any]) -> tuple[int, int]:
     return layers, int(elements * (layers * held + made))
 
 
-def _memory_bytes() -> int:
-    info = mx.device_info()
-    if mx.default_device().type == mx.gpu:
-        for name in ("max_recommended_working_set_size", "memory_size", "total_memory"):
-            if name in info:
-                return int(info[name])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def _copy_bytes() -> int:
     """Bytes of a copy: on a fast GPU 256 MB take less than launching them does."""
-    return COPY_BYTES if mx.default_device().type == mx.cpu else min(2**31, max(COPY_BYTES, _memory_bytes() // 16))
+    return (
+        COPY_BYTES
+        if mx.default_device().type == mx.cpu
+        else min(2**31, max(COPY_BYTES, this_machine().limit_bytes // 16))
+    )
 
 
 def _about(arguments: Sequence[str] | None) -> dict[str, Any]:
-    kind = "cpu" if mx.default_device().type == mx.cpu else "gpu"
+    here = environment()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["scripts/bench_attention.py", *(sys.argv[1:] if arguments is None else arguments)]),
-        "device": f"{mx.device_info().get('device_name', 'unknown')} ({kind})",
-        "cores": os.cpu_count() or 1,
+        "device": here.device,
+        "cores": here.cores,
         "load_average": round(os.getloadavg()[0], 2),  # of the last minute: how busy others kept the machine
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "kvant": version("kvant"),
-        "mlx": version("mlx"),
-        "mlx_lm": version("mlx-lm"),
-        "blas": kvant.blas.loaded(),
+        "system": here.system,
+        **here.versions,
+        "blas": here.blas,
     }
 
 

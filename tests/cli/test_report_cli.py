@@ -82,7 +82,7 @@ def test_json_of_a_text(run: Run, tmp_path: Path) -> None:
     left_out = report["text"].pop("tokens_left_out")
     assert left_out == 101 - 64
     assert report["text"] == {"name": str(text), "tokens": 64, "pieces": 1}
-    assert report["versions"].keys() == {"kvant", "mlx", "mlx_lm", "python"}
+    assert report["versions"].keys() == {"kvant", "mlx", "mlx_lm", "transformers", "python"}
     four, none = report["formats"]
     assert none == report["reference"]
     assert (four["format"], four["flags"]) == (

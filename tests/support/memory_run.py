@@ -22,6 +22,8 @@ def main() -> None:
     run = json.loads(sys.argv[1])
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+        if run["streams"] > CORES:
+            os.sched_getaffinity = lambda pid: set(range(run["streams"]))
     checkpoint = Checkpoint.from_folder(Path(run["folder"]))
 
     def planned(**known: Any) -> dict[str, int]:

@@ -150,27 +150,24 @@ def compare(
 
 def _header(model: str, seed: int, baseline: str) -> "Header":
     """Model, machine and versions."""
-    import os
-    import platform
     from datetime import UTC, datetime
-    from importlib.metadata import version
 
-    from kvant import __version__, blas
-    from kvant.tools.bench.bandwidth import measure_device
+    from kvant.tools.bench.bandwidth import measure_bandwidth
     from kvant.tools.bench.recording import Header
+    from kvant.tools.machine import environment
 
-    device, bandwidth = measure_device()
+    here = environment()
     return Header(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        kvant=__version__,
-        mlx=version("mlx"),
-        mlx_lm=version("mlx-lm"),
-        python=platform.python_version(),
-        system=f"{platform.system()} {platform.machine()}",
-        device=device,
-        blas=blas.loaded(),
-        cores=os.cpu_count() or 1,
-        copy_bandwidth_gb_s=bandwidth,
+        kvant=here.versions["kvant"],
+        mlx=here.versions["mlx"],
+        mlx_lm=here.versions["mlx_lm"],
+        python=here.versions["python"],
+        system=here.system,
+        device=here.device,
+        blas=here.blas,
+        cores=here.cores,
+        copy_bandwidth_gb_s=measure_bandwidth(),
         command=shlex.join(sys.argv[1:]),
         model=model,
         seed=seed,

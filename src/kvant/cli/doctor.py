@@ -1,6 +1,7 @@
-"""``kvant doctor``: what this machine is, which way attention goes on it, and whether the fused kernel is right."""
+"""``kvant doctor``: the machine, the path of every operator, and a check of the fused kernel."""
 
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,9 +22,9 @@ def doctor(
     json_object: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
-    """Say what kvant runs on, which way each operator goes and why, and check the fused kernel where a GPU is.
+    """Describe the machine, say which way each operator goes and why, and check the fused kernel on a GPU.
 
-    The kernel's results are held against the unfused operator's; a mismatch is exit code 1.
+    The kernel's results are compared with the unfused operator's. A mismatch is exit code 1.
     """
     with suppress(RuntimeError):  # a kernel that failed its self-check is what the diagnosis is about
         options.check_kernels()
@@ -40,17 +41,39 @@ def doctor(
 
 
 def _print(found: "Diagnosis") -> None:
-
     console = terminal.console()
 
     def line(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    for text in _machine(found):
-        line(text)
-    console.print(_paths(found))
+    environment, machine = found.environment, found.machine
+    line(", ".join(f"{name} {number}" for name, number in environment.versions.items()))
+    line(environment.system)
+    line(f"device: {environment.device}, {environment.cores} cores")
+    line(
+        f"memory: {format_bytes(machine.memory_bytes)}, usable {format_bytes(machine.limit_bytes)} "
+        f"({machine.limit_source})"
+    )
+    line(f"BLAS: {environment.blas}")
+    line(f"compiler: {found.compiler}")
+    console.print(_table(("operator", "path", "why"), ((p.operator, p.path, p.reason) for p in found.paths)))
     if found.kernels:
-        console.print(_kernels(found))
+        columns = ("kernel against unfused", "error", "allowed", "ms", "unfused ms")
+        console.print(
+            _table(
+                columns,
+                (
+                    (
+                        result.case,
+                        _shown(result.error, ".1e"),
+                        _shown(result.tolerance, ".1e"),
+                        _shown(result.fused_ms, ".3f"),
+                        _shown(result.unfused_ms, ".3f"),
+                    )
+                    for result in found.kernels
+                ),
+            )
+        )
         wrong = [result for result in found.kernels if result.problem is not None]
         for result in wrong:
             line(f"wrong: {result.case}: {result.problem}")
@@ -68,50 +91,15 @@ def _print(found: "Diagnosis") -> None:
         line(f"not checked here: {text}")
 
 
-def _machine(found: "Diagnosis") -> list[str]:
-    machine = found.machine
-    memory = format_bytes(machine.memory_bytes)
-    if machine.gpu_memory_bytes is not None:
-        memory += f", {format_bytes(machine.gpu_memory_bytes)} for the GPU"
-    return [
-        ", ".join(f"{name} {number}" for name, number in machine.versions.items()),
-        f"Python {machine.python}, {machine.system}",
-        f"device: {machine.device} ({machine.kind}), {machine.cores} cores",
-        f"memory: {memory}",
-        f"BLAS: {machine.blas}",
-        f"compiler: {machine.compiler}",
-    ]
-
-
-def _paths(found: "Diagnosis") -> "Table":
-    table = _table("operator", "path", "why")
-    for path in found.paths:
-        table.add_row(path.operator, path.path, path.reason)
-    return table
-
-
-def _kernels(found: "Diagnosis") -> "Table":
-    table = _table("kernel against unfused", "error", "allowed", "ms", "unfused ms")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for result in found.kernels:
-        table.add_row(
-            result.case,
-            _shown(result.error, ".1e"),
-            _shown(result.tolerance, ".1e"),
-            _shown(result.fused_ms, ".3f"),
-            _shown(result.unfused_ms, ".3f"),
-        )
-    return table
-
-
-def _table(*columns: str) -> "Table":
+def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD)
     for column in columns:
         table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

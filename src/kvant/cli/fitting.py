@@ -6,7 +6,8 @@ from dataclasses import replace
 from kvant.cli.options import AUTO, BadValueError, KvSize
 from kvant.errors import ContextError
 from kvant.sizes import format_bytes
-from kvant.tools.plan import Checkpoint, Machine, MemoryPlan, Settings, longest_context, plan
+from kvant.tools.machine import Machine
+from kvant.tools.plan import Checkpoint, MemoryPlan, Settings, longest_context, plan
 
 DEFAULT_MAX_KV_SIZE = 4096
 
@@ -65,7 +66,6 @@ def describe(made: MemoryPlan, machine: Machine) -> str:
     if made.loading > sum(parts.values()):
         parts = {"loading the weights": made.loading}
     parts |= {"the process": made.process} if made.process else {}
-    parts["headroom"] = made.headroom
     listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items())
     return (
         f"{made.max_kv_size} tokens need {format_bytes(made.total)} ({listed}); "

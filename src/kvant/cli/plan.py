@@ -15,9 +15,10 @@ from kvant.engine.load import POCKET, find_adapter, find_model
 from kvant.errors import ArgumentError, ModelError
 from kvant.sizes import format_bytes
 from kvant.tools.convert.weight_format import WeightFormat
-from kvant.tools.plan import Checkpoint, LongestContext, Machine, MemoryPlan, Settings, longest_context
-from kvant.tools.plan.machine import Device, default_device, machine_with, this_machine
-from kvant.tools.plan.plan import FLOAT32, as_record
+from kvant.tools.machine import Device, Machine, default_device, machine_with, this_machine
+from kvant.tools.plan import Checkpoint, LongestContext, MemoryPlan, Settings, longest_context
+from kvant.tools.plan.plan import as_record
+from kvant.tools.plan.scratch import FLOAT32
 
 BITS = (0, 8, 4)  # of a cache whose longest context is told; 0 is the compute dtype's 16 or 32
 DOES_NOT_FIT = 1
@@ -214,11 +215,6 @@ def _print_table(
     if made.process:
         rows.append(("process", made.process, "interpreter, libraries, tokenizer"))
     rows += [
-        (
-            "headroom",
-            made.headroom,
-            "5 %, the accuracy of this plan" + (" on a CPU" if machine.device == "gpu" else ""),
-        ),
         ("total", made.total, ""),
         ("limit", machine.limit_bytes, machine.limit_source),
     ]

@@ -19,8 +19,8 @@ from kvant.models import Decoder
 from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer
-from kvant.tools.plan import Checkpoint, Settings, split_pairs, this_machine
-from kvant.tools.plan.machine import default_device
+from kvant.tools.machine import default_device, this_machine
+from kvant.tools.plan import Checkpoint, Settings, split_pairs
 
 
 @dataclass(frozen=True, slots=True)

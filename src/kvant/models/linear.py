@@ -91,9 +91,10 @@ class QuantizedMatrix:
         parts: list[mx.array] = []
         for first in range(0, self.num_rows, size):
             packed = [array[first : first + size] for array in self.arrays]
+            # In turn, and not before x is there: otherwise MLX makes the weights of many parts before it uses one.
+            before = parts[-len(streams)] if len(parts) >= len(streams) else x
             with mx.stream(streams[len(parts) % len(streams)]):
-                if len(parts) >= len(streams):  # in turn: otherwise MLX makes many parts' weights before it uses one
-                    packed = mx.depends(packed, [parts[-len(streams)]])
+                packed = mx.depends(packed, [before])
                 parts.append(x @ self._dequantize(packed, x.dtype).T)
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 

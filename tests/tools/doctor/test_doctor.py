@@ -20,7 +20,9 @@ from kvant.cli.app import make_app
 from kvant.operators import self_check
 from kvant.operators.kernels import attend, launch
 from kvant.operators.self_check import SELF_CHECK
-from kvant.tools.doctor import diagnosis, kernels, look_ahead, machine
+from kvant.tools import machine
+from kvant.tools.doctor import diagnosis, kernels, look_ahead
+from kvant.tools.machine import machine_with
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -48,13 +50,14 @@ def found() -> dict[str, Any]:
 
 
 def test_it_says_what_the_machine_is(found: dict[str, Any]) -> None:
-    here = found["machine"]
-    assert here["versions"].keys() == {"kvant", "mlx", "mlx-lm", "transformers"}
+    here = found["environment"]
+    assert here["versions"].keys() == {"kvant", "mlx", "mlx_lm", "transformers", "python"}
     assert here["versions"]["kvant"] == kvant.__version__
     assert here["versions"]["mlx"] == mx.__version__
-    assert here["device_info"] == mx.device_info()
-    assert here["memory_bytes"] > 2**28
-    assert (here["kind"] == "cpu") == (mx.default_device().type == mx.cpu)
+    assert here["device"].endswith("(cpu)") == (mx.default_device().type == mx.cpu)
+    assert found["device_info"] == mx.device_info()
+    assert found["machine"]["memory_bytes"] >= found["machine"]["limit_bytes"] > 2**28
+    assert found["compiler"]
     assert found["healthy"] is True
 
 
@@ -124,6 +127,7 @@ def host_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_kernel", host_kernel)
     for module in (diagnosis, machine):
         monkeypatch.setattr(module, "gpu_backend", lambda: "metal")
+    monkeypatch.setattr(diagnosis, "this_machine", lambda: machine_with(2**34, "gpu"))
     monkeypatch.setattr(kernels, "random_cases", lambda count, seed: [])
     monkeypatch.setattr(kernels, "REPEATS", 1)
     monkeypatch.setattr(look_ahead, "STEPS", 1)

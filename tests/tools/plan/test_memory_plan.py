@@ -18,17 +18,17 @@ from support.checkpoints import (
     reference_model,
     save_checkpoint,
 )
+from support.counts import count
 
 from kvant.errors import ModelError
 from kvant.models import Decoder, ModelConfig, load_decoder
 from kvant.tools.bench.shapes import SHAPES, Shape, write_random
-from kvant.tools.plan import Checkpoint, LongestContext, Settings, longest_context, plan, scratch, split_pairs
+from kvant.tools.plan import Checkpoint, LongestContext, Settings, longest_context, plan, split_pairs
 from kvant.tools.plan.plan import as_record
-from kvant.tools.plan.tape import Tape
 
 RUN = Path(__file__).parents[2] / "support" / "memory_run.py"
 RUNS = 5  # at most
-ACCURACY = 0.05
+WIDEST = 1.25  # of the measured peak
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Case:
     kv_bits: int = 8
     kv_group: int = 32
     step: int = 512
+    streams: int = 2
 
 
 def qwen2(
@@ -56,20 +57,23 @@ def qwen3(*sizes: Any) -> Shape:
     return replace(qwen2(*sizes), model_type="qwen3", large_key_bias=False)
 
 
-MANY_KEYS = (32, 16, 32, 32, 64, 32, 500, True)  # 16 layers whose keys and values outweigh everything else
+# docs/memory-plan.md records these cases in their long form; the gate reads shorter prompts.
+LAYERS, TOKENS = count(4, 16), count(200, 448)
+MANY_KEYS = (32, LAYERS, 32, 32, 64, 32, 500, True)  # keys and values outweigh everything else
 CASES = {
     "bfloat16 weights, tied": Case(qwen2(512, 4, 8, 2, 64, 2048, 4000, True), 130),
     "a large vocabulary, tied": Case(qwen2(256, 2, 4, 2, 64, 512, 40000, True), 100),
     "a large vocabulary, untied": Case(qwen3(256, 2, 4, 2, 64, 512, 30000, False), 100),
     "4-bit weights": Case(qwen2(1024, 3, 16, 4, 64, 4096, 2000, True), 130, weight_bits=4),
     "8-bit weights, untied": Case(qwen3(1024, 3, 8, 4, 128, 3072, 20000, False), 70, weight_bits=8, step=64),
-    "an 8-bit cache": Case(qwen2(*MANY_KEYS), 448, step=64),
-    "a 4-bit cache": Case(qwen3(*MANY_KEYS), 448, kv_bits=4, kv_group=64, step=64),
-    "a cache that is not quantized": Case(qwen3(*MANY_KEYS), 300, kv_bits=0, step=64),
-    "a long step": Case(qwen2(256, 2, 4, 2, 64, 2048, 1000, True), 1540, step=1536),
+    "an 8-bit cache": Case(qwen2(*MANY_KEYS), TOKENS, step=64),
+    "a 4-bit cache": Case(qwen3(*MANY_KEYS), TOKENS, kv_bits=4, kv_group=64, step=64),
+    "a cache that is not quantized": Case(qwen3(*MANY_KEYS), count(200, 300), kv_bits=0, step=64),
+    "a long step": Case(qwen2(256, 2, 4, 2, 64, 2048, 1000, True), count(770, 1540), step=count(768, 1536)),
     "a long step through 4-bit weights": Case(
         qwen3(512, 2, 8, 2, 64, 2048, 1000, True), 1030, weight_bits=4, step=1024
     ),
+    "few queries, whose scores take the keys' bias": Case(qwen2(64, 1, 16, 2, 64, 64, 100, True), 1000, step=8),
 }
 
 
@@ -81,6 +85,7 @@ def measure(folder: Path, case: Case) -> dict[str, Any]:
         "bits": case.kv_bits,
         "group": case.kv_group,
         "step": case.step,
+        "streams": case.streams,
     }
     done = subprocess.run([sys.executable, RUN, json.dumps(run)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -89,10 +94,10 @@ def measure(folder: Path, case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_plan_is_what_mlx_counts(name: str, tmp_path: Path) -> None:
-    """The plan is of the most that a run takes: on a busy machine MLX's threads keep up with the queue in some runs.
+def test_the_plan_bounds_what_mlx_counts(name: str, tmp_path: Path) -> None:
+    """No run takes more than the plan, and the plan is at most 1.25 of the peak.
 
-    Those take less; so the most of a few counts, and none of them may be above the plan.
+    On a busy machine MLX's threads keep up with the queue in some runs, which take less: the peak is that of a few.
     """
     case = CASES[name]
     write_random(case.shape, tmp_path, bits=case.weight_bits)
@@ -102,26 +107,33 @@ def test_the_plan_is_what_mlx_counts(name: str, tmp_path: Path) -> None:
         planned, known, measured = found["plan"], found["plan_when_loaded"], found["measured"]
         peak = max(peak, measured["peak"])
         print(f"{name}: planned {planned['arrays'] / peak:.3f} of {peak / 1e6:.1f} MB, {planned}")
+        for made in (planned, known):
+            assert made["arrays"] >= measured["peak"]
         assert planned["weights"] == known["weights"] == measured["weights"]
         assert known["cache"] == measured["cache"]
-        if max(planned["arrays"], known["arrays"]) / peak - 1 < ACCURACY:
+        if max(planned["arrays"], known["arrays"]) <= WIDEST * peak:
             break
     for made in (planned, known):
-        assert abs(made["arrays"] / peak - 1) < ACCURACY
+        assert made["arrays"] <= WIDEST * peak
+
+
+def test_the_plan_bounds_a_run_with_more_threads_than_cores(tmp_path: Path) -> None:
+    """Dequantized parts wait for their input: without that, four threads hold 1.3 times what is planned here."""
+    case = replace(CASES["4-bit weights"], streams=4)
+    write_random(case.shape, tmp_path, bits=case.weight_bits)
+    found = measure(tmp_path, case)
+    assert found["measured"]["peak"] <= found["plan"]["arrays"]
 
 
 def test_a_plan_has_no_slack_to_hide_in() -> None:
-    """The sums are those of the parts; half the scratch or a forgotten second bias would be seen above."""
+    """The sums are those of the parts: nothing is added that could hide a part that is too small."""
     checkpoint = Checkpoint.from_facts(qwen2_config())
     made = plan(checkpoint, max_kv_size=100, device="cpu")
     assert made.arrays == max(made.weights + made.cache + made.scratch, made.loading)
-    assert made.total == made.arrays + made.process + made.headroom
-    assert made.headroom == round(0.05 * made.arrays)
+    assert made.total == made.arrays + made.process
     record = as_record(made)
     assert record["total"] == made.total
-    assert sorted(record) == sorted(
-        ["weights", "cache", "scratch", "loading", "process", "headroom", "arrays", "total"]
-    )
+    assert sorted(record) == sorted(["weights", "cache", "scratch", "loading", "process", "arrays", "total"])
 
 
 @pytest.mark.parametrize("make", [qwen2_config, qwen3_config, llama_config])
@@ -249,31 +261,9 @@ def test_what_cannot_be_planned(settings: Settings, tokens: int, message: str) -
         plan(Checkpoint.from_facts(qwen2_config()), max_kv_size=tokens, settings=settings)
 
 
-def test_a_plan_is_made_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its work does not grow with the model or the context: a tape has two layers and the last blocks of attention."""
-    shape = SHAPES["qwen2.5-7b"]
-    sizes = []
-    peak = Tape.peak
-    monkeypatch.setattr(Tape, "peak", lambda tape: (sizes.append(len(tape.buffers)), peak(tape))[1])
-    for tokens in (512, 32768):
-        plan(Checkpoint(_config(shape), 2, False), max_kv_size=tokens, device="cpu")
-    assert max(sizes) < 300
-    sizes.clear()
-    plan(Checkpoint(_config(shape), 2, False).quantized(4, 64), max_kv_size=32768, device="cpu")
-    real = max(sizes)
-    sizes.clear()
+def test_absurd_sizes_are_planned_too() -> None:
+    """Sizes that no published model has: nothing is made of them, and nothing fits."""
     absurd = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "head_dim"), 2**24)
     absurd |= {"num_key_value_heads": 2**24, "num_hidden_layers": 4096, "max_position_embeddings": 2**24}
     checkpoint = Checkpoint.from_facts(qwen2_config(**absurd, quantization={"bits": 4, "group_size": 64}))
     assert longest_context(checkpoint, 10**12, device="cpu").tokens == 0
-    assert max(sizes) < 10 * real
-
-
-def test_a_quantized_matrix_in_more_parts_than_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking at the last parts alone changes nothing for the largest of published models, and little anywhere."""
-    checkpoint = Checkpoint(_config(SHAPES["qwen2.5-7b"]), 2, False).quantized(4, 64)
-    given = plan(checkpoint, max_kv_size=4096, device="cpu").scratch
-    monkeypatch.setattr(scratch, "PARTS", 10**6)
-    assert plan(checkpoint, max_kv_size=4096, device="cpu").scratch == given
-    monkeypatch.setattr(scratch, "PARTS", 16)
-    assert plan(checkpoint, max_kv_size=4096, device="cpu").scratch == pytest.approx(given, rel=0.05)

@@ -1,17 +1,22 @@
-"""All that is found out, and whether it is well."""
+"""The findings of ``kvant doctor``, and whether anything failed."""
 
 import math
+import shutil
+import subprocess
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import mlx.core as mx
+
 from kvant.operators.dispatch import gpu_backend
 from kvant.tools.doctor.kernels import KernelResult, try_kernels
 from kvant.tools.doctor.look_ahead import LookAhead, measure_look_ahead
-from kvant.tools.doctor.machine import Machine, look_at_machine
 from kvant.tools.doctor.paths import OperatorPath, operator_paths
+from kvant.tools.machine import Environment, Machine, environment, this_machine
 
+GPU_COMPILERS = {"metal": "Metal's, while it runs", "cuda": "NVRTC, while it runs"}
 NO_GPU = (
     "the fused kernel: there is no GPU that MLX uses, so it has not run here. kvant's tests run its Metal text on the "
     "host, thread by thread (docs/host-run.md), which says nothing of its speed or of a GPU's own compiler"
@@ -24,13 +29,18 @@ class Diagnosis:
     """What ``kvant doctor`` prints.
 
     Attributes:
+        device_info: everything MLX says about its default device.
+        compiler: what compiles kernels and fused steps.
         kernels: every case the fused kernel was tried on; empty without a GPU.
-        look_ahead: None where generation failed, which ``problem`` tells.
+        look_ahead: None if generation failed.
         problem: why generation failed; None: it did not.
-        unchecked: what this machine cannot check.
+        unchecked: checks that are not possible on this machine.
     """
 
+    environment: Environment
     machine: Machine
+    device_info: dict[str, Any]
+    compiler: str
     paths: list[OperatorPath]
     kernels: list[KernelResult]
     look_ahead: LookAhead | None
@@ -70,10 +80,27 @@ def diagnose(progress: Callable[[int, int], None]) -> Diagnosis:
     except RuntimeError as error:  # the kernel that is asked for failed its self-check, or a driver did
         problem = " ".join(str(error).split())
     return Diagnosis(
-        machine=look_at_machine(),
+        environment=environment(),
+        machine=this_machine(),
+        device_info=dict(mx.device_info()),
+        compiler=_host_compiler() if backend is None else GPU_COMPILERS[backend],
         paths=paths,
         kernels=kernels,
         look_ahead=look_ahead,
         problem=problem,
         unchecked=[NO_GPU if backend is None else OTHER_SHAPES],
     )
+
+
+def _host_compiler() -> str:
+    """The first g++, with which MLX compiles steps on a CPU."""
+    found = shutil.which("g++")
+    if found is None:
+        return "none: MLX compiles for a CPU where g++ is installed; kvant does not need it there"
+    try:
+        done = subprocess.run(
+            [found, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10
+        )
+        return next(iter(done.stdout.splitlines()), f"{found}, which does not say its version")
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{found}, which fails: {error}"

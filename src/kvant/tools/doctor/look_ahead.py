@@ -1,4 +1,4 @@
-"""Whether a decode step is queued before the last token is read, or after: what is faster on this device."""
+"""Which is faster on this device: queueing a decode step before the last token is read, or after."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class LookAhead:
 
 
 def measure_look_ahead() -> LookAhead:
-    """Both depths in turns, forwards and backwards; the first round counts for nothing."""
+    """Both depths in turns, forwards and backwards; the first round is a warm-up."""
     model = load_decoder(find_model(POCKET))
     return LookAhead(*medians_in_turns([partial(_run, model, depth) for depth in DEPTHS], ROUNDS))
 

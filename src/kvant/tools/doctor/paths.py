@@ -1,4 +1,4 @@
-"""The way every operator goes on this machine, and why."""
+"""The path of every operator on this machine, and the reason."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ UNFUSED = "unfused"
 
 @dataclass(frozen=True, slots=True)
 class OperatorPath:
-    """An operator is fused or unfused, none where the kernel asked for is wrong; a step is compiled or not."""
+    """``path`` is fused, unfused, or none if a requested kernel failed its self-check; a step is compiled or not."""
 
     operator: str
     path: str
@@ -19,7 +19,7 @@ class OperatorPath:
 
 
 def operator_paths() -> list[OperatorPath]:
-    """Every operator's.
+    """The paths of all operators.
 
     Raises:
         ValueError: KVANT_KERNELS is unknown, or asks for what cannot run here.

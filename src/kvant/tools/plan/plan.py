@@ -8,15 +8,11 @@ from kvant.engine.run import PREFILL_STEP_SIZE
 from kvant.models import Decoder
 from kvant.models.config import ModelConfig
 from kvant.operators.quantization import check_quantization
+from kvant.tools.machine import Device, default_device
 from kvant.tools.plan.checkpoint import Checkpoint
-from kvant.tools.plan.machine import Device, default_device
-from kvant.tools.plan.scratch import Chunk
+from kvant.tools.plan.scratch import FLOAT32, scratch_bytes
 
 SCALE_BYTES = 2  # float16
-FLOAT32 = 4
-# The arrays' sum is within this much of what MLX counted on a CPU in the table of docs/memory-plan.md, which also says
-# where it is not.
-ACCURACY = 0.05
 # What the process takes beside the arrays where it comes out of the same memory: interpreter, libraries, MLX's buffers
 # for reuse; and while it is read, a tokenizer for each of its tokens. Measured, docs/memory-plan.md.
 PROCESS_BYTES = 170_000_000
@@ -52,11 +48,10 @@ class MemoryPlan:
         max_kv_size: tokens reserved in the cache.
         settings: of the run.
         weights: as they are held, whatever is held twice counted twice.
-        cache: levels, scales and bias tables of all layers; reserved before the first token.
-        scratch: what the widest chunk of a prompt needs beside them, or a step of decoding where that is more.
+        cache: quantized values, scales and bias tables of all layers; reserved before the first token.
+        scratch: an upper bound of what a chunk of the prompt, or a step of decoding, takes beside them.
         loading: the most while the weights are loaded, before there is a cache.
         process: interpreter, libraries, tokenizer and MLX's buffers for reuse; 0 where it isn't the GPU's memory.
-        headroom: the accuracy of the plan: 5 % of the arrays.
     """
 
     max_kv_size: int
@@ -66,17 +61,16 @@ class MemoryPlan:
     scratch: int
     loading: int
     process: int
-    headroom: int
 
     @property
     def arrays(self) -> int:
-        """The most bytes of arrays at once: what ``mx.get_peak_memory`` says after a run of the full context."""
+        """An upper bound of what ``mx.get_peak_memory`` says after a run of the full context."""
         return max(self.weights + self.cache + self.scratch, self.loading)
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.arrays + self.process + self.headroom
+        return self.arrays + self.process
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +91,8 @@ def plan(
 ) -> MemoryPlan:
     """The memory of loading a model and running it until its cache is full.
 
-    On a CPU everything is computed in float32, and the arrays are within 5 % of what MLX counted in tests. For a GPU,
-    which computes in the checkpoint's dtype, the scratch is an estimate nobody has measured yet, on the safe side:
-    everything a layer makes, as if nothing of it were freed before its end.
+    On a CPU everything is computed in float32, and the arrays are never fewer bytes than MLX counted in tests. A GPU
+    computes in the checkpoint's dtype; nobody has measured its scratch yet.
 
     Args:
         checkpoint: what is known of the model: :meth:`Checkpoint.from_folder` or :meth:`Checkpoint.from_facts`.
@@ -173,7 +166,17 @@ def _planner(
 
     def planned(tokens: int) -> MemoryPlan:
         def chunk(new: int) -> int:
-            return Chunk(config, itemsize, on_cpu, settings.kv_bits, widest, new, tokens).scratch()
+            return scratch_bytes(
+                config,
+                itemsize=itemsize,
+                on_cpu=on_cpu,
+                kv_bits=settings.kv_bits,
+                kv_group_size=settings.kv_group_size,
+                pairs=widest,
+                adapted=checkpoint.adapter_bytes > 0 and config.quantization is not None,
+                new=new,
+                rows=tokens,
+            )
 
         cache = _cache_bytes(config, settings, tokens, itemsize, pairs)
         scratch = max(
@@ -187,7 +190,6 @@ def _planner(
             scratch=scratch,
             loading=loading,
             process=PROCESS_BYTES + TOKENIZER_BYTES * config.vocab_size if on_cpu else 0,
-            headroom=round(ACCURACY * max(weights + cache + scratch, loading)),
         )
 
     return planned
@@ -198,7 +200,7 @@ def _pairs(config: ModelConfig, settings: Settings, known: Sequence[int] | None)
     if not config.attention_bias or not settings.kv_bias_split:
         return None
     if known is None:
-        return [round(config.head_dim / 2 * GUESSED_PAIRS)] * config.num_hidden_layers
+        return [max(1, round(config.head_dim / 2 * GUESSED_PAIRS))] * config.num_hidden_layers
     return list(known)
 
 

@@ -1,18 +1,13 @@
 """One run of the report: every format's figures, and the smallest format that is good enough."""
 
 import math
-import os
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from typing import Any
 
-import mlx.core as mx
-
-from kvant import __version__, blas
 from kvant.cache import ModelCache
 from kvant.models import Decoder
+from kvant.tools.machine import Environment, environment
 from kvant.tools.report.divergence import Figures, Tally
 from kvant.tools.report.findings import Finding, find
 from kvant.tools.report.formats import REFERENCE, CacheFormat
@@ -59,7 +54,7 @@ class Report:
         results: of the formats asked for, in their order.
         key_range: of each layer's keys as they are stored, see :class:`kvant.tools.report.layers.LayerRun`.
         findings: layers that are out of line.
-        environment: device and versions.
+        environment: what it was measured on and with.
     """
 
     model: str
@@ -69,7 +64,7 @@ class Report:
     results: list[FormatResult]
     key_range: list[float]
     findings: list[Finding]
-    environment: dict[str, Any]
+    environment: Environment
 
 
 def measure(
@@ -138,7 +133,7 @@ def measure(
         results=[by_format[f] for f in formats],
         key_range=key_range,
         findings=find(model, key_range, list(errors.items())) if key_range else [],
-        environment=_environment(),
+        environment=environment(),
     )
 
 
@@ -160,7 +155,7 @@ def figures_json(report: Report) -> dict[str, Any]:
             "pieces": len(text.pieces),
             "tokens_left_out": text.left_out,
         },
-        **report.environment,
+        **asdict(report.environment),
         "reference": _result_json(report.reference),
         "formats": [_result_json(result) for result in report.results],
         "layers": {
@@ -197,20 +192,3 @@ def _scores(model: Decoder, cache: ModelCache, questions: dict[str, list[Convers
         for name, own in questions.items()
         for bucket in score(name, own, [answer(model, cache, conversation, fed=fed) for conversation in own])
     ]
-
-
-def _environment() -> dict[str, Any]:
-    device = mx.device_info().get("device_name", "unknown")
-    kind = "cpu" if mx.default_device().type == mx.cpu else "gpu"
-    return {
-        "device": f"{device} ({kind})",
-        "cores": os.cpu_count() or 1,
-        "system": f"{platform.system()} {platform.machine()}",
-        "blas": blas.loaded(),
-        "versions": {
-            "kvant": __version__,
-            "mlx": version("mlx"),
-            "mlx_lm": version("mlx-lm"),
-            "python": platform.python_version(),
-        },
-    }

@@ -19,13 +19,13 @@ CAPTION = (
 
 def describe(report: Report) -> list[str]:
     """Model, text, machine and versions: lines to print above the tables."""
-    text, versions = report.text, report.environment["versions"]
+    text, environment = report.text, report.environment
     pieces = "" if len(text.pieces) == 1 else f" in {len(text.pieces)} pieces of up to {len(text.pieces[0])}"
     left_out = f"; the {text.left_out} after them are left out" if text.left_out else ""
     return [
         f"{report.model} on {text.name}: {text.tokens} tokens{pieces}{left_out}",
-        f"{report.environment['device']}, {report.environment['cores']} cores, {report.environment['system']}; "
-        f"kvant {versions['kvant']}, MLX {versions['mlx']}, BLAS: {report.environment['blas']}",
+        f"{environment.device}, {environment.cores} cores, {environment.system}; "
+        f"kvant {environment.versions['kvant']}, MLX {environment.versions['mlx']}, BLAS: {environment.blas}",
         f"reference, 0: a cache that is not quantized, {report.dtype}; decode times with {len(text.pieces[0])} tokens",
     ]
 

@@ -1,11 +1,16 @@
-"""What a machine has: its memory, and how much of it a plan may use."""
+"""The machine: its memory and how much of it a plan may use, what computes on it, and what is installed."""
 
+import os
+import platform
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
 import mlx.core as mx
 
+from kvant import __version__, blas
+from kvant.operators.dispatch import gpu_backend
 from kvant.sizes import physical_memory
 
 Device = Literal["cpu", "gpu"]
@@ -15,11 +20,11 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine, as a plan is held against it.
+    """A machine's memory.
 
     Attributes:
         device: what computes.
-        memory_bytes: all of the device's memory.
+        memory_bytes: all of the device's memory; in a container, that of the machine around it.
         limit_bytes: what a plan may use of it.
         limit_source: what sets that limit, for people.
     """
@@ -28,6 +33,40 @@ class Machine:
     memory_bytes: int
     limit_bytes: int
     limit_source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What figures were measured on and with.
+
+    Attributes:
+        device: the name of MLX's default device, and in brackets cpu, metal or cuda; of another GPU, gpu.
+        blas: what multiplies matrices on a CPU.
+    """
+
+    device: str
+    cores: int
+    system: str
+    blas: str
+    versions: dict[str, str]
+
+
+def environment() -> Environment:
+    """This process's."""
+    installed = {name: version(name.replace("_", "-")) for name in ("mlx", "mlx_lm", "transformers")}
+    return Environment(
+        device=device_name(),
+        cores=os.cpu_count() or 1,
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        blas=blas.loaded(),
+        versions={"kvant": __version__, **installed, "python": platform.python_version()},
+    )
+
+
+def device_name() -> str:
+    """MLX's default device, as in :class:`Environment`."""
+    kind = "cpu" if default_device() == "cpu" else gpu_backend() or "gpu"
+    return f"{mx.device_info().get('device_name', 'unknown')} ({kind})"
 
 
 def default_device() -> Device:
@@ -117,21 +156,13 @@ def cgroup_limit(proc: Path = Path("/proc/self"), root: Path = Path("/")) -> int
 def _limits(mount: Path, top: str, path: str, name: str) -> list[int]:
     """The limits of a group and all above it, down to ``mount``, where the tree is mounted from ``top`` on."""
     inside = path.removeprefix(top.rstrip("/")).lstrip("/") if path.startswith(top) else ""
-    folder = mount
-    folders = [mount]
-    for part in inside.split("/") if inside else ():
-        if part == "..":  # outside of what is mounted here
-            return _read_limits([mount], name)
-        folder = folder / part
-        folders.append(folder)
-    return _read_limits(folders, name)
-
-
-def _read_limits(folders: list[Path], name: str) -> list[int]:
+    parts = Path(inside).parts
+    if ".." in parts:  # outside of what is mounted here
+        parts = ()
     found = []
-    for folder in folders:
+    for depth in range(len(parts) + 1):
         try:
-            text = (folder / name).read_text(encoding="ascii").strip()
+            text = mount.joinpath(*parts[:depth], name).read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError):  # the top of version 2 has no such file
             continue
         if text.isdigit():  # "max": no limit; version 1 says a number larger than any memory

@@ -7,8 +7,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from kvant.tools.plan import Machine, machine, machine_with, this_machine
-from kvant.tools.plan.machine import cgroup_limit
+from kvant import __version__
+from kvant.tools import machine
+from kvant.tools.machine import Machine, cgroup_limit, environment, machine_with, this_machine
 
 Kernel = Callable[[str, str, dict[str, str]], int | None]
 V1_NONE = "9223372036854771712"  # what version 1 says where nothing limits
@@ -111,3 +112,13 @@ def test_a_gpu_is_what_mlx_says_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_macs_that_are_not_here(gib: int, logged_mb: float) -> None:
     assert machine_with(gib * 2**30, "gpu").limit_bytes / 1e6 == pytest.approx(logged_mb, abs=0.03)
     assert machine_with(gib * 2**30, "cpu").limit_bytes == gib * 2**30
+
+
+def test_the_environment_names_what_is_installed() -> None:
+    here = environment()
+    assert here.versions.keys() == {"kvant", "mlx", "mlx_lm", "transformers", "python"}
+    assert (here.versions["kvant"], here.versions["mlx"]) == (__version__, mx.__version__)
+    assert here.device.startswith(str(mx.device_info()["device_name"]))
+    assert here.device.endswith("(cpu)") == (mx.default_device().type == mx.cpu)
+    assert here.cores == os.cpu_count()
+    assert here.blas
