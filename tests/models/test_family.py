@@ -180,7 +180,7 @@ def test_any_values_are_refused_or_give_frequencies(
         rope = read_rope({"rope_parameters": {"rope_type": kind, **known, **changes}}, head_dim, 1000)
     except ModelError:
         return
-    rotary = rope.rotary(head_dim, length)
+    rotary = rope.rotary(head_dim)
     assert len(rotary.frequencies) == head_dim // 2
     assert all(math.isfinite(f) and 0 < f <= 1 for f in rotary.frequencies)
     assert 0 < rotary.factor < math.inf

@@ -7,11 +7,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models import llama, qwen2, qwen3
+from mlx_lm.models import llama, olmo2, qwen2, qwen3, smollm3
 from mlx_lm.models.cache import make_prompt_cache
 
 ROPE_THETA = 1e6
-KINDS = {"qwen2": qwen2, "qwen3": qwen3, "llama": llama, "mistral": llama}  # as mlx-lm maps them
+# As mlx-lm maps them.
+KINDS = {"qwen2": qwen2, "qwen3": qwen3, "llama": llama, "mistral": llama, "smollm3": smollm3, "olmo2": olmo2}
 
 
 def qwen2_config(**changes: Any) -> dict[str, Any]:

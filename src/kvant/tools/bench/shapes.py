@@ -15,9 +15,11 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.errors import KvantError, one_line
+from kvant.models.architectures import ARCHITECTURES
+from kvant.models.config import ModelConfig
+from kvant.models.parameters import parameters
 from kvant.sizes import format_bytes
 
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 DRAW_BYTES = 16 * 1024 * 1024  # random bytes drawn at once: bounds the memory beside the array they go to
 DISK_RESERVE_BYTES = 1024 * 1024  # headers, config.json, index
 # Qwen2's keys carry a bias far larger than what is projected; this many times the projection's own spread makes one
@@ -29,7 +31,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What config.json says of a model. Sizes are counts of elements; ``max_position_embeddings`` is in tokens."""
+    """The sizes of a model, counts of elements, by their names in config.json. Its other settings are the defaults."""
 
     name: str
     model_type: str
@@ -164,35 +166,30 @@ def _check_quantization(shape: Shape, bits: int, group_size: int) -> None:
 
 
 def _parts(shape: Shape) -> list[dict[str, tuple[int, ...]]]:
-    """What goes into each file: a matrix's path -> (out, in), a vector's name -> (size,)."""
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    heads = {"q": shape.num_attention_heads, "k": shape.num_key_value_heads, "v": shape.num_key_value_heads}
-    sizes = {name: count * shape.head_dim for name, count in heads.items()}
-    parts: list[dict[str, tuple[int, ...]]] = [{"model.embed_tokens": (shape.vocab_size, hidden)}]
-    for layer in range(shape.num_hidden_layers):
-        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
-        part: dict[str, tuple[int, ...]] = {f"{attention}.{name}_proj": (n, hidden) for name, n in sizes.items()}
-        part |= {f"{attention}.o_proj": (hidden, sizes["q"])}
-        part |= {f"{mlp}.gate_proj": (inner, hidden), f"{mlp}.up_proj": (inner, hidden)}
-        part |= {f"{mlp}.down_proj": (hidden, inner)}
-        part |= {f"model.layers.{layer}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-        if shape.model_type == "qwen2":
-            part |= {f"{attention}.{name}_proj.bias": (n,) for name, n in sizes.items()}
+    """The contents of each file: a matrix's path -> (out, in), a vector's name -> (size,)."""
+    config = ModelConfig.from_dict(_config(shape, 0, 0, None))
+    parts: list[dict[str, tuple[int, ...]]] = [{} for _ in range(shape.num_hidden_layers + 2)]
+    vectors: list[dict[str, tuple[int, ...]]] = [{} for _ in parts]  # after the matrices
+    for path, layer, row in parameters(config):
+        if row.role == "head" and shape.tie_word_embeddings:
+            continue
+        number = layer + 1 if layer is not None else 0 if row.role == "embedding" else -1
+        sizes = config.shape(row)
+        if len(sizes) == 1:
+            vectors[number][f"{path}.weight"] = sizes
         else:
-            part |= {f"{attention}.{name}_norm.weight": (shape.head_dim,) for name in "qk"}
-        parts.append(part)
-    head = {} if shape.tie_word_embeddings else {"lm_head": (shape.vocab_size, hidden)}
-    return [*parts, {"model.norm.weight": (hidden,), **head}]
+            parts[number][path] = sizes
+            if row.bias in config.biases:
+                vectors[number][f"{path}.bias"] = sizes[:1]
+    return [part | vector for part, vector in zip(parts, vectors, strict=True)]
 
 
 def _config(shape: Shape, bits: int, group_size: int, context: int | None) -> dict[str, Any]:
-    config = asdict(shape) | {"architectures": [ARCHITECTURES[shape.model_type]]}
+    config = asdict(shape) | {"architectures": [ARCHITECTURES[shape.model_type].name]}
     config |= {"hidden_act": "silu", "torch_dtype": "bfloat16"}
     del config["name"], config["large_key_bias"]  # not of the model's
     if context is not None:
         config["max_position_embeddings"] = context
-    if shape.model_type == "qwen3":
-        config["attention_bias"] = False
     if bits:
         config["quantization"] = {"group_size": group_size, "bits": bits}
     return config

@@ -1,0 +1,24 @@
+"""Mistral: a Llama without biases, all of whose layers see a window, unless config.json says null."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvant.models.fields import size
+from kvant.models.table import EMBEDDING, FINAL_NORM, HEAD, MLP, NORMS_BEFORE, OUTPUT, QKV, Architecture
+
+WINDOW = 4096
+
+
+def window(raw: Mapping[str, Any], layers: int, types: Sequence[str]) -> int | None:
+    """As :attr:`Architecture.window`."""
+    return None if raw.get("sliding_window", WINDOW) is None else size(raw, "sliding_window", default=WINDOW)
+
+
+ARCHITECTURE = Architecture(
+    name="MistralForCausalLM",
+    model_type="mistral",
+    parameters=(EMBEDDING, *QKV, OUTPUT, *MLP, *NORMS_BEFORE, FINAL_NORM, HEAD),
+    max_position_embeddings=131072,
+    num_key_value_heads=8,
+    window=window,
+)

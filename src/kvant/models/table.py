@@ -1,0 +1,95 @@
+"""One table an architecture: what its checkpoints hold, and what its config.json may say.
+
+Loading, refusing, plan, adapters, random weights and convert read the table; nothing else knows a parameter's name.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvant.models.fields import size
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A projection, with its bias where the model has one, or the weight of a norm.
+
+    Attributes:
+        path: its module in the checkpoint; ``*`` stands for the number of each layer.
+        role: its place in the decoder. Projections of one role share their input. They are held as one matrix, their
+            outputs side by side in the order of the table.
+        shape: (outputs, inputs) of a projection, (size,) of a norm, by the names in :attr:`ModelConfig.sizes`.
+        shard: the axis of the weight that ranks would divide, whole heads to each; None: each holds all of it. The
+            bias goes with the outputs. Where ranks divide the inputs, one of them adds it.
+        bias: the flag under which a projection has a bias (outputs,), the same for all of a role; None: it has none.
+    """
+
+    path: str
+    role: str
+    shape: tuple[str, ...]
+    shard: int | None = None
+    bias: str | None = None
+
+    def path_in(self, layer: int | None) -> str:
+        """The path in one layer; None: that of a parameter in no layer."""
+        return self.path if layer is None else self.path.replace("*", str(layer))
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A dense decoder. Defaults are those that transformers takes where config.json says nothing.
+
+    Attributes:
+        name: in config.json's ``architectures``.
+        model_type: in config.json; also the name of mlx-lm's module, where mlx-lm has no other for it.
+        parameters: in the order of the model.
+        head_dim: None: hidden_size / num_attention_heads.
+        num_key_value_heads: None: num_attention_heads.
+        biases: flags of parameters that are always on.
+        optional_biases: flags that config.json may set. Any other that it sets is refused. A bias of keys that are
+            normalized after it could not be split off: such an architecture does not list ``attention_bias``.
+        window: of config.json, the number of layers and its checked ``layer_types``: the number of last tokens that
+            some layer sees, itself included; None: every layer sees all.
+        rotates: of config.json and the number of layers: whether each layer turns its queries and keys.
+    """
+
+    name: str
+    model_type: str
+    parameters: tuple[Parameter, ...]
+    max_position_embeddings: int
+    head_dim: int | None = None
+    num_key_value_heads: int | None = None
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    biases: tuple[str, ...] = ()
+    optional_biases: tuple[str, ...] = ()
+    window: Callable[[Mapping[str, Any], int, Sequence[str]], int | None] = lambda raw, layers, types: (
+        size(raw, "sliding_window") if "sliding_attention" in types else None
+    )
+    rotates: Callable[[Mapping[str, Any], int], tuple[bool, ...]] = lambda raw, layers: (True,) * layers
+
+    def of_role(self, role: str) -> list[Parameter]:
+        """The parameters with this role; none where the architecture has no such part."""
+        return [parameter for parameter in self.parameters if parameter.role == role]
+
+
+LAYER = "model.layers.*."
+EMBEDDING = Parameter("model.embed_tokens", "embedding", ("vocabulary", "hidden"))
+FINAL_NORM = Parameter("model.norm", "final_norm", ("hidden",))
+HEAD = Parameter("lm_head", "head", ("vocabulary", "hidden"), shard=0)
+QKV = (
+    Parameter(LAYER + "self_attn.q_proj", "qkv", ("queries", "hidden"), shard=0, bias="attention_bias"),
+    Parameter(LAYER + "self_attn.k_proj", "qkv", ("keys", "hidden"), shard=0, bias="attention_bias"),
+    Parameter(LAYER + "self_attn.v_proj", "qkv", ("keys", "hidden"), shard=0, bias="attention_bias"),
+)
+OUTPUT = Parameter(LAYER + "self_attn.o_proj", "output", ("hidden", "queries"), shard=1)
+OUTPUT_WITH_BIAS = Parameter(OUTPUT.path, "output", OUTPUT.shape, shard=1, bias="attention_bias")
+MLP = (
+    Parameter(LAYER + "mlp.gate_proj", "gate_up", ("inner", "hidden"), shard=0, bias="mlp_bias"),
+    Parameter(LAYER + "mlp.up_proj", "gate_up", ("inner", "hidden"), shard=0, bias="mlp_bias"),
+    Parameter(LAYER + "mlp.down_proj", "down", ("hidden", "inner"), shard=1, bias="mlp_bias"),
+)
+NORMS_BEFORE = (
+    Parameter(LAYER + "input_layernorm", "before_attention", ("hidden",)),
+    Parameter(LAYER + "post_attention_layernorm", "before_mlp", ("hidden",)),
+)
