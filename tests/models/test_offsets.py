@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from support.checkpoints import (
     llama_config,
+    mistral_config,
+    olmo2_config,
     qwen2_config,
     qwen3_config,
     reference_logits,
     reference_model,
     save_checkpoint,
+    smollm3_config,
 )
 from support.numbers import relative_error
 from support.ragged import poison
@@ -30,14 +33,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": qwen2_config(hidden_size=448, num_attention_heads=7, num_key_value_heads=1),
     "qwen3": qwen3_config(),
     "llama": llama_config(),
-    "mistral": llama_config(
-        architectures=["MistralForCausalLM"],
-        model_type="mistral",
-        attention_bias=False,
-        mlp_bias=False,
-        sliding_window=None,
-        num_key_value_heads=1,
-    ),
+    "mistral": mistral_config(num_key_value_heads=1),
+    "smollm3": smollm3_config(),
+    "olmo2": olmo2_config(),
 }
 # Models without biases have nothing to split.
 KINDS = [(kind, split) for kind in CONFIGS for split in (False, True) if not split or kind in ("qwen2", "llama")]
