@@ -60,15 +60,13 @@ def test_ranks_would_divide_what_transformers_does(kind: str) -> None:
         for path, how in type(AutoConfig.for_model(kind)).base_model_tp_plan.items()
         if how.startswith(("colwise", "rowwise"))
     }
-    table = ARCHITECTURES[kind].parameters
-    assert {row.path: row.shard for row in table if row.shard is not None and len(row.shape) == 2} == {
-        **theirs,
-        "lm_head": 0,
-    }
-    # A divided weight has whole heads, or parts of the MLP, on its axis.
-    for row in table:
-        if row.shard is not None:
-            assert row.shape[row.shard] in ("queries", "keys", "inner", "vocabulary"), row
+    table = ARCHITECTURES[kind]
+    divided = [row for row in table.layer if row.shard is not None]
+    projections = {table.layers.format("*") + row.path: row.shard for row in divided if len(row.shape) == 2}
+    assert projections == theirs
+    assert [row.shard for row in (table.embedding, table.final_norm, table.head)] == [None, None, 0]
+    # A divided weight has heads, or numbers of the MLP, on its axis.
+    assert all(row.shape[row.shard] in ("queries", "keys", "inner") for row in divided)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -198,7 +196,7 @@ def test_a_name_is_not_a_place() -> None:
     places = {
         kind: row.role
         for kind in ("llama", "olmo2")
-        for row in ARCHITECTURES[kind].parameters
+        for row in ARCHITECTURES[kind].layer
         if row.path.endswith("post_attention_layernorm")
     }
     assert places == {"llama": "before_mlp", "olmo2": "after_attention"}

@@ -187,7 +187,7 @@ def _targets(tensors: TensorFiles, settings: _Settings, config: ModelConfig) -> 
         if path not in described:
             raise CheckpointError(f"adapter tensor {name}: {CONFIG_FILE}'s num_layers and keys do not include {path}")
     # A tied head is no matrix.
-    missing = sorted(described - paths - {config.head_path}) if settings.keys is not None else []
+    missing = sorted(described - paths - {config.architecture.head.path}) if settings.keys is not None else []
     if missing:
         raise CheckpointError(f"adapter tensor {missing[0]}.lora_a is missing; {CONFIG_FILE} describes it")
     return {path: known[path] for path in sorted(paths)}
@@ -197,7 +197,7 @@ def _describes(keys: frozenset[str] | None, first: int, path: str, layer: int | 
     """Whether the keys, from layer ``first`` on, describe the matrix; None: every projection there."""
     if keys is not None and path in keys:
         return True
-    return layer is not None and layer >= first and (keys is None or row.path.partition("*.")[2] in keys)
+    return layer is not None and layer >= first and (keys is None or row.path in keys)
 
 
 def _read_low_rank(

@@ -79,7 +79,7 @@ def is_tied(config: ModelConfig, tensors: TensorFiles) -> bool:
     none is stored.
     """
     tied = config.tie_word_embeddings
-    return f"{config.head_path}.weight" not in tensors if tied is None else tied
+    return f"{config.architecture.head.path}.weight" not in tensors if tied is None else tied
 
 
 def expected_tensors(config: ModelConfig, tensors: TensorFiles) -> dict[str, tuple[tuple[int, ...], Sequence[str]]]:
@@ -89,13 +89,13 @@ def expected_tensors(config: ModelConfig, tensors: TensorFiles) -> dict[str, tup
         CheckpointError: a tensor that loading would not read, which says that the model is another; a quantized matrix
             that config.json does not describe.
     """
-    tied = is_tied(config, tensors)
+    tied, head = is_tied(config, tensors), config.architecture.head.path
     expected: dict[str, tuple[tuple[int, ...], Sequence[str]]] = {}
     for path, size in matrices(config).items():
-        if path != config.head_path or not tied:
+        if path != head or not tied:
             expected |= _stored(config, tensors, path, size)
     expected |= {name: ((size,), FLOATS) for name, size in vectors(config).items()}
-    known = {*expected, *(f"{config.head_path}.{part}" for part in ("weight", "scales", "biases") if tied)}
+    known = {*expected, *(f"{head}.{part}" for part in ("weight", "scales", "biases") if tied)}
     extra = sorted(name for name in tensors.names - known if not name.endswith(IGNORED_SUFFIXES))
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
@@ -103,7 +103,7 @@ def expected_tensors(config: ModelConfig, tensors: TensorFiles) -> dict[str, tup
     return expected
 
 
-def _stored(config: ModelConfig, tensors: TensorFiles, path: str, size: tuple[int, int]) -> Expected:
+def _stored(config: ModelConfig, tensors: TensorFiles, path: str, size: tuple[int, ...]) -> Expected:
     """The tensors of an (out, in) matrix: its weight, or its quantized weight, scales and biases."""
     out, width = size
     if f"{path}.scales" not in tensors:
@@ -131,13 +131,13 @@ class _Builder:
 
     def decoder(self, progress: Progress) -> Decoder:
         config, table = self.config, self.config.architecture
-        (embed_tokens,) = self._matrices(table.of_role("embedding"), None)
-        lm_head = None if is_tied(config, self.tensors) else self._matrices(table.of_role("head"), None)[0]
-        (norm,) = (self._norm(row, None) for row in table.of_role("final_norm"))
+        (embed_tokens,) = self._matrices("", [table.embedding])
+        lm_head = None if is_tied(config, self.tensors) else self._matrices("", [table.head])[0]
+        norm = self._norm("", table.final_norm)
         mx.eval(norm, embed_tokens.arrays, lm_head.arrays if lm_head else [])
         layers = []
         for index in range(config.num_hidden_layers):
-            layer = self._block(index)
+            layer = self._block(table.layers.format(index), config.rotates[index])
             mx.eval(layer.arrays)  # layer by layer, so that only one is held in two dtypes
             layers.append(layer)
             progress(index + 1, config.num_hidden_layers)
@@ -150,65 +150,60 @@ class _Builder:
             if quantization is not None:
                 check_device(quantization)
 
-    def _block(self, layer: int) -> Block:
+    def _block(self, path: str, rotates: bool) -> Block:
         config, table = self.config, self.config.architecture
-        norms = {row.role: self._norm(row, layer) for role in BLOCK_NORMS for row in table.of_role(role)}
-        qkv = self._linear("qkv", layer)
+        norms = {row.role: self._norm(path, row) for role in BLOCK_NORMS for row in table.of_role(role)}
+        qkv = self._linear(path, "qkv")
         qkv_bias = None
         if qkv.bias is not None:  # attention adds it, without the part that a cache leaves out
             qkv_bias = divide_bias(config, qkv, qkv.bias, norms["before_attention"])
             qkv = Linear(qkv.matrices)
-        head_norm, projection_norms = self._query_key_norms(layer)
+        head_norm, projection_norms = self._query_key_norms(path)
         return Block(
             self_attn=Attention(
-                config, qkv, qkv_bias, head_norm, projection_norms, self._linear("output", layer), config.rotates[layer]
+                config, qkv, qkv_bias, head_norm, projection_norms, self._linear(path, "output"), rotates
             ),
-            mlp=MLP(self._linear("gate_up", layer), self._linear("down", layer)),
+            mlp=MLP(self._linear(path, "gate_up"), self._linear(path, "down")),
             norms=norms,
             rms_norm_eps=config.rms_norm_eps,
         )
 
-    def _query_key_norms(self, layer: int) -> tuple[mx.array | None, tuple[mx.array, mx.array] | None]:
+    def _query_key_norms(self, path: str) -> tuple[mx.array | None, tuple[mx.array, mx.array] | None]:
         """The norms of an attention's queries and keys: of each head by itself, or of all of a token's together."""
-        config, rows = self.config, [*self.config.architecture.of_role("query_norm")]
+        config, table = self.config, self.config.architecture
+        rows = [*table.of_role("query_norm"), *table.of_role("key_norm")]
         if not rows:
             return None, None
-        rows += config.architecture.of_role("key_norm")
-        query, key = (self._norm(row, layer) for row in rows)
+        query, key = (self._norm(path, row) for row in rows)
         if rows[0].shape != ("head",):
             return None, (query, key)
         H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         return mx.concatenate([mx.broadcast_to(query, (H, 1, D)), mx.broadcast_to(key, (K, 1, D))]), None
 
-    def _vector(self, name: str, size: int) -> mx.array:
-        return self.tensors.take(name, (size,)).astype(self.dtype)
+    def _norm(self, prefix: str, row: Parameter) -> mx.array:
+        return self._vector(f"{prefix}{row.path}.weight", row)
 
-    def _norm(self, row: Parameter, layer: int | None) -> mx.array:
-        return self._vector(f"{row.path_in(layer)}.weight", self.config.shape(row)[0])
+    def _vector(self, name: str, row: Parameter) -> mx.array:
+        return self.tensors.take(name, self.config.shape(row)[:1]).astype(self.dtype)
 
-    def _linear(self, role: str, layer: int) -> Linear:
+    def _linear(self, prefix: str, role: str) -> Linear:
         rows = self.config.architecture.of_role(role)
-        biased = [row for row in rows if row.bias in self.config.biases]
-        biases = [self._vector(f"{row.path_in(layer)}.bias", self.config.shape(row)[0]) for row in biased]
-        return Linear(self._matrices(rows, layer), mx.concatenate(biases) if biases else None)
+        biases = [self._vector(f"{prefix}{row.path}.bias", row) for row in rows if row.bias in self.config.biases]
+        return Linear(self._matrices(prefix, rows), mx.concatenate(biases) if biases else None)
 
-    def _matrices(self, rows: Sequence[Parameter], layer: int | None) -> tuple[Matrix, ...]:
+    def _matrices(self, prefix: str, rows: Sequence[Parameter]) -> tuple[Matrix, ...]:
         """These matrices as one where their storage agrees, else one each."""
-        sizes = {row.path_in(layer): self._size(row) for row in rows}
+        sizes = {prefix + row.path: self.config.shape(row) for row in rows}
         if not any(f"{path}.scales" in self.tensors for path in sizes):
             return (dense_matrix([self._weight(path, size) for path, size in sizes.items()], self.dtype),)
         parts = [self._one(path, size) for path, size in sizes.items()]
-        outputs = {path: out for path, (out, _) in sizes.items()}
+        outputs = {path: size[0] for path, size in sizes.items()}
         quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
         if len(quantized) == len(parts) and len({part.quantization for part in quantized}) == 1:
             return (self._adapted(quantized_matrix(quantized), outputs),)
         return tuple(self._adapted(part, {path: outputs[path]}) for part, path in zip(parts, sizes, strict=True))
 
-    def _size(self, row: Parameter) -> tuple[int, int]:
-        out, width = self.config.shape(row)
-        return out, width
-
-    def _weight(self, path: str, size: tuple[int, int]) -> mx.array:
+    def _weight(self, path: str, size: tuple[int, ...]) -> mx.array:
         """A floating-point (out, in) matrix, with the part that an adapter adds to it."""
         weight = self.tensors.take(f"{path}.weight", size)
         return weight if self.adapter is None else self.adapter.fuse(path, weight, self.dtype)
@@ -218,7 +213,7 @@ class _Builder:
         factors = None if self.adapter is None else self.adapter.take(outputs, self.dtype)
         return matrix if factors is None else AdaptedMatrix(matrix, *factors)
 
-    def _one(self, path: str, size: tuple[int, int]) -> DenseMatrix | QuantizedMatrix:
+    def _one(self, path: str, size: tuple[int, ...]) -> DenseMatrix | QuantizedMatrix:
         quantization = self.config.quantization_of(path)
         stored = _stored(self.config, self.tensors, path, size)
         if len(stored) == 1 or quantization is None:
@@ -233,5 +228,4 @@ def _compute_dtype(config: ModelConfig, tensors: TensorFiles) -> mx.Dtype:
     if mx.default_device().type == mx.cpu:
         return mx.float32
     dtypes = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
-    (norm,) = config.architecture.of_role("final_norm")
-    return dtypes.get(tensors.dtype(f"{norm.path}.weight"), mx.float32)
+    return dtypes.get(tensors.dtype(f"{config.architecture.final_norm.path}.weight"), mx.float32)

@@ -122,12 +122,6 @@ class ModelConfig:
         return self.architecture.model_type
 
     @property
-    def head_path(self) -> str:
-        """The output head's module in a checkpoint that has one."""
-        (head,) = self.architecture.of_role("head")
-        return head.path
-
-    @property
     def attention_bias(self) -> bool:
         """Whether q, k and v are projected with a bias."""
         return "attention_bias" in self.biases

@@ -8,14 +8,13 @@ from kvant.models.table import Parameter
 
 def parameters(config: ModelConfig) -> Iterator[tuple[str, int | None, Parameter]]:
     """Path, layer and row of the table of each parameter, in the order of the model; layer None: it is in no layer."""
-    table = config.architecture.parameters
-    in_layers = [parameter for parameter in table if "*" in parameter.path]
-    for parameter in table:
-        if parameter not in in_layers:
-            yield parameter.path, None, parameter
-        elif parameter is in_layers[0]:
-            for layer in range(config.num_hidden_layers):
-                yield from ((row.path_in(layer), layer, row) for row in in_layers)
+    table = config.architecture
+    yield table.embedding.path, None, table.embedding
+    for layer in range(config.num_hidden_layers):
+        prefix = table.layers.format(layer)
+        yield from ((prefix + row.path, layer, row) for row in table.layer)
+    yield table.final_norm.path, None, table.final_norm
+    yield table.head.path, None, table.head
 
 
 def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -15,10 +15,10 @@ class Parameter:
     """A projection, with its bias where the model has one, or the weight of a norm.
 
     Attributes:
-        path: its module in the checkpoint; ``*`` stands for the number of each layer.
+        path: its module in the checkpoint, or in each layer.
         role: its place in the decoder. Projections of one role share their input. They are held as one matrix, their
             outputs side by side in the order of the table.
-        shape: (outputs, inputs) of a projection, (size,) of a norm, by the names in :attr:`ModelConfig.sizes`.
+        shape: (outputs, inputs) of a projection, (size,) of a norm, by the names in :meth:`ModelConfig.shape`.
         shard: the axis of the weight that ranks would divide, whole heads to each; None: each holds all of it. The
             bias goes with the outputs. Where ranks divide the inputs, one of them adds it.
         bias: the flag under which a projection has a bias (outputs,), the same for all of a role; None: it has none.
@@ -30,9 +30,23 @@ class Parameter:
     shard: int | None = None
     bias: str | None = None
 
-    def path_in(self, layer: int | None) -> str:
-        """The path in one layer; None: that of a parameter in no layer."""
-        return self.path if layer is None else self.path.replace("*", str(layer))
+
+QKV = (
+    Parameter("self_attn.q_proj", "qkv", ("queries", "hidden"), shard=0, bias="attention_bias"),
+    Parameter("self_attn.k_proj", "qkv", ("keys", "hidden"), shard=0, bias="attention_bias"),
+    Parameter("self_attn.v_proj", "qkv", ("keys", "hidden"), shard=0, bias="attention_bias"),
+)
+OUTPUT = Parameter("self_attn.o_proj", "output", ("hidden", "queries"), shard=1)
+OUTPUT_WITH_BIAS = Parameter("self_attn.o_proj", "output", ("hidden", "queries"), shard=1, bias="attention_bias")
+MLP = (
+    Parameter("mlp.gate_proj", "gate_up", ("inner", "hidden"), shard=0, bias="mlp_bias"),
+    Parameter("mlp.up_proj", "gate_up", ("inner", "hidden"), shard=0, bias="mlp_bias"),
+    Parameter("mlp.down_proj", "down", ("hidden", "inner"), shard=1, bias="mlp_bias"),
+)
+NORMS_BEFORE = (
+    Parameter("input_layernorm", "before_attention", ("hidden",)),
+    Parameter("post_attention_layernorm", "before_mlp", ("hidden",)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +56,8 @@ class Architecture:
     Attributes:
         name: in config.json's ``architectures``.
         model_type: in config.json; also the name of mlx-lm's module, where mlx-lm has no other for it.
-        parameters: in the order of the model.
+        layer: the parameters of one layer.
+        layers: the path of layer ``{}``, which is before that of each of its parameters.
         head_dim: None: hidden_size / num_attention_heads.
         num_key_value_heads: None: num_attention_heads.
         biases: flags of parameters that are always on.
@@ -55,7 +70,7 @@ class Architecture:
 
     name: str
     model_type: str
-    parameters: tuple[Parameter, ...]
+    layer: tuple[Parameter, ...]
     max_position_embeddings: int
     head_dim: int | None = None
     num_key_value_heads: int | None = None
@@ -67,29 +82,11 @@ class Architecture:
         size(raw, "sliding_window") if "sliding_attention" in types else None
     )
     rotates: Callable[[Mapping[str, Any], int], tuple[bool, ...]] = lambda raw, layers: (True,) * layers
+    embedding: Parameter = Parameter("model.embed_tokens", "embedding", ("vocabulary", "hidden"))
+    layers: str = "model.layers.{}."
+    final_norm: Parameter = Parameter("model.norm", "final_norm", ("hidden",))
+    head: Parameter = Parameter("lm_head", "head", ("vocabulary", "hidden"), shard=0)
 
     def of_role(self, role: str) -> list[Parameter]:
-        """The parameters with this role; none where the architecture has no such part."""
-        return [parameter for parameter in self.parameters if parameter.role == role]
-
-
-LAYER = "model.layers.*."
-EMBEDDING = Parameter("model.embed_tokens", "embedding", ("vocabulary", "hidden"))
-FINAL_NORM = Parameter("model.norm", "final_norm", ("hidden",))
-HEAD = Parameter("lm_head", "head", ("vocabulary", "hidden"), shard=0)
-QKV = (
-    Parameter(LAYER + "self_attn.q_proj", "qkv", ("queries", "hidden"), shard=0, bias="attention_bias"),
-    Parameter(LAYER + "self_attn.k_proj", "qkv", ("keys", "hidden"), shard=0, bias="attention_bias"),
-    Parameter(LAYER + "self_attn.v_proj", "qkv", ("keys", "hidden"), shard=0, bias="attention_bias"),
-)
-OUTPUT = Parameter(LAYER + "self_attn.o_proj", "output", ("hidden", "queries"), shard=1)
-OUTPUT_WITH_BIAS = Parameter(OUTPUT.path, "output", OUTPUT.shape, shard=1, bias="attention_bias")
-MLP = (
-    Parameter(LAYER + "mlp.gate_proj", "gate_up", ("inner", "hidden"), shard=0, bias="mlp_bias"),
-    Parameter(LAYER + "mlp.up_proj", "gate_up", ("inner", "hidden"), shard=0, bias="mlp_bias"),
-    Parameter(LAYER + "mlp.down_proj", "down", ("hidden", "inner"), shard=1, bias="mlp_bias"),
-)
-NORMS_BEFORE = (
-    Parameter(LAYER + "input_layernorm", "before_attention", ("hidden",)),
-    Parameter(LAYER + "post_attention_layernorm", "before_mlp", ("hidden",)),
-)
+        """A layer's parameters with this role; none where the architecture has no such part."""
+        return [parameter for parameter in self.layer if parameter.role == role]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvant.models.fields import size
-from kvant.models.table import EMBEDDING, FINAL_NORM, HEAD, MLP, NORMS_BEFORE, OUTPUT, QKV, Architecture
+from kvant.models.table import MLP, NORMS_BEFORE, OUTPUT, QKV, Architecture
 
 WINDOW = 4096
 
@@ -17,7 +17,7 @@ def window(raw: Mapping[str, Any], layers: int, types: Sequence[str]) -> int | N
 ARCHITECTURE = Architecture(
     name="MistralForCausalLM",
     model_type="mistral",
-    parameters=(EMBEDDING, *QKV, OUTPUT, *MLP, *NORMS_BEFORE, FINAL_NORM, HEAD),
+    layer=(*QKV, OUTPUT, *MLP, *NORMS_BEFORE),
     max_position_embeddings=131072,
     num_key_value_heads=8,
     window=window,

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvant.errors import ModelError
 from kvant.models.fields import flag, shown, size
-from kvant.models.table import EMBEDDING, FINAL_NORM, HEAD, MLP, NORMS_BEFORE, OUTPUT, QKV, Architecture
+from kvant.models.table import MLP, NORMS_BEFORE, OUTPUT, QKV, Architecture
 
 WINDOW = 4096
 MAX_WINDOW_LAYERS = 28
@@ -27,7 +27,7 @@ def window(raw: Mapping[str, Any], layers: int, types: Sequence[str]) -> int | N
 ARCHITECTURE = Architecture(
     name="Qwen2ForCausalLM",
     model_type="qwen2",
-    parameters=(EMBEDDING, *QKV, OUTPUT, *MLP, *NORMS_BEFORE, FINAL_NORM, HEAD),
+    layer=(*QKV, OUTPUT, *MLP, *NORMS_BEFORE),
     max_position_embeddings=32768,
     num_key_value_heads=32,
     biases=("attention_bias",),

@@ -1,32 +1,18 @@
 """Qwen3: no bias; a norm of each query and key head before its rotation; a head_dim of its own."""
 
 from kvant.models.architectures.qwen2 import window
-from kvant.models.table import (
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    LAYER,
-    MLP,
-    NORMS_BEFORE,
-    OUTPUT,
-    QKV,
-    Architecture,
-    Parameter,
-)
+from kvant.models.table import MLP, NORMS_BEFORE, OUTPUT, QKV, Architecture, Parameter
 
 ARCHITECTURE = Architecture(
     name="Qwen3ForCausalLM",
     model_type="qwen3",
-    parameters=(
-        EMBEDDING,
+    layer=(
         *QKV,
         OUTPUT,
         *MLP,
         *NORMS_BEFORE,
-        Parameter(LAYER + "self_attn.q_norm", "query_norm", ("head",)),
-        Parameter(LAYER + "self_attn.k_norm", "key_norm", ("head",)),
-        FINAL_NORM,
-        HEAD,
+        Parameter("self_attn.q_norm", "query_norm", ("head",)),
+        Parameter("self_attn.k_norm", "key_norm", ("head",)),
     ),
     max_position_embeddings=32768,
     head_dim=128,

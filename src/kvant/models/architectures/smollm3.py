@@ -8,16 +8,7 @@ from typing import Any
 
 from kvant.errors import ModelError
 from kvant.models.fields import flag, shown, size
-from kvant.models.table import (
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    MLP,
-    NORMS_BEFORE,
-    OUTPUT_WITH_BIAS,
-    QKV,
-    Architecture,
-)
+from kvant.models.table import MLP, NORMS_BEFORE, OUTPUT_WITH_BIAS, QKV, Architecture
 
 
 def rotates(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
@@ -46,7 +37,7 @@ def window(raw: Mapping[str, Any], layers: int, types: Sequence[str]) -> int | N
 ARCHITECTURE = Architecture(
     name="SmolLM3ForCausalLM",
     model_type="smollm3",
-    parameters=(EMBEDDING, *QKV, OUTPUT_WITH_BIAS, *MLP, *NORMS_BEFORE, FINAL_NORM, HEAD),
+    layer=(*QKV, OUTPUT_WITH_BIAS, *MLP, *NORMS_BEFORE),
     max_position_embeddings=32768,
     num_key_value_heads=4,
     rope_theta=2000000.0,

@@ -132,7 +132,7 @@ def _build(
 
     tensors = TensorFiles(source)
     weights = {name: tensors.take(name, shape) for name, shape in _expected(config, tensors).items()}
-    settings = _explicit(raw, config, tied=f"{config.head_path}.weight" not in weights)
+    settings = _explicit(raw, config, tied=f"{config.architecture.head.path}.weight" not in weights)
     kind = config.model_type
     arch = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
     try:

@@ -149,7 +149,7 @@ class Checkpoint:
             yield together, path, sizes[path], len(self.config.architecture.of_role(row.role)) > 1
 
     def _matrices(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        head = self.config.head_path
+        head = self.config.architecture.head.path
         return ((path, size) for path, size in matrices(self.config).items() if path != head or not self.tied)
 
     def _matrix_bytes(self, path: str, size: tuple[int, int], itemsize: int) -> int:
@@ -165,7 +165,7 @@ class Checkpoint:
         config = self.config
         heads = {"query_norm": config.num_attention_heads, "key_norm": config.num_key_value_heads}
         total = sum(vectors(config).values())
-        for row in config.architecture.parameters:
+        for row in config.architecture.layer:
             size = config.shape(row)[0] * config.num_hidden_layers
             if row.role == "qkv" and row.bias in config.biases:
                 total += size
