@@ -1,11 +1,14 @@
 """Every architecture's table, against mlx-lm's modules, transformers' plan for ranks, and the bytes that are held."""
 
+import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from support.adapters import adapter_config
 from support.checkpoints import (
     CONFIGS,
     llama_config,
@@ -22,6 +25,7 @@ from kvant.errors import CheckpointError, ModelError
 from kvant.models import Decoder, ModelConfig, load_decoder
 from kvant.models.architectures import ARCHITECTURES
 from kvant.models.parameters import matrices, parameters, vectors
+from kvant.models.table import Parameter
 from kvant.tools.plan import Checkpoint, Settings, plan
 
 IDS = [(7 + 31 * i) % 300 for i in range(40)]
@@ -189,6 +193,67 @@ def test_a_smollm3_whose_layers_all_rotate_is_a_llama(tmp_path: Path) -> None:
         assert all(layer.bias_split is not None for layer in cache)
         logits.append(model(mx.array([IDS]), cache=cache))
     assert mx.array_equal(*logits)
+
+
+def test_no_other_file_knows_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Llama under other names: one more table is all it takes to check, load, plan and adapt it."""
+    table = ARCHITECTURES["llama"]
+
+    def renamed(parameter: Parameter) -> Parameter:
+        return replace(parameter, path=f"net.{parameter.path.replace('_proj', '_matrix')}")
+
+    other = replace(
+        table,
+        name="OtherForCausalLM",
+        model_type="other",
+        layer=tuple(map(renamed, table.layer)),
+        layers="trunk.block_{}.",
+        **{name: renamed(getattr(table, name)) for name in ("embedding", "final_norm", "head")},
+    )
+    monkeypatch.setitem(ARCHITECTURES, "other", other)
+    raw = CONFIGS["llama"]
+    said = {**raw, "model_type": "other", "architectures": ["OtherForCausalLM"]}
+    names = {}
+    for kind, config in ((table, raw), (other, said)):
+        parsed = ModelConfig.from_dict(config)
+        names[kind.name] = [*(f"{path}.weight" for path in matrices(parsed)), *vectors(parsed)]
+    new_name = dict(zip(names[table.name], names[other.name], strict=True))
+    assert not {*new_name} & {*new_name.values()}
+
+    def checkpoint(name: str, bits: int) -> tuple[Path, Path]:
+        reference = reference_model(raw)
+        quantization = quantize_reference({}, reference, bits, 32) if bits else {}
+        folder = save_checkpoint(tmp_path / f"llama {name}", raw | quantization, reference)
+        weights = mx.load(str(folder / "model.safetensors"))
+        assert isinstance(weights, dict)
+        place = tmp_path / f"other {name}"
+        place.mkdir()
+        (place / "config.json").write_text(json.dumps(said | quantization))
+        matrix = {old.removesuffix(".weight"): new.removesuffix(".weight") for old, new in new_name.items()}
+        moved = {
+            new_name[key] if key in new_name else f"{matrix[key.rpartition('.')[0]]}.{key.rpartition('.')[2]}": value
+            for key, value in weights.items()
+        }
+        mx.save_safetensors(str(place / "model.safetensors"), moved)
+        return folder, place
+
+    for bits in (0, 4):
+        llama, place = checkpoint(str(bits), bits)
+        model = load_decoder(place)
+        assert mx.array_equal(model(mx.array([IDS])), load_decoder(llama)(mx.array([IDS])))
+        assert plan(Checkpoint.from_folder(place), max_kv_size=50, device="cpu").weights == model.nbytes
+        weights = {"net.self_attn.q_matrix": (256, 128), "net.mlp.down_matrix": (128, 256)}
+        factors = {
+            f"trunk.block_1.{path}.lora_{part}": mx.random.normal((width, 4) if part == "a" else (4, out))
+            for path, (out, width) in weights.items()
+            for part in "ab"
+        }
+        adapter = tmp_path / f"adapter {bits}"
+        adapter.mkdir()
+        mx.save_safetensors(str(adapter / "adapters.safetensors"), factors)
+        (adapter / "adapter_config.json").write_text(json.dumps(adapter_config([*weights], num_layers=1)))
+        adapted = load_decoder(place, adapter=adapter)
+        assert relative_error(adapted(mx.array([IDS]))[0], model(mx.array([IDS]))[0]) > 0.01
 
 
 def test_a_name_is_not_a_place() -> None:
