@@ -67,7 +67,7 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn": YARN,
     "dynamic": {"factor": 1.5},
 }
-ORIGINAL = 16  # of dynamic: 1.5 times as many tokens are the ids, for which alone transformers has kvant's frequencies
+ORIGINAL = 16  # of dynamic: times 1.5 it is the number of ids; for that length transformers has kvant's frequencies
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ def test_names_and_shapes_are_mlx_lms(kind: str, tied: bool) -> None:
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_ranks_would_divide_what_transformers_does(kind: str) -> None:
-    """colwise divides outputs, rowwise inputs; transformers leaves out of its plan what each rank holds whole."""
+    """colwise divides outputs, rowwise inputs. Its plan leaves out parameters that each rank holds whole."""
     from transformers import AutoConfig
 
     theirs = {
@@ -76,7 +76,7 @@ def test_ranks_would_divide_what_transformers_does(kind: str) -> None:
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize(("bits", "group", "largest"), [(8, 32, 0.03), (8, 8, 0.015), (4, 32, 0.5), (4, 8, 0.3)])
 def test_a_quantized_cache_stays_near(tmp_path: Path, kind: str, bits: int, group: int, largest: float) -> None:
-    """In chunks and token by token, which read the same quantized bytes."""
+    """In chunks and token by token: both read the same quantized bytes."""
     model = _load(tmp_path, kind)
     expected = reference_logits(reference_model(CONFIGS[kind]), IDS)
     for bounds in ([0, 7, 20, 21, len(IDS)], list(range(len(IDS) + 1))):

@@ -69,7 +69,7 @@ def test_logits_are_transformers(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_for_any_offset_is_transformers(case: str, tmp_path: Path) -> None:
-    """What is compiled on a GPU, uncompiled."""
+    """The step that a GPU compiles, uncompiled."""
     model, expected = load_decoder(_folder(case, tmp_path)), _expected(case)
     cache = model.make_cache(len(IDS), quant_bit=0)
     first = 17
@@ -81,7 +81,7 @@ def test_a_step_for_any_offset_is_transformers(case: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in NOT_IN_MLX_LM])
 def test_mlx_lm_agrees(case: str, tmp_path: Path) -> None:
-    """Told by hand what it does not read: see :func:`checkpoints.load_reference`."""
+    """With the settings that it does not read given to it: see :func:`checkpoints.load_reference`."""
     folder = _folder(case, tmp_path)
     expected = load_reference(folder)(mx.array([IDS]))[0]
     assert relative_error(expected, _expected(case)) < TOLERANCE

@@ -1,4 +1,4 @@
-"""Random checkpoints on disk, and mlx-lm's own model on the same files: what kvant is compared with."""
+"""Random checkpoints on disk, and mlx-lm's own model on the same files, to compare kvant with."""
 
 import importlib
 import json
@@ -144,7 +144,7 @@ def quantize_reference(
 
 
 def load_reference(folder: Path) -> nn.Module:
-    """mlx-lm's model of a float checkpoint, in float32, with its rotary positions given by hand where it needs that.
+    """mlx-lm's model of a float checkpoint, in float32. Rotary positions that it does not read are given to it.
 
     mlx-lm 0.32.2 reads transformers 5's rope_parameters in qwen3 alone: elsewhere its theta is the default, and its
     positions are plain. It takes dynamic's context from max_position_embeddings, as transformers does, and yarn's

@@ -113,7 +113,7 @@ def tensors_file(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """adapter_config.json, as far as it says what is computed."""
+    """The part of adapter_config.json that decides the computation."""
 
     kind: str
     num_layers: int

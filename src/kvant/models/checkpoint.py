@@ -34,14 +34,14 @@ Progress = Callable[[int, int], None]
 def load_decoder(folder: Path, progress: Progress | None = None, adapter: Path | None = None) -> Decoder:
     """Load a model folder: config.json and model.safetensors, or shards named by model.safetensors.index.json.
 
-    On a GPU activations have the checkpoint's dtype; on a CPU float32, which it multiplies many times faster than
-    half precision. Quantized weights keep their bits, with scales and biases in the compute dtype.
+    On a GPU activations have the checkpoint's dtype. On a CPU they have float32: it multiplies half precision many
+    times slower. Quantized weights keep their bits; their scales and biases get the dtype of the activations.
 
     Args:
         folder: the model folder.
         progress: called with (layers loaded, layers in all).
         adapter: the folder of a LoRA or DoRA adapter in mlx-lm's format. It is added to floating-point matrices as they
-            are loaded; beside quantized ones, which keep their bits, its low rank stays as it is.
+            are loaded. Quantized matrices keep their bits, and its low rank stays beside them.
 
     Raises:
         ModelError: a folder that does not hold a supported model or adapter.
@@ -82,12 +82,12 @@ def is_tied(config: ModelConfig, tensors: TensorFiles) -> bool:
     return f"{config.architecture.head.path}.weight" not in tensors if tied is None else tied
 
 
-def expected_tensors(config: ModelConfig, tensors: TensorFiles) -> dict[str, tuple[tuple[int, ...], Sequence[str]]]:
+def expected_tensors(config: ModelConfig, tensors: TensorFiles) -> Expected:
     """The shape and dtypes of every tensor that loading reads, before any is read.
 
     Raises:
-        CheckpointError: a tensor that loading would not read, which says that the model is another; a quantized matrix
-            that config.json does not describe.
+        CheckpointError: a tensor that loading would not read: the model is another; a quantized matrix that config.json
+            does not describe.
     """
     tied, head = is_tied(config, tensors), config.architecture.head.path
     expected: dict[str, tuple[tuple[int, ...], Sequence[str]]] = {}

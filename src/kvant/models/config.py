@@ -19,12 +19,12 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What config.json says of a decoder. Sizes count elements.
+    """A decoder's config.json. Sizes count elements.
 
     Attributes:
         architecture: its table of parameters, and the defaults of this config.
         max_position_embeddings: the context limit in tokens. Where layers see only the last tokens, it is no longer
-            than their window: within it such a model is computed exactly, for every token is still seen.
+            than their window: up to there every token is still seen, and the model is computed exactly.
         tie_word_embeddings: None: not said; then the head is tied if no lm_head is stored.
         biases: the flags of parameters, such as ``attention_bias``, that are on.
         rotates: whether each layer turns its queries and keys to their positions.
@@ -80,7 +80,7 @@ class ModelConfig:
         heads = size(raw, "num_attention_heads")
         hidden = size(raw, "hidden_size")
         layers = size(raw, "num_hidden_layers", limit=4096)
-        # null is not what is left out: it takes no default, and for kv heads means as many as there are heads.
+        # A key that is null does not take the default of one that is missing: kv heads are then as many as heads.
         default_kv_heads = None if "num_key_value_heads" in raw else architecture.num_key_value_heads
         kv_heads = size(raw, "num_key_value_heads", default=default_kv_heads or heads)
         if heads % kv_heads:
@@ -163,7 +163,7 @@ def _architecture(raw: Mapping[str, Any]) -> Architecture:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    """Refuse what would change the computation and is not implemented; nothing is ignored silently."""
+    """Refuse settings that would change the computation and are not implemented; none is ignored silently."""
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(f"config.json: hidden_act is {shown(raw['hidden_act'])}; expected 'silu'")
     if raw.get("partial_rotary_factor", 1.0) != 1.0:
@@ -176,7 +176,7 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
 
 
 def _biases(raw: Mapping[str, Any], architecture: Architecture) -> frozenset[str]:
-    """The flags of biases that are on; what config.json says of one that is always on changes nothing."""
+    """The flags of biases that are on. config.json cannot turn off one that always is."""
     said = {key for key in ("attention_bias", "mlp_bias") if flag(raw, key)}
     for key in sorted(said - {*architecture.biases, *architecture.optional_biases}):
         raise ModelError(f"config.json: {key} is true; supported for {architecture.model_type}: false")

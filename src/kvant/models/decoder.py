@@ -133,7 +133,7 @@ class Decoder:
     """A dense language model, of one of :data:`kvant.models.architectures.ARCHITECTURES`.
 
     Attributes:
-        config: what config.json said.
+        config: its config.json.
         dtype: the dtype activations are computed in.
     """
 

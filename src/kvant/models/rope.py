@@ -12,7 +12,7 @@ from kvant.operators.rotary import Rotary, plain_frequencies
 
 _ORIGINAL = "original_max_position_embeddings"
 _YARN = ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-# What each kind is made from, besides rope_theta; any other key is refused, for it would mean another computation.
+# The keys of each kind, besides rope_theta. Any other key is refused: it would mean another computation.
 _KEYS = {
     "default": (),
     "linear": ("factor",),
@@ -24,13 +24,13 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How positions turn the heads. theta^(-2p/D) is the frequency of pair p, in radians a token, which is changed so:
+    """How positions turn the heads. Pair p has the frequency theta^(-2p/D), in radians a token. It is changed so:
 
     - default: not at all;
     - linear: divided by ``factor`` (kaiokendev's position interpolation, arXiv 2306.15595);
-    - dynamic: theta grows with the length of the context (NTK-aware), which is the model's own context limit here;
+    - dynamic: theta grows with the length of the text (NTK-aware); here the length is the context limit;
     - llama3: slow pairs divided by ``factor``, fast ones kept, a ramp between (Llama 3.1);
-    - yarn: the same by pair number, and all heads made longer by ``attention_factor`` (arXiv 2309.00071).
+    - yarn: the same by pair number, and all heads multiplied by ``attention_factor`` (arXiv 2309.00071).
 
     Attributes:
         original_context: tokens the model was trained on before its context was made longer.

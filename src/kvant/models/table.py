@@ -1,6 +1,6 @@
-"""One table an architecture: what its checkpoints hold, and what its config.json may say.
+"""One table an architecture: the parameters of its checkpoints, and the defaults and flags of its config.json.
 
-Loading, refusing, plan, adapters, random weights and convert read the table; nothing else knows a parameter's name.
+Loading, refusing, plan, adapters, random weights and convert read the table. Nothing else knows a parameter's name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +57,7 @@ class Architecture:
         name: in config.json's ``architectures``.
         model_type: in config.json; also the name of mlx-lm's module, where mlx-lm has no other for it.
         layer: the parameters of one layer.
-        layers: the path of layer ``{}``, which is before that of each of its parameters.
+        layers: stands before the path of each parameter of a layer; ``{}`` is the layer's number.
         head_dim: None: hidden_size / num_attention_heads.
         num_key_value_heads: None: num_attention_heads.
         biases: flags of parameters that are always on.

@@ -1,4 +1,4 @@
-"""Llama: biases where config.json says so. transformers looks at no window; mlx-lm at that of layer_types."""
+"""Llama: biases where config.json says so. A window only with layer_types: mlx-lm reads them, transformers does not."""
 
 from kvant.models.table import MLP, NORMS_BEFORE, OUTPUT_WITH_BIAS, QKV, Architecture
 

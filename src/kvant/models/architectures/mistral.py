@@ -1,4 +1,4 @@
-"""Mistral: a Llama without biases, all of whose layers see a window, unless config.json says null."""
+"""Mistral: a Llama without biases. Every layer sees a window, unless config.json has null for it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""OLMo 2: norms after the attention and the MLP, not before; all queries of a token normalized as one, and all keys."""
+"""OLMo 2: norms after attention and MLP, not before. All queries of a token are normalized together, and all keys."""
 
 from kvant.models.table import MLP, OUTPUT, QKV, Architecture, Parameter
 

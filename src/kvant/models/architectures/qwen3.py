@@ -1,4 +1,4 @@
-"""Qwen3: no bias; a norm of each query and key head before its rotation; a head_dim of its own."""
+"""Qwen3: no bias. Each query and key head is normalized before its rotation. head_dim is a size of its own."""
 
 from kvant.models.architectures.qwen2 import window
 from kvant.models.table import MLP, NORMS_BEFORE, OUTPUT, QKV, Architecture, Parameter

@@ -1,4 +1,4 @@
-"""SmolLM3: a Llama of which some layers, every fourth where config.json says nothing, do not rotate (NoPE).
+"""SmolLM3: a Llama with layers that do not rotate (NoPE): every fourth, unless config.json says otherwise.
 
 A window, if it is on, is for those layers.
 """

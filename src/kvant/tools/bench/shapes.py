@@ -22,8 +22,8 @@ from kvant.sizes import format_bytes
 
 DRAW_BYTES = 16 * 1024 * 1024  # random bytes drawn at once: bounds the memory beside the array they go to
 DISK_RESERVE_BYTES = 1024 * 1024  # headers, config.json, index
-# Qwen2's keys carry a bias far larger than what is projected; this many times the projection's own spread makes one
-# rotary pair a layer take the way a real checkpoint's do. Too small to be noticed, it would flatter the bias split.
+# Qwen2's keys carry a bias far larger than the keys without it. This many times their spread makes the bias split keep
+# one rotary pair a layer out of the cache, as in a real checkpoint. Without it the split would cost nothing here.
 LARGE_KEY_BIAS = 30.0
 
 Progress = Callable[[int, int], None]
@@ -50,7 +50,7 @@ class Shape:
 
 
 # As in the config.json of Qwen/Qwen2.5-{0.5B,1.5B,7B}-Instruct and Qwen/Qwen3-0.6B, and of the embedded model, whose
-# context is made longer here: with random weights it means nothing, and long contexts are what is measured.
+# context is made longer here: with random weights it means nothing, and long contexts are measured.
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -98,11 +98,11 @@ def write_random(
     """Write config.json and safetensors, a file a layer, that kvant and mlx-lm read; there is no tokenizer.
 
     Weights keep activations at unit scale: a matrix's have mean 0 and variance 1 / inputs. Quantized ones are random
-    levels as they lie on disk, with one scale and bias for all groups; no matrix of floats is made. The same seed
+    bits as they lie on disk, with one scale and bias for all groups; no matrix of floats is made. The same seed
     writes the same bytes, on any machine.
 
     Args:
-        folder: an existing, empty folder; what was written there is removed when writing fails.
+        folder: an existing, empty folder; files written there are removed when writing fails.
         bits: 4 or 8: MLX's affine quantization, the embedding too, as mlx-lm's converter does; 0: bfloat16.
         group_size: 32, 64 or 128; without meaning at 0 bits.
         context: tokens config.json admits, where more or fewer than the shape's own.
@@ -136,7 +136,7 @@ def write_random(
     except BaseException as error:  # Ctrl-C too
         for file in (*files, index, config):
             file.unlink(missing_ok=True)
-        if isinstance(error, OSError | RuntimeError):  # RuntimeError is what MLX raises when a disk is full
+        if isinstance(error, OSError | RuntimeError):  # MLX raises RuntimeError when a disk is full
             raise KvantError(f"{folder}: {shape.name} cannot be written: {one_line(error)}") from error
         raise
 
@@ -150,7 +150,7 @@ def shape_bytes(shape: Shape, bits: int, group_size: int = 64) -> int:
     _check_quantization(shape, bits, group_size)
     total = 0
     for dims in (dims for part in _parts(shape) for dims in part.values()):
-        if len(dims) == 2 and bits:  # levels, and a bfloat16 scale and bias a group
+        if len(dims) == 2 and bits:  # quantized values, and a bfloat16 scale and bias a group
             total += math.prod(dims) * bits // 8 + math.prod(dims) // group_size * 2 * 2
         else:
             total += math.prod(dims) * 2
@@ -223,7 +223,7 @@ class _RandomWeights:
         if not bits:
             return {"weight": self._normals(out * width, width**-0.5).reshape(out, width)}
         words = self._integers(out * width * bits // 32, mx.uint32)
-        levels = 2**bits  # uniform in 0 .. levels - 1, whose variance is (levels^2 - 1) / 12
+        levels = 2**bits  # values are uniform in 0 .. levels - 1: their variance is (levels^2 - 1) / 12
         scale = mx.array((12 / (levels**2 - 1) / width) ** 0.5).astype(mx.bfloat16)
         bias = (scale.astype(mx.float32) * (1 - levels) / 2).astype(mx.bfloat16)
         groups = (out, width // self._group_size)

@@ -29,12 +29,12 @@ from kvant.tools.convert.weight_format import DTYPES, WeightFormat
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What was written.
+    """The figures of a conversion.
 
     Attributes:
         source_bytes: of the source's tensors.
         bytes: of the new ones.
-        bits_per_weight: their mean, scales and all that stays in floating point included.
+        bits_per_weight: their mean, with scales and all that stays in floating point.
         unquantized: paths of matrices whose width the group size does not divide: they stay in floating point.
     """
 
@@ -52,7 +52,7 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
     Args:
         source: a folder kvant can load. Nothing in it is executed.
         dest: does not exist, or is an empty folder; its parent exists.
-        to: what to convert to.
+        to: the format of the new weights.
         progress: called with (tensors checked, tensors in all) before anything is written.
 
     Raises:
@@ -62,7 +62,7 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
     dest = check_new(dest)
     raw = read_json(source / "config.json")
     config = ModelConfig.from_folder(source)
-    load_tokenizer(source)  # what could not be used afterwards is refused now
+    load_tokenizer(source)  # a folder that could not be used afterwards is refused now
     _check_finite(source, config, to, progress or (lambda done, total: None))
     model, settings, source_bytes = _build(source, raw, config, to)
     arrays = dict(tree_flatten(model.parameters()))

@@ -24,7 +24,7 @@ class Checkpoint:
     """The facts of a checkpoint that decide its memory.
 
     Attributes:
-        config: what config.json said.
+        config: its config.json.
         float_bytes: of a stored floating-point number, 2 or 4.
         tied: the embedding is the output head too.
         adapter_bytes: of an adapter's tensors, as they lie in their file.
@@ -104,17 +104,17 @@ class Checkpoint:
     def held_bytes(self, itemsize: int) -> int:
         """Bytes of all weights as the decoder holds them, floats in ``itemsize`` bytes.
 
-        Some are held twice or more: a projection's bias with and without what a cache splits off, and the weight of a
-        head's norm once for each head.
+        Some are held twice or more: a projection's bias whole and without the part that a cache leaves out, and the
+        weight of a head's norm once for each head.
         """
         kept = sum(kept for kept, _ in self._loaded(itemsize))
         return kept + self._vector_bytes(itemsize) + ADAPTER_COPIES * self.adapter_bytes
 
     def loading_bytes(self, itemsize: int, *, on_cpu: bool) -> int:
-        """The most bytes held while loading: what is there already, and a matrix in the forms it goes through.
+        """The most bytes held while loading: the weights so far, and a matrix in the forms it goes through.
 
-        A float matrix is held as stored, side by side with those it is fused with, cast, and on a CPU turned, one
-        matrix after the other. Of a quantized layer everything is read at once.
+        A float matrix is held as stored, then side by side with those it is fused with, then cast, and on a CPU
+        turned, one after the other. The matrices of a quantized layer are read together.
         """
         done = most = 0
         # Next to nothing: counted as if there from the beginning.
@@ -140,7 +140,7 @@ class Checkpoint:
             yield kept, passing
 
     def _in_order(self) -> Iterator[tuple[str, str, tuple[int, int], bool]]:
-        """(what is evaluated together, path, size, whether it is fused) of each matrix in the order of loading."""
+        """(a key that those evaluated together share, path, size, fused or not) of each matrix, in loading order."""
         sizes = dict(self._matrices())
         rows = [(path, layer, row) for path, layer, row in parameters(self.config) if path in sizes]
         for path, layer, row in sorted(rows, key=lambda entry: entry[1] is not None):  # the head before the layers
@@ -157,7 +157,7 @@ class Checkpoint:
         elements = size[0] * size[1]
         if quantization is None:
             return elements * itemsize
-        # Levels, and for each group a scale and a bias, or a scale of one byte.
+        # Quantized values, and for each group a scale and a bias, or a scale of one byte.
         group_bytes = 2 * itemsize if quantization.has_biases else 1
         return elements * quantization.bits // 8 + elements // quantization.group_size * group_bytes
 
