@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.checkpoints import llama_config, qwen2_config, reference_model, save_checkpoint
+from mlx.utils import tree_flatten
+from support.checkpoints import llama_config, mlx_lm_model, qwen2_config, reference_model, save_checkpoint
 
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import ModelConfig, load_decoder
 from kvant.models.architectures import ARCHITECTURES
+from kvant.models.parameters import vectors
 from kvant.models.rope import Rope, read_rope
 
 REQUIRED = {
@@ -41,8 +43,11 @@ def test_what_is_left_out_is_transformers_default(kind: str, nulls: bool) -> Non
     window = theirs.sliding_window if kind == "mistral" else theirs.max_position_embeddings
     assert ours.max_position_embeddings == min(theirs.max_position_embeddings, window)
     assert ours.rotates == tuple(map(bool, getattr(theirs, "no_rope_layers", [True] * ours.num_hidden_layers)))
-    assert ours.biases == ({"attention_bias"} if kind == "qwen2" else set())
-    assert ours.query_key_norm == (kind in ("qwen3", "olmo2"))
+    network = mlx_lm_model(theirs.to_dict() | {"rope_theta": ours.rope.theta})
+    names = {name for name, _ in tree_flatten(network.parameters())}
+    assert {name for name in names if name.endswith(".bias") or "norm" in name} == {*vectors(ours)}
+    assert ours.attention_bias == any(name.endswith("q_proj.bias") for name in names)
+    assert ours.query_key_norm == any(name.endswith("q_norm.weight") for name in names)
 
 
 @pytest.mark.parametrize(
