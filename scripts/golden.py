@@ -6,7 +6,7 @@ Run: python scripts/golden.py (needs the extra ``train`` for torch)
     CASE/config.json           as transformers writes it, or, where the case says so, as older versions did
     CASE/logits.npy            (tokens, vocab) of one pass over the ids without a cache
     cases.json                 the ids, each case's weights, and the versions that computed all this
-    frequencies.json           what transformers' RoPE functions make of many settings: frequencies and factor
+    frequencies.json           frequencies and factor of many settings, by transformers' RoPE functions
 """
 
 import json
@@ -18,7 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "data" / "golden"
@@ -35,7 +44,8 @@ SIZES = {
     "eos_token_id": 1,
 }
 PLAIN = {"rope_type": "default", "rope_theta": 300.0}
-# Name -> class, settings. Together: tied and untied, head_dim hidden / heads and not, with and without each bias.
+# Name -> class, settings. Together: tied and untied, head_dim hidden / heads and not, with and without each bias,
+# layers that do not rotate, norms in other places.
 MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, {"head_dim": 16, "tie_word_embeddings": False}),
@@ -45,6 +55,8 @@ MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         {"head_dim": 8, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "rms_norm_eps": 1e-3},
     ),
     "mistral": (MistralConfig, {"head_dim": 20, "tie_word_embeddings": False, "sliding_window": None}),
+    "smollm3": (SmolLM3Config, {"tie_word_embeddings": True, "no_rope_layer_interval": 2, "pad_token_id": None}),
+    "olmo2": (Olmo2Config, {"tie_word_embeddings": False}),
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.1}
@@ -53,8 +65,9 @@ ROPES: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
     "llama3": LLAMA3,
     "yarn": YARN,
-    "dynamic": {"factor": 2.5},
+    "dynamic": {"factor": 1.5},
 }
+ORIGINAL = 16  # of dynamic: times 1.5 it is the number of ids; for that length transformers has kvant's frequencies
 
 
 def main() -> None:
@@ -80,10 +93,8 @@ def cases() -> dict[str, tuple[str, PreTrainedConfig | dict[str, Any]]]:
         for kind, settings in ROPES.items():
             if model == "llama-bias" and kind in ("linear", "llama3"):
                 continue
-            # Within the original context for plain dynamic; longer than it for the other.
-            found[f"{model} {kind}"] = (model, config_of(model, {"rope_type": kind, **settings}))
-        beyond = {"rope_type": "dynamic", **ROPES["dynamic"]}
-        found[f"{model} dynamic beyond"] = (model, config_of(model, beyond, max_position_embeddings=16))
+            original = {"max_position_embeddings": ORIGINAL} if kind == "dynamic" else {}
+            found[f"{model} {kind}"] = (model, config_of(model, {"rope_type": kind, **settings}, **original))
     yarn = {"rope_type": "yarn", **YARN}
     found["llama yarn attention_factor"] = ("llama", config_of("llama", yarn | {"attention_factor": 1.5}))
     found["llama yarn untruncated"] = ("llama", config_of("llama", yarn | {"truncate": False}))
@@ -92,15 +103,20 @@ def cases() -> dict[str, tuple[str, PreTrainedConfig | dict[str, Any]]]:
     found["qwen2 old"] = ("qwen2", old_config("qwen2", None))
     found["qwen2 old yarn"] = ("qwen2", old_config("qwen2", {"type": "yarn", **YARN}))
     found["llama old llama3"] = ("llama", old_config("llama", {"rope_type": "llama3", **LLAMA3}))
-    found["mistral old dynamic beyond"] = (
+    found["mistral old dynamic"] = (
         "mistral",
-        old_config("mistral", {"type": "dynamic", "factor": 2.5}) | {"max_position_embeddings": 16},
+        old_config("mistral", {"type": "dynamic", "factor": 3}) | {"max_position_embeddings": 8},
     )
+    found["smollm3 old"] = ("smollm3", old_config("smollm3", None))
     # Windows as long as the ids: every token is still seen, the context ends there.
     found["mistral window"] = ("mistral", config_of("mistral", PLAIN, sliding_window=TOKENS))
     found["qwen2 window"] = (
         "qwen2",
         config_of("qwen2", PLAIN, use_sliding_window=True, sliding_window=TOKENS, max_window_layers=1),
+    )
+    found["smollm3 window"] = (
+        "smollm3",
+        config_of("smollm3", PLAIN, use_sliding_window=True, sliding_window=TOKENS),
     )
     return found
 
@@ -162,7 +178,7 @@ def write_case(case: str, model: str, config: PreTrainedConfig | dict[str, Any])
 
 
 def write_frequencies() -> None:
-    """Settings of published models, and what is at the edges of each kind."""
+    """Settings of published models, and the edges of each kind."""
     qwen = {"rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
     llama = {"rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     llama |= {"original_max_position_embeddings": 8192}
@@ -184,11 +200,10 @@ def write_frequencies() -> None:
         ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}, 64, 4096, 10),  # without its original context
         ({"rope_type": "yarn", **qwen, "original_max_position_embeddings": 3}, 64, 12, 10),  # a ramp of no length
         ({"rope_type": "yarn", **qwen, "rope_theta": 10.0}, 16, 131072, 10),  # one that ends before it starts
-        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, 64, 2048, 2047),
-        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, 64, 2048, 2048),
-        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, 64, 2048, 2049),
-        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, 128, 2048, 4096),
-        ({"rope_type": "dynamic", "rope_theta": 5e5, "factor": 1.0}, 4, 2048, 8192),
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0}, 64, 2048, 2048),  # at the context limit
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, 64, 2048, 4096),
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.7}, 128, 1999, 5397),
+        ({"rope_type": "dynamic", "rope_theta": 5e5, "factor": 8.0}, 4, 2048, 16384),
     ]
     found = []
     for rope, head_dim, context, length in settings:

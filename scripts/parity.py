@@ -1,4 +1,4 @@
-"""What docs/parity.md says, measured: kvant's logits against transformers' (tests/data/golden) and mlx-lm's.
+"""The figures of docs/parity.md: kvant's logits against transformers' (tests/data/golden) and mlx-lm's.
 
 Run: python scripts/parity.py (needs the extra ``test``)
 """
@@ -20,11 +20,9 @@ import kvant.blas  # noqa: E402, F401  # isort: skip  (before MLX: it loads a fa
 
 import mlx.core as mx  # noqa: E402
 from support.checkpoints import (  # noqa: E402
-    llama_config,
+    CONFIGS,
     load_reference,
     quantize_reference,
-    qwen2_config,
-    qwen3_config,
     reference_logits,
     reference_model,
     save_checkpoint,
@@ -35,14 +33,6 @@ from kvant.models import Decoder, load_decoder  # noqa: E402
 GOLDEN = ROOT / "tests" / "data" / "golden"
 FORMATS = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
 FORMATS += [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
-CONFIGS = {
-    "qwen2": qwen2_config(),
-    "qwen3": qwen3_config(num_attention_heads=4, num_key_value_heads=2),
-    "llama": llama_config(),
-    "mistral": llama_config(
-        architectures=["MistralForCausalLM"], model_type="mistral", attention_bias=False, mlp_bias=False
-    ),
-}
 
 
 def worst(model: Decoder, ids: list[int], expected: mx.array) -> float:

@@ -11,8 +11,8 @@ import kvant
 ROOT = Path(kvant.__file__).parent
 # From the ground up. A module imports its own package and those before it.
 FLOORS = [
-    "errors", "files", "sizes", "threads", "weights", "library_copy", "blas", "operators", "cache", "models", "text",
-    "engine", "__init__", "tools", "cli", "__main__",
+    "errors", "files", "fields", "sizes", "threads", "weights", "library_copy", "blas", "operators", "cache", "models",
+    "text", "engine", "__init__", "tools", "cli", "__main__",
 ]  # fmt: skip
 DATA = ["pocket"]  # files, no code
 
@@ -100,3 +100,11 @@ def test_operators_know_no_model_and_no_file() -> None:
 def test_public_names() -> None:
     assert kvant.__all__ == ["GenerationResponse", "__version__", "generate", "load", "stream_generate"]
     assert all(hasattr(kvant, name) for name in kvant.__all__)
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parent.rglob("*.py")), ids=lambda p: p.name)
+def test_no_test_imports_another(path: Path) -> None:
+    tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    names = [a.name for node in tree if isinstance(node, ast.Import) for a in node.names]
+    names += [node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    assert not [name for name in names if name.split(".")[-1].startswith("test_") or name == "conftest"]

@@ -149,7 +149,7 @@ def test_attention_of_the_pocket_model_is_exact(
     model = load_decoder(plant(pocket_folder, tmp_path / "planted", constant))
     x = model._embed_tokens.rows(mx.array([heldout_ids[:40]]))
     for layer, cache in zip(model.layers, model.make_cache(42, quant_bit=0, bias_split=split), strict=True):
-        normed = mx.fast.rms_norm(x, layer.input_layernorm, layer.rms_norm_eps)
+        normed = mx.fast.rms_norm(x, layer.norms["before_attention"], layer.rms_norm_eps)
         heads = (np.array(layer.self_attn.qkv_proj(normed)) + np.array(layer.self_attn.qkv_bias.whole)).astype(float)
         heads = heads.reshape(1, 40, H + 2 * K, D)
         query, key, value = _rotate(heads[:, :, :H], 0), _rotate(heads[:, :, H : H + K], 0), heads[:, :, H + K :]
@@ -223,7 +223,7 @@ def test_models_with_other_rotary_positions_agree(make_checkpoint: Make, kind: s
     rope = {"rope_type": kind, "rope_theta": 1e4, **ROPES[kind]}
     model = _with_large_key_bias(make_checkpoint, 30.0, (16, 48), rope_parameters=rope, max_position_embeddings=24)
     assert all(16 in layer.self_attn.qkv_bias.pairs for layer in model.layers)
-    plain, turned = Rotary.plain(64, 1e4), model.config.rope.rotary(64, 40)
+    plain, turned = Rotary.plain(64, 1e4), model.config.rope.rotary(64)
     tables = [rotation_table(rotary, [16], 40) for rotary in (plain, turned)]
     assert mx.abs(tables[0] - tables[1]).max().item() > 0.01
     ids = mx.random.randint(0, 300, (1, 40), key=mx.random.key(3))

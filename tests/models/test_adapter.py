@@ -15,10 +15,10 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from support.adapters import PROJECTIONS, RANK, adapted_reference, adapter_config, save_adapter
 from support.checkpoints import (
+    CONFIGS,
     load_reference,
     quantize_reference,
     qwen2_config,
-    qwen3_config,
     reference_logits,
     reference_model,
     save_checkpoint,
@@ -71,8 +71,9 @@ def test_adapter_of_a_float_checkpoint(tmp_path: Path, settings: dict[str, Any])
     assert all(isinstance(layer.self_attn.qkv_proj.matrices[0], DenseMatrix) for layer in layers)  # fused: no more work
 
 
-@pytest.mark.parametrize("config", [qwen3_config(), qwen2_config(tie_word_embeddings=False)], ids=["qwen3", "untied"])
-def test_adapter_of_other_models(tmp_path: Path, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_adapter_of_other_models(tmp_path: Path, kind: str) -> None:
+    config = CONFIGS[kind]
     keys = [*SOME, "self_attn.o_proj"] + ([] if config["tie_word_embeddings"] else ["lm_head"])
     folder = save_checkpoint(tmp_path / "model", config, reference_model(config))
     adapter = save_adapter(tmp_path / "adapter", adapter_config(keys), reference_model(config))

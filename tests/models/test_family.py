@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.checkpoints import llama_config, qwen2_config, reference_model, save_checkpoint
+from mlx.utils import tree_flatten
+from support.checkpoints import llama_config, mlx_lm_model, qwen2_config, reference_model, save_checkpoint
 
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import ModelConfig, load_decoder
+from kvant.models.architectures import ARCHITECTURES
+from kvant.models.parameters import vectors
 from kvant.models.rope import Rope, read_rope
 
-KINDS = ("qwen2", "qwen3", "llama", "mistral")
 REQUIRED = {
     "hidden_size": 512,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 5,
     "intermediate_size": 64,
     "num_attention_heads": 32,
     "vocab_size": 100,
@@ -26,14 +28,13 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize("nulls", [False, True])
 def test_what_is_left_out_is_transformers_default(kind: str, nulls: bool) -> None:
-    from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+    from transformers import AutoConfig
 
-    classes = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig, "mistral": MistralConfig}
-    said: dict[str, Any] = {"num_key_value_heads": None} if nulls and kind in ("qwen2", "qwen3", "llama") else {}
-    theirs = classes[kind](**REQUIRED, **said)
+    said: dict[str, Any] = {"num_key_value_heads": None} if nulls and kind != "mistral" else {}
+    theirs = AutoConfig.for_model(kind, **REQUIRED, **said)
     ours = ModelConfig.from_dict({"model_type": kind, **REQUIRED, **said})
     assert ours.num_key_value_heads == theirs.num_key_value_heads
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 512 // 32)
@@ -41,8 +42,12 @@ def test_what_is_left_out_is_transformers_default(kind: str, nulls: bool) -> Non
     assert theirs.rope_parameters == {"rope_type": ours.rope.kind, "rope_theta": ours.rope.theta}
     window = theirs.sliding_window if kind == "mistral" else theirs.max_position_embeddings
     assert ours.max_position_embeddings == min(theirs.max_position_embeddings, window)
-    assert (ours.attention_bias, ours.output_bias, ours.mlp_bias) == (kind == "qwen2", False, False)
-    assert ours.query_key_norm == (kind == "qwen3")
+    assert ours.rotates == tuple(map(bool, getattr(theirs, "no_rope_layers", [True] * ours.num_hidden_layers)))
+    network = mlx_lm_model(theirs.to_dict() | {"rope_theta": ours.rope.theta})
+    names = {name for name, _ in tree_flatten(network.parameters())}
+    assert {name for name in names if name.endswith(".bias") or "norm" in name} == {*vectors(ours)}
+    assert ours.attention_bias == any(name.endswith("q_proj.bias") for name in names)
+    assert ours.query_key_norm == any(name.endswith("q_norm.weight") for name in names)
 
 
 @pytest.mark.parametrize(
@@ -55,18 +60,27 @@ def test_what_is_left_out_is_transformers_default(kind: str, nulls: bool) -> Non
         ("qwen2", {"sliding_window": 16}, 9000),
         ("qwen2", {"sliding_window": 16, "use_sliding_window": False}, 9000),
         ("qwen2", {"sliding_window": 16, "use_sliding_window": True}, 9000),  # from layer 28 on
-        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}, 9000),
-        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, 16),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 5}, 9000),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 4}, 16),
         ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}, 4096),
         ("qwen3", {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, 9000),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention"] * 2}, 9000),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention"] * 5}, 9000),
         (
             "qwen2",
-            {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]},
+            {
+                "use_sliding_window": True,
+                "sliding_window": 16,
+                "layer_types": ["full_attention"] * 4 + ["sliding_attention"],
+            },
             16,
         ),
+        ("smollm3", {"sliding_window": 16}, 9000),
+        ("smollm3", {"use_sliding_window": True}, 9000),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 16}, 16),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 16, "no_rope_layers": [1] * 5}, 9000),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention"] * 5}, 9000),
         ("llama", {"sliding_window": 16}, 9000),
-        ("llama", {"sliding_window": 16, "layer_types": ["sliding_attention"] * 2}, 16),
+        ("llama", {"sliding_window": 16, "layer_types": ["sliding_attention"] * 5}, 16),
     ],
 )
 def test_the_context_is_no_longer_than_a_window(kind: str, settings: dict[str, Any], context: int) -> None:
@@ -180,7 +194,7 @@ def test_any_values_are_refused_or_give_frequencies(
         rope = read_rope({"rope_parameters": {"rope_type": kind, **known, **changes}}, head_dim, 1000)
     except ModelError:
         return
-    rotary = rope.rotary(head_dim, length)
+    rotary = rope.rotary(head_dim)
     assert len(rotary.frequencies) == head_dim // 2
     assert all(math.isfinite(f) and 0 < f <= 1 for f in rotary.frequencies)
     assert 0 < rotary.factor < math.inf

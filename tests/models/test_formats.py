@@ -9,11 +9,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from support.checkpoints import (
+    CONFIGS,
     llama_config,
     load_reference,
     quantize_reference,
     qwen2_config,
-    qwen3_config,
     reference_logits,
     reference_model,
     save_checkpoint,
@@ -28,14 +28,6 @@ TOLERANCE = 1e-4  # of the largest logit
 IDS = [(7 + 31 * i) % 300 for i in range(24)]
 FLOATS = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 FORMATS = [("affine", 4, 64), ("affine", 3, 32), ("affine", 8, 128), *((mode, *FLOATS[mode]) for mode in FLOATS)]
-CONFIGS = {
-    "qwen2": qwen2_config(),
-    "qwen3": qwen3_config(num_attention_heads=4, num_key_value_heads=2),  # 128 wide, as the groups need
-    "llama": llama_config(tie_word_embeddings=False),
-    "mistral": llama_config(
-        architectures=["MistralForCausalLM"], model_type="mistral", attention_bias=False, mlp_bias=False
-    ),
-}
 # The values of 4-bit floating-point numbers, one bit of sign, two of exponent, one of mantissa (OCP MX 1.0).
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 

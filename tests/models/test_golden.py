@@ -15,6 +15,7 @@ from support.numbers import relative_error
 
 from kvant.cache import FullKVCache
 from kvant.models import Decoder, ModelConfig, load_decoder
+from kvant.models.architectures import ARCHITECTURES
 from kvant.tools.bench.adapters import MLXLM
 from kvant.tools.bench.engines import EngineSpec
 
@@ -38,7 +39,7 @@ def _config(case: str) -> dict[str, Any]:
 def _folder(case: str, tmp_path: Path, **changes: Any) -> Path:
     """The model folder of a case, its config changed."""
     folder = tmp_path / "model"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     shutil.copy(GOLDEN / "weights" / f"{CASES[case]}.safetensors", folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(_config(case) | changes))
     return folder
@@ -62,14 +63,13 @@ def test_logits_are_transformers(case: str, tmp_path: Path) -> None:
         for split in (True, False):
             cache = model.make_cache(len(IDS), quant_bit=0, bias_split=split)
             assert relative_error(_in_steps(model, bounds, cache), expected) < TOLERANCE
-    if "dynamic" not in case:  # a growing cache cannot know its length before
-        cache = [FullKVCache() for _ in model.layers]
-        assert relative_error(_in_steps(model, STEPS["in chunks"], cache), expected) < TOLERANCE
+    growing = [FullKVCache() for _ in model.layers]
+    assert relative_error(_in_steps(model, STEPS["in chunks"], growing), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_for_any_offset_is_transformers(case: str, tmp_path: Path) -> None:
-    """What is compiled on a GPU, uncompiled."""
+    """The step that a GPU compiles, uncompiled."""
     model, expected = load_decoder(_folder(case, tmp_path)), _expected(case)
     cache = model.make_cache(len(IDS), quant_bit=0)
     first = 17
@@ -82,7 +82,7 @@ def test_a_step_for_any_offset_is_transformers(case: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in NOT_IN_MLX_LM])
 def test_mlx_lm_agrees(case: str, tmp_path: Path) -> None:
-    """Told by hand what it does not read: see :func:`checkpoints.load_reference`."""
+    """With the settings that it does not read given to it: see :func:`checkpoints.load_reference`."""
     folder = _folder(case, tmp_path)
     expected = load_reference(folder)(mx.array([IDS]))[0]
     assert relative_error(expected, _expected(case)) < TOLERANCE
@@ -95,7 +95,16 @@ def test_mlx_lm_does_not(case: str, tmp_path: Path) -> None:
     assert relative_error(load_reference(_folder(case, tmp_path))(mx.array([IDS]))[0], _expected(case)) > 0.01
 
 
-@pytest.mark.parametrize(("case", "agrees"), [("qwen2 linear", False), ("llama yarn", False), ("qwen3 yarn", True)])
+@pytest.mark.parametrize(
+    ("case", "agrees"),
+    [
+        ("qwen2 linear", False),
+        ("llama yarn", False),
+        ("qwen3 yarn", True),
+        ("smollm3 yarn", False),
+        ("olmo2 linear", False),
+    ],
+)
 def test_what_mlx_lm_reads_of_rope_parameters(case: str, agrees: bool, tmp_path: Path) -> None:
     from mlx_lm.utils import load_model
 
@@ -104,7 +113,7 @@ def test_what_mlx_lm_reads_of_rope_parameters(case: str, agrees: bool, tmp_path:
     assert agrees or error > 0.01
 
 
-@pytest.mark.parametrize("case", ["qwen2 yarn", "llama llama3", "mistral old dynamic beyond", "qwen3 linear"])
+@pytest.mark.parametrize("case", ["qwen2 yarn", "llama llama3", "mistral old dynamic", "qwen3 linear", "olmo2 linear"])
 def test_the_benchmark_gives_mlx_lm_the_same_positions(case: str, tmp_path: Path) -> None:
     adapter = MLXLM(EngineSpec("mlx-lm", kv_bits=0), _folder(case, tmp_path), 512)
     assert relative_error(adapter._model(mx.array([IDS]))[0], _expected(case)) < TOLERANCE
@@ -113,14 +122,13 @@ def test_the_benchmark_gives_mlx_lm_the_same_positions(case: str, tmp_path: Path
 def test_the_fixture_tells_the_kinds_apart() -> None:
     """With tolerances of the same size as the differences nothing would have been checked."""
     for model in MODELS:
-        wanted = [f"{model} {kind}" for kind in ("default", "linear", "llama3", "yarn", "dynamic beyond")]
+        wanted = [f"{model} {kind}" for kind in ("default", "linear", "llama3", "yarn", "dynamic")]
         kinds = [case for case in wanted if case in CASES]
         assert len(kinds) == (3 if model == "llama-bias" else 5)
         for i, case in enumerate(kinds):
             for other in kinds[:i]:
                 assert relative_error(_expected(case), _expected(other)) > 100 * TOLERANCE, (case, other)
-        assert relative_error(_expected(f"{model} dynamic"), _expected(f"{model} default")) < TOLERANCE
-    assert {_config(case)["model_type"] for case in CASES} == {"qwen2", "qwen3", "llama", "mistral"}
+    assert {_config(case)["model_type"] for case in CASES} == {*ARCHITECTURES}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -132,7 +140,10 @@ def test_a_part_left_out_is_noticed(model: str, tmp_path: Path) -> None:
     weights = {name: mx.array(x) for name, x in mx.load(str(path)).items()}
     mx.eval(weights)
     parts = sorted({".".join(name.split(".")[-2:]) for name in weights if name.endswith(("bias", "norm.weight"))})
-    assert len(parts) == {"qwen2": 6, "qwen3": 5, "llama": 3, "llama-bias": 10, "mistral": 3}[model]
+    assert (
+        len(parts)
+        == {"qwen2": 6, "qwen3": 5, "llama": 3, "llama-bias": 10, "mistral": 3, "smollm3": 3, "olmo2": 5}[model]
+    )
     for part in parts:
         changed = {
             name: (mx.ones_like(x) if name.endswith("norm.weight") else mx.zeros_like(x)) if name.endswith(part) else x
@@ -143,28 +154,48 @@ def test_a_part_left_out_is_noticed(model: str, tmp_path: Path) -> None:
         assert error > 100 * TOLERANCE, part
 
 
+def test_the_layers_that_do_not_rotate_are_noticed(tmp_path: Path) -> None:
+    case = "smollm3 default"
+    for changes in ({"no_rope_layers": [1, 1]}, {"no_rope_layers": [0, 1]}, {"no_rope_layers": [0, 0]}):
+        model = load_decoder(_folder(case, tmp_path / str(changes), **changes))
+        assert relative_error(model(mx.array([IDS]))[0], _expected(case)) > 100 * TOLERANCE
+
+
 @pytest.mark.parametrize("entry", FREQUENCIES, ids=lambda e: f"{e['config']['rope_parameters']['rope_type']}")
 def test_frequencies_are_transformers(entry: dict[str, Any]) -> None:
-    """transformers computes them in float32, each with a few roundings."""
+    """transformers computes them in float32, each with a few roundings. Dynamic's are those at the context limit."""
     config = ModelConfig.from_dict(entry["config"])
-    rotary = config.rope.rotary(config.head_dim, entry["length"])
+    rotary = config.rope.rotary(config.head_dim)
     np.testing.assert_allclose(rotary.frequencies, entry["frequencies"], rtol=2e-6)
     assert rotary.factor == pytest.approx(entry["factor"], rel=1e-12)
+    if config.rope.kind == "dynamic":
+        assert config.max_position_embeddings == entry["length"]
 
 
-def test_dynamic_positions_do_not_depend_on_how_a_prompt_is_cut(tmp_path: Path) -> None:
-    """The frequencies are those of the reserved length, from the first token on."""
-    case = "llama dynamic beyond"
+@pytest.mark.parametrize("case", [case for case in CASES if "dynamic" in case])
+def test_dynamic_positions_depend_on_the_model_alone(case: str, tmp_path: Path) -> None:
+    """Not on how many tokens a cache reserves, nor on how a prompt is cut or how long it is."""
     model = load_decoder(_folder(case, tmp_path))
-    assert model.config.max_position_embeddings == 40  # 2.5 times 16
-    whole = _in_steps(model, [0, len(IDS)], model.make_cache(40, quant_bit=0))
-    for bounds in STEPS.values():
-        assert relative_error(_in_steps(model, bounds, model.make_cache(40, quant_bit=0)), whole) < TOLERANCE
-    assert relative_error(whole, _expected(case)) > 100 * TOLERANCE  # another length, another base
+    assert model.config.max_position_embeddings == len(IDS)
+    for ids in (IDS[:5], IDS[:19]):
+        whole = model(mx.array([ids]))[0]
+        for reserved in (len(ids), len(IDS), 100):
+            for bounds in ([0, len(ids)], [0, 3, len(ids)], list(range(len(ids) + 1))):
+                cache = model.make_cache(reserved, quant_bit=0)
+                parts = [model(mx.array([ids[a:b]]), cache=cache)[0] for a, b in pairwise(bounds)]
+                assert relative_error(mx.concatenate(parts), whole) < TOLERANCE
 
 
 @pytest.mark.parametrize(
-    ("case", "context"), [("mistral window", 24), ("qwen2 window", 24), ("mistral default", 64), ("qwen2 default", 64)]
+    ("case", "context"),
+    [
+        ("mistral window", 24),
+        ("qwen2 window", 24),
+        ("mistral default", 64),
+        ("qwen2 default", 64),
+        ("smollm3 window", 24),
+        ("smollm3 default", 64),
+    ],
 )
 def test_the_context_ends_with_the_window(case: str, context: int) -> None:
     assert ModelConfig.from_dict(_config(case)).max_position_embeddings == context

@@ -15,7 +15,7 @@ from support.hostile import MESSAGES, OPENED, change, good_model, refused, spars
 import kvant
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import load_decoder
-from kvant.tools.bench.adapters import load_adapter
+from kvant.tools.bench.adapters import MLXLM, Kvant
 from kvant.tools.bench.engines import EngineSpec
 
 
@@ -142,9 +142,9 @@ def test_code_isrefused(folder: Path, marker: Path, name: str, changes: dict[str
     change(folder / name, **changes)
     refused(folder, ModelError, message)
     if name == "config.json":
-        for engine in ("kvant", "mlx-lm"):
+        for engine, kind in (("kvant", Kvant), ("mlx-lm", MLXLM)):
             with pytest.raises(ModelError, match=message):
-                load_adapter(EngineSpec(engine, 0), folder, 512)
+                kind(EngineSpec(engine, 0), folder, 512)
 
 
 @pytest.mark.parametrize("name", ["tokenization_evil.Tokenizer", "Tokenizer", "Qwen2TokenizerFast"])

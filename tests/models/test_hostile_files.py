@@ -17,7 +17,7 @@ from kvant.errors import CheckpointError, KvantError, ModelError, PromptError
 from kvant.models import ModelConfig, load_decoder
 from kvant.models.parameters import matrices, vectors
 from kvant.text.tokenizer import load_tokenizer
-from kvant.tools.bench.adapters import load_adapter
+from kvant.tools.bench.adapters import MLXLM
 from kvant.tools.bench.engines import EngineSpec
 
 
@@ -209,7 +209,7 @@ def test_a_shard_nobody_names_is_not_opened(index: Path) -> None:
     (index.parent / "model-00003-of-00002.safetensors").write_bytes(b"no safetensors")
     assert load_decoder(index.parent).config.vocab_size == 1280
     with pytest.raises(CheckpointError, match=r"model-00003-of-00002\.safetensors: not among the model's files"):
-        load_adapter(EngineSpec("mlx-lm", 0), index.parent, 512)
+        MLXLM(EngineSpec("mlx-lm", 0), index.parent, 512)
 
 
 # Tokenizers.

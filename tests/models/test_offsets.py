@@ -8,8 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from support.checkpoints import CONFIGS as ARCHITECTURES
 from support.checkpoints import (
-    llama_config,
+    mistral_config,
     qwen2_config,
     qwen3_config,
     reference_logits,
@@ -19,25 +20,18 @@ from support.checkpoints import (
 from support.numbers import relative_error
 from support.ragged import poison
 
-from kvant.cache import QuantizedKVCache
+from kvant.cache import ModelCache, QuantizedKVCache
 from kvant.models import Decoder, load_decoder
+from kvant.operators.bias_split import BiasSplit
 
 ROW_TOLERANCE = 1e-5  # of the largest logit, against the sequence alone
 MODEL_TOLERANCE = 1e-4  # against mlx-lm's model
 LONGEST = 300
 VOCABULARY = 300
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS: dict[str, dict[str, Any]] = ARCHITECTURES | {
     "qwen2": qwen2_config(hidden_size=448, num_attention_heads=7, num_key_value_heads=1),
     "qwen3": qwen3_config(),
-    "llama": llama_config(),
-    "mistral": llama_config(
-        architectures=["MistralForCausalLM"],
-        model_type="mistral",
-        attention_bias=False,
-        mlp_bias=False,
-        sliding_window=None,
-        num_key_value_heads=1,
-    ),
+    "mistral": mistral_config(num_key_value_heads=1),
 }
 # Models without biases have nothing to split.
 KINDS = [(kind, split) for kind in CONFIGS for split in (False, True) if not split or kind in ("qwen2", "llama")]
@@ -81,11 +75,20 @@ class Draw:
         return [mx.array(self.new[:, a:b]) for a, b in pairwise(bounds)]
 
 
-def feed(model: Decoder, cache: Sequence[Any], steps: Sequence[mx.array]) -> mx.array:
-    """Logits of all steps, (B, S of all, vocab)."""
-    logits = mx.concatenate([model(ids, cache=cache) for ids in steps], axis=1)
-    mx.eval(logits)
-    return logits
+def feed(
+    model: Decoder, cache: ModelCache, steps: Sequence[mx.array], layers: Sequence["Given"] | None = None
+) -> mx.array:
+    """Logits of all steps, (B, S of all, vocab); attention is that of ``layers``, by default the cache's own."""
+    logits = []
+    for ids in steps:
+        if layers is None:
+            logits.append(model(ids, cache=cache))
+        else:
+            lengths = cache.begin(ids)
+            logits.append(model.logits(model.states(ids, mx.array(lengths), layers)))
+            cache.commit()
+        mx.eval(logits[-1])
+    return mx.concatenate(logits, axis=1)
 
 
 def feed_ragged(model: Decoder, cache: Sequence[QuantizedKVCache], prompts: Sequence[Sequence[int]]) -> None:
@@ -104,8 +107,9 @@ class Given:
         self.rows: list[tuple[mx.array, ...]] = []
         self._replayed = None if replayed is None else iter(replayed)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.layer, name)
+    @property
+    def bias_split(self) -> BiasSplit | None:
+        return self.layer.bias_split
 
     def attend(self, query: mx.array, *rows: mx.array) -> mx.array:
         if self._replayed is not None:
@@ -156,14 +160,14 @@ def test_quantized_rows_are_the_sequences_alone(
             for array, row in zip(layer.arrays, one.arrays, strict=True):
                 array[:, b] = row[:, 0]
         recording = [Given(layer) for layer in alone]
-        expected.append(feed(model, recording, [ids[b : b + 1] for ids in drawn.fed()])[0])
+        expected.append(feed(model, alone, [ids[b : b + 1] for ids in drawn.fed()], recording)[0])
         recorded.append([layer.rows for layer in recording])
     poison(cache)
     replayed = [
         Given(layer, [tuple(map(mx.concatenate, zip(*step, strict=True))) for step in zip(*sequences, strict=True)])
         for layer, sequences in zip(cache, zip(*recorded, strict=True), strict=True)
     ]
-    batched = feed(model, replayed, drawn.fed())
+    batched = feed(model, cache, drawn.fed(), replayed)
     for row, alone_row in zip(batched, expected, strict=True):
         assert relative_error(row, alone_row) < ROW_TOLERANCE
 

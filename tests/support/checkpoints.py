@@ -1,5 +1,6 @@
-"""Random checkpoints on disk, and mlx-lm's own model on the same files: what kvant is compared with."""
+"""Random checkpoints on disk, and mlx-lm's own model on the same files, to compare kvant with."""
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import MODEL_REMAPPING
 
 ROPE_THETA = 1e6
-KINDS = {"qwen2": qwen2, "qwen3": qwen3, "llama": llama, "mistral": llama}  # as mlx-lm maps them
 
 
 def qwen2_config(**changes: Any) -> dict[str, Any]:
@@ -43,10 +43,53 @@ def qwen3_config(**changes: Any) -> dict[str, Any]:
     return config | {"num_attention_heads": 6, "num_key_value_heads": 3} | changes
 
 
+def llama_config(**changes: Any) -> dict[str, Any]:
+    """The same as a Llama with every bias it may have."""
+    config = qwen2_config(architectures=["LlamaForCausalLM"], model_type="llama", attention_bias=True, mlp_bias=True)
+    return config | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64} | changes
+
+
+def mistral_config(**changes: Any) -> dict[str, Any]:
+    """The same as a Mistral, without a bias or a window."""
+    config = llama_config(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=None)
+    return config | {"attention_bias": False, "mlp_bias": False} | changes
+
+
+def smollm3_config(**changes: Any) -> dict[str, Any]:
+    """The same as a SmolLM3 whose second layer does not rotate."""
+    config = qwen2_config(architectures=["SmolLM3ForCausalLM"], model_type="smollm3", no_rope_layers=[1, 0])
+    return config | {"num_attention_heads": 4} | changes
+
+
+def olmo2_config(**changes: Any) -> dict[str, Any]:
+    """The same as an OLMo 2."""
+    config = qwen2_config(architectures=["Olmo2ForCausalLM"], model_type="olmo2", tie_word_embeddings=False)
+    return config | {"num_attention_heads": 4} | changes
+
+
+# One of each architecture, every width a multiple of 128 as groups of weights need. The tests of any architecture take
+# these.
+CONFIGS = {
+    "qwen2": qwen2_config(),
+    "qwen3": qwen3_config(num_attention_heads=4, num_key_value_heads=2),
+    "llama": llama_config(tie_word_embeddings=False),
+    "mistral": mistral_config(),
+    "smollm3": smollm3_config(),
+    "olmo2": olmo2_config(),
+}
+
+
+def mlx_lm_model(config: dict[str, Any]) -> nn.Module:
+    """mlx-lm's model, with weights as it makes them."""
+    kind = config["model_type"]
+    module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+    return model
+
+
 def reference_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
     """mlx-lm's model with random float32 weights of unit-scale activations, and biases and norms that matter."""
-    kind = KINDS[config["model_type"]]
-    model = kind.Model(kind.ModelArgs.from_dict(config))
+    model = mlx_lm_model(config)
     mx.random.seed(seed)
     weights = []
     for name, array in tree_flatten(model.parameters()):
@@ -79,10 +122,14 @@ def save_checkpoint(folder: Path, config: dict[str, Any], model: nn.Module, shar
     return folder
 
 
-def llama_config(**changes: Any) -> dict[str, Any]:
-    """The same as a Llama with every bias it may have."""
-    config = qwen2_config(architectures=["LlamaForCausalLM"], model_type="llama", attention_bias=True, mlp_bias=True)
-    return config | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64} | changes
+class _Float32Embedding(nn.QuantizedEmbedding):
+    """MLX unpacks its floating-point formats to bfloat16, exactly.
+
+    A norm makes float32 of it, but OLMo 2 multiplies it before: rounded, so that nothing could be compared.
+    """
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return super().__call__(x).astype(mx.float32)
 
 
 def quantize_reference(
@@ -90,13 +137,14 @@ def quantize_reference(
 ) -> dict[str, Any]:
     """Quantize mlx-lm's model in place as mlx-lm does; return the config that says so."""
     nn.quantize(model, group_size=group_size, bits=bits, mode=mode)
+    model.model.embed_tokens.__class__ = _Float32Embedding
     mx.eval(model.parameters())
     said = {"group_size": group_size, "bits": bits}
     return config | {"quantization": said if mode == "affine" else said | {"mode": mode}}
 
 
 def load_reference(folder: Path) -> nn.Module:
-    """mlx-lm's model of a float checkpoint, in float32, with its rotary positions given by hand where it needs that.
+    """mlx-lm's model of a float checkpoint, in float32. Rotary positions that it does not read are given to it.
 
     mlx-lm 0.32.2 reads transformers 5's rope_parameters in qwen3 alone: elsewhere its theta is the default, and its
     positions are plain. It takes dynamic's context from max_position_embeddings, as transformers does, and yarn's
@@ -106,8 +154,7 @@ def load_reference(folder: Path) -> nn.Module:
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     config["rope_theta"] = (rope if "rope_theta" in rope else config)["rope_theta"]
     config["rope_scaling"] = rope or None
-    kind = KINDS[config["model_type"]]
-    model = kind.Model(kind.ModelArgs.from_dict(config))
+    model = mlx_lm_model(config)
     weights = {name: x.astype(mx.float32) for name, x in mx.load(str(folder / "model.safetensors")).items()}
     model.load_weights(list(model.sanitize(weights).items()))
     mx.eval(model.parameters())

@@ -105,6 +105,21 @@ def smollm2() -> tuple[Tokenizer, Config]:
     }
 
 
+def olmo2() -> tuple[Tokenizer, Config]:
+    """As OLMo 2: GPT-2's class declared, which transformers does not believe, around another way to split words."""
+    made = _byte_level(LLAMA3, ["<|endoftext|>", "<|pad|>"])
+    made.post_processor = processors.ByteLevel(trim_offsets=True)
+    return made, {
+        "tokenizer_class": "GPT2Tokenizer",
+        "add_prefix_space": False,
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|endoftext|>",
+        "pad_token": "<|pad|>",
+        "unk_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+    }
+
+
 def _sentencepiece(kind: str) -> Tokenizer:
     """As SentencePiece models are converted: spaces become ▁, what is unknown becomes bytes."""
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -195,6 +210,8 @@ FAMILIES: dict[str, tuple[Callable[[], tuple[Tokenizer, Config]], str]] = {
     "llama3": (llama3, "llama"),
     "smollm2": (smollm2, "llama"),
     "mistral": (mistral, "mistral"),
+    "smollm3": (llama3, "smollm3"),
+    "olmo2": (olmo2, "olmo2"),
     "llama2": (llama2, "llama"),
     "llama2-legacy": (llama2_legacy, "llama"),
     "unigram": (unigram, "llama"),

@@ -17,7 +17,8 @@ from kvant.cli.models import cache_bytes
 from kvant.engine.load import find_model
 from kvant.errors import ModelError, WeightsError
 from kvant.models import Decoder
-from kvant.models.config import ARCHITECTURES, ModelConfig
+from kvant.models.architectures import ARCHITECTURES
+from kvant.models.config import ModelConfig
 from kvant.weights.lock import Lock, Verified, read_lock, write_lock
 from kvant.weights.reference import COMMIT, REPOSITORY
 from kvant.weights.snapshot import git_blob_id, is_wanted, measure
@@ -79,7 +80,7 @@ def test_every_entry_can_be_used() -> None:
         for file in model.files:
             assert file.bytes is None or file.bytes > 0
             assert file.sha256 is None or len(bytes.fromhex(file.sha256)) == 32
-        if model.config["model_type"] in ARCHITECTURES.values():
+        if model.config["model_type"] in ARCHITECTURES:
             config = ModelConfig.from_dict(model.config)
             assert all(getattr(config, key) == model.config[key] for key in SHAPE)
             assert config.rope.theta == model.config["rope_theta"]

@@ -1,4 +1,4 @@
-"""LoRA and DoRA adapters in mlx-lm's format: what they change in a model's matrices, as these are loaded."""
+"""LoRA and DoRA adapters in mlx-lm's format: they change a model's matrices as these are loaded."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,21 +9,20 @@ import mlx.core as mx
 
 from kvant.errors import CheckpointError, ModelError
 from kvant.files import read_json
+from kvant.models.architectures.table import Parameter
 from kvant.models.config import ModelConfig
-from kvant.models.parameters import matrices
+from kvant.models.parameters import matrices, parameters
 from kvant.models.tensors import TensorFiles
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapters.safetensors"
 PARTS = {"lora": ("lora_a", "lora_b"), "dora": ("lora_a", "lora_b", "m")}  # by fine_tune_type
-LAYERS = "model.layers."
-EMBEDDING = "model.embed_tokens"  # its lora_a is on the side of the tokens: the other way round than a projection's
 MAX_SCALE = 1e4  # mlx-lm's default is 20
 MAX_VALUE = 65504.0  # float16's largest
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to an (out, in) matrix, ``(down @ up)^T``, and to what norms it then scales its rows.
+    """An adapter's part of an (out, in) matrix: it adds ``(down @ up)^T``, and may then give each row another norm.
 
     Attributes:
         down: (in, r) float32.
@@ -37,7 +36,7 @@ class LowRank:
 
 
 class Adapter:
-    """An adapter folder, read and checked whole. What is for a matrix is taken once, when the matrix is loaded."""
+    """An adapter folder, read and checked whole. Each matrix takes its part once, when it is loaded."""
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         """Read ``adapter_config.json`` and ``adapters.safetensors``.
@@ -54,15 +53,15 @@ class Adapter:
         settings = _read_settings(folder, config.hidden_size, len(sizes))
         tensors = TensorFiles(folder, [tensors_file(folder)])
         self._low_ranks: dict[str, LowRank] = {}
-        for path in _targets(tensors, settings, config.num_hidden_layers, sizes):
-            self._low_ranks[path] = _read_low_rank(tensors, path, sizes[path], settings)
+        for path, row in _targets(tensors, settings, config).items():
+            self._low_ranks[path] = _read_low_rank(tensors, path, row, sizes[path], settings)
         if settings.kind == "lora" and not any(low.down.any() and low.up.any() for low in self._low_ranks.values()):
             raise CheckpointError(f"{folder / TENSORS_FILE}: every lora_a or lora_b is zero; it would change nothing")
 
     def fuse(self, path: str, weight: mx.array, dtype: mx.Dtype) -> mx.array:
-        """The (out, in) floating-point matrix at ``path`` with what the adapter changes in it.
+        """The (out, in) floating-point matrix at ``path``, changed by the adapter.
 
-        Computed in float32. A matrix the adapter has nothing for comes back as it is.
+        Computed in float32. A matrix that the adapter leaves alone comes back as it is.
         """
         low = self._low_ranks.pop(path, None)
         if low is None:
@@ -76,7 +75,7 @@ class Adapter:
         return fused
 
     def take(self, sizes: Mapping[str, int], dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
-        """Factors of what is added to quantized matrices (path -> outputs) that lie side by side as one.
+        """Factors of the sum that is added to quantized matrices (path -> outputs) that lie side by side as one.
 
         Returns:
             ``down`` (in, R) and ``up`` (R, sum of outputs), R the sum of the ranks; None: nothing is added to any.
@@ -95,7 +94,7 @@ class Adapter:
         return down.astype(dtype), mx.concatenate(ups, axis=0).astype(dtype)
 
     def check_taken(self) -> None:
-        """Refuse what no matrix of the loaded model took, such as an output head that is tied."""
+        """Refuse a part that no matrix of the loaded model took, such as that of a tied output head."""
         for path in self._low_ranks:
             raise CheckpointError(f"adapter tensor {path}.lora_a: the model has no matrix {path} of its own")
 
@@ -114,7 +113,7 @@ def tensors_file(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """adapter_config.json, as far as it says what is computed."""
+    """The part of adapter_config.json that decides the computation."""
 
     kind: str
     num_layers: int
@@ -162,19 +161,19 @@ def _read_keys(path: Path, parameters: Mapping[str, Any], num_matrices: int) -> 
     return frozenset(keys)
 
 
-def _targets(
-    tensors: TensorFiles, settings: _Settings, num_hidden_layers: int, sizes: Mapping[str, tuple[int, int]]
-) -> list[str]:
-    """The adapted matrices' paths. The file holds tensors for exactly those that adapter_config.json describes.
+def _targets(tensors: TensorFiles, settings: _Settings, config: ModelConfig) -> dict[str, Parameter]:
+    """The adapted matrices by path. The file holds tensors for exactly those that adapter_config.json describes.
 
     As in mlx-lm, a key is a path inside each of the last ``num_layers`` layers, all of them where that is not positive,
-    or from the model's root; without keys it is any projection in these layers, and which ones is the file's affair.
+    or from the model's root. Without keys any projection in these layers may be adapted, and the file says which.
     """
-    most = len(sizes) * len(PARTS[settings.kind])
+    rows = [(path, layer, row) for path, layer, row in parameters(config) if len(row.shape) == 2]
+    most = len(rows) * len(PARTS[settings.kind])
     if len(tensors.names) > most:
         raise CheckpointError(f"{TENSORS_FILE}: {len(tensors.names)} tensors; expected at most {most} for this model")
-    first = max(0, num_hidden_layers - settings.num_layers) if settings.num_layers > 0 else 0
-    described = {path for path in sizes if _describes(settings.keys, first, path)}
+    first = max(0, config.num_hidden_layers - settings.num_layers) if settings.num_layers > 0 else 0
+    known = {path: row for path, _, row in rows}
+    described = {path for path, layer, row in rows if _describes(settings.keys, first, path, layer, row)}
     paths = {name.rpartition(".")[0] for name in tensors.names}
     if not paths:
         raise CheckpointError(f"{TENSORS_FILE} holds no tensors; it would change nothing")
@@ -183,33 +182,34 @@ def _targets(
         if part not in PARTS[settings.kind]:
             parts = ", ".join(PARTS[settings.kind])
             raise CheckpointError(f"unexpected adapter tensor {name}; expected for {settings.kind}: {parts}")
-        if path not in sizes:
+        if path not in known:
             raise CheckpointError(f"adapter tensor {name}: the model has no matrix {path}")
         if path not in described:
             raise CheckpointError(f"adapter tensor {name}: {CONFIG_FILE}'s num_layers and keys do not include {path}")
-    missing = sorted(described - paths - {"lm_head"}) if settings.keys is not None else []  # a tied head is no matrix
+    # A tied head is no matrix.
+    missing = sorted(described - paths - {config.architecture.head.path}) if settings.keys is not None else []
     if missing:
         raise CheckpointError(f"adapter tensor {missing[0]}.lora_a is missing; {CONFIG_FILE} describes it")
-    return sorted(paths)
+    return {path: known[path] for path in sorted(paths)}
 
 
-def _describes(keys: frozenset[str] | None, first: int, path: str) -> bool:
+def _describes(keys: frozenset[str] | None, first: int, path: str, layer: int | None, row: Parameter) -> bool:
     """Whether the keys, from layer ``first`` on, describe the matrix; None: every projection there."""
     if keys is not None and path in keys:
         return True
-    if not path.startswith(LAYERS):
-        return False
-    index, _, inner = path.removeprefix(LAYERS).partition(".")
-    return int(index) >= first and (keys is None or inner in keys)
+    return layer is not None and layer >= first and (keys is None or row.path in keys)
 
 
-def _read_low_rank(tensors: TensorFiles, path: str, size: tuple[int, int], settings: _Settings) -> LowRank:
+def _read_low_rank(
+    tensors: TensorFiles, path: str, row: Parameter, size: tuple[int, int], settings: _Settings
+) -> LowRank:
     out, width = size
     rank = settings.rank
-    ends = (out, width) if path == EMBEDDING else (width, out)
+    embeds = row.role == "embedding"  # its lora_a is on the side of the tokens: the other way round than a projection's
+    ends = (out, width) if embeds else (width, out)
     a = _read(tensors, f"{path}.lora_a", (ends[0], rank))
     b = _read(tensors, f"{path}.lora_b", (rank, ends[1]))
-    down, up = (b.T, a.T) if path == EMBEDDING else (a, b)
+    down, up = (b.T, a.T) if embeds else (a, b)
     magnitude = _read(tensors, f"{path}.m", (out,)) if settings.kind == "dora" else None
     return LowRank(down, _bounded(f"{path}.lora_b times the scale", up * settings.scale), magnitude)
 

@@ -1,4 +1,4 @@
-"""The bias of the q, k and v projections, and what of it a cache can do without."""
+"""The bias of the q, k and v projections, divided into a part that caches store and a part that they leave out."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ import mlx.core as mx
 from kvant.models.config import ModelConfig
 from kvant.models.linear import Linear
 
-# A rotary pair's key bias stays out of the cache where it is larger than this many times what the projection adds to a
-# pair of that head in the root mean square. The levels of a group reach to about three times that anyway; a smaller
-# bias costs few of them, and its own table and arithmetic would cost more. (With 1.0, and against the pair's own
-# spread, half of the embedded model's pairs were split off: 1.4x the time a token, and no better.)
+# A rotary pair's key bias stays out of the cache where it is more than this many times the root mean square of the
+# keys in the pairs of that head, without a bias. The quantized values of a group reach to about three times that
+# anyway. A smaller bias costs few of them; its own table and arithmetic would cost more. (With 1.0, and against the
+# pair's own spread, half of the embedded model's pairs were split off: 1.4x the time a token, and no better.)
 SPLIT_FROM = 3.0
 
 
@@ -21,7 +21,7 @@ class ProjectionBias:
     Attributes:
         whole: (H D + 2 K D,), for caches that keep keys and values as they are.
         stored: the same without the values' part and without the keys' part at ``pairs``.
-        pairs: the rotary pairs whose key bias stays out of the cache, those where it outweighs what is projected.
+        pairs: the rotary pairs whose key bias stays out of the cache: those where it outweighs the keys without it.
     """
 
     whole: mx.array
@@ -30,15 +30,15 @@ class ProjectionBias:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What it holds."""
+        """Both biases."""
         return [self.whole, self.stored]
 
 
 def divide_bias(config: ModelConfig, qkv_proj: Linear, bias: mx.array, norm: mx.array) -> ProjectionBias:
-    """Divide a layer's bias: all of the values' is split off, and the keys' where it outweighs what is projected.
+    """Divide a layer's bias: all of the values' is split off, and the keys' where it outweighs the keys without it.
 
-    After RMSNorm the input of the projection has unit mean square, so the spread of an output is about the norm of its
-    weights, each times the norm's weight.
+    After RMSNorm the input of the projection has unit mean square. So the spread of an output is about the length of
+    its row of weights, each times the RMSNorm's weight.
 
     Args:
         qkv_proj: (hidden) -> (H D + 2 K D).
@@ -51,9 +51,9 @@ def divide_bias(config: ModelConfig, qkv_proj: Linear, bias: mx.array, norm: mx.
 
 
 def pair_sizes(config: ModelConfig, qkv_proj: Linear, bias: mx.array, norm: mx.array) -> tuple[mx.array, mx.array]:
-    """The keys' bias in each rotary pair, (K, D/2), and what the projection adds to a pair of that head, (K, 1).
+    """The size of the keys' bias in each rotary pair, (K, D/2), and that of a head's pairs without a bias, (K, 1).
 
-    The latter is a root mean square over pairs and inputs; arguments are those of :func:`divide_bias`.
+    The latter is a root mean square over pairs and inputs. Arguments as in :func:`divide_bias`.
     """
     H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     keys = slice(H * D, (H + K) * D)

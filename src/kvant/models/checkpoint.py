@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from kvant.errors import CheckpointError, ModelError
 from kvant.models.adapter import Adapter
+from kvant.models.architectures.table import Parameter
 from kvant.models.bias import divide_bias
 from kvant.models.config import ModelConfig
 from kvant.models.decoder import MLP, Attention, Block, Decoder
@@ -24,7 +25,8 @@ from kvant.models.parameters import matrices, vectors
 from kvant.models.tensors import FLOATS, Expected, TensorFiles
 from kvant.threads import check_process
 
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # what some exporters leave behind; recomputed here
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # some exporters leave them behind; recomputed here
+BLOCK_NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 
 Progress = Callable[[int, int], None]
 
@@ -32,14 +34,14 @@ Progress = Callable[[int, int], None]
 def load_decoder(folder: Path, progress: Progress | None = None, adapter: Path | None = None) -> Decoder:
     """Load a model folder: config.json and model.safetensors, or shards named by model.safetensors.index.json.
 
-    On a GPU activations have the checkpoint's dtype; on a CPU float32, which it multiplies many times faster than
-    half precision. Quantized weights keep their bits, with scales and biases in the compute dtype.
+    On a GPU activations have the checkpoint's dtype. On a CPU they have float32: it multiplies half precision many
+    times slower. Quantized weights keep their bits; their scales and biases get the dtype of the activations.
 
     Args:
         folder: the model folder.
         progress: called with (layers loaded, layers in all).
         adapter: the folder of a LoRA or DoRA adapter in mlx-lm's format. It is added to floating-point matrices as they
-            are loaded; beside quantized ones, which keep their bits, its low rank stays as it is.
+            are loaded. Quantized matrices keep their bits, and its low rank stays beside them.
 
     Raises:
         ModelError: a folder that does not hold a supported model or adapter.
@@ -48,7 +50,7 @@ def load_decoder(folder: Path, progress: Progress | None = None, adapter: Path |
     check_process()
     config, tensors = check_folder(folder)
     adapted = None if adapter is None else Adapter(adapter, config)
-    builder = _Builder(config, tensors, _compute_dtype(tensors), adapted)
+    builder = _Builder(config, tensors, _compute_dtype(config, tensors), adapted)
     builder.check_formats()
     decoder = builder.decoder(progress or (lambda done, total: None))
     if adapted is not None:
@@ -66,59 +68,80 @@ def check_folder(folder: Path) -> tuple[ModelConfig, TensorFiles]:
         raise ModelError(f"{folder}: no such model folder")
     config = ModelConfig.from_folder(folder)
     tensors = TensorFiles(folder)
-    _Builder(config, tensors, mx.float32, None).check()
+    tensors.check(expected_tensors(config, tensors))
     return config, tensors
 
 
 def is_tied(config: ModelConfig, tensors: TensorFiles) -> bool:
-    """Whether the embedding is the output head too; where config.json leaves that out, as exporters do with what is
-    their default, and defaults differ, it is tied exactly where no head is stored.
+    """Whether the embedding is the output head too.
+
+    Exporters leave this out of config.json where it is their default, and defaults differ. Then the head is tied if
+    none is stored.
     """
     tied = config.tie_word_embeddings
-    return "lm_head.weight" not in tensors if tied is None else tied
+    return f"{config.architecture.head.path}.weight" not in tensors if tied is None else tied
+
+
+def expected_tensors(config: ModelConfig, tensors: TensorFiles) -> Expected:
+    """The shape and dtypes of every tensor that loading reads, before any is read.
+
+    Raises:
+        CheckpointError: a tensor that loading would not read: the model is another; a quantized matrix that config.json
+            does not describe.
+    """
+    tied, head = is_tied(config, tensors), config.architecture.head.path
+    expected: dict[str, tuple[tuple[int, ...], Sequence[str]]] = {}
+    for path, size in matrices(config).items():
+        if path != head or not tied:
+            expected |= _stored(config, tensors, path, size)
+    expected |= {name: ((size,), FLOATS) for name, size in vectors(config).items()}
+    known = {*expected, *(f"{head}.{part}" for part in ("weight", "scales", "biases") if tied)}
+    extra = sorted(name for name in tensors.names - known if not name.endswith(IGNORED_SUFFIXES))
+    if extra:
+        more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+        raise CheckpointError(f"unexpected tensor {extra[0]}{more}; config.json describes a model without it")
+    return expected
+
+
+def _stored(config: ModelConfig, tensors: TensorFiles, path: str, size: tuple[int, ...]) -> Expected:
+    """The tensors of an (out, in) matrix: its weight, or its quantized weight, scales and biases."""
+    out, width = size
+    if f"{path}.scales" not in tensors:
+        return {f"{path}.weight": (size, FLOATS)}
+    quantization = config.quantization_of(path)
+    if quantization is None:
+        raise CheckpointError(f"tensor {path}.scales: config.json has no quantization for {path}")
+    bits, group = quantization.bits, quantization.group_size
+    if width % group:
+        raise CheckpointError(f"{path}: quantization group_size {group} does not divide its width {width}")
+    groups = (out, width // group)
+    scales = {f"{path}.scales": (groups, FLOATS if quantization.has_biases else ("U8",))}
+    biases = {f"{path}.biases": (groups, FLOATS)} if quantization.has_biases else {}
+    return {f"{path}.weight": ((out, width * bits // 32), ("U32",)), **scales, **biases}
 
 
 class _Builder:
-    """Arrays to layers. A tensor is named by its module's path in the checkpoint."""
+    """Arrays to layers, by the architecture's table."""
 
     def __init__(self, config: ModelConfig, tensors: TensorFiles, dtype: mx.Dtype, adapter: Adapter | None) -> None:
         self.config = config
         self.tensors = tensors
         self.dtype = dtype
         self.adapter = adapter
-        self._tied = is_tied(config, tensors)
 
     def decoder(self, progress: Progress) -> Decoder:
-        config = self.config
-        vocab_size, hidden = config.vocab_size, config.hidden_size
-        embed_tokens = self._matrix("model.embed_tokens", vocab_size, hidden)
-        lm_head = None if self._tied else self._matrix("lm_head", vocab_size, hidden)
-        norm = self._vector("model.norm.weight", hidden)
+        config, table = self.config, self.config.architecture
+        (embed_tokens,) = self._matrices("", [table.embedding])
+        lm_head = None if is_tied(config, self.tensors) else self._matrices("", [table.head])[0]
+        norm = self._norm("", table.final_norm)
         mx.eval(norm, embed_tokens.arrays, lm_head.arrays if lm_head else [])
         layers = []
         for index in range(config.num_hidden_layers):
-            layer = self._block(f"model.layers.{index}")
+            layer = self._block(table.layers.format(index), config.rotates[index])
             mx.eval(layer.arrays)  # layer by layer, so that only one is held in two dtypes
             layers.append(layer)
             progress(index + 1, config.num_hidden_layers)
         return Decoder(config, self.dtype, embed_tokens=embed_tokens, layers=layers, norm=norm, lm_head=lm_head)
-
-    def check(self) -> None:
-        """Refuse a checkpoint that is not what its config.json claims before any of it is read.
-
-        Tensors nothing would read are refused too: they say that the model is another.
-        """
-        expected: dict[str, tuple[tuple[int, ...], Sequence[str]]] = {}
-        for path, (out, width) in matrices(self.config).items():
-            if path != "lm_head" or not self._tied:
-                expected |= self._stored(path, out, width)
-        expected |= {name: ((size,), FLOATS) for name, size in vectors(self.config).items()}
-        known = {*expected, *(f"lm_head.{part}" for part in ("weight", "scales", "biases") if self._tied)}
-        extra = sorted(name for name in self.tensors.names - known if not name.endswith(IGNORED_SUFFIXES))
-        if extra:
-            more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-            raise CheckpointError(f"unexpected tensor {extra[0]}{more}; config.json describes a model without it")
-        self.tensors.check(expected)
 
     def check_formats(self) -> None:
         """Refuse a quantization that MLX does not have on this device, before any matrix is read."""
@@ -127,100 +150,82 @@ class _Builder:
             if quantization is not None:
                 check_device(quantization)
 
-    def _block(self, path: str) -> Block:
-        config = self.config
-        hidden, inner = config.hidden_size, config.intermediate_size
-        heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
-        sizes = {f"{path}.self_attn.{name}_proj": count * config.head_dim for name, count in heads.items()}
-        norm = self._vector(f"{path}.input_layernorm.weight", hidden)
-        qkv = Linear(self._fused(sizes, hidden))
+    def _block(self, path: str, rotates: bool) -> Block:
+        config, table = self.config, self.config.architecture
+        norms = {row.role: self._norm(path, row) for role in BLOCK_NORMS for row in table.of_role(role)}
+        qkv = self._linear(path, "qkv")
         qkv_bias = None
-        if config.attention_bias:
-            qkv_bias = divide_bias(config, qkv, self._bias(sizes), norm)
-        o_proj = self._linear(
-            {f"{path}.self_attn.o_proj": hidden}, config.num_attention_heads * config.head_dim, config.output_bias
-        )
-        gate_up = self._linear({f"{path}.mlp.{name}_proj": inner for name in ("gate", "up")}, hidden, config.mlp_bias)
-        down = self._linear({f"{path}.mlp.down_proj": hidden}, inner, config.mlp_bias)
+        if qkv.bias is not None:  # attention adds it, without the part that a cache leaves out
+            qkv_bias = divide_bias(config, qkv, qkv.bias, norms["before_attention"])
+            qkv = Linear(qkv.matrices)
+        head_norm, projection_norms = self._query_key_norms(path)
         return Block(
-            self_attn=Attention(config, qkv, qkv_bias, self._query_key_norm(f"{path}.self_attn"), o_proj),
-            mlp=MLP(gate_up, down),
-            input_layernorm=norm,
-            post_attention_layernorm=self._vector(f"{path}.post_attention_layernorm.weight", hidden),
+            self_attn=Attention(
+                config, qkv, qkv_bias, head_norm, projection_norms, self._linear(path, "output"), rotates
+            ),
+            mlp=MLP(self._linear(path, "gate_up"), self._linear(path, "down")),
+            norms=norms,
             rms_norm_eps=config.rms_norm_eps,
         )
 
-    def _query_key_norm(self, path: str) -> mx.array | None:
-        """The weight of each head's RMSNorm, the queries' H times and the keys' K times: (H + K, 1, D)."""
-        config = self.config
-        if not config.query_key_norm:
-            return None
-        heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
-        D = config.head_dim
-        weights = {name: self._vector(f"{path}.{name}_norm.weight", D) for name in heads}
-        return mx.concatenate([mx.broadcast_to(weights[name], (count, 1, D)) for name, count in heads.items()])
+    def _query_key_norms(self, path: str) -> tuple[mx.array | None, tuple[mx.array, mx.array] | None]:
+        """The norms of an attention's queries and keys: of each head by itself, or of all of a token's together."""
+        config, table = self.config, self.config.architecture
+        rows = [*table.of_role("query_norm"), *table.of_role("key_norm")]
+        if not rows:
+            return None, None
+        query, key = (self._norm(path, row) for row in rows)
+        if rows[0].shape != ("head",):
+            return None, (query, key)
+        H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        return mx.concatenate([mx.broadcast_to(query, (H, 1, D)), mx.broadcast_to(key, (K, 1, D))]), None
 
-    def _vector(self, name: str, size: int) -> mx.array:
-        return self.tensors.take(name, (size,)).astype(self.dtype)
+    def _norm(self, prefix: str, row: Parameter) -> mx.array:
+        return self._vector(f"{prefix}{row.path}.weight", row)
 
-    def _bias(self, sizes: dict[str, int]) -> mx.array:
-        return mx.concatenate([self._vector(f"{path}.bias", out) for path, out in sizes.items()])
+    def _vector(self, name: str, row: Parameter) -> mx.array:
+        return self.tensors.take(name, self.config.shape(row)[:1]).astype(self.dtype)
 
-    def _linear(self, sizes: dict[str, int], width: int, biased: bool) -> Linear:
-        return Linear(self._fused(sizes, width), self._bias(sizes) if biased else None)
+    def _linear(self, prefix: str, role: str) -> Linear:
+        rows = self.config.architecture.of_role(role)
+        biases = [self._vector(f"{prefix}{row.path}.bias", row) for row in rows if row.bias in self.config.biases]
+        return Linear(self._matrices(prefix, rows), mx.concatenate(biases) if biases else None)
 
-    def _matrix(self, path: str, out: int, width: int) -> Matrix:
-        (matrix,) = self._fused({path: out}, width)
-        return matrix
-
-    def _fused(self, sizes: dict[str, int], width: int) -> tuple[Matrix, ...]:
-        """The matrices (size, width) at these paths as one where their storage agrees, else one each."""
+    def _matrices(self, prefix: str, rows: Sequence[Parameter]) -> tuple[Matrix, ...]:
+        """These matrices as one where their storage agrees, else one each."""
+        sizes = {prefix + row.path: self.config.shape(row) for row in rows}
         if not any(f"{path}.scales" in self.tensors for path in sizes):
-            return (dense_matrix([self._weight(path, out, width) for path, out in sizes.items()], self.dtype),)
-        parts = [self._one(path, out, width) for path, out in sizes.items()]
+            return (dense_matrix([self._weight(path, size) for path, size in sizes.items()], self.dtype),)
+        parts = [self._one(path, size) for path, size in sizes.items()]
+        outputs = {path: size[0] for path, size in sizes.items()}
         quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
         if len(quantized) == len(parts) and len({part.quantization for part in quantized}) == 1:
-            return (self._adapted(quantized_matrix(quantized), sizes),)
-        return tuple(self._adapted(part, {path: sizes[path]}) for part, path in zip(parts, sizes, strict=True))
+            return (self._adapted(quantized_matrix(quantized), outputs),)
+        return tuple(self._adapted(part, {path: outputs[path]}) for part, path in zip(parts, sizes, strict=True))
 
-    def _weight(self, path: str, out: int, width: int) -> mx.array:
-        """A floating-point matrix (out, width), with what an adapter adds to it."""
-        weight = self.tensors.take(f"{path}.weight", (out, width))
+    def _weight(self, path: str, size: tuple[int, ...]) -> mx.array:
+        """A floating-point (out, in) matrix, with the part that an adapter adds to it."""
+        weight = self.tensors.take(f"{path}.weight", size)
         return weight if self.adapter is None else self.adapter.fuse(path, weight, self.dtype)
 
-    def _adapted(self, matrix: DenseMatrix | QuantizedMatrix, sizes: dict[str, int]) -> Matrix:
-        """A quantized matrix, of the matrices at these paths side by side, with what an adapter adds to them."""
-        factors = None if self.adapter is None else self.adapter.take(sizes, self.dtype)
+    def _adapted(self, matrix: DenseMatrix | QuantizedMatrix, outputs: dict[str, int]) -> Matrix:
+        """A quantized matrix, of the matrices at these paths side by side, with the part that an adapter adds."""
+        factors = None if self.adapter is None else self.adapter.take(outputs, self.dtype)
         return matrix if factors is None else AdaptedMatrix(matrix, *factors)
 
-    def _one(self, path: str, out: int, width: int) -> DenseMatrix | QuantizedMatrix:
+    def _one(self, path: str, size: tuple[int, ...]) -> DenseMatrix | QuantizedMatrix:
         quantization = self.config.quantization_of(path)
-        stored = self._stored(path, out, width)
+        stored = _stored(self.config, self.tensors, path, size)
         if len(stored) == 1 or quantization is None:
-            return dense_matrix([self._weight(path, out, width)], self.dtype)
+            return dense_matrix([self._weight(path, size)], self.dtype)
         weight, scales, *biases = (self.tensors.take(name, *expected) for name, expected in stored.items())
         if not biases:
             return QuantizedMatrix(weight, scales, None, quantization)
         return QuantizedMatrix(weight, scales.astype(self.dtype), biases[0].astype(self.dtype), quantization)
 
-    def _stored(self, path: str, out: int, width: int) -> Expected:
-        """The tensors of a matrix (out, width): its weight, or its quantized weight, scales and biases."""
-        if f"{path}.scales" not in self.tensors:
-            return {f"{path}.weight": ((out, width), FLOATS)}
-        quantization = self.config.quantization_of(path)
-        if quantization is None:
-            raise CheckpointError(f"tensor {path}.scales: config.json has no quantization for {path}")
-        bits, group = quantization.bits, quantization.group_size
-        if width % group:
-            raise CheckpointError(f"{path}: quantization group_size {group} does not divide its width {width}")
-        groups = (out, width // group)
-        scales = {f"{path}.scales": (groups, FLOATS if quantization.has_biases else ("U8",))}
-        biases = {f"{path}.biases": (groups, FLOATS)} if quantization.has_biases else {}
-        return {f"{path}.weight": ((out, width * bits // 32), ("U32",)), **scales, **biases}
 
-
-def _compute_dtype(tensors: TensorFiles) -> mx.Dtype:
+def _compute_dtype(config: ModelConfig, tensors: TensorFiles) -> mx.Dtype:
     if mx.default_device().type == mx.cpu:
         return mx.float32
     dtypes = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
-    return dtypes.get(tensors.dtype("model.norm.weight"), mx.float32)
+    return dtypes.get(tensors.dtype(f"{config.architecture.final_norm.path}.weight"), mx.float32)

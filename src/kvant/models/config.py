@@ -7,43 +7,32 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import ModelError
+from kvant.fields import MAX_SIZE, flag, number, shown, size, strings, token_ids
 from kvant.files import read_json, refuse_code
-from kvant.models.fields import MAX_SIZE, flag, number, shown, size, strings, token_ids
+from kvant.models.architectures import ARCHITECTURES
+from kvant.models.architectures.table import Architecture, Parameter
 from kvant.models.quantization import Quantization, read_quantization
 from kvant.models.rope import Rope, read_rope
 
-ARCHITECTURES = {
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-}
-# What a config.json leaves out is what transformers 5.23 takes for its architecture; None: made from other sizes.
-_DEFAULTS: dict[str, dict[str, int | None]] = {
-    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": None},
-    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
-    "llama": {"max_position_embeddings": 2048, "num_key_value_heads": None, "head_dim": None},
-    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": None},
-}
-_SLIDING_WINDOW = 4096  # in transformers, of qwen2, qwen3 and mistral
-_MAX_WINDOW_LAYERS = 28
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A Qwen2, Qwen3, Llama or Mistral decoder: one block, whose differences are fields. Sizes count elements.
+    """A decoder's config.json. Sizes count elements.
 
     Attributes:
-        max_position_embeddings: the context in tokens. Where layers see only the last tokens, it is no longer than
-            their window: within it such a model is computed exactly, for every token is still seen.
-        attention_bias: q, k and v are projected with a bias (Qwen2, Llama with attention_bias).
-        output_bias: so is the output of the attention (Llama with attention_bias).
-        mlp_bias: so are gate, up and down (Llama with mlp_bias).
-        query_key_norm: RMSNorm of each query and key head before its rotation (Qwen3).
+        architecture: its table of parameters, and the defaults of this config.
+        max_position_embeddings: the context limit in tokens. Where layers see only the last tokens, it is no longer
+            than their window: up to there every token is still seen, and the model is computed exactly.
+        tie_word_embeddings: None: not said; then the head is tied if no lm_head is stored.
+        biases: the flags of parameters, such as ``attention_bias``, that are on.
+        rotates: whether each layer turns its queries and keys to their positions.
+        quantization: of every matrix; None: floating point.
+        quantization_overrides: module path -> its own quantization, or None where it was left in floating point.
     """
 
-    model_type: str
+    architecture: Architecture
     hidden_size: int
     num_hidden_layers: int
     intermediate_size: int
@@ -54,14 +43,11 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope: Rope
-    tie_word_embeddings: bool | None  # None: not said; tied exactly where there is no lm_head
-    attention_bias: bool = True
-    output_bias: bool = False
-    mlp_bias: bool = False
-    query_key_norm: bool = False
+    tie_word_embeddings: bool | None
+    biases: frozenset[str]
+    rotates: tuple[bool, ...]
     eos_token_ids: tuple[int, ...] = ()
     quantization: Quantization | None = None
-    # Module path -> its own quantization, or None where it was left in floating point.
     quantization_overrides: Mapping[str, Quantization | None] = field(default_factory=dict)
 
     @classmethod
@@ -89,23 +75,29 @@ class ModelConfig:
         Raises:
             ModelError: a key that is missing or malformed, or a setting kvant does not implement.
         """
+        architecture = _architecture(raw)
         _refuse_unsupported(raw)
-        kind = str(raw["model_type"])
         heads = size(raw, "num_attention_heads")
         hidden = size(raw, "hidden_size")
         layers = size(raw, "num_hidden_layers", limit=4096)
-        kv_heads = size(raw, "num_key_value_heads", default=_default(raw, kind, "num_key_value_heads") or heads)
+        # A key that is null does not take the default of one that is missing: kv heads are then as many as heads.
+        default_kv_heads = None if "num_key_value_heads" in raw else architecture.num_key_value_heads
+        kv_heads = size(raw, "num_key_value_heads", default=default_kv_heads or heads)
         if heads % kv_heads:
             raise ModelError(
                 f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
             )
-        head_dim = _head_dim(raw, kind, hidden, heads)
-        positions = size(raw, "max_position_embeddings", default=_default(raw, kind, "max_position_embeddings"))
-        rope = read_rope(raw, head_dim, positions)
-        default, overrides = read_quantization(raw)
-        biased = kind == "llama" and bool(raw.get("attention_bias"))
+        head_dim = _head_dim(raw, architecture, hidden, heads)
+        default_positions = None if "max_position_embeddings" in raw else architecture.max_position_embeddings
+        positions = size(raw, "max_position_embeddings", default=default_positions)
+        rope = read_rope(raw, head_dim, positions, architecture.rope_theta)
+        biases = _biases(raw, architecture)
+        rotates = architecture.rotates(raw, layers)
+        if "attention_bias" in biases and not all(rotates):
+            raise ModelError("config.json: attention_bias is true; supported with layers that do not rotate: false")
+        quantization, overrides = read_quantization(raw)
         return cls(
-            model_type=kind,
+            architecture=architecture,
             hidden_size=hidden,
             num_hidden_layers=layers,
             intermediate_size=size(raw, "intermediate_size"),
@@ -113,42 +105,65 @@ class ModelConfig:
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             vocab_size=size(raw, "vocab_size"),
-            max_position_embeddings=min(rope.context(positions), _window(raw, kind, layers) or MAX_SIZE),
-            rms_norm_eps=number(raw, "rms_norm_eps", default=1e-6),
+            max_position_embeddings=min(rope.context(positions), _window(raw, architecture, layers) or MAX_SIZE),
+            rms_norm_eps=number(raw, "rms_norm_eps", default=architecture.rms_norm_eps),
             rope=rope,
             tie_word_embeddings=flag(raw, "tie_word_embeddings"),
-            attention_bias=kind == "qwen2" or biased,
-            output_bias=biased,
-            mlp_bias=kind == "llama" and bool(raw.get("mlp_bias")),
-            query_key_norm=kind == "qwen3",
+            biases=biases,
+            rotates=rotates,
             eos_token_ids=token_ids(raw, "config.json"),
-            quantization=default,
+            quantization=quantization,
             quantization_overrides=overrides,
         )
+
+    @property
+    def model_type(self) -> str:
+        """The architecture's name in config.json."""
+        return self.architecture.model_type
+
+    @property
+    def attention_bias(self) -> bool:
+        """Whether q, k and v are projected with a bias."""
+        return "attention_bias" in self.biases
+
+    @property
+    def query_key_norm(self) -> bool:
+        """Whether queries and keys are normalized."""
+        return bool(self.architecture.of_role("query_norm"))
+
+    def shape(self, parameter: Parameter) -> tuple[int, ...]:
+        """The shape of a parameter of the architecture, with this model's sizes."""
+        sizes = {
+            "hidden": self.hidden_size,
+            "inner": self.intermediate_size,
+            "queries": self.num_attention_heads * self.head_dim,
+            "keys": self.num_key_value_heads * self.head_dim,
+            "head": self.head_dim,
+            "vocabulary": self.vocab_size,
+        }
+        return tuple(sizes[name] for name in parameter.shape)
 
     def quantization_of(self, path: str) -> Quantization | None:
         """The quantization of the module at ``path``, such as ``model.layers.0.mlp.up_proj``; None: floating point."""
         return self.quantization_overrides.get(path, self.quantization)
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    """Refuse what would change the computation and is not implemented; nothing is ignored silently."""
+def _architecture(raw: Mapping[str, Any]) -> Architecture:
     refuse_code(raw, "config.json")
     names = strings(raw, "architectures")
-    supported = ", ".join(ARCHITECTURES)
+    types = {architecture.name: kind for kind, architecture in ARCHITECTURES.items()}
     kind = raw.get("model_type")
-    if kind not in ARCHITECTURES.values() or any(name not in ARCHITECTURES for name in names):
+    if not isinstance(kind, str) or kind not in ARCHITECTURES or any(name not in types for name in names):
         given = ", ".join(names)[:80] or f"model_type {shown(kind)}"
-        raise ModelError(f"config.json: architecture {given} is not supported; supported: {supported}")
+        raise ModelError(f"config.json: architecture {given} is not supported; supported: {', '.join(types)}")
     for name in names:
-        if ARCHITECTURES[name] != kind:
-            raise ModelError(
-                f"config.json: architecture {name} with model_type {kind!r}; expected {ARCHITECTURES[name]!r}"
-            )
-    # A bias of Qwen3's keys would be normalized with them. transformers' Qwen2 and Mistral don't look at these keys.
-    for key, kinds in (("attention_bias", ("llama", "qwen2")), ("mlp_bias", ("llama",))):
-        if flag(raw, key) and kind not in kinds:
-            raise ModelError(f"config.json: {key} is true; supported for {kind}: false")
+        if types[name] != kind:
+            raise ModelError(f"config.json: architecture {name} with model_type {kind!r}; expected {types[name]!r}")
+    return ARCHITECTURES[kind]
+
+
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    """Refuse settings that would change the computation and are not implemented; none is ignored silently."""
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(f"config.json: hidden_act is {shown(raw['hidden_act'])}; expected 'silu'")
     if raw.get("partial_rotary_factor", 1.0) != 1.0:
@@ -160,14 +175,17 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
             raise ModelError(f"config.json: {key} is {shown(raw[key])}; mixtures of experts are not supported")
 
 
-def _default(raw: Mapping[str, Any], kind: str, key: str) -> int | None:
-    """The architecture's own, for a key that is not there; null says that there is none."""
-    return None if key in raw else _DEFAULTS[kind][key]
+def _biases(raw: Mapping[str, Any], architecture: Architecture) -> frozenset[str]:
+    """The flags of biases that are on. config.json cannot turn off one that always is."""
+    said = {key for key in ("attention_bias", "mlp_bias") if flag(raw, key)}
+    for key in sorted(said - {*architecture.biases, *architecture.optional_biases}):
+        raise ModelError(f"config.json: {key} is true; supported for {architecture.model_type}: false")
+    return frozenset(said.union(architecture.biases))
 
 
-def _head_dim(raw: Mapping[str, Any], kind: str, hidden: int, heads: int) -> int:
-    default = _default(raw, kind, "head_dim")
-    if raw.get("head_dim") is None and default is None and kind != "qwen3":  # Qwen3's is a size of its own
+def _head_dim(raw: Mapping[str, Any], architecture: Architecture, hidden: int, heads: int) -> int:
+    default = None if "head_dim" in raw else architecture.head_dim
+    if raw.get("head_dim") is None and architecture.head_dim is None:
         if hidden % heads:
             raise ModelError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
         default = hidden // heads
@@ -177,7 +195,7 @@ def _head_dim(raw: Mapping[str, Any], kind: str, hidden: int, heads: int) -> int
     return head_dim
 
 
-def _window(raw: Mapping[str, Any], kind: str, layers: int) -> int | None:
+def _window(raw: Mapping[str, Any], architecture: Architecture, layers: int) -> int | None:
     """The last tokens that some layer sees, itself included; None: every layer sees all."""
     types = strings(raw, "layer_types")
     for layer_type in types:
@@ -187,21 +205,7 @@ def _window(raw: Mapping[str, Any], kind: str, layers: int) -> int | None:
             )
     if types and len(types) != layers:
         raise ModelError(f"config.json: layer_types has {len(types)} layers; num_hidden_layers is {layers}")
-    slides = "sliding_attention" in types
-    if kind == "mistral":
-        on = "sliding_window" not in raw or raw["sliding_window"] is not None
-    elif kind == "llama":
-        on = slides  # transformers looks at neither; mlx-lm at both
-    else:
-        on = bool(flag(raw, "use_sliding_window")) and raw.get("sliding_window", _SLIDING_WINDOW) is not None
-    if slides and not on:
+    window = architecture.window(raw, layers, types)
+    if window is None and "sliding_attention" in types:
         raise ModelError("config.json: layer_types has 'sliding_attention', but there is no sliding window")
-    if not on:
-        return None
-    if kind in ("qwen2", "qwen3") and not slides:
-        first = raw.get("max_window_layers", _MAX_WINDOW_LAYERS)
-        if isinstance(first, bool) or not isinstance(first, int):
-            raise ModelError(f"config.json: max_window_layers is {shown(first)}; expected an int")
-        if types or first >= layers:
-            return None
-    return size(raw, "sliding_window", default=None if kind == "llama" else _SLIDING_WINDOW)
+    return window

@@ -1,7 +1,7 @@
 """The block stack: token ids in, logits out. B batch, S new tokens, H query heads, K kv heads, D head_dim."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -23,35 +23,49 @@ DEFAULT_RESERVATION = 4096  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Grouped-query attention with rotary positions, through a cache."""
+    """Grouped-query attention with rotary positions, through a cache.
+
+    Attributes:
+        head_norm: (H + K, 1, D) weights of an RMSNorm of each query and key head by itself.
+        projection_norms: (H D,) and (K D,) weights of an RMSNorm of a token's queries together, and of its keys.
+        rotates: queries and keys turn to their positions.
+    """
 
     config: ModelConfig
     qkv_proj: Linear
     qkv_bias: ProjectionBias | None
-    query_key_norm: mx.array | None  # (H + K, 1, D)
+    head_norm: mx.array | None
+    projection_norms: tuple[mx.array, mx.array] | None
     o_proj: Linear
+    rotates: bool
 
     def __call__(self, x: mx.array, rotate: Rotate, cache: AttentionCache | None) -> mx.array:
         """(B, S, hidden) -> (B, S, hidden); ``rotate`` turns heads to their positions."""
         config = self.config
         B, S, _ = x.shape
         H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        # (B, S, (H + 2K) D) -> (B, S, H + 2K, D) -> (B, H + 2K, S, D)
         qkv = self.qkv_proj(x)
         if self.qkv_bias is not None:
             split = cache is not None and cache.bias_split is not None
             qkv = qkv + (self.qkv_bias.stored if split else self.qkv_bias.whole)
+        if self.projection_norms is not None:
+            query, key, value = mx.split(qkv, [H * D, (H + K) * D], axis=-1)
+            query_weight, key_weight = self.projection_norms
+            query = rms_norm(query, query_weight, config.rms_norm_eps)
+            qkv = mx.concatenate([query, rms_norm(key, key_weight, config.rms_norm_eps), value], axis=-1)
+        # (B, S, (H + 2K) D) -> (B, S, H + 2K, D) -> (B, H + 2K, S, D)
         qkv = qkv.reshape(B, S, H + 2 * K, D).transpose(0, 2, 1, 3)
         query_key = qkv[:, : H + K]
-        if self.query_key_norm is not None:  # one pass for both, then each head's own weight
-            query_key = mx.fast.rms_norm(query_key, None, config.rms_norm_eps) * self.query_key_norm
-        query_key = rotate(query_key)  # queries and keys turn by the same angles: one call for both
+        if self.head_norm is not None:  # one pass for both, then each head's own weight
+            query_key = mx.fast.rms_norm(query_key, None, config.rms_norm_eps) * self.head_norm
+        if self.rotates:  # queries and keys turn by the same angles: one call for both
+            query_key = rotate(query_key)
         query, key, value = query_key[:, :H], query_key[:, H:], qkv[:, H + K :]
         output = attend_tokens(query, key, value) if cache is None else cache.attend(query, key, value)
         return self.o_proj(output.transpose(0, 2, 1, 3).reshape(B, S, H * D))  # (B, H, S, D) -> (B, S, H D)
 
     def bias_split(self, max_seq_len: int) -> BiasSplit | None:
-        """What a cache of this layer does without, with angles for ``max_seq_len`` rows; None: there is no bias."""
+        """The biases that a cache of this layer leaves out, with angles for ``max_seq_len`` rows; None: it has none."""
         if self.qkv_bias is None:
             return None
         config, pairs = self.config, self.qkv_bias.pairs
@@ -61,7 +75,7 @@ class Attention:
         return BiasSplit(
             key_bias=key_bias[..., mx.array(pairs, mx.int32)],
             pairs=pairs,
-            rotation=rotation_table(config.rope.rotary(D, max_seq_len), pairs, max_seq_len),
+            rotation=rotation_table(config.rope.rotary(D), pairs, max_seq_len),
             value_bias=missing[(H + K) * D :].reshape(K, D),
         )
 
@@ -81,38 +95,47 @@ class MLP:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One layer: attention and MLP, each behind an RMSNorm, each added to the stream."""
+    """One layer: attention and MLP, each added to the stream.
+
+    Attributes:
+        norms: the RMSNorms it has, by their role in the architecture's table: ``before_attention``,
+            ``after_attention`` (before it is added), ``before_mlp`` and ``after_mlp``; weights are (hidden,).
+    """
 
     self_attn: Attention
     mlp: MLP
-    input_layernorm: mx.array  # (hidden,)
-    post_attention_layernorm: mx.array  # (hidden,)
+    norms: Mapping[str, mx.array]
     rms_norm_eps: float
 
     def __call__(self, x: mx.array, rotate: Rotate, cache: AttentionCache | None) -> mx.array:
         """(B, S, hidden) -> (B, S, hidden)."""
-        x = x + self.self_attn(rms_norm(x, self.input_layernorm, self.rms_norm_eps), rotate, cache)
-        return x + self.mlp(rms_norm(x, self.post_attention_layernorm, self.rms_norm_eps))
+        attended = self.self_attn(self._norm(x, "before_attention"), rotate, cache)
+        x = x + self._norm(attended, "after_attention")
+        return x + self._norm(self.mlp(self._norm(x, "before_mlp")), "after_mlp")
+
+    def _norm(self, x: mx.array, role: str) -> mx.array:
+        weight = self.norms.get(role)
+        return x if weight is None else rms_norm(x, weight, self.rms_norm_eps)
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What the layer holds."""
-        projections = (self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj)
-        bias, norm = self.self_attn.qkv_bias, self.self_attn.query_key_norm
+        """Every array the layer holds."""
+        attention = self.self_attn
+        projections = (attention.qkv_proj, attention.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj)
         return [
             *(a for projection in projections for a in projection.arrays),
-            *([] if bias is None else bias.arrays),
-            *([] if norm is None else [norm]),
-            self.input_layernorm,
-            self.post_attention_layernorm,
+            *([] if attention.qkv_bias is None else attention.qkv_bias.arrays),
+            *([] if attention.head_norm is None else [attention.head_norm]),
+            *(attention.projection_norms or ()),
+            *self.norms.values(),
         ]
 
 
 class Decoder:
-    """A Qwen2, Qwen3, Llama or Mistral language model.
+    """A dense language model, of one of :data:`kvant.models.architectures.ARCHITECTURES`.
 
     Attributes:
-        config: what config.json said.
+        config: its config.json.
         dtype: the dtype activations are computed in.
     """
 
@@ -129,6 +152,7 @@ class Decoder:
         self.config = config
         self.dtype = dtype
         self.layers = tuple(layers)
+        self._rotary = config.rope.rotary(config.head_dim)
         self._embed_tokens = embed_tokens
         self._norm = norm
         self._lm_head = lm_head
@@ -195,14 +219,11 @@ class Decoder:
             caches: what each layer attends through; None: the tokens themselves.
         """
         check_process()
-        config = self.config
         x = self._embed_tokens.rows(inputs).astype(self.dtype)
-        rotate = config.rope.rotary(config.head_dim, config.max_position_embeddings).at(
-            start, inputs.shape[1], self.dtype
-        )
+        rotate = self._rotary.at(start, inputs.shape[1], self.dtype)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, rotate, cache)
-        return rms_norm(x, self._norm, config.rms_norm_eps)
+        return rms_norm(x, self._norm, self.config.rms_norm_eps)
 
     def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
         """The cache, or one made of a list of layers; a ValueError if it has other layers than the model."""
@@ -273,7 +294,7 @@ class Decoder:
 
     @property
     def nbytes_read(self) -> int:
-        """Bytes of the weights that a step of one token reads: all, but one row of a table that only embeds."""
+        """Bytes of the weights that a step of one token reads: all, except a table that only embeds."""
         return self.nbytes - (0 if self._lm_head is None else sum(a.nbytes for a in self._embed_tokens.arrays))
 
     @property

@@ -17,7 +17,7 @@ PARALLEL_ELEMENTS = 512 * 1024  # a matrix from this size on is worth a thread f
 
 @dataclass(frozen=True, slots=True)
 class DenseMatrix:
-    """A floating-point matrix, transposed: on a CPU contiguous so, which multiplies 1.8x as fast (measured)."""
+    """A floating-point matrix, transposed. On a CPU it is contiguous so: 1.8x as fast to multiply (measured)."""
 
     weight: mx.array  # (in, out)
 
@@ -36,7 +36,7 @@ class DenseMatrix:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What the matrix holds."""
+        """Every array of the matrix."""
         return [self.weight]
 
 
@@ -122,13 +122,13 @@ class QuantizedMatrix:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What the matrix holds."""
+        """Every array of the matrix."""
         return [self.weight, self.scales, *([] if self.biases is None else [self.biases])]
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedMatrix:
-    """A quantized matrix with an adapter's low rank beside it, which is exact and keeps the matrix's bits.
+    """A quantized matrix with an adapter's low rank beside it: exact, and the matrix keeps its bits.
 
     Quantizing the sum again would add an error as large as the first quantization's: with 4 bits in groups of 64, an
     adapter that moved the embedded model's logits by 0.026 of the largest came out 0.064 away from where it should.
@@ -154,7 +154,7 @@ class AdaptedMatrix:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What the matrix holds."""
+        """Every array of the matrix."""
         return [*self.base.arrays, self.down, self.up]
 
 
@@ -189,7 +189,7 @@ class Linear:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What the projection holds."""
+        """Every array of the projection."""
         return [*(a for matrix in self.matrices for a in matrix.arrays), *([] if self.bias is None else [self.bias])]
 
 
@@ -197,8 +197,8 @@ def dense_matrix(weights: Sequence[mx.array], dtype: mx.Dtype) -> DenseMatrix:
     """One matrix from the checkpoint's (out, in) matrices, their rows side by side, stored as the device likes it."""
     weight = mx.concatenate(list(weights), axis=0).astype(dtype).T  # (out, in) -> (in, out)
     if mx.default_device().type == mx.cpu:
-        weight = mx.contiguous(weight)  # elsewhere the transposed view is what the device multiplies best
-    mx.eval(weight)  # matrix by matrix: what it is made from, up to twice its bytes, is not held for a whole layer
+        weight = mx.contiguous(weight)  # other devices multiply the transposed view best
+    mx.eval(weight)  # matrix by matrix: its sources, up to twice its bytes, are not held for a whole layer
     return DenseMatrix(weight)
 
 

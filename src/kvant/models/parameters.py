@@ -1,6 +1,20 @@
-"""The parameters a config.json describes, by their names in a checkpoint."""
+"""The tensors a config.json describes, by their names in a checkpoint: the architecture's table with its sizes."""
 
+from collections.abc import Iterator
+
+from kvant.models.architectures.table import Parameter
 from kvant.models.config import ModelConfig
+
+
+def parameters(config: ModelConfig) -> Iterator[tuple[str, int | None, Parameter]]:
+    """Path, layer and row of the table of each parameter, in the order of the model; layer None: it is in no layer."""
+    table = config.architecture
+    yield table.embedding.path, None, table.embedding
+    for layer in range(config.num_hidden_layers):
+        prefix = table.layers.format(layer)
+        yield from ((prefix + row.path, layer, row) for row in table.layer)
+    yield table.final_norm.path, None, table.final_norm
+    yield table.head.path, None, table.head
 
 
 def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -8,34 +22,16 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
     The output head is among them even where it is tied: a tied checkpoint may still carry it.
     """
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-    layer = {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    blocks = {f"model.layers.{i}.{path}": size for i in range(config.num_hidden_layers) for path, size in layer.items()}
-    return {"model.embed_tokens": (config.vocab_size, hidden), **blocks, "lm_head": (config.vocab_size, hidden)}
+    shapes = ((path, config.shape(row)) for path, _, row in parameters(config))
+    return {path: (shape[0], shape[1]) for path, shape in shapes if len(shape) == 2}
 
 
 def vectors(config: ModelConfig) -> dict[str, int]:
     """Each norm's and bias's tensor name and size."""
-    hidden, D = config.hidden_size, config.head_dim
-    layer = {"input_layernorm.weight": hidden, "post_attention_layernorm.weight": hidden}
-    if config.attention_bias:
-        heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
-        layer |= {f"self_attn.{name}_proj.bias": count * D for name, count in heads.items()}
-    if config.output_bias:
-        layer["self_attn.o_proj.bias"] = hidden
-    if config.mlp_bias:
-        inner = config.intermediate_size
-        layer |= {"mlp.gate_proj.bias": inner, "mlp.up_proj.bias": inner, "mlp.down_proj.bias": hidden}
-    if config.query_key_norm:
-        layer |= {f"self_attn.{name}_norm.weight": D for name in "qk"}
-    blocks = {f"model.layers.{i}.{name}": size for i in range(config.num_hidden_layers) for name, size in layer.items()}
-    return {**blocks, "model.norm.weight": hidden}
+    found = {}
+    for path, _, row in parameters(config):
+        if len(row.shape) == 1:
+            found[f"{path}.weight"] = config.shape(row)[0]
+        elif row.bias in config.biases:
+            found[f"{path}.bias"] = config.shape(row)[0]
+    return found

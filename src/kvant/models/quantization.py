@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvant.errors import ModelError
-from kvant.models.fields import shown, size
+from kvant.fields import shown, size
 
 AFFINE_BITS, AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 # The floating-point formats: each has one number of bits and one group size.

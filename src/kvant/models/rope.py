@@ -7,13 +7,12 @@ from functools import lru_cache
 from typing import Any
 
 from kvant.errors import ModelError
-from kvant.models.fields import MAX_SIZE, mapping, number, shown, size
+from kvant.fields import MAX_SIZE, mapping, number, shown, size
 from kvant.operators.rotary import Rotary, plain_frequencies
 
-DEFAULT_THETA = 10000.0  # of every architecture
 _ORIGINAL = "original_max_position_embeddings"
 _YARN = ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-# What each kind is made from, besides rope_theta; any other key is refused, for it would mean another computation.
+# The keys of each kind, besides rope_theta. Any other key is refused: it would mean another computation.
 _KEYS = {
     "default": (),
     "linear": ("factor",),
@@ -25,13 +24,13 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How positions turn the heads. theta^(-2p/D) is the frequency of pair p, in radians a token, which is changed so:
+    """How positions turn the heads. Pair p has the frequency theta^(-2p/D), in radians a token. It is changed so:
 
     - default: not at all;
     - linear: divided by ``factor`` (kaiokendev's position interpolation, arXiv 2306.15595);
-    - dynamic: theta grows with the length of the context, once that is longer than ``original_context`` (NTK-aware);
+    - dynamic: theta grows with the length of the text (NTK-aware); here the length is the context limit;
     - llama3: slow pairs divided by ``factor``, fast ones kept, a ramp between (Llama 3.1);
-    - yarn: the same by pair number, and all heads made longer by ``attention_factor`` (arXiv 2309.00071).
+    - yarn: the same by pair number, and all heads multiplied by ``attention_factor`` (arXiv 2309.00071).
 
     Attributes:
         original_context: tokens the model was trained on before its context was made longer.
@@ -41,7 +40,7 @@ class Rope:
     """
 
     kind: str = "default"
-    theta: float = DEFAULT_THETA
+    theta: float = 10000.0
     factor: float = 1.0
     original_context: int = 1
     low_freq_factor: float = 1.0
@@ -52,7 +51,7 @@ class Rope:
     attention_factor: float = 1.0
 
     def context(self, max_position_embeddings: int) -> int:
-        """Tokens the model is good for: dynamic means ``factor`` times what config.json says, every other kind that.
+        """The context limit in tokens: with dynamic ``factor`` times what config.json says, with other kinds just that.
 
         Raises:
             ModelError: a factor that makes it larger than any model's.
@@ -64,18 +63,16 @@ class Rope:
             raise ModelError(f"config.json: rope factor {self.factor:g} makes a context of more than {MAX_SIZE} tokens")
         return int(context)
 
-    def rotary(self, head_dim: int, length: int) -> Rotary:
-        """Tables for a context of ``length`` tokens, which matters to dynamic alone.
+    @lru_cache(maxsize=8)  # noqa: B019  # an immutable value, and small
+    def rotary(self, head_dim: int) -> Rotary:
+        """The tables of heads of ``head_dim`` elements, made once. They depend on the model alone."""
+        if self.kind == "default":
+            return Rotary.plain(head_dim, self.theta)
+        return Rotary(self._frequencies(head_dim), self.attention_factor)
 
-        transformers turns keys by the frequencies of the length they were cached at, and leaves them so when it grows:
-        what a model says then depends on how its prompt was cut. With the length known before the first token it does
-        not; it is what transformers computes for that many tokens in one pass.
-        """
-        return _rotary(self, head_dim, self._theta(head_dim, length))
-
-    def frequencies(self, head_dim: int, theta: float) -> list[float]:
-        """(D/2) radians a token, in float64; ``theta`` is the field, or what dynamic made of it."""
-        plain = plain_frequencies(head_dim, theta)
+    def _frequencies(self, head_dim: int) -> list[float]:
+        """(D/2) radians a token, in float64."""
+        plain = plain_frequencies(head_dim, self._theta(head_dim))
         if self.kind == "linear":
             return [f / self.factor for f in plain]
         if self.kind == "llama3":
@@ -84,10 +81,15 @@ class Rope:
             return self._yarn(plain)
         return plain
 
-    def _theta(self, head_dim: int, length: int) -> float:
-        if self.kind != "dynamic" or length <= self.original_context:
+    def _theta(self, head_dim: int) -> float:
+        """The base; of dynamic that which transformers takes for a text as long as the context limit.
+
+        transformers computes it again as a text grows and leaves cached keys turned by the old one, so that logits
+        depend on how a prompt was cut. With one base for every length they do not.
+        """
+        if self.kind != "dynamic":
             return self.theta
-        growth = self.factor * length / self.original_context - (self.factor - 1)
+        growth = self.factor * self.context(self.original_context) / self.original_context - (self.factor - 1)
         return float(self.theta * growth ** (head_dim / (head_dim - 2)))
 
     def _llama3(self, frequency: float) -> float:
@@ -112,47 +114,44 @@ class Rope:
         return [f / self.factor * d + f * (1 - d) for f, d in zip(plain, divided, strict=True)]
 
 
-@lru_cache(maxsize=8)
-def _rotary(rope: Rope, head_dim: int, theta: float) -> Rotary:
-    if rope.kind == "default":
-        return Rotary.plain(head_dim, theta)
-    return Rotary(rope.frequencies(head_dim, theta), rope.attention_factor)
-
-
-def read_rope(raw: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> Rope:
+def read_rope(
+    raw: Mapping[str, Any], head_dim: int, max_position_embeddings: int, default_theta: float = 10000.0
+) -> Rope:
     """The RoPE of a config.json, where transformers 5 writes it (``rope_parameters``) or where older files have it.
 
     Raises:
         ModelError: a kind or a key that is not implemented, or a value without meaning.
     """
-    where, rope = _settings(raw)
-    kind = _kind(where, rope)
-    for name, value in rope.items():
+    where, settings = _settings(raw)
+    kind = _kind(where, settings)
+    for name, value in settings.items():
         known = name in ("rope_type", "type", "rope_theta", *_KEYS[kind])
         if not known and (name, value) != ("partial_rotary_factor", 1.0):
             raise ModelError(
                 f"config.json: {where} has {name} {shown(value)}, which is not supported for rope type {kind!r}"
             )
-    theta = number(rope if "rope_theta" in rope else raw, "rope_theta", default=DEFAULT_THETA, least=1.0)
+    theta = number(settings if "rope_theta" in settings else raw, "rope_theta", default=default_theta, least=1.0)
     if kind == "default":
         return Rope(theta=theta)
     prefix = f"{where}."
-    factor = number(rope, "factor", least=1.0, where=prefix)
+    factor = number(settings, "factor", least=1.0, where=prefix)
     if kind == "linear":
         return Rope(kind, theta, factor)
     if kind == "dynamic":
         if head_dim < 4:
             raise ModelError(f"config.json: head_dim is {head_dim}; rope type 'dynamic' needs at least 4")
-        return Rope(kind, theta, factor, max_position_embeddings)
+        rope = Rope(kind, theta, factor, max_position_embeddings)
+        rope.context(max_position_embeddings)  # refuse one that is too large
+        return rope
     # transformers lets one beside the object win.
-    holder = raw if raw.get(_ORIGINAL) is not None else rope
+    holder = raw if raw.get(_ORIGINAL) is not None else settings
     original = size(holder, _ORIGINAL, default=max_position_embeddings)
     if kind == "llama3":
-        low, high = (number(rope, f"{name}_freq_factor", where=prefix) for name in ("low", "high"))
+        low, high = (number(settings, f"{name}_freq_factor", where=prefix) for name in ("low", "high"))
         if low >= high:
             raise ModelError(f"config.json: {prefix}low_freq_factor is {low:g}; expected less than high's, {high:g}")
         return Rope(kind, theta, factor, original, low, high)
-    return _read_yarn(rope, prefix, theta, factor, original)
+    return _read_yarn(settings, prefix, theta, factor, original)
 
 
 def _settings(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

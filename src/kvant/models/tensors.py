@@ -99,7 +99,7 @@ class TensorFiles:
             )
 
     def take(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = FLOATS) -> mx.array:
-        """The tensor, checked against what is expected of it."""
+        """The tensor, after a check of its shape and dtype."""
         self._check(name, shape, dtypes)
         path = self._file_of[name]
         try:
@@ -132,8 +132,8 @@ def _identity(state: os.stat_result) -> Identity:
 def _header(path: Path, stream: BinaryIO, size: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Each tensor's dtype and shape, of a file whose tensors fill it without a gap, by the format's specification.
 
-    Not by the safetensors library: it imports NumPy, which takes longer than all of a small model's weights, and does
-    not notice a name that is there twice.
+    The safetensors library is not used. It imports NumPy, and that takes longer than reading a small model's weights.
+    It does not notice a name that is there twice.
 
     Raises:
         CheckpointError: a header that is too long.

@@ -189,7 +189,7 @@ def pipeline_class(model_type: str | None, declared: object, content: bytes, kin
     name = declared.removesuffix("Fast") if isinstance(declared, str) else ""
     if model_type == "qwen2" or (model_type == "qwen3" and not name):
         name = "Qwen2Tokenizer"  # published ones declare others, wrongly
-    if name not in DEFAULTS or model_type == "mistral" or kind != "BPE":
+    if name not in DEFAULTS or model_type in ("mistral", "olmo2") or kind != "BPE":
         return None
     return None if name == "LlamaTokenizer" and b'"ByteLevel"' in content else name
 

@@ -14,12 +14,16 @@ from support.numbers import relative_error
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import KvantError
 from kvant.models import ModelConfig, load_decoder
+from kvant.models.architectures import ARCHITECTURES
 from kvant.models.rope import Rope
 from kvant.tools.bench.shapes import SHAPES, Shape, random_model, shape_bytes, write_random
 
 QWEN2 = Shape("tiny", "qwen2", 256, 2, 4, 2, 64, 384, 500, True, large_key_bias=True)
 QWEN3 = Shape("tiny3", "qwen3", 128, 2, 4, 2, 64, 384, 500, True)
-UNTIED = replace(QWEN2, tie_word_embeddings=False)
+UNTIED = replace(QWEN2, name="untied", tie_word_embeddings=False)
+OTHERS = [  # four layers, of which SmolLM3's last does not rotate
+    Shape(kind, kind, 256, 4, 4, 2, 64, 384, 500, kind != "olmo2") for kind in ARCHITECTURES if "qwen" not in kind
+]
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -27,7 +31,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(0, 64), (4, 32), (4, 64), (8, 64), (8, 128)])
-@pytest.mark.parametrize("shape", [QWEN2, QWEN3, UNTIED], ids=["qwen2", "qwen3", "untied"])
+@pytest.mark.parametrize("shape", [QWEN2, QWEN3, UNTIED, *OTHERS], ids=lambda shape: shape.name)
 def test_both_engines_read_it_and_agree(tmp_path: Path, shape: Shape, bits: int, group_size: int) -> None:
     write_random(shape, tmp_path, bits=bits, group_size=group_size, seed=3)
     model = load_decoder(tmp_path)
@@ -44,7 +48,7 @@ def test_both_engines_read_it_and_agree(tmp_path: Path, shape: Shape, bits: int,
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(0, 64), (4, 32), (8, 128)])
-@pytest.mark.parametrize("shape", [QWEN2, QWEN3, UNTIED], ids=["qwen2", "qwen3", "untied"])
+@pytest.mark.parametrize("shape", [QWEN2, QWEN3, UNTIED, *OTHERS], ids=lambda shape: shape.name)
 def test_the_bytes_on_disk_are_those_announced(tmp_path: Path, shape: Shape, bits: int, group_size: int) -> None:
     write_random(shape, tmp_path, bits=bits, group_size=group_size)
     files = sorted(tmp_path.glob("*.safetensors"))

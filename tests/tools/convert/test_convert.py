@@ -15,10 +15,10 @@ import mlx.nn as nn
 import mlx_lm.utils
 import pytest
 from support.checkpoints import (
+    CONFIGS,
     llama_config,
     quantize_reference,
     qwen2_config,
-    qwen3_config,
     reference_logits,
     reference_model,
     save_checkpoint,
@@ -117,8 +117,9 @@ def test_a_llama_with_biases_and_yarn(tmp_path: Path, pocket_folder: Path, mode:
     _check_loads(tmp_path / "dest")
 
 
-def test_qwen3(tmp_path: Path, pocket_folder: Path) -> None:
-    config = qwen3_config(vocab_size=1280)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_architecture(tmp_path: Path, pocket_folder: Path, kind: str) -> None:
+    config = CONFIGS[kind] | {"vocab_size": 1280}
     source = _source(tmp_path / "source", config, reference_model(config), pocket_folder)
     convert_folder(source, tmp_path / "dest", FOUR_BITS)
     _check_loads(tmp_path / "dest")

@@ -317,7 +317,7 @@ class TestFindings:
         bias = mx.array(attention.qkv_bias.whole)  # type: ignore[union-attr]
         bias[H * D + D - 1] += 300.0  # the second element of the first kv head's slowest pair
         bias[(H + K) * D - 1] += 300.0
-        divided = divide_bias(model.config, attention.qkv_proj, bias, model.layers[1].input_layernorm)
+        divided = divide_bias(model.config, attention.qkv_proj, bias, model.layers[1].norms["before_attention"])
         planted = replace(model.layers[1], self_attn=replace(attention, qkv_bias=divided))
         model.layers = (model.layers[0], planted, *model.layers[2:])
         text = Text("a text", (tuple(heldout_ids[:128]),), 0)

@@ -15,13 +15,15 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.errors import KvantError, one_line
+from kvant.models.architectures import ARCHITECTURES
+from kvant.models.config import ModelConfig
+from kvant.models.parameters import parameters
 from kvant.sizes import format_bytes
 
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 DRAW_BYTES = 16 * 1024 * 1024  # random bytes drawn at once: bounds the memory beside the array they go to
 DISK_RESERVE_BYTES = 1024 * 1024  # headers, config.json, index
-# Qwen2's keys carry a bias far larger than what is projected; this many times the projection's own spread makes one
-# rotary pair a layer take the way a real checkpoint's do. Too small to be noticed, it would flatter the bias split.
+# Qwen2's keys carry a bias far larger than the keys without it. This many times their spread makes the bias split keep
+# one rotary pair a layer out of the cache, as in a real checkpoint. Without it the split would cost nothing here.
 LARGE_KEY_BIAS = 30.0
 
 Progress = Callable[[int, int], None]
@@ -29,7 +31,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What config.json says of a model. Sizes are counts of elements; ``max_position_embeddings`` is in tokens."""
+    """The sizes of a model, counts of elements, by their names in config.json. Its other settings are the defaults."""
 
     name: str
     model_type: str
@@ -48,7 +50,7 @@ class Shape:
 
 
 # As in the config.json of Qwen/Qwen2.5-{0.5B,1.5B,7B}-Instruct and Qwen/Qwen3-0.6B, and of the embedded model, whose
-# context is made longer here: with random weights it means nothing, and long contexts are what is measured.
+# context is made longer here: with random weights it means nothing, and long contexts are measured.
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -96,11 +98,11 @@ def write_random(
     """Write config.json and safetensors, a file a layer, that kvant and mlx-lm read; there is no tokenizer.
 
     Weights keep activations at unit scale: a matrix's have mean 0 and variance 1 / inputs. Quantized ones are random
-    levels as they lie on disk, with one scale and bias for all groups; no matrix of floats is made. The same seed
+    bits as they lie on disk, with one scale and bias for all groups; no matrix of floats is made. The same seed
     writes the same bytes, on any machine.
 
     Args:
-        folder: an existing, empty folder; what was written there is removed when writing fails.
+        folder: an existing, empty folder; files written there are removed when writing fails.
         bits: 4 or 8: MLX's affine quantization, the embedding too, as mlx-lm's converter does; 0: bfloat16.
         group_size: 32, 64 or 128; without meaning at 0 bits.
         context: tokens config.json admits, where more or fewer than the shape's own.
@@ -134,7 +136,7 @@ def write_random(
     except BaseException as error:  # Ctrl-C too
         for file in (*files, index, config):
             file.unlink(missing_ok=True)
-        if isinstance(error, OSError | RuntimeError):  # RuntimeError is what MLX raises when a disk is full
+        if isinstance(error, OSError | RuntimeError):  # MLX raises RuntimeError when a disk is full
             raise KvantError(f"{folder}: {shape.name} cannot be written: {one_line(error)}") from error
         raise
 
@@ -148,7 +150,7 @@ def shape_bytes(shape: Shape, bits: int, group_size: int = 64) -> int:
     _check_quantization(shape, bits, group_size)
     total = 0
     for dims in (dims for part in _parts(shape) for dims in part.values()):
-        if len(dims) == 2 and bits:  # levels, and a bfloat16 scale and bias a group
+        if len(dims) == 2 and bits:  # quantized values, and a bfloat16 scale and bias a group
             total += math.prod(dims) * bits // 8 + math.prod(dims) // group_size * 2 * 2
         else:
             total += math.prod(dims) * 2
@@ -164,35 +166,30 @@ def _check_quantization(shape: Shape, bits: int, group_size: int) -> None:
 
 
 def _parts(shape: Shape) -> list[dict[str, tuple[int, ...]]]:
-    """What goes into each file: a matrix's path -> (out, in), a vector's name -> (size,)."""
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    heads = {"q": shape.num_attention_heads, "k": shape.num_key_value_heads, "v": shape.num_key_value_heads}
-    sizes = {name: count * shape.head_dim for name, count in heads.items()}
-    parts: list[dict[str, tuple[int, ...]]] = [{"model.embed_tokens": (shape.vocab_size, hidden)}]
-    for layer in range(shape.num_hidden_layers):
-        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
-        part: dict[str, tuple[int, ...]] = {f"{attention}.{name}_proj": (n, hidden) for name, n in sizes.items()}
-        part |= {f"{attention}.o_proj": (hidden, sizes["q"])}
-        part |= {f"{mlp}.gate_proj": (inner, hidden), f"{mlp}.up_proj": (inner, hidden)}
-        part |= {f"{mlp}.down_proj": (hidden, inner)}
-        part |= {f"model.layers.{layer}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-        if shape.model_type == "qwen2":
-            part |= {f"{attention}.{name}_proj.bias": (n,) for name, n in sizes.items()}
+    """The contents of each file: a matrix's path -> (out, in), a vector's name -> (size,)."""
+    config = ModelConfig.from_dict(_config(shape, 0, 0, None))
+    parts: list[dict[str, tuple[int, ...]]] = [{} for _ in range(shape.num_hidden_layers + 2)]
+    vectors: list[dict[str, tuple[int, ...]]] = [{} for _ in parts]  # after the matrices
+    for path, layer, row in parameters(config):
+        if row.role == "head" and shape.tie_word_embeddings:
+            continue
+        number = layer + 1 if layer is not None else 0 if row.role == "embedding" else -1
+        sizes = config.shape(row)
+        if len(sizes) == 1:
+            vectors[number][f"{path}.weight"] = sizes
         else:
-            part |= {f"{attention}.{name}_norm.weight": (shape.head_dim,) for name in "qk"}
-        parts.append(part)
-    head = {} if shape.tie_word_embeddings else {"lm_head": (shape.vocab_size, hidden)}
-    return [*parts, {"model.norm.weight": (hidden,), **head}]
+            parts[number][path] = sizes
+            if row.bias in config.biases:
+                vectors[number][f"{path}.bias"] = sizes[:1]
+    return [part | vector for part, vector in zip(parts, vectors, strict=True)]
 
 
 def _config(shape: Shape, bits: int, group_size: int, context: int | None) -> dict[str, Any]:
-    config = asdict(shape) | {"architectures": [ARCHITECTURES[shape.model_type]]}
+    config = asdict(shape) | {"architectures": [ARCHITECTURES[shape.model_type].name]}
     config |= {"hidden_act": "silu", "torch_dtype": "bfloat16"}
     del config["name"], config["large_key_bias"]  # not of the model's
     if context is not None:
         config["max_position_embeddings"] = context
-    if shape.model_type == "qwen3":
-        config["attention_bias"] = False
     if bits:
         config["quantization"] = {"group_size": group_size, "bits": bits}
     return config
@@ -226,7 +223,7 @@ class _RandomWeights:
         if not bits:
             return {"weight": self._normals(out * width, width**-0.5).reshape(out, width)}
         words = self._integers(out * width * bits // 32, mx.uint32)
-        levels = 2**bits  # uniform in 0 .. levels - 1, whose variance is (levels^2 - 1) / 12
+        levels = 2**bits  # values are uniform in 0 .. levels - 1: their variance is (levels^2 - 1) / 12
         scale = mx.array((12 / (levels**2 - 1) / width) ** 0.5).astype(mx.bfloat16)
         bias = (scale.astype(mx.float32) * (1 - levels) / 2).astype(mx.bfloat16)
         groups = (out, width // self._group_size)

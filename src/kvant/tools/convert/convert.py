@@ -18,9 +18,9 @@ from mlx.utils import tree_flatten
 
 from kvant.errors import CheckpointError, ConvertError, one_line
 from kvant.files import read_json
-from kvant.models.checkpoint import IGNORED_SUFFIXES, Progress, is_tied
+from kvant.models.checkpoint import Progress, expected_tensors
 from kvant.models.config import ModelConfig
-from kvant.models.parameters import matrices, vectors
+from kvant.models.parameters import matrices
 from kvant.models.tensors import TensorFiles
 from kvant.text.tokenizer import load_tokenizer
 from kvant.tools.convert.new_folder import appearing, carried_files, check_new, check_room, copy_files
@@ -29,12 +29,12 @@ from kvant.tools.convert.weight_format import DTYPES, WeightFormat
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What was written.
+    """The figures of a conversion.
 
     Attributes:
         source_bytes: of the source's tensors.
         bytes: of the new ones.
-        bits_per_weight: their mean, scales and all that stays in floating point included.
+        bits_per_weight: their mean, with scales and all that stays in floating point.
         unquantized: paths of matrices whose width the group size does not divide: they stay in floating point.
     """
 
@@ -52,7 +52,7 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
     Args:
         source: a folder kvant can load. Nothing in it is executed.
         dest: does not exist, or is an empty folder; its parent exists.
-        to: what to convert to.
+        to: the format of the new weights.
         progress: called with (tensors checked, tensors in all) before anything is written.
 
     Raises:
@@ -62,7 +62,7 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
     dest = check_new(dest)
     raw = read_json(source / "config.json")
     config = ModelConfig.from_folder(source)
-    load_tokenizer(source)  # what could not be used afterwards is refused now
+    load_tokenizer(source)  # a folder that could not be used afterwards is refused now
     _check_finite(source, config, to, progress or (lambda done, total: None))
     model, settings, source_bytes = _build(source, raw, config, to)
     arrays = dict(tree_flatten(model.parameters()))
@@ -85,20 +85,11 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
 
 def _expected(config: ModelConfig, tensors: TensorFiles) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor to convert: all of the model's, and there are no others."""
-    quantized = sorted(name for name in tensors.names if name.endswith(".scales"))
-    if config.quantization or quantized:
+    if config.quantization or any(name.endswith(".scales") for name in tensors.names):
         raise ConvertError(
             "the model is already quantized; expected floating-point weights: quantizing twice loses more"
         )
-    expected: dict[str, tuple[int, ...]] = {f"{path}.weight": size for path, size in matrices(config).items()}
-    expected |= {name: (size,) for name, size in vectors(config).items()}
-    if is_tied(config, tensors):
-        del expected["lm_head.weight"]
-    extra = sorted(tensors.names - expected.keys() - {"lm_head.weight"})
-    for name in extra:
-        if not name.endswith(IGNORED_SUFFIXES):
-            raise CheckpointError(f"unexpected tensor {name}; config.json describes a model without it")
-    return expected
+    return {name: shape for name, (shape, _) in expected_tensors(config, tensors).items()}
 
 
 def _check_finite(source: Path, config: ModelConfig, to: WeightFormat, progress: Progress) -> None:
@@ -117,8 +108,8 @@ def _check_finite(source: Path, config: ModelConfig, to: WeightFormat, progress:
 
 
 def _explicit(raw: Mapping[str, Any], config: ModelConfig, tied: bool) -> dict[str, Any]:
-    """config.json with what readers have different defaults for, mlx-lm's among them, written out."""
-    # What dynamic positions are made from is not the context they reach.
+    """config.json with every key for which readers, mlx-lm among them, have different defaults."""
+    # Dynamic positions are made from the original context, not from the limit that they reach.
     positions = config.rope.original_context if config.rope.kind == "dynamic" else config.max_position_embeddings
     understood: dict[str, Any] = {
         "head_dim": config.head_dim,
@@ -141,7 +132,7 @@ def _build(
 
     tensors = TensorFiles(source)
     weights = {name: tensors.take(name, shape) for name, shape in _expected(config, tensors).items()}
-    settings = _explicit(raw, config, tied="lm_head.weight" not in weights)
+    settings = _explicit(raw, config, tied=f"{config.architecture.head.path}.weight" not in weights)
     kind = config.model_type
     arch = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
     try:

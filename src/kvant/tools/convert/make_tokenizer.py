@@ -17,8 +17,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvant.errors import ModelError, one_line
+from kvant.fields import MAX_SIZE, flag, shown
 from kvant.files import check_file, read_json, read_optional, refuse_code
-from kvant.models.fields import MAX_SIZE, flag, shown
 from kvant.text.process import resident_bytes
 
 TIME_LIMIT_S = 60.0

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its config.json and the sizes of its files: nothing else is read."""
+"""The bytes of a checkpoint, from its config.json and the sizes of its files: nothing else is read."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,15 +11,12 @@ from kvant.errors import ModelError
 from kvant.files import read_json
 from kvant.models.adapter import tensors_file
 from kvant.models.config import ModelConfig
-from kvant.models.parameters import matrices, vectors
+from kvant.models.parameters import matrices, parameters, vectors
 from kvant.models.quantization import Quantization
 
-HEAD = "lm_head"
 FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # An adapter's factors beside quantized matrices that are fused, three at the most, have zeros where the others lie.
 ADAPTER_COPIES = 3
-# What is held as one matrix, in the order of loading.
-FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +24,7 @@ class Checkpoint:
     """The facts of a checkpoint that decide its memory.
 
     Attributes:
-        config: what config.json said.
+        config: its config.json.
         float_bytes: of a stored floating-point number, 2 or 4.
         tied: the embedding is the output head too.
         adapter_bytes: of an adapter's tensors, as they lie in their file.
@@ -107,17 +104,17 @@ class Checkpoint:
     def held_bytes(self, itemsize: int) -> int:
         """Bytes of all weights as the decoder holds them, floats in ``itemsize`` bytes.
 
-        Some are held twice or more: a projection's bias with and without what a cache splits off, and the weight of a
-        head's norm once for each head.
+        Some are held twice or more: a projection's bias whole and without the part that a cache leaves out, and the
+        weight of a head's norm once for each head.
         """
         kept = sum(kept for kept, _ in self._loaded(itemsize))
         return kept + self._vector_bytes(itemsize) + ADAPTER_COPIES * self.adapter_bytes
 
     def loading_bytes(self, itemsize: int, *, on_cpu: bool) -> int:
-        """The most bytes held while loading: what is there already, and a matrix in the forms it goes through.
+        """The most bytes held while loading: the weights so far, and a matrix in the forms it goes through.
 
-        A float matrix is held as stored, side by side with those it is fused with, cast, and on a CPU turned, one
-        matrix after the other. Of a quantized layer everything is read at once.
+        A float matrix is held as stored, then side by side with those it is fused with, then cast, and on a CPU
+        turned, one after the other. The matrices of a quantized layer are read together.
         """
         done = most = 0
         # Next to nothing: counted as if there from the beginning.
@@ -128,11 +125,10 @@ class Checkpoint:
         return most + others
 
     def _loaded(self, itemsize: int, *, on_cpu: bool = True) -> Iterator[tuple[int, int]]:
-        """What is evaluated together, in order: the bytes that stay, and those only held on the way."""
+        """(bytes that stay, bytes only held on the way) of matrices that are evaluated together, in order."""
         for _, together in groupby(self._in_order(), key=itemgetter(0)):
             kept = passing = 0
-            for _, path, size in together:
-                fused = path.rpartition(".")[2] in FUSED
+            for _, path, size, fused in together:
                 stored, held = (self._matrix_bytes(path, size, number) for number in (self.float_bytes, itemsize))
                 kept += held
                 if self.config.quantization_of(path) is None:
@@ -143,40 +139,39 @@ class Checkpoint:
                     passing += floats * (itemsize != self.float_bytes) + held * fused
             yield kept, passing
 
-    def _in_order(self) -> Iterator[tuple[str, str, tuple[int, int]]]:
-        """(what is evaluated together, path, size) of each matrix in the order of loading: the head first."""
-        found = dict(self._matrices())
-        first = [path for path in found if not path.startswith("model.layers.")]
-        rest = [path for path in found if path.startswith("model.layers.")]
-        for path in first:
-            yield path, path, found[path]
-        for path in rest:
-            layer, _, name = path.rpartition(".")
-            index = ".".join(layer.split(".")[:3])
+    def _in_order(self) -> Iterator[tuple[str, str, tuple[int, int], bool]]:
+        """(a key that those evaluated together share, path, size, fused or not) of each matrix, in loading order."""
+        sizes = dict(self._matrices())
+        rows = [(path, layer, row) for path, layer, row in parameters(self.config) if path in sizes]
+        for path, layer, row in sorted(rows, key=lambda entry: entry[1] is not None):  # the head before the layers
             quantized = self.config.quantization_of(path) is not None
-            yield index if quantized else f"{index}.{FUSED.get(name, name)}", path, found[path]
+            together = f"{layer}" if layer is not None and quantized else f"{layer} {row.role}"
+            yield together, path, sizes[path], len(self.config.architecture.of_role(row.role)) > 1
 
     def _matrices(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        return ((path, size) for path, size in matrices(self.config).items() if path != HEAD or not self.tied)
+        head = self.config.architecture.head.path
+        return ((path, size) for path, size in matrices(self.config).items() if path != head or not self.tied)
 
     def _matrix_bytes(self, path: str, size: tuple[int, int], itemsize: int) -> int:
         quantization = self.config.quantization_of(path)
         elements = size[0] * size[1]
         if quantization is None:
             return elements * itemsize
-        # Levels, and for each group a scale and a bias, or a scale of one byte.
+        # Quantized values, and for each group a scale and a bias, or a scale of one byte.
         group_bytes = 2 * itemsize if quantization.has_biases else 1
         return elements * quantization.bits // 8 + elements // quantization.group_size * group_bytes
 
     def _vector_bytes(self, itemsize: int) -> int:
         config = self.config
-        times = {
-            **dict.fromkeys((f"self_attn.{name}_proj.bias" for name in "qkv"), 2),
-            "self_attn.q_norm.weight": config.num_attention_heads,
-            "self_attn.k_norm.weight": config.num_key_value_heads,
-        }
-        named = ((name.split(".", 3)[-1], size) for name, size in vectors(config).items())
-        return sum(size * times.get(name, 1) for name, size in named) * itemsize
+        heads = {"query_norm": config.num_attention_heads, "key_norm": config.num_key_value_heads}
+        total = sum(vectors(config).values())
+        for row in config.architecture.layer:
+            size = config.shape(row)[0] * config.num_hidden_layers
+            if row.role == "qkv" and row.bias in config.biases:
+                total += size
+            elif row.shape == ("head",):
+                total += size * (heads[row.role] - 1)
+        return total * itemsize
 
 
 def folder_bytes(folder: Path) -> int | None:

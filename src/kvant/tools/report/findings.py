@@ -55,7 +55,7 @@ def _biases(model: Decoder, errors: Errors) -> list[Finding]:
         bias = layer.self_attn.qkv_bias
         if bias is None:
             return []
-        size, typical = pair_sizes(model.config, layer.self_attn.qkv_proj, bias.whole, layer.input_layernorm)
+        size, typical = pair_sizes(model.config, layer.self_attn.qkv_proj, bias.whole, layer.norms["before_attention"])
         ratio = (size / mx.maximum(typical, 1e-30)).flatten()
         worst = mx.argmax(ratio)
         largest.append(float(size.flatten()[worst].item()))  # type: ignore[arg-type]

@@ -1,11 +1,11 @@
-"""Values of a config.json, each checked when it is read; what is missing or null takes the default."""
+"""Values of a config.json, each checked when it is read. A key that is missing or null takes the default."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from kvant.errors import ModelError
 
-# Far above any published model, far below what would exhaust memory before a tensor is read.
+# Far above any published model, and far too small to exhaust memory before a tensor is read.
 MAX_SIZE = 2**24
 
 

@@ -1,0 +1,13 @@
+"""The architectures kvant loads, by the model_type of config.json: each module beside this one holds one."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from kvant.models.architectures.table import Architecture
+
+ARCHITECTURES: dict[str, Architecture] = {
+    architecture.model_type: architecture
+    for module in iter_modules(__path__)
+    if module.name != "table"
+    for architecture in [import_module(f"{__name__}.{module.name}").ARCHITECTURE]
+}

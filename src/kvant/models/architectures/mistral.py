@@ -1,0 +1,24 @@
+"""Mistral: a Llama without biases. Every layer sees a window, unless config.json has null for it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvant.fields import size
+from kvant.models.architectures.table import MLP, NORMS_BEFORE, OUTPUT, QKV, Architecture
+
+WINDOW = 4096
+
+
+def window(raw: Mapping[str, Any], layers: int, types: Sequence[str]) -> int | None:
+    """As :attr:`Architecture.window`."""
+    return None if raw.get("sliding_window", WINDOW) is None else size(raw, "sliding_window", default=WINDOW)
+
+
+ARCHITECTURE = Architecture(
+    name="MistralForCausalLM",
+    model_type="mistral",
+    layer=(*QKV, OUTPUT, *MLP, *NORMS_BEFORE),
+    max_position_embeddings=131072,
+    num_key_value_heads=8,
+    window=window,
+)

@@ -1,0 +1,21 @@
+"""Qwen3: no bias. Each query and key head is normalized before its rotation. head_dim is a size of its own."""
+
+from kvant.models.architectures.qwen2 import window
+from kvant.models.architectures.table import MLP, NORMS_BEFORE, OUTPUT, QKV, Architecture, Parameter
+
+ARCHITECTURE = Architecture(
+    name="Qwen3ForCausalLM",
+    model_type="qwen3",
+    layer=(
+        *QKV,
+        OUTPUT,
+        *MLP,
+        *NORMS_BEFORE,
+        Parameter("self_attn.q_norm", "query_norm", ("head",)),
+        Parameter("self_attn.k_norm", "key_norm", ("head",)),
+    ),
+    max_position_embeddings=32768,
+    head_dim=128,
+    num_key_value_heads=32,
+    window=window,
+)

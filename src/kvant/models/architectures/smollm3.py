@@ -1,0 +1,47 @@
+"""SmolLM3: a Llama with layers that do not rotate (NoPE): every fourth, unless config.json says otherwise.
+
+A window, if it is on, is for those layers.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvant.errors import ModelError
+from kvant.fields import flag, shown, size
+from kvant.models.architectures.table import MLP, NORMS_BEFORE, OUTPUT_WITH_BIAS, QKV, Architecture
+
+
+def rotates(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    """As :attr:`Architecture.rotates`: ``no_rope_layers`` has a 1 for each layer that does, in spite of its name."""
+    said = raw.get("no_rope_layers")
+    if said is None:
+        interval = size(raw, "no_rope_layer_interval", default=4)
+        return tuple((layer + 1) % interval != 0 for layer in range(layers))
+    if (
+        not isinstance(said, list)
+        or len(said) != layers
+        or any(type(one) is not int or one not in (0, 1) for one in said)
+    ):
+        raise ModelError(f"config.json: no_rope_layers is {shown(said)}; expected {layers} times 0 or 1, one a layer")
+    return tuple(one == 1 for one in said)
+
+
+def window(raw: Mapping[str, Any], layers: int, types: Sequence[str]) -> int | None:
+    """As :attr:`Architecture.window`."""
+    if not flag(raw, "use_sliding_window") or raw.get("sliding_window") is None:
+        return None
+    slides = "sliding_attention" in types if types else not all(rotates(raw, layers))
+    return size(raw, "sliding_window") if slides else None
+
+
+ARCHITECTURE = Architecture(
+    name="SmolLM3ForCausalLM",
+    model_type="smollm3",
+    layer=(*QKV, OUTPUT_WITH_BIAS, *MLP, *NORMS_BEFORE),
+    max_position_embeddings=32768,
+    num_key_value_heads=4,
+    rope_theta=2000000.0,
+    optional_biases=("attention_bias", "mlp_bias"),
+    window=window,
+    rotates=rotates,
+)

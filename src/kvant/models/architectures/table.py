@@ -1,0 +1,92 @@
+"""One table an architecture: the parameters of its checkpoints, and the defaults and flags of its config.json.
+
+Loading, refusing, plan, adapters, random weights and convert read the table. Nothing else knows a parameter's name.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvant.fields import size
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A projection, with its bias where the model has one, or the weight of a norm.
+
+    Attributes:
+        path: its module in the checkpoint, or in each layer.
+        role: its place in the decoder. Projections of one role share their input. They are held as one matrix, their
+            outputs side by side in the order of the table.
+        shape: (outputs, inputs) of a projection, (size,) of a norm, by the names in :meth:`ModelConfig.shape`.
+        shard: the axis of the weight that ranks would divide, whole heads to each; None: each holds all of it. The
+            bias goes with the outputs. Where ranks divide the inputs, one of them adds it.
+        bias: the flag under which a projection has a bias (outputs,), the same for all of a role; None: it has none.
+    """
+
+    path: str
+    role: str
+    shape: tuple[str, ...]
+    shard: int | None = None
+    bias: str | None = None
+
+
+QKV = (
+    Parameter("self_attn.q_proj", "qkv", ("queries", "hidden"), shard=0, bias="attention_bias"),
+    Parameter("self_attn.k_proj", "qkv", ("keys", "hidden"), shard=0, bias="attention_bias"),
+    Parameter("self_attn.v_proj", "qkv", ("keys", "hidden"), shard=0, bias="attention_bias"),
+)
+OUTPUT = Parameter("self_attn.o_proj", "output", ("hidden", "queries"), shard=1)
+OUTPUT_WITH_BIAS = Parameter("self_attn.o_proj", "output", ("hidden", "queries"), shard=1, bias="attention_bias")
+MLP = (
+    Parameter("mlp.gate_proj", "gate_up", ("inner", "hidden"), shard=0, bias="mlp_bias"),
+    Parameter("mlp.up_proj", "gate_up", ("inner", "hidden"), shard=0, bias="mlp_bias"),
+    Parameter("mlp.down_proj", "down", ("hidden", "inner"), shard=1, bias="mlp_bias"),
+)
+NORMS_BEFORE = (
+    Parameter("input_layernorm", "before_attention", ("hidden",)),
+    Parameter("post_attention_layernorm", "before_mlp", ("hidden",)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A dense decoder. Defaults are those that transformers takes where config.json says nothing.
+
+    Attributes:
+        name: in config.json's ``architectures``.
+        model_type: in config.json; also the name of mlx-lm's module, where mlx-lm has no other for it.
+        layer: the parameters of one layer.
+        layers: stands before the path of each parameter of a layer; ``{}`` is the layer's number.
+        head_dim: None: hidden_size / num_attention_heads.
+        num_key_value_heads: None: num_attention_heads.
+        biases: flags of parameters that are always on.
+        optional_biases: flags that config.json may set. Any other that it sets is refused. A bias of keys that are
+            normalized after it could not be split off: such an architecture does not list ``attention_bias``.
+        window: of config.json, the number of layers and its checked ``layer_types``: the number of last tokens that
+            some layer sees, itself included; None: every layer sees all.
+        rotates: of config.json and the number of layers: whether each layer turns its queries and keys.
+    """
+
+    name: str
+    model_type: str
+    layer: tuple[Parameter, ...]
+    max_position_embeddings: int
+    head_dim: int | None = None
+    num_key_value_heads: int | None = None
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    biases: tuple[str, ...] = ()
+    optional_biases: tuple[str, ...] = ()
+    window: Callable[[Mapping[str, Any], int, Sequence[str]], int | None] = lambda raw, layers, types: (
+        size(raw, "sliding_window") if "sliding_attention" in types else None
+    )
+    rotates: Callable[[Mapping[str, Any], int], tuple[bool, ...]] = lambda raw, layers: (True,) * layers
+    embedding: Parameter = Parameter("model.embed_tokens", "embedding", ("vocabulary", "hidden"))
+    layers: str = "model.layers.{}."
+    final_norm: Parameter = Parameter("model.norm", "final_norm", ("hidden",))
+    head: Parameter = Parameter("lm_head", "head", ("vocabulary", "hidden"), shard=0)
+
+    def of_role(self, role: str) -> list[Parameter]:
+        """A layer's parameters with this role; none where the architecture has no such part."""
+        return [parameter for parameter in self.layer if parameter.role == role]

@@ -1,0 +1,275 @@
+"""Every architecture's table, against mlx-lm's modules, transformers' plan for ranks, and the bytes that are held."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from support.adapters import adapter_config
+from support.checkpoints import (
+    CONFIGS,
+    llama_config,
+    mlx_lm_model,
+    quantize_reference,
+    reference_logits,
+    reference_model,
+    save_checkpoint,
+    smollm3_config,
+)
+from support.numbers import relative_error
+
+from kvant.errors import CheckpointError, ModelError
+from kvant.models import Decoder, ModelConfig, load_decoder
+from kvant.models.architectures import ARCHITECTURES
+from kvant.models.architectures.table import Parameter
+from kvant.models.parameters import matrices, parameters, vectors
+from kvant.tools.plan import Checkpoint, Settings, plan
+
+IDS = [(7 + 31 * i) % 300 for i in range(40)]
+TIED_AND_NOT = [(kind, tied) for kind in CONFIGS for tied in (True, False)]
+
+
+def _load(folder: Path, kind: str) -> Decoder:
+    return load_decoder(save_checkpoint(folder, CONFIGS[kind], reference_model(CONFIGS[kind])))
+
+
+def test_every_architecture_is_tested() -> None:
+    assert {*CONFIGS} == {*ARCHITECTURES}
+    for kind, architecture in ARCHITECTURES.items():
+        assert CONFIGS[kind]["architectures"] == [architecture.name]
+
+
+@pytest.mark.parametrize(("kind", "tied"), TIED_AND_NOT)
+def test_names_and_shapes_are_mlx_lms(kind: str, tied: bool) -> None:
+    raw = CONFIGS[kind] | {"tie_word_embeddings": tied}
+    theirs = {name: array.shape for name, array in tree_flatten(mlx_lm_model(raw).parameters())}
+    config = ModelConfig.from_dict(raw)
+    ours: dict[str, tuple[int, ...]] = {f"{path}.weight": size for path, size in matrices(config).items()}
+    ours |= {name: (size,) for name, size in vectors(config).items()}
+    if tied:
+        del ours["lm_head.weight"]
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_ranks_would_divide_what_transformers_does(kind: str) -> None:
+    """colwise divides outputs, rowwise inputs. Its plan leaves out parameters that each rank holds whole."""
+    from transformers import AutoConfig
+
+    theirs = {
+        f"model.{path}": {"colwise": 0, "rowwise": 1}[how.partition("_")[0]]
+        for path, how in type(AutoConfig.for_model(kind)).base_model_tp_plan.items()
+        if how.startswith(("colwise", "rowwise"))
+    }
+    table = ARCHITECTURES[kind]
+    divided = [row for row in table.layer if row.shard is not None]
+    projections = {table.layers.format("*") + row.path: row.shard for row in divided if len(row.shape) == 2}
+    assert projections == theirs
+    assert [row.shard for row in (table.embedding, table.final_norm, table.head)] == [None, None, 0]
+    # A divided weight has heads, or numbers of the MLP, on its axis.
+    assert all(row.shape[row.shard] in ("queries", "keys", "inner") for row in divided)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(("bits", "group", "largest"), [(8, 32, 0.03), (8, 8, 0.015), (4, 32, 0.5), (4, 8, 0.3)])
+def test_a_quantized_cache_stays_near(tmp_path: Path, kind: str, bits: int, group: int, largest: float) -> None:
+    """In chunks and token by token: both read the same quantized bytes."""
+    model = _load(tmp_path, kind)
+    expected = reference_logits(reference_model(CONFIGS[kind]), IDS)
+    for bounds in ([0, 7, 20, 21, len(IDS)], list(range(len(IDS) + 1))):
+        cache = model.make_cache(len(IDS), quant_bit=bits, quant_group=group)
+        parts = [model(mx.array([IDS[a:b]]), cache=cache)[0] for a, b in pairwise(bounds)]
+        assert 0 < relative_error(mx.concatenate(parts), expected) < largest
+
+
+@pytest.mark.parametrize(("kind", "tied"), TIED_AND_NOT)
+@pytest.mark.parametrize("weights", [None, (4, 32, "affine"), (4, 32, "mxfp4")])
+def test_the_plan_is_what_is_held(tmp_path: Path, kind: str, tied: bool, weights: tuple[int, int, str] | None) -> None:
+    config = CONFIGS[kind] | {"tie_word_embeddings": tied}
+    reference = reference_model(config)
+    if weights is not None:
+        config = quantize_reference(config, reference, *weights)
+    save_checkpoint(tmp_path, config, reference)
+    checkpoint, model = Checkpoint.from_folder(tmp_path), load_decoder(tmp_path)
+    assert checkpoint.stored_bytes == sum(x.nbytes for x in mx.load(str(tmp_path / "model.safetensors")).values())
+    for bits in (0, 8, 4):
+        settings = Settings(kv_bits=bits, kv_bias_split=False)
+        planned = plan(checkpoint, max_kv_size=50, settings=settings, device="cpu")
+        assert planned.weights == model.nbytes
+        cache = model.make_cache(50, quant_bit=bits, bias_split=False)
+        assert planned.cache == sum(layer.nbytes for layer in cache)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_any_tensor_that_is_missing_or_wrong_is_named(tmp_path: Path, kind: str) -> None:
+    """Of the first and the last layer; and one that no architecture has."""
+    config, reference = CONFIGS[kind], reference_model(CONFIGS[kind])
+    folder = save_checkpoint(tmp_path, config, reference)
+    weights = dict(tree_flatten(reference.parameters()))
+
+    def refused(changed: dict[str, mx.array], message: str) -> None:
+        mx.save_safetensors(str(folder / "model.safetensors"), changed)
+        with pytest.raises(CheckpointError, match=message) as caught:
+            load_decoder(folder)
+        assert "\n" not in str(caught.value)
+
+    for name, array in weights.items():
+        rest = {other: x for other, x in weights.items() if other != name}
+        refused(rest, f"tensor {name} is missing")
+        refused(rest | {name: mx.zeros((array.shape[0] + 1, *array.shape[1:]))}, f"tensor {name} has shape")
+        refused(rest | {name: array.astype(mx.int32)}, f"tensor {name} has dtype I32")
+        for extra in (f"{name.rpartition('.')[0]}.scale", f"{name}.more", f"model.{name}"):
+            refused(weights | {extra: mx.zeros(1)}, f"unexpected tensor {extra};")
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_an_architecture_does_not_have_is_refused_by_name(kind: str) -> None:
+    known = {*ARCHITECTURES[kind].biases, *ARCHITECTURES[kind].optional_biases}
+    changes: list[tuple[dict[str, object], str]] = [
+        ({name: True}, f"{name} is true; supported for {kind}: false")
+        for name in ("attention_bias", "mlp_bias")
+        if name not in known
+    ]
+    changes += [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"num_local_experts": 8}, "num_local_experts is 8"),
+        ({"rope_traditional": True}, "rope_traditional is true"),
+        ({"layer_types": ["chunked_attention"] * 2}, "layer_types has 'chunked_attention'"),
+        ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map"),
+    ]
+    for change, message in changes:
+        with pytest.raises(ModelError, match=message):
+            ModelConfig.from_dict(CONFIGS[kind] | change)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rotates"),
+    [
+        ({"no_rope_layers": [0, 1]}, (False, True)),
+        ({"no_rope_layers": None}, (True, True)),  # every fourth does not
+        ({"no_rope_layers": None, "no_rope_layer_interval": 2}, (True, False)),
+        ({"no_rope_layers": None, "no_rope_layer_interval": 1}, (False, False)),
+    ],
+)
+def test_layers_that_do_not_rotate(tmp_path: Path, changes: dict[str, object], rotates: tuple[bool, ...]) -> None:
+    config = smollm3_config(**changes)
+    reference = reference_model(config)
+    model = load_decoder(save_checkpoint(tmp_path, config, reference))
+    assert model.config.rotates == rotates
+    assert relative_error(model(mx.array([IDS]))[0], reference_logits(reference, IDS)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"no_rope_layers": [1]}, r"no_rope_layers is \[1\]; expected 2 times 0 or 1"),
+        ({"no_rope_layers": [1, 2]}, r"no_rope_layers is \[1, 2\]"),
+        ({"no_rope_layers": [1, True]}, r"no_rope_layers is \[1, True\]"),
+        ({"no_rope_layers": []}, r"no_rope_layers is \[\]"),
+        ({"no_rope_layers": "10"}, "no_rope_layers is '10'"),
+        ({"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
+        ({"attention_bias": True}, "attention_bias is true; supported with layers that do not rotate: false"),
+    ],
+)
+def test_a_smollm3_that_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_dict(smollm3_config(**changes))
+
+
+def test_a_smollm3_whose_layers_all_rotate_is_a_llama(tmp_path: Path) -> None:
+    """Its biases too: they are split off as a Llama's."""
+    same = {"attention_bias": True, "mlp_bias": True, "no_rope_layers": [1, 1], "rope_theta": 1e4}
+    config = smollm3_config(**same)
+    llama = {**config, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    reference = reference_model(llama)
+    logits = []
+    for name, raw in (("llama", llama), ("smollm3", config)):
+        model = load_decoder(save_checkpoint(tmp_path / name, raw, reference))
+        cache = model.make_cache(len(IDS))
+        assert all(layer.bias_split is not None for layer in cache)
+        logits.append(model(mx.array([IDS]), cache=cache))
+    assert mx.array_equal(*logits)
+
+
+def test_no_other_file_knows_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Llama under other names: one more table is all it takes to check, load, plan and adapt it."""
+    table = ARCHITECTURES["llama"]
+
+    def renamed(parameter: Parameter) -> Parameter:
+        return replace(parameter, path=f"net.{parameter.path.replace('_proj', '_matrix')}")
+
+    other = replace(
+        table,
+        name="OtherForCausalLM",
+        model_type="other",
+        layer=tuple(map(renamed, table.layer)),
+        layers="trunk.block_{}.",
+        **{name: renamed(getattr(table, name)) for name in ("embedding", "final_norm", "head")},
+    )
+    monkeypatch.setitem(ARCHITECTURES, "other", other)
+    raw = CONFIGS["llama"]
+    said = {**raw, "model_type": "other", "architectures": ["OtherForCausalLM"]}
+    names = {}
+    for kind, config in ((table, raw), (other, said)):
+        parsed = ModelConfig.from_dict(config)
+        names[kind.name] = [*(f"{path}.weight" for path in matrices(parsed)), *vectors(parsed)]
+    new_name = dict(zip(names[table.name], names[other.name], strict=True))
+    assert not {*new_name} & {*new_name.values()}
+
+    def checkpoint(name: str, bits: int) -> tuple[Path, Path]:
+        reference = reference_model(raw)
+        quantization = quantize_reference({}, reference, bits, 32) if bits else {}
+        folder = save_checkpoint(tmp_path / f"llama {name}", raw | quantization, reference)
+        weights = mx.load(str(folder / "model.safetensors"))
+        assert isinstance(weights, dict)
+        place = tmp_path / f"other {name}"
+        place.mkdir()
+        (place / "config.json").write_text(json.dumps(said | quantization))
+        matrix = {old.removesuffix(".weight"): new.removesuffix(".weight") for old, new in new_name.items()}
+        moved = {
+            new_name[key] if key in new_name else f"{matrix[key.rpartition('.')[0]]}.{key.rpartition('.')[2]}": value
+            for key, value in weights.items()
+        }
+        mx.save_safetensors(str(place / "model.safetensors"), moved)
+        return folder, place
+
+    for bits in (0, 4):
+        llama, place = checkpoint(str(bits), bits)
+        model = load_decoder(place)
+        assert mx.array_equal(model(mx.array([IDS])), load_decoder(llama)(mx.array([IDS])))
+        assert plan(Checkpoint.from_folder(place), max_kv_size=50, device="cpu").weights == model.nbytes
+        weights = {"net.self_attn.q_matrix": (256, 128), "net.mlp.down_matrix": (128, 256)}
+        factors = {
+            f"trunk.block_1.{path}.lora_{part}": mx.random.normal((width, 4) if part == "a" else (4, out))
+            for path, (out, width) in weights.items()
+            for part in "ab"
+        }
+        adapter = tmp_path / f"adapter {bits}"
+        adapter.mkdir()
+        mx.save_safetensors(str(adapter / "adapters.safetensors"), factors)
+        (adapter / "adapter_config.json").write_text(json.dumps(adapter_config([*weights], num_layers=1)))
+        adapted = load_decoder(place, adapter=adapter)
+        assert relative_error(adapted(mx.array([IDS]))[0], model(mx.array([IDS]))[0]) > 0.01
+
+
+def test_a_name_is_not_a_place() -> None:
+    """post_attention_layernorm is before the MLP in a Llama, and after the attention in an OLMo 2."""
+    places = {
+        kind: row.role
+        for kind in ("llama", "olmo2")
+        for row in ARCHITECTURES[kind].layer
+        if row.path.endswith("post_attention_layernorm")
+    }
+    assert places == {"llama": "before_mlp", "olmo2": "after_attention"}
+
+
+def test_parameters_come_in_the_order_of_the_model() -> None:
+    found = [(path, layer) for path, layer, _ in parameters(ModelConfig.from_dict(llama_config()))]
+    layers = [layer for _, layer in found]
+    assert layers == [None, *[0] * 9, *[1] * 9, None, None]
+    assert found[0][0] == "model.embed_tokens"
+    assert all(f"model.layers.{layer}." in path for path, layer in found if layer is not None)
