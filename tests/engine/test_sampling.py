@@ -16,15 +16,9 @@ from support.counts import count
 
 from kvant.cli.chat import chat
 from kvant.cli.generate import generate
+from kvant.engine.draw import SeededSampler, draw_key, greedy
 from kvant.engine.filters import keep_min_p, keep_top_k, keep_top_p, leave_out_top_choices
-from kvant.engine.sampling import (
-    SamplingOptions,
-    SeededSampler,
-    draw_key,
-    greedy,
-    make_logits_processors,
-    make_sampler,
-)
+from kvant.engine.sampling import SamplingOptions, make_logits_processors, make_sampler
 
 KEY = mx.random.key(0)
 VOCABULARIES = (5, 300, 151_936)

@@ -10,8 +10,9 @@ from typing import Any
 import mlx.core as mx
 
 from kvant import generate, stream_generate
+from kvant.engine.draw import draw_key, splitmix64
 from kvant.engine.run import Run
-from kvant.engine.sampling import SamplingOptions, draw_key, make_logits_processors, make_sampler, splitmix64
+from kvant.engine.sampling import SamplingOptions, make_logits_processors, make_sampler
 from kvant.models import Decoder
 
 Pocket = tuple[Decoder, Any]
@@ -159,7 +160,8 @@ def test_sampling_imports_neither_mlx_lm_nor_transformers() -> None:
 import sys
 import kvant
 import mlx.core as mx
-from kvant.engine.sampling import SamplingOptions, draw_key, sample
+from kvant.engine.draw import draw_key, sample
+from kvant.engine.sampling import SamplingOptions
 for temp in (0.0, 1.0):
     options = SamplingOptions(temp=temp, seed=3 if temp else None, presence_penalty=1.0, logit_bias={1: 2.0})
     sampler, processors = options.build(9)

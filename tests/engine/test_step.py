@@ -15,8 +15,8 @@ from support.numbers import relative_error
 
 import kvant.engine.run as running
 from kvant.cache import CompiledCacheView, FullKVCache, QuantizedKVCache
+from kvant.engine.draw import greedy
 from kvant.engine.run import Run, prefill
-from kvant.engine.sampling import greedy
 from kvant.engine.step import CompiledStep, bucket_size
 from kvant.errors import ContextError
 from kvant.models import Decoder

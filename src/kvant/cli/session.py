@@ -12,8 +12,10 @@ from kvant.cli import options
 from kvant.cli.fitting import plan_that_fits
 from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
+from kvant.engine.draw import Sampler
 from kvant.engine.load import POCKET, find_adapter, find_model, load_folder
-from kvant.engine.sampling import LogitsProcessor, Sampler, SamplingOptions
+from kvant.engine.processors import LogitsProcessor
+from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ContextError
 from kvant.models import Decoder
 from kvant.sizes import format_bytes

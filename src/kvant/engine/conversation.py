@@ -4,9 +4,10 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 
 from kvant.cache import KVCache
+from kvant.engine.draw import Sampler
 from kvant.engine.generate import GenerationResponse, check_stops, responses
+from kvant.engine.processors import LogitsProcessor
 from kvant.engine.run import PREFILL_STEP_SIZE, PromptProgress, Run
-from kvant.engine.sampling import LogitsProcessor, Sampler
 from kvant.errors import ContextError
 from kvant.models import Decoder
 from kvant.text.prompt import Message, encode_rendered, render_chat

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from kvant.cache import KVCache
+from kvant.engine.draw import Sampler
+from kvant.engine.processors import LogitsProcessor
 from kvant.engine.run import PREFILL_STEP_SIZE, FinishReason, PromptProgress, Run, check_count
-from kvant.engine.sampling import LogitsProcessor, Sampler
 from kvant.errors import ContextError
 from kvant.models import Decoder
 from kvant.text.prompt import encode_prompt

@@ -6,7 +6,8 @@ from typing import Literal
 import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
-from kvant.engine.sampling import LogitsProcessor, Sampler, draw_key, for_a_run, greedy, sample
+from kvant.engine.draw import Sampler, draw_key, for_a_run, greedy, sample
+from kvant.engine.processors import LogitsProcessor
 from kvant.engine.step import CompiledStep, can_compile, should_compile
 from kvant.errors import ContextError
 from kvant.models import Decoder

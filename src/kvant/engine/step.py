@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache, QuantizedKVCache
-from kvant.engine.sampling import Sampler, SeededSampler, draw_key, greedy, sample
+from kvant.engine.draw import Sampler, SeededSampler, draw_key, greedy, sample
 from kvant.models import Decoder
 
 SMALLEST_BUCKET = 256

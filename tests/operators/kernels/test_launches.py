@@ -35,6 +35,6 @@ def test_attention_in_kernels_is_two_launches_and_quantizing_one() -> None:
     assert _operations(decode, _new(14), cache.cache, cache.scale, mx.array(7)) == ["CustomKernel"] * 2
 
     def quantize(key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
-        return kernels.quantize_rows(key, value, quant_bit=8, quant_group=32, scale_dtype=mx.float16, backend="metal")
+        return kernels.quantize_tokens(key, value, quant_bit=8, quant_group=32, scale_dtype=mx.float16, backend="metal")
 
     assert _operations(quantize, _new(2), 2 * _new(2)) == ["CustomKernel"]

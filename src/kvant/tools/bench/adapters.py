@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.cache import ModelCache
+from kvant.engine.draw import greedy
 from kvant.engine.run import Run
-from kvant.engine.sampling import greedy
 from kvant.errors import CheckpointError
 from kvant.files import read_json
 from kvant.models.checkpoint import check_folder, load_decoder
