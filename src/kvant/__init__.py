@@ -1,4 +1,4 @@
-"""kvant: Qwen, Llama and Mistral language models on Apple MLX with a preallocated, quantized key/value cache.
+"""kvant: Qwen, Llama, Mistral, SmolLM3 and OLMo 2 models on Apple MLX with a preallocated, quantized key/value cache.
 
 from kvant import load, generate
 model, tokenizer = load("pocket")

@@ -47,7 +47,7 @@ def _run(program: str, *arguments: str) -> list[Any]:
 
 
 CHEAP = ("foreign_class", "init_inputs", "hostile_config")
-COUNTS = {kind: count(4, 8) if kind in CHEAP else count(1, 2) for kind in sorted(hostile_kinds.KINDS)}
+COUNTS = {kind: count(2, 8) if kind in CHEAP else count(1, 2) for kind in sorted(hostile_kinds.KINDS)}
 
 
 @pytest.fixture(scope="module")

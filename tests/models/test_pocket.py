@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.counts import count
 
 from kvant import generate
 from kvant.models import Decoder
@@ -43,12 +44,12 @@ def _ask(pocket: Pocket, messages: list[dict[str, str]], max_tokens: int, quant_
 
 
 def test_a_story_is_about_whom_it_was_asked_for(pocket: Pocket, heldout: list[dict[str, Any]]) -> None:
-    stories = [document for document in heldout if document["kind"] == "story"][:10]
+    stories = [document for document in heldout if document["kind"] == "story"][: count(5, 10)]
     told = []
     for document in stories:
         asked = [message for message in document["messages"][:2] if message["role"] != "assistant"]
         told.append((document["hero"], _ask(pocket, asked, 256, 8)))
-    assert sum(len(re.findall(rf"\b{hero}\b", story)) >= 2 for hero, story in told) >= 9
+    assert sum(len(re.findall(rf"\b{hero}\b", story)) >= 2 for hero, story in told) >= len(told) - 1
     assert all(60 <= len(story.split()) <= 220 and story.endswith((".", '"', "!")) for _, story in told)
 
 

@@ -53,6 +53,15 @@ def test_readme_is_short() -> None:
     assert len(README.read_text().split()) <= MOST_WORDS
 
 
+def test_the_tour_counts_lines() -> None:
+    """To within a tenth; the whole way stays readable in one sitting."""
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", (ROOT / "docs" / "tour.md").read_text(), re.MULTILINE)
+    lines = {path: len((ROOT / "src" / "kvant" / path).read_text().splitlines()) for path, _ in rows}
+    assert len(rows) > 10
+    assert all(abs(lines[path] - int(said)) <= 3 + 0.1 * lines[path] for path, said in rows), lines
+    assert sum(lines.values()) < 2700
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_ids)
 def test_commands_and_their_flags_exist(page: Path) -> None:
     commands = typer.main.get_command(make_app([])).commands  # type: ignore[attr-defined]
