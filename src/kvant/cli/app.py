@@ -28,7 +28,8 @@ def make_app(arguments: list[str]) -> typer.Typer:
     """The command with the one sub-command that the arguments begin with, else with all of them."""
     app = typer.Typer(
         name="kvant",
-        help="Run Qwen, Llama, Mistral, SmolLM3 and OLMo 2 models on Apple MLX with a preallocated, quantized key/value cache.",
+        help="Run Qwen, Llama, Mistral, SmolLM3 and OLMo 2 models on Apple MLX. "
+        "The key/value cache is preallocated and quantized.",
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,

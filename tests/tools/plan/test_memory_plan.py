@@ -57,6 +57,11 @@ def qwen3(*sizes: Any) -> Shape:
     return replace(qwen2(*sizes), model_type="qwen3", large_key_bias=False)
 
 
+def olmo2(*sizes: Any) -> Shape:
+    """Without biases, with norms of whole projections and of what is added to the stream."""
+    return replace(qwen2(*sizes), model_type="olmo2", large_key_bias=False)
+
+
 # docs/memory-plan.md records these cases in their long form; the gate reads shorter prompts.
 LAYERS, TOKENS = count(4, 16), count(200, 448)
 MANY_KEYS = (32, LAYERS, 32, 32, 64, 32, 500, True)  # keys and values outweigh everything else
@@ -73,6 +78,7 @@ CASES = {
     "a long step through 4-bit weights": Case(
         qwen3(512, 2, 8, 2, 64, 2048, 1000, True), 1030, weight_bits=4, step=1024
     ),
+    "norms of whole projections": Case(olmo2(256, 2, 4, 2, 64, 2048, 1000, True), 770, step=768),
     "few queries, whose scores take the keys' bias": Case(qwen2(64, 1, 16, 2, 64, 64, 100, True), 1000, step=8),
 }
 
