@@ -56,13 +56,13 @@ def test_memory_is_reserved_when_the_cache_is_made() -> None:
 def test_a_full_cache_refuses_and_stays() -> None:
     cache = QuantizedKVCache(8, KV_HEADS, HEAD_DIM)
     mx.eval(_feed(cache, 6, 0))
-    levels, scales = mx.array(cache.cache), mx.array(cache.scale)
+    quantized, scales = mx.array(cache.cache), mx.array(cache.scale)
     with pytest.raises(ContextError, match="3 more tokens do not fit: 6 of the 8 reserved tokens are used"):
         _feed(cache, 3, 1)
     with pytest.raises(ValueError, match="2 kv heads"):
         cache.attend(_rows(1, heads=HEADS), _rows(1, heads=1), _rows(1, heads=1))
     assert cache.offset == 6
-    assert mx.array_equal(cache.cache, levels)
+    assert mx.array_equal(cache.cache, quantized)
     assert mx.array_equal(cache.scale, scales)
 
 
@@ -95,7 +95,7 @@ def test_quantized_and_full_cache_agree(quant_bit: int, bound: float) -> None:
     for count, seed in ((11, 0), (1, 5), (4, 9)):
         error = relative_error(_feed(quantized, count, seed), _feed(full, count, seed))
         assert error <= bound
-        assert quant_bit == 0 or error > bound / 100  # it did go through the levels
+        assert quant_bit == 0 or error > bound / 100  # it did go through quantized values
 
 
 @pytest.mark.parametrize("kind", ["quantized", "full"])

@@ -134,11 +134,11 @@ def test_the_longest_sequence_must_have_room() -> None:
     rows = normal(1, 2, 2, 6, 64)
     cache.attend(rows, rows, rows)
     cache.trim([0, 5])
-    levels = mx.array(cache.cache)
+    quantized = mx.array(cache.cache)
     with pytest.raises(ContextError, match="3 more tokens do not fit: 6 of the 8 reserved tokens are used"):
         cache.attend(rows[:, :, :3], rows[:, :, :3], rows[:, :, :3])
     assert cache.lengths == (6, 1)
-    assert mx.array_equal(cache.cache, levels)
+    assert mx.array_equal(cache.cache, quantized)
 
 
 def test_each_sequence_is_trimmed() -> None:

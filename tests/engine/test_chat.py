@@ -156,6 +156,16 @@ def test_an_interrupted_prompt_is_forgotten(pocket: Pocket, conversation: Conver
     assert conversation.reused_tokens > 20
 
 
+def test_a_cache_that_was_used_meanwhile(pocket: Pocket, conversation: Conversation) -> None:
+    """Its tokens are not taken for those of the conversation."""
+    _text(conversation.send(QUESTIONS[0], max_tokens=20))
+    messages = list(conversation.messages)
+    conversation._cache.reset()
+    pocket[0](mx.array([[5, 6, 7]]), cache=conversation._cache)
+    expected = _fresh_answer(pocket, messages, QUESTIONS[1], max_tokens=20)
+    assert _text(conversation.send(QUESTIONS[1], max_tokens=20)) == expected
+
+
 def test_stop_strings_do_not_stay_in_the_history(pocket: Pocket, conversation: Conversation) -> None:
     whole = _fresh_answer(pocket, [], QUESTIONS[0], max_tokens=40)
     stop = whole[30:40]

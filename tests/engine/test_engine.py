@@ -14,6 +14,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import kvant
 from kvant import generate, stream_generate
 from kvant.cache import FullKVCache, QuantizedKVCache
+from kvant.engine.run import Run
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ContextError, ModelError, PromptError
 from kvant.models import Decoder
@@ -281,6 +282,11 @@ def test_the_models_context_bounds_any_cache(pocket: Pocket) -> None:
     for cache in (model.make_cache(context + 500), [FullKVCache() for _ in model.layers]):
         with pytest.raises(ContextError, match=f"{context + 1} tokens; {context} are the model's context"):
             stream_generate(model, tokenizer, [1] * (context + 1), prompt_cache=cache)
+
+
+def test_a_run_needs_a_prompt(pocket: Pocket) -> None:
+    with pytest.raises(ValueError, match="prompt has no tokens"):
+        Run(pocket[0], [], pocket[0].make_cache(8))
 
 
 def test_prompts_of_other_kinds(pocket: Pocket) -> None:

@@ -44,7 +44,8 @@ class Conversation:
         self._end_turn()
         self.messages: list[Message] = list(self._system)
         self.reused_tokens = 0
-        self._text = ""  # of the tokens in the cache
+        self._ids: list[int] = []  # of the tokens in the cache
+        self._text = ""  # theirs
         self._cache.reset()
 
     @property
@@ -112,7 +113,7 @@ class Conversation:
                     break
                 yield response
         finally:
-            ids = self._cache.ids[0]
+            ids = self._ids = self._cache.ids[0]
             self._text = rendered + self._decode(ids[prompt_tokens:]) if len(ids) >= prompt_tokens else ""
             if pieces:
                 self.messages += [question, {"role": "assistant", "content": "".join(pieces)}]
@@ -127,8 +128,8 @@ class Conversation:
 
     def _encode(self, rendered: str) -> list[int]:
         """Token ids of the conversation; what the cache holds is not encoded again where the text continues it."""
-        if self._text and rendered.startswith(self._text):
-            return self._cache.ids[0] + encode_rendered(self._tokenizer, rendered[len(self._text) :])
+        if self._text and rendered.startswith(self._text) and self._cache.ids[0] == self._ids:
+            return self._ids + encode_rendered(self._tokenizer, rendered[len(self._text) :])
         return encode_rendered(self._tokenizer, rendered)
 
     def _decode(self, ids: list[int]) -> str:

@@ -70,10 +70,12 @@ class Run:
         Raises:
             ContextError: the prompt does not fit.
             RuntimeError: another thread uses the cache.
-            ValueError: an argument out of range, or a cache of another model.
+            ValueError: an argument out of range, no prompt, or a cache of another model.
         """
         check_count("max_tokens", max_tokens, or_minus_one=True)
         check_count("prefill_step_size", prefill_step_size)
+        if not len(prompt):
+            raise ValueError("prompt has no tokens; expected at least one")
         self.prompt = list(prompt)
         self.generated: list[int] = []
         self.finish_reason: FinishReason | None = None

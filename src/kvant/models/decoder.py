@@ -65,7 +65,7 @@ class Attention:
         return self.o_proj(output.transpose(0, 2, 1, 3).reshape(B, S, H * D))  # (B, H, S, D) -> (B, S, H D)
 
     def bias_split(self, max_seq_len: int) -> BiasSplit | None:
-        """The biases that a cache of this layer leaves out, with angles for ``max_seq_len`` rows; None: it has none."""
+        """The biases that this layer's cache leaves out, with angles for ``max_seq_len`` tokens; None: it has none."""
         if self.qkv_bias is None:
             return None
         config, pairs = self.config, self.qkv_bias.pairs

@@ -29,12 +29,12 @@ def operator_paths() -> list[OperatorPath]:
         path, reason = UNFUSED if choice.backend is None else f"fused ({choice.backend})", choice.reason
     except RuntimeError as error:  # the kernel is asked for, and failed its self-check
         path, reason = "none", str(error)
-    more = f"for few queries there is a kernel, more than {MAX_NEW_TOKENS} are a matrix product over dequantized rows"
+    more = f"the kernel is for few queries; more than {MAX_NEW_TOKENS} are a product with dequantized keys and values"
     return [
         OperatorPath(f"MultiHeadCacheAttention, 1 to {MAX_NEW_TOKENS} new tokens", path, reason),
         OperatorPath("MultiHeadCacheAttention, more", UNFUSED, more),
-        OperatorPath("KeyValueCache", UNFUSED, "it returns dequantized rows, which the kernel never makes"),
-        OperatorPath("quantize, of appended rows", path, "goes with attention's"),
+        OperatorPath("KeyValueCache", UNFUSED, "it returns dequantized keys and values, which the kernel never makes"),
+        OperatorPath("quantize, of appended tokens", path, "goes with attention's"),
         OperatorPath("quantize, dequantize", UNFUSED, "functions of their own have no kernel"),
         _step(),
     ]
@@ -44,5 +44,7 @@ def _step() -> OperatorPath:
     if should_compile():
         return OperatorPath("decode step", "compiled", "on a GPU the step takes less time than building it")
     return OperatorPath(
-        "decode step", "not compiled", "on a CPU it is built while the last one runs, and compiled would read more rows"
+        "decode step",
+        "not compiled",
+        "on a CPU it is built while the last one runs; compiled it would read more tokens",
     )

@@ -175,7 +175,7 @@ def _planner(
                 pairs=widest,
                 adapted=checkpoint.adapter_bytes > 0 and config.quantization is not None,
                 new=new,
-                rows=tokens,
+                tokens=tokens,
             )
 
         cache = _cache_bytes(config, settings, tokens, itemsize, pairs)

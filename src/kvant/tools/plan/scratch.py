@@ -31,9 +31,9 @@ def scratch_bytes(
     pairs: int | None,
     adapted: bool,
     new: int,
-    rows: int,
+    tokens: int,
 ) -> int:
-    """The most bytes held beside the weights and the cache while S tokens are read, the last of them row T.
+    """The most bytes held beside the weights and the cache while S tokens are read, the last of them token T.
 
     Args:
         config: of the model.
@@ -44,7 +44,7 @@ def scratch_bytes(
         pairs: rotary pairs a layer whose key bias is split off; None: the cache splits nothing off.
         adapted: an adapter's products are added to those of quantized matrices.
         new: S.
-        rows: T.
+        tokens: T.
     """
     hidden, inner = config.hidden_size, config.intermediate_size
     Q, KV = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -58,10 +58,10 @@ def scratch_bytes(
     mlp = 3 * hidden + made * (2 * inner + hidden) + inner  # norm; gate and up, down; the gate's sigmoid
 
     before, after = (numbers * new * itemsize for numbers in (qkv + append, mlp))
-    scores, blocks = _scores(config, on_cpu, new, rows)
+    scores, blocks = _scores(config, on_cpu, new, tokens)
     if pairs and new <= MAX_SCORE_QUERIES:
         scores *= 3  # what the keys' bias adds to them, and the same masked
-    cached = 2 * KV * rows  # numbers
+    cached = 2 * KV * tokens  # numbers
     between = attention * new * FLOAT32 + scores
     if kv_bits:
         between += cached * FLOAT32 + cached // kv_group_size * FLOAT32  # dequantized, with their scales
@@ -80,9 +80,9 @@ def scratch_bytes(
     return before + between + after
 
 
-def _scores(config: ModelConfig, on_cpu: bool, new: int, rows: int) -> tuple[int, int]:
+def _scores(config: ModelConfig, on_cpu: bool, new: int, tokens: int) -> tuple[int, int]:
     """Bytes of the attention's scores that are held, and the number of its blocks of queries."""
-    query_bytes = config.num_attention_heads * rows * FLOAT32
+    query_bytes = config.num_attention_heads * tokens * FLOAT32
     if not on_cpu:
         return (0 if config.head_dim in GPU_FUSED_HEAD_DIMS else new * query_bytes), 1
     block = max(1, min(new, BLOCK_SCORE_BYTES // query_bytes))
