@@ -22,7 +22,7 @@ from kvant.engine.load import POCKET, find_model, load_folder
 from kvant.models import Decoder
 from kvant.tools.report.divergence import Tally
 from kvant.tools.report.formats import REFERENCE, CacheFormat
-from kvant.tools.report.questions import Conversation, answer, question_sets
+from kvant.tools.report.questions import Dialogue, answer, question_sets
 from kvant.tools.report.teacher import compare
 from kvant.tools.report.texts import Text, built_in_text
 
@@ -68,7 +68,7 @@ def measure(
     plain: Decoder,
     model: Decoder,
     text: Text,
-    questions: dict[str, list[Conversation]],
+    questions: dict[str, list[Dialogue]],
     constant: float,
     formats: list[CacheFormat],
 ) -> list[Quality]:

@@ -22,7 +22,7 @@ MAX_SHARE_OFF = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class KernelCase:
     """A call: B sequences with ``offset`` cached and S new tokens, H query heads and K kv heads of D elements.
 
     Attributes:
@@ -66,10 +66,10 @@ class Case:
 
 SELF_CHECK = (
     # Offsets inside a split, and inside one step of a threadgroup.
-    Case(1, 14, 2, 64, 1, 301, 1100, 8, 32, mx.float16, pairs=(5, 31), seed=1),
-    Case(2, 8, 2, 128, 3, 70, 515, 4, 32, mx.bfloat16, shorter=33, seed=2),
-    Case(1, 4, 4, 64, 1, 129, 300, 8, 64, mx.float32, seed=3),
-    Case(1, 16, 2, 128, 1, 600, 1024, 0, 32, mx.float16, seed=4),
+    KernelCase(1, 14, 2, 64, 1, 301, 1100, 8, 32, mx.float16, pairs=(5, 31), seed=1),
+    KernelCase(2, 8, 2, 128, 3, 70, 515, 4, 32, mx.bfloat16, shorter=33, seed=2),
+    KernelCase(1, 4, 4, 64, 1, 129, 300, 8, 64, mx.float32, seed=3),
+    KernelCase(1, 16, 2, 128, 1, 600, 1024, 0, 32, mx.float16, seed=4),
 )
 
 
@@ -91,7 +91,7 @@ class Agreement:
 class Trial:
     """A case's arrays. Positions from a sequence's offset on hold NaN, so an output that reads them is NaN."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: KernelCase) -> None:
         self.case = case
         B, K, D, T = case.B, case.K, case.D, case.offset
         keys = mx.random.split(mx.random.key(case.seed), 7)
@@ -203,7 +203,7 @@ def self_check(backend: Backend) -> str | None:
     return None
 
 
-def random_cases(count: int, seed: int) -> Iterator[Case]:
+def random_cases(count: int, seed: int) -> Iterator[KernelCase]:
     """Cases of every kind the kernel takes. The same seed gives the same cases."""
     draw = random.Random(seed)
     for _ in range(count):
@@ -212,7 +212,7 @@ def random_cases(count: int, seed: int) -> Iterator[Case]:
         max_seq_len = draw.randint(S, 6000)
         is_alibi = draw.random() < 0.2
         pairs = tuple(draw.sample(range(D // 2), draw.randint(0, 6))) if draw.random() < 0.4 else None
-        yield Case(
+        yield KernelCase(
             B=draw.choice((1, 1, 2, 4)),
             H=K * ratio,
             K=K,

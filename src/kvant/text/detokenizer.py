@@ -1,13 +1,14 @@
 """Token ids to text as they come: whole characters only. The interface is that of mlx-lm's streaming detokenizers."""
 
 import codecs
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 SPACE = "▁".encode()
 UNKNOWN = "\ufffd"
 
 
-class StreamingDetokenizer:
+class StreamingDetokenizer(ABC):
     """Text of a growing sequence of token ids.
 
     Attributes:
@@ -24,13 +25,13 @@ class StreamingDetokenizer:
         self.tokens: list[int] = []
         self.offset = 0
 
+    @abstractmethod
     def add_token(self, token: int) -> None:
         """Take an id."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finalize(self) -> None:
         """Give out the text that was held back."""
-        raise NotImplementedError
 
     @property
     def last_segment(self) -> str:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.counts import count
 from support.kernel_cases import KernelCase, check, draw, kernels_on_host
 from support.metal_host import FORWARD, REVERSE, HostError, host_pytest_skip
 from support.metal_host.errors import CompileFailed, OutOfBounds, Race, Undefined, Uninitialised, Unreadable
@@ -26,7 +25,7 @@ pytestmark = host_pytest_skip
 # Without AddressSanitizer an access far outside of a buffer may fall into another one: what is said depends on which.
 OUTSIDE = (OutOfBounds, Unreadable, Uninitialised, Race)
 # No mistake needs a second thread order: races are found in any.
-ORDERS = count((FORWARD,), (FORWARD, REVERSE))
+ORDERS = (FORWARD, REVERSE)
 NUMBERS = AssertionError  # of the comparison with the oracle
 Kind = type[HostError] | type[AssertionError]
 
@@ -247,10 +246,16 @@ def test_the_text_as_it_is_passes(case: KernelCase) -> None:
     check(case)
 
 
+def check_in_each_order(mutant: Mutant) -> None:
+    """Without AddressSanitizer some mistakes show in one order of the threads alone."""
+    for order in ORDERS:
+        check(mutant.case, mutant.texts(), (order,))
+
+
 @pytest.mark.parametrize("mutant", [*FIRST_PASS, *SECOND_PASS], ids=str)
 def test_a_mistake_in_attention_is_caught(mutant: Mutant) -> None:
     with pytest.raises(mutant.kinds):
-        check(mutant.case, mutant.texts(), ORDERS)
+        check_in_each_order(mutant)
 
 
 # ---- append ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from kvant.tools.report.divergence import Figures
 from kvant.tools.report.formats import REFERENCE, CacheFormat, check_formats, default_formats, parse_formats
 from kvant.tools.report.measure import FormatResult, suggest
 from kvant.tools.report.plot import NEAR, side_by_side
-from kvant.tools.report.questions import Conversation, Score, answer, question_sets, read_conversation, score
+from kvant.tools.report.questions import Dialogue, Score, answer, question_sets, read_conversation, score
 from kvant.tools.report.texts import built_in_text, heldout_documents, text_file
 
 Pocket = tuple[Decoder, Any]
@@ -116,7 +116,7 @@ class TestQuestions:
             assert last == len(conversation.ids)
 
     def test_scores_by_context(self) -> None:
-        conversations = [Conversation((0,) * 400, ((100, 104), (300, 305))), Conversation((0,) * 200, ((128, 130),))]
+        conversations = [Dialogue((0,) * 400, ((100, 104), (300, 305))), Dialogue((0,) * 200, ((128, 130),))]
         assert score("recall", conversations, [[True, False], [True]]) == [
             Score("recall", 0, 1, 1), Score("recall", 128, 1, 1), Score("recall", 256, 0, 1),
         ]  # fmt: skip

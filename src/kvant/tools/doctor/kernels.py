@@ -7,7 +7,7 @@ from statistics import median
 
 from kvant.errors import one_line
 from kvant.operators.kernels.launch import Backend
-from kvant.operators.self_check import SELF_CHECK, Case, Trial, random_cases
+from kvant.operators.self_check import SELF_CHECK, KernelCase, Trial, random_cases
 
 RANDOM_CASES, SEED = 12, 6
 REPEATS = 5
@@ -41,7 +41,7 @@ def try_kernels(backend: Backend, progress: Callable[[int, int], None]) -> list[
     return results
 
 
-def _try(case: Case, backend: Backend) -> KernelResult:
+def _try(case: KernelCase, backend: Backend) -> KernelResult:
     try:
         trial = Trial(case)
         found = trial.agreement(backend)

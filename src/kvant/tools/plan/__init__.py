@@ -6,8 +6,8 @@ needed = plan(Checkpoint.from_folder(folder), max_kv_size=4096)
 print(needed.total, this_machine().limit_bytes)
 """
 
-from kvant.tools.plan.checkpoint import Checkpoint
 from kvant.tools.plan.plan import LongestContext, MemoryPlan, Settings, longest_context, plan, split_pairs
+from kvant.tools.plan.stored import Checkpoint
 
 __all__ = [
     "Checkpoint",

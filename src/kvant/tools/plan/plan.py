@@ -9,8 +9,8 @@ from kvant.models import Decoder
 from kvant.models.config import ModelConfig
 from kvant.operators.quantization import check_quantization
 from kvant.tools.machine import Device, default_device
-from kvant.tools.plan.checkpoint import Checkpoint
 from kvant.tools.plan.scratch import FLOAT32, scratch_bytes
+from kvant.tools.plan.stored import Checkpoint
 
 SCALE_BYTES = 2  # float16
 # What the process takes beside the arrays where it comes out of the same memory: interpreter, libraries, MLX's buffers

@@ -12,7 +12,7 @@ from kvant.tools.report.divergence import Figures, Tally
 from kvant.tools.report.findings import Finding, find
 from kvant.tools.report.formats import REFERENCE, CacheFormat
 from kvant.tools.report.layers import run_layers
-from kvant.tools.report.questions import Conversation, Score, answer, score
+from kvant.tools.report.questions import Dialogue, Score, answer, score
 from kvant.tools.report.teacher import Fed, compare
 from kvant.tools.report.texts import Text
 from kvant.tools.report.timing import STEPS, step_ms
@@ -73,7 +73,7 @@ def measure(
     text: Text,
     formats: Sequence[CacheFormat],
     *,
-    questions: dict[str, list[Conversation]] | None = None,
+    questions: dict[str, list[Dialogue]] | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Report:
     """Measure every format on the text, and on questions where there are any.
@@ -186,7 +186,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _scores(model: Decoder, cache: ModelCache, questions: dict[str, list[Conversation]], fed: Fed) -> list[Score]:
+def _scores(model: Decoder, cache: ModelCache, questions: dict[str, list[Dialogue]], fed: Fed) -> list[Score]:
     return [
         bucket
         for name, own in questions.items()

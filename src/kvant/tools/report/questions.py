@@ -20,7 +20,7 @@ STORY_WORDS = 30  # an assistant's turn of more words is a story it tells, not a
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class Dialogue:
     """A conversation with its answers.
 
     Attributes:
@@ -43,7 +43,7 @@ class Score:
     asked: int
 
 
-def question_sets(tokenizer: Tokenizer, tokens: int) -> dict[str, list[Conversation]]:
+def question_sets(tokenizer: Tokenizer, tokens: int) -> dict[str, list[Dialogue]]:
     """The built-in sets, conversations of all lengths in turn, at most about ``tokens`` tokens of each set."""
     return {
         name: _evenly(
@@ -53,7 +53,7 @@ def question_sets(tokenizer: Tokenizer, tokens: int) -> dict[str, list[Conversat
     }
 
 
-def read_conversation(tokenizer: Tokenizer, document: dict[str, Any]) -> Conversation:
+def read_conversation(tokenizer: Tokenizer, document: dict[str, Any]) -> Dialogue:
     """A document with ``messages`` and the last ``answer`` as token ids, divided where a prompt would end."""
     messages = [*document["messages"], {"role": "assistant", "content": document["answer"]}]
     ids: list[int] = []
@@ -69,10 +69,10 @@ def read_conversation(tokenizer: Tokenizer, document: dict[str, Any]) -> Convers
         ids += encode_rendered(tokenizer, rendered[len(prompt) :])
         if len(message["content"].split()) <= STORY_WORDS:
             answers.append((first, len(ids)))
-    return Conversation(tuple(ids), tuple(answers))
+    return Dialogue(tuple(ids), tuple(answers))
 
 
-def answer(model: Decoder, cache: ModelCache, conversation: Conversation, *, fed: Fed = lambda _: None) -> list[bool]:
+def answer(model: Decoder, cache: ModelCache, conversation: Dialogue, *, fed: Fed = lambda _: None) -> list[bool]:
     """Whether each answer would be written greedily: each of its tokens is the likeliest after those before it.
 
     Args:
@@ -88,7 +88,7 @@ def answer(model: Decoder, cache: ModelCache, conversation: Conversation, *, fed
     return right
 
 
-def score(name: str, conversations: Sequence[Conversation], right: Sequence[Sequence[bool]]) -> list[Score]:
+def score(name: str, conversations: Sequence[Dialogue], right: Sequence[Sequence[bool]]) -> list[Score]:
     """The answers of a set by bucket of context; buckets without a question are left out."""
     found: dict[int, list[bool]] = {first: [] for first in BUCKETS}
     for conversation, answers in zip(conversations, right, strict=True):
@@ -101,13 +101,13 @@ def _bucket(tokens: int) -> int:
     return max(first for first in BUCKETS if first <= tokens)
 
 
-def _evenly(conversations: Sequence[Conversation], tokens: int) -> list[Conversation]:
+def _evenly(conversations: Sequence[Dialogue], tokens: int) -> list[Dialogue]:
     """Conversations of each length in turn, the longest first, as long as they fit; at least one."""
-    by_length: dict[int, list[Conversation]] = {first: [] for first in reversed(BUCKETS)}
+    by_length: dict[int, list[Dialogue]] = {first: [] for first in reversed(BUCKETS)}
     for conversation in conversations:
         by_length[_bucket(len(conversation.ids))].append(conversation)
     ordered = in_turn(by_length.values())
-    chosen: list[Conversation] = []
+    chosen: list[Dialogue] = []
     for conversation in ordered:
         if sum(len(c.ids) for c in chosen) + len(conversation.ids) <= tokens:
             chosen.append(conversation)

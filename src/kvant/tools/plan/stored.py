@@ -68,11 +68,11 @@ class Checkpoint:
         Raises:
             ModelError: a config.json that is missing or malformed, or a model kvant does not support.
         """
+        raw, file_bytes = read_json(folder / "config.json"), folder_bytes(folder)
         try:
-            return cls.from_facts(read_json(folder / "config.json"), folder_bytes(folder))
+            return cls.from_facts(raw, file_bytes)
         except ModelError as error:
-            text = str(error)
-            raise ModelError(f"{folder / text}" if text.startswith("config.json") else text) from error
+            raise ModelError(f"{folder}: {error}") from error
 
     def adapted(self, folder: Path) -> "Checkpoint":
         """With an adapter's folder; whether that can be loaded is said when it is.
