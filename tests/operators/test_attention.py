@@ -13,8 +13,9 @@ from support.operator_cases import FLOATS, OUTPUT_TOLERANCE, check_output, to_mx
 from support.oracle import Array
 
 from kvant.operators import attention
-from kvant.operators.attention import attend_live_tokens, attend_tokens
+from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
+from kvant.operators.compiled_attention import attend_live_tokens
 from kvant.operators.rotary import Rotary
 
 THETA = 1e4

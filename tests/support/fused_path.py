@@ -8,8 +8,8 @@ import mlx.core as mx
 import pytest
 
 from kvant.operators import dispatch
-from kvant.operators.attention import attend_live_tokens
 from kvant.operators.cached_attention import read_tokens
+from kvant.operators.compiled_attention import attend_live_tokens
 from kvant.operators.kernels import attend, launch
 from kvant.operators.quantization import quantize
 from support.metal_host import on_host

@@ -1,8 +1,9 @@
 """Key/value caches: of a model, and of one layer each."""
 
+from kvant.cache.compiled import CompiledCacheView
 from kvant.cache.full import FullKVCache
 from kvant.cache.layer import AttentionCache, KVCache
 from kvant.cache.model import ModelCache
-from kvant.cache.quantized import CompiledCacheView, QuantizedKVCache
+from kvant.cache.quantized import QuantizedKVCache
 
 __all__ = ["AttentionCache", "CompiledCacheView", "FullKVCache", "KVCache", "ModelCache", "QuantizedKVCache"]

@@ -6,8 +6,9 @@ from typing import overload
 
 import mlx.core as mx
 
+from kvant.cache.compiled import CompiledCacheView
 from kvant.cache.layer import KVCache
-from kvant.cache.quantized import CompiledCacheView, QuantizedKVCache
+from kvant.cache.quantized import QuantizedKVCache
 from kvant.cache.sequences import Sequences
 from kvant.threads import Turn
 

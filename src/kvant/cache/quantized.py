@@ -1,13 +1,11 @@
 """A preallocated key/value cache of one layer, quantized in groups: PMX cache_layout 1 with one layer."""
 
-from dataclasses import dataclass
-
 import mlx.core as mx
 
 from kvant.cache.layer import KVCache
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.cached_attention import append_and_attend, append_and_attend_static
+from kvant.operators.cached_attention import append_and_attend
 from kvant.operators.dispatch import resolve
 from kvant.operators.kernels.attend import unsupported_reason
 from kvant.operators.kernels.launch import Backend
@@ -170,44 +168,3 @@ class QuantizedKVCache(KVCache):
 
     def _unsupported_reason(self, query_shape: tuple[int, ...]) -> str | None:
         return unsupported_reason(query_shape, quant_bit=self.quant_bit, quant_group=self.quant_group)
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledCacheView:
-    """A layer's cache in a compiled step: one append, in operations that are the same for any offset.
-
-    Nothing is checked. The lengths stay as they are. The arrays are replaced, not changed.
-
-    Attributes:
-        cache: appended to.
-        offset: integer array, () for all sequences or (B,): where the new token goes, below the cache's max_seq_len.
-        num_tokens: tokens to read, more than any ``offset`` and at most max_seq_len. Those past a sequence's new one
-            are ignored. The fused kernel reads up to the new one in any case.
-    """
-
-    cache: QuantizedKVCache
-    offset: mx.array
-    num_tokens: int
-
-    @property
-    def bias_split(self) -> BiasSplit | None:
-        """The cache's."""
-        return self.cache.bias_split
-
-    def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
-        """As :meth:`QuantizedKVCache.attend` for S = 1, without a mask."""
-        assert mask is None
-        output, *self.cache.arrays[:] = append_and_attend_static(
-            query,
-            key,
-            value,
-            self.offset,
-            self.cache.cache,
-            self.cache.scale,
-            tokens=self.num_tokens,
-            quant_bit=self.cache.quant_bit,
-            quant_group=self.cache.quant_group,
-            bias_split=self.bias_split,
-            backend=self.cache.backend_for(query),
-        )
-        return output

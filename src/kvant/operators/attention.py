@@ -83,7 +83,7 @@ def attend_tokens(
             block_query, key[:, :, :keys], value[:, :, :keys], scale=1 / math.sqrt(D), mask=block_mask
         )
         if bias_split is not None:
-            output = output + _value_bias(bias_split, H)
+            output = output + value_bias_of(bias_split, H)
         outputs.append(output if alive is None else mx.where(alive, output, 0.0))
     joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
     return joined.astype(dtype)
@@ -146,35 +146,8 @@ def attend_sequences(
     return mx.concatenate(outputs)
 
 
-def attend_live_tokens(
-    query: mx.array, key: mx.array, value: mx.array, live: mx.array, *, bias_split: BiasSplit | None = None
-) -> mx.array:
-    """Attention of one query over the live ones of T tokens. The operations do not depend on which are live. Unchecked.
-
-    Args:
-        query: (B, H, 1, D).
-        key, value: (B, K, T, D). Tokens that are not live have no effect, even where they hold NaN.
-        live: boolean with at least one True: (T,) for all sequences, or (B, T), one each.
-        bias_split: as in :func:`attend_tokens`.
-
-    Returns:
-        (B, H, 1, D) in the query's dtype.
-    """
-    D, T = key.shape[3], key.shape[2]
-    dtype = query.dtype
-    if bias_split is not None or D not in GPU_FUSED_HEAD_DIMS:  # as in attend_tokens
-        query, key, value = (x.astype(mx.float32) for x in (query, key, value))
-    mask = live.reshape(-1, 1, 1, T)
-    key, value = (mx.where(mask.swapaxes(2, 3), x, mx.zeros_like(x)) for x in (key, value))
-    if bias_split is not None and bias_split.pairs:
-        mask = mx.where(mask, score_bias(query, bias_split, T), -math.inf)
-    output = mx.fast.scaled_dot_product_attention(query, key, value, scale=1 / math.sqrt(D), mask=mask)
-    if bias_split is not None:
-        output = output + _value_bias(bias_split, query.shape[1])
-    return output.astype(dtype)
-
-
-def _value_bias(bias_split: BiasSplit, num_heads: int) -> mx.array:
+def value_bias_of(bias_split: BiasSplit, num_heads: int) -> mx.array:
+    """The values' bias for each query head, (H, 1, D)."""
     bias = bias_split.value_bias  # (K, D)
     return mx.repeat(bias, num_heads // bias.shape[0], axis=0)[:, None]  # (H, 1, D)
 

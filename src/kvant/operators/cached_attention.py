@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.operators.attention import alibi_slopes, attend_live_tokens, attend_sequences, attend_tokens
+from kvant.operators.attention import alibi_slopes, attend_sequences, attend_tokens
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.kernels.attend import attend, quantize_tokens
 from kvant.operators.kernels.launch import Backend
@@ -59,61 +59,6 @@ def append_and_attend(
     ends = [offset + S for offset in start]
     sequences = read_sequences(ends, cache, scale, quant_bit=quant_bit, dtype=query.dtype)
     return attend_sequences(query, sequences, **options)
-
-
-def append_and_attend_static(
-    query: mx.array,
-    key: mx.array,
-    value: mx.array,
-    offset: mx.array,
-    cache: mx.array,
-    scale: mx.array | None,
-    *,
-    tokens: int,
-    quant_bit: int,
-    quant_group: int,
-    bias_split: BiasSplit | None,
-    backend: Backend | None = None,
-) -> tuple[mx.array, ...]:
-    """:func:`append_and_attend` for one new token, as a function of arrays that returns new arrays.
-
-    Its operations and shapes do not depend on ``offset``, so it can be part of a compiled step. MLX still writes in
-    place where nothing else holds the old arrays. An offset past the cache loses the write silently.
-
-    Args:
-        query: (B, H, 1, D).
-        key, value: (B, K, 1, D).
-        offset: integers, the position of the new token: () for all sequences, or (B,), one each.
-        tokens: cached tokens to read, more than ``offset``. The fused kernel reads ``offset`` instead.
-
-    Returns:
-        (B, H, 1, D) in the query's dtype, the new cache, and the new scale where one was given.
-    """
-    stored = [cache] if scale is None else [cache, scale]
-    new = stored_tokens(key, value, stored, quant_bit=quant_bit, quant_group=quant_group, backend=backend)
-    if offset.size == 1:
-        place = offset.reshape(1)
-        updated = [  # (B, 2, K, 1, last) -> (1, B, 2, K, 1, last)
-            mx.slice_update(array, part[None], place, axes=(4,)) for array, part in zip(stored, new, strict=True)
-        ]
-    else:
-        updated = [_put_tokens(array, part, offset) for array, part in zip(stored, new, strict=True)]
-    cache, scale = updated[0], updated[1] if scale is not None else None
-    if backend is not None:
-        output = attend_fused(
-            query,
-            cache,
-            scale,
-            offset,
-            quant_bit=quant_bit,
-            quant_group=quant_group,
-            bias_split=bias_split,
-            backend=backend,
-        )
-        return output, *updated
-    keys, values = read_tokens(tokens, cache, scale, quant_bit=quant_bit, dtype=query.dtype)
-    live = mx.arange(tokens) <= offset.reshape(-1, 1)  # (B or 1, T)
-    return attend_live_tokens(query, keys, values, live, bias_split=bias_split), *updated
 
 
 def attend_fused(
@@ -168,7 +113,7 @@ def write_tokens(
         if isinstance(start, int):
             array[0, :, :, :, start : start + key.shape[2]] = part
         else:
-            array[:] = _put_tokens(array, part, mx.array(start))  # the caller's array gets the new value
+            array[:] = put_tokens(array, part, mx.array(start))  # the caller's array gets the new value
 
 
 def read_tokens(
@@ -232,7 +177,7 @@ def float_tokens(
     return both[:, 0], both[:, 1]
 
 
-def _put_tokens(array: mx.array, tokens: mx.array, offset: mx.array) -> mx.array:
+def put_tokens(array: mx.array, tokens: mx.array, offset: mx.array) -> mx.array:
     """A cache or scale with (B, 2, K, S, last) tokens written at ``offset`` (B,), in one operation for all sequences.
 
     MLX writes in place where nothing else holds ``array``.

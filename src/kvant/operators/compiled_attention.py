@@ -1,0 +1,93 @@
+"""Attention of a compiled decode step: operations that are the same for any offset. Unchecked."""
+
+import math
+
+import mlx.core as mx
+
+from kvant.operators.attention import GPU_FUSED_HEAD_DIMS, value_bias_of
+from kvant.operators.bias_split import BiasSplit, score_bias
+from kvant.operators.cached_attention import attend_fused, put_tokens, read_tokens, stored_tokens
+from kvant.operators.kernels.launch import Backend
+
+
+def append_and_attend_static(
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    offset: mx.array,
+    cache: mx.array,
+    scale: mx.array | None,
+    *,
+    tokens: int,
+    quant_bit: int,
+    quant_group: int,
+    bias_split: BiasSplit | None,
+    backend: Backend | None = None,
+) -> tuple[mx.array, ...]:
+    """``append_and_attend`` for one new token, as a function of arrays that returns new arrays.
+
+    Its operations and shapes do not depend on ``offset``, so it can be part of a compiled step. MLX still writes in
+    place where nothing else holds the old arrays. An offset past the cache loses the write silently.
+
+    Args:
+        query: (B, H, 1, D).
+        key, value: (B, K, 1, D).
+        offset: integers, the position of the new token: () for all sequences, or (B,), one each.
+        tokens: cached tokens to read, more than ``offset``. The fused kernel reads ``offset`` instead.
+
+    Returns:
+        (B, H, 1, D) in the query's dtype, the new cache, and the new scale where one was given.
+    """
+    stored = [cache] if scale is None else [cache, scale]
+    new = stored_tokens(key, value, stored, quant_bit=quant_bit, quant_group=quant_group, backend=backend)
+    if offset.size == 1:
+        place = offset.reshape(1)
+        updated = [  # (B, 2, K, 1, last) -> (1, B, 2, K, 1, last)
+            mx.slice_update(array, part[None], place, axes=(4,)) for array, part in zip(stored, new, strict=True)
+        ]
+    else:
+        updated = [put_tokens(array, part, offset) for array, part in zip(stored, new, strict=True)]
+    cache, scale = updated[0], updated[1] if scale is not None else None
+    if backend is not None:
+        output = attend_fused(
+            query,
+            cache,
+            scale,
+            offset,
+            quant_bit=quant_bit,
+            quant_group=quant_group,
+            bias_split=bias_split,
+            backend=backend,
+        )
+        return output, *updated
+    keys, values = read_tokens(tokens, cache, scale, quant_bit=quant_bit, dtype=query.dtype)
+    live = mx.arange(tokens) <= offset.reshape(-1, 1)  # (B or 1, T)
+    return attend_live_tokens(query, keys, values, live, bias_split=bias_split), *updated
+
+
+def attend_live_tokens(
+    query: mx.array, key: mx.array, value: mx.array, live: mx.array, *, bias_split: BiasSplit | None = None
+) -> mx.array:
+    """Attention of one query over the live ones of T tokens. The operations do not depend on which are live. Unchecked.
+
+    Args:
+        query: (B, H, 1, D).
+        key, value: (B, K, T, D). Tokens that are not live have no effect, even where they hold NaN.
+        live: boolean with at least one True: (T,) for all sequences, or (B, T), one each.
+        bias_split: as in :func:`attend_tokens`.
+
+    Returns:
+        (B, H, 1, D) in the query's dtype.
+    """
+    D, T = key.shape[3], key.shape[2]
+    dtype = query.dtype
+    if bias_split is not None or D not in GPU_FUSED_HEAD_DIMS:  # as in attend_tokens
+        query, key, value = (x.astype(mx.float32) for x in (query, key, value))
+    mask = live.reshape(-1, 1, 1, T)
+    key, value = (mx.where(mask.swapaxes(2, 3), x, mx.zeros_like(x)) for x in (key, value))
+    if bias_split is not None and bias_split.pairs:
+        mask = mx.where(mask, score_bias(query, bias_split, T), -math.inf)
+    output = mx.fast.scaled_dot_product_attention(query, key, value, scale=1 / math.sqrt(D), mask=mask)
+    if bias_split is not None:
+        output = output + value_bias_of(bias_split, query.shape[1])
+    return output.astype(dtype)
