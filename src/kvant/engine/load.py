@@ -52,7 +52,7 @@ def load_folder(
     try:
         tokenizer = begin_loading(folder, process or TextProcess())
     except ModelError:
-        check_folder(folder)  # what is wrong with the model itself is said first
+        check_folder(folder)  # an error of the model itself is said first
         raise
     model = load_decoder(folder, progress, adapter)
     loaded = tokenizer()

@@ -1,6 +1,6 @@
 """A model folder to another one with quantized or recast weights, by mlx-lm's converter.
 
-Of mlx-lm's, the model classes, the quantizer and the writer are used. Its ``convert`` as a whole is not: it reads every
+kvant uses mlx-lm's model classes, quantizer and writer. It does not use mlx-lm's ``convert``, which reads every
 model*.safetensors it finds, drops an output head where config.json leaves tie_word_embeddings out, writes the
 tokenizer's files anew and copies the folder's Python files.
 """
@@ -47,7 +47,7 @@ class Conversion:
 def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progress | None = None) -> Conversion:
     """Convert a model folder with floating-point weights.
 
-    The new folder is written under another name beside ``dest`` and renamed at the end: there whole or not at all.
+    The new folder is written under another name beside ``dest`` and renamed at the end. It appears whole or not at all.
 
     Args:
         source: a folder kvant can load. Nothing in it is executed.
@@ -93,9 +93,9 @@ def _expected(config: ModelConfig, tensors: TensorFiles) -> dict[str, tuple[int,
 
 
 def _check_finite(source: Path, config: ModelConfig, to: WeightFormat, progress: Progress) -> None:
-    """Refuse weights that are no numbers, or none in the new dtype: quantized they would look like any others.
+    """Refuse weights that are not finite, as stored or in the new dtype. Quantized, they would look like any others.
 
-    Tensor by tensor, each read and let go; the conversion reads them again.
+    It reads one tensor at a time and frees it. The conversion reads them again.
     """
     tensors = TensorFiles(source)
     expected = _expected(config, tensors)

@@ -60,7 +60,7 @@ def scratch_bytes(
     before, after = (numbers * new * itemsize for numbers in (qkv + append, mlp))
     scores, blocks = _scores(config, on_cpu, new, tokens)
     if pairs and new <= MAX_SCORE_QUERIES:
-        scores *= 3  # what the keys' bias adds to them, and the same masked
+        scores *= 3  # the scores of the keys' bias, and the same masked
     cached = 2 * KV * tokens  # numbers
     between = attention * new * FLOAT32 + scores
     if kv_bits:
