@@ -12,6 +12,7 @@ import pytest
 from support.checkpoints import quantize_reference, qwen2_config, reference_logits, reference_model, save_checkpoint
 from support.numbers import relative_error
 
+from kvant.cache import FullKVCache
 from kvant.errors import ContextError
 from kvant.models import Decoder, load_decoder
 
@@ -174,6 +175,8 @@ def test_an_offset_can_only_confirm_the_cache(make_checkpoint: Callable[..., tup
         model(mx.array([[1.0]]), cache=cache)
     with pytest.raises(ValueError, match="offset is False"):
         model(mx.array([[1]]), offset=False)
+    with pytest.raises(ValueError, match="offset is 5; the cache holds 0 tokens"):  # two sequences, none there yet
+        model(mx.array([[5], [6]]), offset=5, cache=[FullKVCache() for _ in model.layers])
     with pytest.raises(ContextError, match="this machine has"):
         model.make_cache(10**12)
     with pytest.raises(ValueError, match="the cache has 1 layers; expected 2"):

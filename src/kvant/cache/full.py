@@ -50,9 +50,8 @@ class FullKVCache(KVCache):
             raise ValueError(f"the cache holds {list(self.lengths)} tokens; expected sequences of one length")
         if self._key_value is not None and offset:
             self.check_shape(batch, key.shape[1], key.shape[3])
-            cached_key, cached_value = (
-                x[:, :, :offset] for x in self._key_value
-            )  # without a step that was not committed
+            # Without the tokens of a step that was not committed.
+            cached_key, cached_value = (x[:, :, :offset] for x in self._key_value)
             if key.dtype != cached_key.dtype:
                 raise ValueError(f"key is {key.dtype}; the cache holds {cached_key.dtype}")
             key = mx.concatenate([cached_key, key], axis=2)

@@ -177,6 +177,5 @@ class ModelCache(Sequence[KVCache]):
     def release(self) -> None:
         """Give the memory back. The cache cannot be used after it."""
         with self.turn:
-            self.reset()
             for layer in self._layers:
                 layer.release()

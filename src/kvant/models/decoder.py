@@ -199,14 +199,13 @@ class Decoder:
         """
         if inputs.ndim != 2 or 0 in inputs.shape:
             raise ValueError(f"inputs has shape {tuple(inputs.shape)}; expected (B, S) token ids")
+        batch = inputs.shape[0]
         if cache is None:
-            lengths: tuple[int, ...] = (0,) * inputs.shape[0]
-            _check_offset(offset, lengths)
+            _check_offset(offset, (0,) * batch)
             return self.states(inputs, 0, [None] * len(self.layers))
         cache = self.check_cache(cache)
-        lengths = cache.lengths
-        if len(lengths) == inputs.shape[0]:
-            _check_offset(offset, lengths)
+        # An empty cache that grows takes any number of sequences. Another number of them is refused by begin.
+        _check_offset(offset, cache.lengths if len(cache.lengths) == batch else cache.lengths[:1] * batch)
         lengths = cache.begin(inputs)
         return self.states(inputs, lengths[0] if len(set(lengths)) == 1 else mx.array(lengths), cache)
 
