@@ -2,8 +2,8 @@
 
 architectures.json holds one configuration a module of mlx_lm.models, as config.json would have it without its
 ``model_type``. Every kind of layer of an architecture occurs. Windows and chunks are 8 tokens: a short text runs past
-them. Widths of cached rows are multiples of 32, the size of quantization groups. phi3small alone has a large vocabulary:
-its model writes to the logits of fixed tokens up to number 100,351.
+them. Widths of cached rows are multiples of 32, the size of quantization groups. phi3small alone has a large
+vocabulary: its model writes to the logits of fixed tokens up to number 100,351.
 
 Which fields an architecture needs follows tests/test_models.py of ml-explore/mlx-lm (MIT, commit d78bf58) where it has
 the architecture, and the fields of its ``ModelArgs`` otherwise.
