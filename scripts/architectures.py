@@ -90,7 +90,7 @@ def reference(name: str, model: nn.Module) -> tuple[list[int], mx.array]:
 
 
 def in_one_call(model: nn.Module, tokens: list[int]) -> mx.array:
-    """The logits of :func:`run`, with mlx-lm's own cache and all tokens at once: nothing is read that was cached before."""
+    """The logits of :func:`run` from all tokens at once and mlx-lm's own cache: no row of an earlier call is read."""
     logits = model(mx.array([tokens]), cache=theirs.make_prompt_cache(model))
     return finite(logits[0, len(PROMPT) - 1 :])
 
