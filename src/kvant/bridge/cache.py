@@ -88,10 +88,8 @@ class BridgedCache(ModelCache):
             raise ValueError(
                 f"the cache holds {list(self.lengths)} tokens; mlx-lm's models take sequences of one length"
             )
-        lengths = super().begin(inputs)
-        for layer in self._bridged:
-            layer.begin()
-        return lengths
+        self.end_step()
+        return super().begin(inputs)
 
     def commit(
         self, num_tokens: int | Sequence[int] | None = None, *, ids: Sequence[Sequence[int]] | None = None
