@@ -12,8 +12,13 @@ SMALLEST_BUCKET = 256
 
 
 def can_compile(cache: Sequence[KVCache]) -> bool:
-    """Whether a step through this cache is the same for every token: its arrays never change shape."""
-    return all(isinstance(layer, QuantizedKVCache) for layer in cache)
+    """Whether a step through this cache is the same for every token: its arrays never change shape.
+
+    A window with a bias split is not: the angles of a new token are computed in Python.
+    """
+    return all(
+        isinstance(layer, QuantizedKVCache) and (layer.window is None or layer.bias_split is None) for layer in cache
+    )
 
 
 def should_compile() -> bool:
