@@ -142,6 +142,17 @@ def kinds(model: nn.Module) -> dict[str, int]:
     return dict(Counter(names[type(cache)] for cache in leaves(theirs.make_prompt_cache(model))))
 
 
+def windows(model: nn.Module) -> list[int]:
+    """Tokens of each window and chunk that mlx-lm's caches of a model have."""
+    found = []
+    for cache in leaves(theirs.make_prompt_cache(model)):
+        if isinstance(cache, theirs.RotatingKVCache):
+            found.append(cache.max_size)
+        elif isinstance(cache, theirs.ChunkedKVCache):
+            found.append(cache.chunk_size)
+    return found
+
+
 def has_sinks(model: nn.Module) -> bool:
     """Whether a model gives learned sinks to MLX's attention."""
     plain, seen = mx.fast.scaled_dot_product_attention, []
@@ -181,6 +192,8 @@ def measure(name: str) -> dict[str, Any]:
     for bits, figure in ((0, worst), (8, median), (4, median)):
         _, logits = run(model, kvant_cache(model, bits), tokens)
         found[f"error at {bits} bits"] = round_to_two(figure(errors(logits, expected)))
+        if bits == 0:
+            found["same tokens at 0 bits"] = logits.argmax(axis=-1).tolist() == expected.argmax(axis=-1).tolist()
     quantized = their_quantized(model, tokens, expected)
     found["mlx-lm at 8 bits"] = quantized if isinstance(quantized, str) else round_to_two(quantized)
     return found
@@ -208,17 +221,19 @@ def page(recorded: dict[str, Any]) -> str:
     keeping = [row for row in rows.values() if has_rows(row)]
     both = [row for row in keeping if not isinstance(row["mlx-lm at 8 bits"], str)]
     ratios = sorted(row["error at 8 bits"] / row["mlx-lm at 8 bits"] for row in both)
+    raising = sum(str(row["mlx-lm at 8 bits"]).startswith("raises") for row in keeping)
     furthest = max(row["error at 0 bits"] for row in rows.values())
+    same = sum(row["same tokens at 0 bits"] for row in rows.values())
     return f"""# Every mlx-lm architecture through kvant's cache
 
 <!-- Written by `python scripts/architectures.py`. tests/bridge/test_architectures.py measures it again. -->
 
 mlx-lm {versions["mlx-lm"]} has {len(ALLOWED | REFUSED.keys())} architectures. kvant loads {len(ALLOWED)} of them and \
 refuses {len(REFUSED)}. {len(rows)} are measured here.
-Without quantization all agree with mlx-lm's own cache: the worst error is {furthest:.1e}, and every greedy token is \
-the same.
-{len(keeping)} of them keep keys and values. mlx-lm's own 8-bit cache runs {len(both)} of the {len(keeping)}. For the \
-others it raises, or leaves keys and values at full precision without a word.
+Without quantization the worst error of all, against mlx-lm's own cache, is {furthest:.1e}. {same} of {len(rows)} \
+choose the same token everywhere.
+{len(keeping)} of them keep keys and values. mlx-lm's own 8-bit cache runs {len(both)} of these. It raises for \
+{raising}, and leaves keys and values of {len(keeping) - len(both) - raising} at full precision without a word.
 Where both run, kvant's error at 8 bits is {median(ratios):.1f} times mlx-lm's (median).
 
 **How.** Each is a tiny model with random float32 weights, on a CPU with MLX {versions["mlx"]}. A prompt of \
