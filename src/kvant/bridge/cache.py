@@ -124,7 +124,7 @@ class BridgedCache(ModelCache):
     def describe(self) -> list[str]:
         """What it is made of, a line for each kind of layer, and where a group is not the one asked for."""
         kinds = Counter(_described(layer) for layer in self._bridged)
-        lines = [f"{count} {'layer' if count == 1 else 'layers'}: {kind}" for kind, count in kinds.items()]
+        lines = [f"{_counted(count)}: {kind}" for kind, count in kinds.items()]
         return [*lines, *self._notes]
 
 
@@ -179,7 +179,7 @@ def make_model_cache(
     entries, layers = _make(model, max_seq_len, kernels=kernels, **options)
     groups = Counter(layer.quant_group for layer in layers if isinstance(layer, BridgedKVCache) and quant_bit)
     notes = [
-        f"groups of {group} in {count} layers: {quant_group} does not divide their width"
+        f"groups of {group} in {_counted(count)}: {quant_group} does not divide every width there"
         for group, count in groups.items()
         if group != quant_group
     ]
@@ -263,6 +263,10 @@ def _token_bytes(leaf: Attention, quant_bit: int, quant_group: int) -> int:
     if not quant_bit:
         return width * leaf.dtype.size
     return width * quant_bit // 8 + width // leaf.group(quant_group) * mx.float16.size
+
+
+def _counted(layers: int) -> str:
+    return "1 layer" if layers == 1 else f"{layers} layers"
 
 
 def _described(layer: Layer) -> str:
