@@ -257,6 +257,7 @@ class StateCache(KVCache):
         super().__init__(batch)
         self.arrays = arrays
         self._committed = list(arrays.cache)
+        self._released = False
 
     @property
     def max_seq_len(self) -> int:
@@ -299,6 +300,8 @@ class StateCache(KVCache):
 
     def reserve(self, num_tokens: int) -> None:
         """Raise a ContextError unless every sequence has room for ``num_tokens`` more tokens."""
+        if self._released:
+            raise RuntimeError("the cache was released; expected one that was not")
         if self.offset + num_tokens > self._max_seq_len:
             raise ContextError(
                 f"{num_tokens} more tokens do not fit: "
@@ -318,3 +321,4 @@ class StateCache(KVCache):
         """Give the memory back. The cache cannot be used after it."""
         self.sequences.reset()
         self.begin()
+        self._released = True
