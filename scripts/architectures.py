@@ -267,7 +267,7 @@ The reference agrees with mlx-lm's model in one call over all tokens, but for th
 
 | name | why |
 | --- | --- |
-{lines(f"| {name} | needs a Mac: some of its layers are Metal kernels alone |" for name in sorted(NEEDS_METAL))}
+{lines(f"| {name} | allowed, not tried: some of its layers are Metal kernels alone, so it needs a Mac |" for name in sorted(NEEDS_METAL))}
 {lines(f"| {name} | refused: {reason} |" for name, reason in sorted(REFUSED.items()))}
 
 ## Other names
