@@ -37,6 +37,7 @@ GROUP = 32
 # The reference is mlx-lm's own cache, fed as kvant's is, or all tokens in one call. Both agree for most architectures.
 ONE_CALL = {"plamo3": "mlx-lm's mask shows one token more than its cache keeps"}
 AS_FED = {"phi3small": "mlx-lm adds its boolean mask to the scores, so that a token sees those after it in its call"}
+WITHOUT_METAL = "allowed, not tried: some of its layers are Metal kernels alone, so it needs a Mac"
 TINY = 1e-5  # what rounding alone makes
 
 
@@ -267,7 +268,7 @@ The reference agrees with mlx-lm's model in one call over all tokens, but for th
 
 | name | why |
 | --- | --- |
-{lines(f"| {name} | allowed, not tried: some of its layers are Metal kernels alone, so it needs a Mac |" for name in sorted(NEEDS_METAL))}
+{lines(f"| {name} | {WITHOUT_METAL} |" for name in sorted(NEEDS_METAL))}
 {lines(f"| {name} | refused: {reason} |" for name, reason in sorted(REFUSED.items()))}
 
 ## Other names
