@@ -17,7 +17,7 @@ from kvant.engine.load import POCKET, find_adapter, find_model, load_folder
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ContextError
-from kvant.models import Decoder
+from kvant.models import LanguageModel
 from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer
@@ -66,7 +66,7 @@ class RunOptions:
 class Session:
     """A loaded model with its reserved cache."""
 
-    model: Decoder
+    model: LanguageModel
     tokenizer: Tokenizer
     cache: ModelCache
     load_s: float

@@ -139,6 +139,8 @@ class Decoder:
         dtype: the dtype activations are computed in.
     """
 
+    last_token_alone = False  # the logits of a prompt's last token are computed alone
+
     def __init__(
         self,
         config: ModelConfig,
@@ -224,11 +226,30 @@ class Decoder:
             x = layer(x, rotate, cache)
         return rms_norm(x, self._norm, self.config.rms_norm_eps)
 
-    def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
-        """The cache, or one made of a list of layers; a ValueError if it has other layers than the model."""
+    def check_cache(self, cache: Sequence[KVCache], batch: int | None = None) -> ModelCache:
+        """The cache, or one made of a list of layers.
+
+        Args:
+            cache: from :meth:`make_cache`.
+            batch: the sequences it is to be for; None: any number, and the shapes of its layers are not looked at.
+
+        Raises:
+            ValueError: a cache of another model, or of another number of sequences.
+        """
         if len(cache) != len(self.layers):
             raise ValueError(f"the cache has {len(cache)} layers; expected {len(self.layers)}")
-        return ModelCache.of(cache)
+        cache = ModelCache.of(cache)
+        if batch is not None:
+            cache.check_shape(batch, self.config.num_key_value_heads, self.config.head_dim)
+        return cache
+
+    def feed(self, inputs: mx.array, cache: ModelCache) -> list[mx.array]:
+        """Begin a step of (B, S) ids whose logits nobody reads; see :class:`kvant.models.LanguageModel`."""
+        return [self.hidden_states(inputs, cache=cache)[:, -1]]
+
+    def next_logits(self, inputs: mx.array, cache: ModelCache) -> mx.array:
+        """Begin a step of (B, S) ids. Returns the logits (B, vocab) of the last position, not evaluated."""
+        return self.logits(self.hidden_states(inputs, cache=cache)[:, -1])
 
     def logits(self, hidden_states: mx.array) -> mx.array:
         """(..., hidden) -> (..., vocab)."""

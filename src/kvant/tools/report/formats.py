@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvant.cache import ModelCache
-from kvant.models import Decoder
+from kvant.models import Decoder, LanguageModel
 from kvant.operators.quantization import check_quantization
 
 NOTATION = "0, or BITSgGROUP with 8 or 4 bits, such as 8g32 or 4g64:nosplit"
@@ -40,11 +40,11 @@ class CacheFormat:
             return "--kv-bits 0"
         return f"--kv-bits {self.bits} --kv-group-size {self.group}{'' if self.split else ' --no-kv-bias-split'}"
 
-    def make_cache(self, model: Decoder, max_seq_len: int) -> ModelCache:
+    def make_cache(self, model: LanguageModel, max_seq_len: int) -> ModelCache:
         """One cache a layer; errors as those of :meth:`Decoder.make_cache`."""
         return model.make_cache(max_seq_len, quant_bit=self.bits, quant_group=self.group, bias_split=self.split)
 
-    def bytes_per_token(self, model: Decoder) -> int:
+    def bytes_per_token(self, model: LanguageModel) -> int:
         """Bytes that each token more takes in all layers; bytes that do not grow with the tokens are left out."""
         one, two = (self.make_cache(model, tokens).nbytes for tokens in (1, 2))
         return two - one
@@ -76,25 +76,32 @@ def parse_formats(text: str) -> list[CacheFormat]:
     return found
 
 
-def check_formats(formats: Sequence[CacheFormat], model: Decoder) -> None:
-    """Raise a ValueError, naming the format, where a model's cache cannot have one."""
+def check_formats(formats: Sequence[CacheFormat], model: LanguageModel) -> None:
+    """Raise a ValueError, naming the format, where a model's cache cannot have one.
+
+    The heads of a bridged model may differ from layer to layer, and its cache takes the part of a group that divides
+    them all: any group will do.
+    """
     for candidate in formats:
+        head_dim = model.config.head_dim if isinstance(model, Decoder) else candidate.group
         try:
-            check_quantization(candidate.bits, candidate.group, model.config.head_dim)
+            check_quantization(candidate.bits, candidate.group, head_dim)
         except ValueError as error:
             raise ValueError(f"format {candidate.label}: {error}") from error
         if candidate.bits and not candidate.split and not has_bias(model):
             raise ValueError(f"format {candidate.label}: the model's keys and values have no bias to split off")
 
 
-def default_formats(model: Decoder) -> list[CacheFormat]:
+def default_formats(model: LanguageModel) -> list[CacheFormat]:
     """8 and 4 bits in groups of 32 and 64, with and without the bias split where there is something to split."""
-    head_dim = model.config.head_dim
-    groups = [group for group in DEFAULT_GROUPS if head_dim % group == 0] or [head_dim]
+    groups = list(DEFAULT_GROUPS)
+    if isinstance(model, Decoder):
+        head_dim = model.config.head_dim
+        groups = [group for group in DEFAULT_GROUPS if head_dim % group == 0] or [head_dim]
     splits = (True, False) if has_bias(model) else (True,)
     return [CacheFormat(bits, group, split) for bits in DEFAULT_BITS for group in groups for split in splits]
 
 
-def has_bias(model: Decoder) -> bool:
+def has_bias(model: LanguageModel) -> bool:
     """Whether keys and values have biases that a cache can do without."""
-    return any(layer.self_attn.qkv_bias is not None for layer in model.layers)
+    return isinstance(model, Decoder) and any(layer.self_attn.qkv_bias is not None for layer in model.layers)
