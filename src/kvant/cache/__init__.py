@@ -5,5 +5,14 @@ from kvant.cache.full import FullKVCache
 from kvant.cache.layer import AttentionCache, KVCache
 from kvant.cache.model import ModelCache
 from kvant.cache.quantized import QuantizedKVCache
+from kvant.cache.window import WindowKVCache
 
-__all__ = ["AttentionCache", "CompiledCacheView", "FullKVCache", "KVCache", "ModelCache", "QuantizedKVCache"]
+__all__ = [
+    "AttentionCache",
+    "CompiledCacheView",
+    "FullKVCache",
+    "KVCache",
+    "ModelCache",
+    "QuantizedKVCache",
+    "WindowKVCache",
+]

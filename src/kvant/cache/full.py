@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from kvant.cache.layer import KVCache
-from kvant.operators.attention import attend_tokens
+from kvant.operators.attention import attend_tokens, both_masks, window_mask
 from kvant.operators.validation import check_tokens
 
 
@@ -13,8 +13,10 @@ class FullKVCache(KVCache):
     The contract is Tiny-LLM's TinyKvFullCache.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, window: int | None = None) -> None:
+        """``window``: the last tokens that a query sees in :meth:`attend`; None: all."""
         super().__init__(None)
+        self.window = window
         self._key_value: tuple[mx.array, mx.array] | None = None
 
     @property
@@ -62,11 +64,22 @@ class FullKVCache(KVCache):
             self.sequences.commit(key.shape[2] - offset)
         return key, value, key.shape[2], mask
 
-    def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
+    def attend(
+        self,
+        query: mx.array,
+        key: mx.array,
+        value: mx.array,
+        mask: mx.array | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
         """Append keys and values and attend to every token so far; see :class:`kvant.cache.KVCache`."""
         check_tokens(query, key, value, mask, self.offset)
-        all_keys, all_values, _, _ = self.update_and_fetch(key, value)
-        return attend_tokens(query, all_keys, all_values, mask=mask)
+        S = key.shape[2]
+        all_keys, all_values, T, _ = self.update_and_fetch(key, value)
+        if self.window is not None and self.window < T:
+            seen = window_mask(S, T, self.window)
+            mask = seen if mask is None else both_masks(seen, mask)
+        return attend_tokens(query, all_keys, all_values, mask=mask, sinks=sinks)
 
     def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
         """Raise a ValueError unless the cache is empty or holds keys and values of this shape."""

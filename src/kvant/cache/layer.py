@@ -6,7 +6,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from kvant.cache.sequences import Sequences
+from kvant.cache.sequences import Sequences, TrimLimit
 from kvant.operators.bias_split import BiasSplit
 
 
@@ -17,11 +17,20 @@ class AttentionCache(Protocol):
     def bias_split(self) -> BiasSplit | None:
         """The biases that keys and values are to be given without; None: they are given whole."""
 
-    def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
+    def attend(
+        self,
+        query: mx.array,
+        key: mx.array,
+        value: mx.array,
+        mask: mx.array | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
         """Append (B, K, S, D) keys and values, and attend (B, H, S, D) queries to every token so far, causally.
 
-        ``mask`` is added to the scores (boolean: True keeps): (S, T), (H, S, T) or (B, H, S, T) with T = offset + S,
-        where H and B may be 1. A sequence shorter than the longest reads its own first columns. Returns (B, H, S, D).
+        A cache with a window lets a query see the last tokens only. ``mask`` is added to the scores (boolean: True
+        keeps): (S, T), (H, S, T) or (B, H, S, T) with T = offset + S, where H and B may be 1. A sequence shorter than
+        the longest reads its own first columns. ``sinks`` (H,) are learned scores that take their share of the softmax
+        and add nothing. Returns (B, H, S, D).
         """
 
 
@@ -33,12 +42,14 @@ class KVCache(ABC):
 
     Attributes:
         sequences: the sequences it holds, its own or those of the model's cache.
+        window: the last tokens that a query sees, its own included; None: it sees all.
     """
 
     bias_split: BiasSplit | None = None
+    window: int | None = None
 
     def __init__(self, batch: int | None) -> None:
-        self.sequences = Sequences(batch)
+        self.sequences = Sequences(batch, limits=self.limits)
         self._number: int | None = None  # of the layer in a model's cache
 
     @property
@@ -57,6 +68,11 @@ class KVCache(ABC):
         """The reservation: tokens a sequence can have; None: the cache grows."""
 
     @property
+    def limits(self) -> tuple[TrimLimit, ...]:
+        """How far it can go back; nothing: to any length."""
+        return ()
+
+    @property
     @abstractmethod
     def state(self) -> list[mx.array]:
         """Its arrays, for mlx-lm, which evaluates them."""
@@ -67,7 +83,14 @@ class KVCache(ABC):
         return sum(part.nbytes for part in (*self.state, self.bias_split) if part is not None)
 
     @abstractmethod
-    def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
+    def attend(
+        self,
+        query: mx.array,
+        key: mx.array,
+        value: mx.array,
+        mask: mx.array | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
         """Append and attend; see :meth:`AttentionCache.attend`."""
 
     @abstractmethod
@@ -81,6 +104,9 @@ class KVCache(ABC):
     @abstractmethod
     def release(self) -> None:
         """Give the memory back. The cache cannot be used after it."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Do what waited for a step to be committed."""
 
     def bind(self, sequences: Sequences, number: int) -> None:
         """Become layer ``number`` of a model's cache with these sequences."""

@@ -37,7 +37,9 @@ class ModelCache(Sequence[KVCache]):
             raise ValueError(f"the cache has {len(self._layers)} layers; expected at least one, none twice")
         first = self._layers[0].sequences
         if not first.shared:
-            first = Sequences(None if self._layers[0].max_seq_len is None else len(first.lengths), shared=True)
+            batch = None if self._layers[0].max_seq_len is None else len(first.lengths)
+            limits = {limit for layer in self._layers for limit in layer.limits}
+            first = Sequences(batch, shared=True, limits=limits)
             for number, layer in enumerate(self._layers):
                 if layer.sequences.shared or layer.offset:
                     raise ValueError(f"layer {number} of the cache holds {layer.offset} tokens; expected an empty one")
@@ -128,6 +130,7 @@ class ModelCache(Sequence[KVCache]):
             raise ValueError(f"the cache is for a batch of {len(self.lengths)}; given {batch}")
         self.reserve(num_tokens)
         self._sequences.step = inputs
+        self._sequences.values.clear()
         return self.lengths
 
     def commit(
@@ -151,6 +154,8 @@ class ModelCache(Sequence[KVCache]):
             raise ValueError(f"num_tokens is {num_tokens}; the step has {step.shape[1]}")
         given: Sequence[Sequence[int]] = step.tolist() if ids is None else ids  # type: ignore[assignment]
         self._sequences.commit(count, given)
+        for layer in self._layers:
+            layer.settle()
 
     def compiled_views(self, offset: mx.array, num_tokens: int) -> list[CompiledCacheView]:
         """The layers of a step that is compiled; arguments as in :class:`CompiledCacheView`."""
@@ -165,6 +170,10 @@ class ModelCache(Sequence[KVCache]):
         """Forget what sequences have past their first ``num_tokens`` tokens, an int for all or one each."""
         each = num_tokens if isinstance(num_tokens, Sequence) else [num_tokens] * len(self.lengths)
         self.trim([max(0, length - kept) for length, kept in zip(self.lengths, each, strict=True)])
+
+    def can_trim_to(self, num_tokens: int) -> bool:
+        """Whether every sequence can go back to its first ``num_tokens`` tokens, exactly."""
+        return all(self._sequences.can_return(b, min(length, num_tokens)) for b, length in enumerate(self.lengths))
 
     def end_step(self) -> None:
         """Drop a step that was begun and is not committed."""

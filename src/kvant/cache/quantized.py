@@ -5,7 +5,7 @@ import mlx.core as mx
 from kvant.cache.layer import KVCache
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.cached_attention import append_and_attend
+from kvant.operators.cached_attention import append_and_attend, float_tokens, write_tokens
 from kvant.operators.dispatch import resolve
 from kvant.operators.kernels.attend import unsupported_reason
 from kvant.operators.kernels.launch import Backend
@@ -21,7 +21,7 @@ class QuantizedKVCache(KVCache):
     copy the whole buffer at the next append.
 
     Attributes:
-        quant_bit, quant_group, bias_split: as given.
+        head_dim, value_head_dim, quant_bit, quant_group, bias_split: as given.
         backend: runs the fused kernel for the calls it supports; None: every call is unfused.
     """
 
@@ -31,6 +31,7 @@ class QuantizedKVCache(KVCache):
         num_kv_heads: int,
         head_dim: int,
         *,
+        value_head_dim: int | None = None,
         batch: int = 1,
         quant_bit: int = 8,
         quant_group: int = 32,
@@ -45,9 +46,11 @@ class QuantizedKVCache(KVCache):
             max_seq_len: tokens it can hold.
             num_kv_heads: K.
             head_dim: D.
+            value_head_dim: the width of values, where it is not that of keys. Both lie side by side then, and the fused
+                kernel does not take them.
             batch: B, sequences side by side, each with a length of its own.
             quant_bit: 8, 4, or 0 for no quantization.
-            quant_group: elements of D that share one scale.
+            quant_group: elements of D that share one scale; it divides the width of values too.
             dtype: of keys and values at 0 bits; not used otherwise.
             scale_dtype: float16 or float32.
             bias_split: the biases that keys and values come without; its table is as long as the cache.
@@ -64,37 +67,46 @@ class QuantizedKVCache(KVCache):
             ("max_seq_len", max_seq_len),
             ("num_kv_heads", num_kv_heads),
             ("head_dim", head_dim),
+            ("value_head_dim", head_dim if value_head_dim is None else value_head_dim),
             ("batch", batch),
         ):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name} is {number!r}; expected a positive int")
-        check_quantization(quant_bit, quant_group, head_dim)
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        for width in (head_dim, value_head_dim):
+            check_quantization(quant_bit, quant_group, width)
         if dtype not in FLOAT_DTYPES or scale_dtype not in SCALE_DTYPES:
             raise ValueError(f"dtype is {dtype}, scale_dtype {scale_dtype}; expected floats, the scale's not bfloat16")
         check_process()
+        self._max_seq_len = max_seq_len
         super().__init__(batch)
+        self.head_dim = head_dim
+        self.value_head_dim = value_head_dim
         self.quant_bit = quant_bit
         self.quant_group = quant_group
         self.bias_split = bias_split
         self.backend = resolve(kernels, self._unsupported_reason((batch, num_kv_heads, 1, head_dim)))
-        self._max_seq_len = max_seq_len
-        shape = (1, batch, 2, num_kv_heads, max_seq_len)
-        stored = head_dim // 2 if quant_bit == 4 else head_dim
+        sides, width = (2, head_dim) if head_dim == value_head_dim else (1, head_dim + value_head_dim)
+        shape = (1, batch, sides, num_kv_heads, self.num_rows)
         # A list, not two attributes: mx.compile captures a container, and puts new arrays into it.
-        self.arrays = [mx.zeros((*shape, stored), quantized_dtype(quant_bit) if quant_bit else dtype)]
+        self.arrays = [
+            mx.zeros(
+                (*shape, width // 2 if quant_bit == 4 else width), quantized_dtype(quant_bit) if quant_bit else dtype
+            )
+        ]
         if quant_bit:
-            self.arrays.append(mx.zeros((*shape, head_dim // quant_group), scale_dtype))
+            self.arrays.append(mx.zeros((*shape, width // quant_group), scale_dtype))
         tables = [] if bias_split is None else [bias_split.key_bias, bias_split.rotation, bias_split.value_bias]
         mx.eval(self.arrays, tables)  # reserved now, not at the first token
 
     @property
     def cache(self) -> mx.array:
-        """Quantized values, or keys and values as they are at 0 bits: (1, B, 2, K, max_seq_len, D')."""
+        """Quantized values, or keys and values as they are at 0 bits: (1, B, 2, K, num_rows, D')."""
         return self.arrays[0]
 
     @property
     def scale(self) -> mx.array | None:
-        """Scales: (1, B, 2, K, max_seq_len, D/G); None at 0 bits."""
+        """Scales: (1, B, 2, K, num_rows, D/G); None at 0 bits."""
         return self.arrays[1] if self.quant_bit else None
 
     def backend_for(self, query: mx.array) -> Backend | None:
@@ -108,11 +120,23 @@ class QuantizedKVCache(KVCache):
         return self._max_seq_len
 
     @property
+    def num_rows(self) -> int:
+        """Rows of its arrays that a sequence has."""
+        return self._max_seq_len
+
+    @property
     def state(self) -> list[mx.array]:
         """Its arrays, for mlx-lm, which evaluates them."""
         return self.arrays
 
-    def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
+    def attend(
+        self,
+        query: mx.array,
+        key: mx.array,
+        value: mx.array,
+        mask: mx.array | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
         """Append keys and values and attend to every row so far; see :class:`kvant.cache.KVCache`.
 
         Raises:
@@ -135,11 +159,35 @@ class QuantizedKVCache(KVCache):
             quant_bit=self.quant_bit,
             quant_group=self.quant_group,
             bias_split=self.bias_split,
-            backend=self.backend_for(query),
+            sinks=sinks,
+            backend=None if sinks is not None else self.backend_for(query),
         )
         if not self.sequences.shared:
             self.sequences.commit(S)
         return output
+
+    def append(self, key: mx.array, value: mx.array) -> list[mx.array]:
+        """Write S tokens behind those that count, without counting them: key (B, K, S, D), value (B, K, S, Dv).
+
+        Returns:
+            what new queries may see, as it is stored; :meth:`read` makes keys and values of it. It has to be used, or
+            forgotten, before the next append: MLX would copy the whole buffer.
+
+        Raises:
+            ContextError: more tokens than there is room for; nothing was written.
+            ValueError: shapes that do not fit the cache.
+        """
+        B, K, S, D = key.shape
+        self.check_shape(B, K, D)
+        self.reserve(S)
+        offset, lengths = self.offset, self.lengths
+        start = offset if min(lengths) == offset else lengths
+        write_tokens(key, value, start, self.cache, self.scale, quant_bit=self.quant_bit, quant_group=self.quant_group)
+        return [array[0, :, :, :, : offset + S] for array in self.arrays]
+
+    def read(self, stored: list[mx.array], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """Keys (B, K, T, D) and values (B, K, T, Dv) of what :meth:`append` returned, not evaluated."""
+        return float_tokens(stored, quant_bit=self.quant_bit, dtype=dtype, key_dim=self.head_dim)
 
     def reserve(self, num_tokens: int) -> None:
         """Raise a ContextError unless every sequence has room for ``num_tokens`` more tokens."""
@@ -153,8 +201,7 @@ class QuantizedKVCache(KVCache):
 
     def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
         """Raise a ValueError unless the cache was made for this batch, these kv heads and this head dimension."""
-        _, B, _, K, _, stored = self.cache.shape
-        own = (B, K, stored * 2 if self.quant_bit == 4 else stored)
+        own = (self.cache.shape[1], self.cache.shape[3], self.head_dim)
         if own != (batch, num_kv_heads, head_dim):
             raise ValueError(
                 f"the cache is for a batch of {own[0]}, {own[1]} kv heads and a head_dim of {own[2]}; "
@@ -167,4 +214,6 @@ class QuantizedKVCache(KVCache):
         self.arrays.clear()
 
     def _unsupported_reason(self, query_shape: tuple[int, ...]) -> str | None:
+        if self.value_head_dim != self.head_dim:
+            return f"head_dim {self.head_dim} with values of {self.value_head_dim}; it takes values as wide as keys"
         return unsupported_reason(query_shape, quant_bit=self.quant_bit, quant_group=self.quant_group)

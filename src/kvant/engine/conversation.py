@@ -87,7 +87,7 @@ class Conversation:
             raise ContextError(f"the conversation would have {len(ids)} tokens; {limit} are reserved")
         # At least one token has to be fed for there to be logits.
         reused = min(_common_prefix(ids, self._cache.ids[0]), len(ids) - 1)
-        if not go_back(self._cache, [reused]):  # the whole conversation is fed again: slower, and right
+        if not go_back(self._cache, reused):  # the whole conversation is fed again: slower, and right
             reused = 0
         self.reused_tokens, self._text = reused, ""
         run = Run(

@@ -134,7 +134,7 @@ class Run:
                     self.finish_reason = self._full
                 self._failed = False
             except BaseException:
-                go_back(cache, held)
+                go_back(cache, held[0])
                 raise
         return token, logprobs
 
@@ -227,21 +227,16 @@ def prefill(
     return logits
 
 
-def go_back(cache: ModelCache, lengths: Sequence[int]) -> bool:
-    """Forget what sequences have past these lengths; everything, where some layer cannot go back so far.
+def go_back(cache: ModelCache, num_tokens: int) -> bool:
+    """Forget what sequences have past ``num_tokens`` tokens; everything, where some layer cannot go back so far.
 
     Returns:
         whether the tokens up to there are still held.
     """
-    if not can_go_back(cache, lengths):
+    if not cache.can_trim_to(num_tokens):
         cache.reset()
         return False
-    cache.trim_to(lengths)
-    return True
-
-
-def can_go_back(cache: ModelCache, lengths: Sequence[int]) -> bool:
-    """Whether every layer can forget what sequences have past these lengths, and keep the rest as it was."""
+    cache.trim_to(num_tokens)
     return True
 
 

@@ -13,8 +13,13 @@ SMALLEST_BUCKET = 256
 
 
 def can_compile(model: LanguageModel, cache: Sequence[KVCache]) -> TypeGuard[Decoder]:
-    """Whether the model's step through this cache is the same for every token: no array changes its shape."""
-    return isinstance(model, Decoder) and all(isinstance(layer, QuantizedKVCache) for layer in cache)
+    """Whether the model's step through this cache is the same for every token: no array changes its shape.
+
+    A window with a bias split is not: the angles of a new token are computed in Python.
+    """
+    return isinstance(model, Decoder) and all(
+        isinstance(layer, QuantizedKVCache) and (layer.window is None or layer.bias_split is None) for layer in cache
+    )
 
 
 def should_compile() -> bool:

@@ -137,7 +137,7 @@ class _Builder:
         mx.eval(norm, embed_tokens.arrays, lm_head.arrays if lm_head else [])
         layers = []
         for index in range(config.num_hidden_layers):
-            layer = self._block(table.layers.format(index), config.rotates[index])
+            layer = self._block(index)
             mx.eval(layer.arrays)  # layer by layer, so that only one is held in two dtypes
             layers.append(layer)
             progress(index + 1, config.num_hidden_layers)
@@ -150,8 +150,9 @@ class _Builder:
             if quantization is not None:
                 check_device(quantization)
 
-    def _block(self, path: str, rotates: bool) -> Block:
+    def _block(self, index: int) -> Block:
         config, table = self.config, self.config.architecture
+        path = table.layers.format(index)
         norms = {row.role: self._norm(path, row) for role in BLOCK_NORMS for row in table.of_role(role)}
         qkv = self._linear(path, "qkv")
         qkv_bias = None
@@ -161,7 +162,14 @@ class _Builder:
         head_norm, projection_norms = self._query_key_norms(path)
         return Block(
             self_attn=Attention(
-                config, qkv, qkv_bias, head_norm, projection_norms, self._linear(path, "output"), rotates
+                config,
+                qkv,
+                qkv_bias,
+                head_norm,
+                projection_norms,
+                self._linear(path, "output"),
+                rotates=config.rotates[index],
+                window=config.windows[index],
             ),
             mlp=MLP(self._linear(path, "gate_up"), self._linear(path, "down")),
             norms=norms,

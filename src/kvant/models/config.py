@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import ModelError
-from kvant.fields import MAX_SIZE, flag, number, shown, size, strings, token_ids
+from kvant.fields import flag, number, shown, size, strings, token_ids
 from kvant.files import read_json, refuse_code
 from kvant.models.architectures import ARCHITECTURES
 from kvant.models.architectures.table import Architecture, Parameter
@@ -23,11 +23,11 @@ class ModelConfig:
 
     Attributes:
         architecture: its table of parameters, and the defaults of this config.
-        max_position_embeddings: the context limit in tokens. Where layers see only the last tokens, it is no longer
-            than their window: up to there every token is still seen, and the model is computed exactly.
+        max_position_embeddings: the context limit in tokens.
         tie_word_embeddings: None: not said; then the head is tied if no lm_head is stored.
         biases: the flags of parameters, such as ``attention_bias``, that are on.
         rotates: whether each layer turns its queries and keys to their positions.
+        windows: of each layer, the last tokens that a query sees, its own included; None: it sees all.
         quantization: of every matrix; None: floating point.
         quantization_overrides: module path -> its own quantization, or None where it was left in floating point.
     """
@@ -46,6 +46,7 @@ class ModelConfig:
     tie_word_embeddings: bool | None
     biases: frozenset[str]
     rotates: tuple[bool, ...]
+    windows: tuple[int | None, ...]
     eos_token_ids: tuple[int, ...] = ()
     quantization: Quantization | None = None
     quantization_overrides: Mapping[str, Quantization | None] = field(default_factory=dict)
@@ -105,12 +106,13 @@ class ModelConfig:
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             vocab_size=size(raw, "vocab_size"),
-            max_position_embeddings=min(rope.context(positions), _window(raw, architecture, layers) or MAX_SIZE),
+            max_position_embeddings=rope.context(positions),
             rms_norm_eps=number(raw, "rms_norm_eps", default=architecture.rms_norm_eps),
             rope=rope,
             tie_word_embeddings=flag(raw, "tie_word_embeddings"),
             biases=biases,
             rotates=rotates,
+            windows=_windows(raw, architecture, layers),
             eos_token_ids=token_ids(raw, "config.json"),
             quantization=quantization,
             quantization_overrides=overrides,
@@ -195,8 +197,8 @@ def _head_dim(raw: Mapping[str, Any], architecture: Architecture, hidden: int, h
     return head_dim
 
 
-def _window(raw: Mapping[str, Any], architecture: Architecture, layers: int) -> int | None:
-    """The last tokens that some layer sees, itself included; None: every layer sees all."""
+def _windows(raw: Mapping[str, Any], architecture: Architecture, layers: int) -> tuple[int | None, ...]:
+    """The window of each layer."""
     types = strings(raw, "layer_types")
     for layer_type in types:
         if layer_type not in ("full_attention", "sliding_attention"):
@@ -205,7 +207,7 @@ def _window(raw: Mapping[str, Any], architecture: Architecture, layers: int) -> 
             )
     if types and len(types) != layers:
         raise ModelError(f"config.json: layer_types has {len(types)} layers; num_hidden_layers is {layers}")
-    window = architecture.window(raw, layers, types)
-    if window is None and "sliding_attention" in types:
+    windows = architecture.windows(raw, layers, types)
+    if not any(windows) and "sliding_attention" in types:
         raise ModelError("config.json: layer_types has 'sliding_attention', but there is no sliding window")
-    return window
+    return windows

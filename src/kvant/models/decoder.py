@@ -1,17 +1,19 @@
 """The block stack: token ids in, logits out. B batch, S new tokens, H query heads, K kv heads, D head_dim."""
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
-from kvant.cache import AttentionCache, KVCache, ModelCache, QuantizedKVCache
+from kvant.cache import AttentionCache, KVCache, ModelCache, QuantizedKVCache, WindowKVCache
 from kvant.errors import ContextError
 from kvant.models.bias import ProjectionBias
 from kvant.models.config import ModelConfig
 from kvant.models.linear import Linear, Matrix
-from kvant.operators.attention import attend_tokens
+from kvant.operators.attention import attend_tokens, window_mask
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.normalization import rms_norm
 from kvant.operators.rotary import Rotate
@@ -29,6 +31,7 @@ class Attention:
         head_norm: (H + K, 1, D) weights of an RMSNorm of each query and key head by itself.
         projection_norms: (H D,) and (K D,) weights of an RMSNorm of a token's queries together, and of its keys.
         rotates: queries and keys turn to their positions.
+        window: the last tokens that a query sees, its own included; None: it sees all.
     """
 
     config: ModelConfig
@@ -38,6 +41,7 @@ class Attention:
     projection_norms: tuple[mx.array, mx.array] | None
     o_proj: Linear
     rotates: bool
+    window: int | None
 
     def __call__(self, x: mx.array, rotate: Rotate, cache: AttentionCache | None) -> mx.array:
         """(B, S, hidden) -> (B, S, hidden); ``rotate`` turns heads to their positions."""
@@ -61,7 +65,11 @@ class Attention:
         if self.rotates:  # queries and keys turn by the same angles: one call for both
             query_key = rotate(query_key)
         query, key, value = query_key[:, :H], query_key[:, H:], qkv[:, H + K :]
-        output = attend_tokens(query, key, value) if cache is None else cache.attend(query, key, value)
+        if cache is not None:
+            output = cache.attend(query, key, value)
+        else:
+            mask = None if self.window is None or self.window >= S else window_mask(S, S, self.window)
+            output = attend_tokens(query, key, value, mask=mask)
         return self.o_proj(output.transpose(0, 2, 1, 3).reshape(B, S, H * D))  # (B, H, S, D) -> (B, S, H D)
 
     def bias_split(self, max_seq_len: int) -> BiasSplit | None:
@@ -78,6 +86,17 @@ class Attention:
             rotation=rotation_table(config.rope.rotary(D), pairs, max_seq_len),
             value_bias=missing[(H + K) * D :].reshape(K, D),
         )
+
+    def cache(self, max_seq_len: int, bias_split: bool, options: Mapping[str, Any]) -> QuantizedKVCache:
+        """An empty cache for this layer, with ``options`` of :class:`kvant.cache.QuantizedKVCache`."""
+        config = self.config
+        sizes = (max_seq_len, config.num_key_value_heads, config.head_dim)
+        if self.window is None or self.window >= max_seq_len:
+            split = self.bias_split(max_seq_len) if bias_split else None
+            return QuantizedKVCache(*sizes, bias_split=split, **options)
+        split = self.bias_split(0) if bias_split else None
+        rotary = config.rope.rotary(config.head_dim)
+        return WindowKVCache(*sizes, window=self.window, bias_split=split, rotary=rotary, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,10 +257,16 @@ class Decoder:
         """
         if len(cache) != len(self.layers):
             raise ValueError(f"the cache has {len(cache)} layers; expected {len(self.layers)}")
-        cache = ModelCache.of(cache)
+        checked = ModelCache.of(cache)
         if batch is not None:
-            cache.check_shape(batch, self.config.num_key_value_heads, self.config.head_dim)
-        return cache
+            checked.check_shape(batch, self.config.num_key_value_heads, self.config.head_dim)
+        for number, (window, layer) in enumerate(zip(self.config.windows, checked, strict=True)):
+            shorter = layer.window is None and (layer.max_seq_len or math.inf) <= (window or 0)
+            if layer.window != window and not shorter:
+                raise ValueError(
+                    f"layer {number} of the cache has a window of {layer.window}; the model's has {window}"
+                )
+        return checked
 
     def feed(self, inputs: mx.array, cache: ModelCache) -> list[mx.array]:
         """Begin a step of (B, S) ids whose logits nobody reads; see :class:`kvant.models.LanguageModel`."""
@@ -290,22 +315,14 @@ class Decoder:
             raise ContextError(
                 f"a cache of {max_seq_len} tokens needs {format_bytes(least)}; this machine has {format_bytes(memory)}"
             )
-        return ModelCache(
-            [
-                QuantizedKVCache(
-                    max_seq_len,
-                    config.num_key_value_heads,
-                    config.head_dim,
-                    batch=batch,
-                    quant_bit=quant_bit,
-                    quant_group=quant_group,
-                    dtype=self.dtype,
-                    bias_split=layer.self_attn.bias_split(max_seq_len) if bias_split else None,
-                    kernels=kernels,
-                )
-                for layer in self.layers
-            ]
-        )
+        options: dict[str, Any] = {
+            "batch": batch,
+            "quant_bit": quant_bit,
+            "quant_group": quant_group,
+            "dtype": self.dtype,
+            "kernels": kernels,
+        }
+        return ModelCache([layer.self_attn.cache(max_seq_len, bias_split, options) for layer in self.layers])
 
     @property
     def nbytes(self) -> int:

@@ -26,6 +26,7 @@ def attend_tokens(
     is_alibi: bool = False,
     mask: mx.array | None = None,
     bias_split: BiasSplit | None = None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """Attention of S queries over T tokens. The last query belongs to the last token. Unchecked.
 
@@ -38,19 +39,20 @@ def attend_tokens(
         is_causal: query i sees token j only where j <= T - S + i.
         is_alibi: add slope_h * (j - (T - S + i)). It implies causal.
         mask: broadcastable to (B, H, S, T). A boolean mask keeps where True; another is added to the scores.
-        bias_split: the biases that keys and values lack. Token j is at position j.
+        bias_split: the biases that keys and values lack. Token j is at column j of its rotation.
+        sinks: (H,) a learned score of each head that takes its share of the softmax and adds nothing.
 
     Returns:
         (B, H, S, D) in the query's dtype.
 
-    Source: PMX MultiHeadCacheAttention; ALiBi from Press et al., arXiv 2108.12409.
+    Source: PMX MultiHeadCacheAttention; ALiBi from Press et al., arXiv 2108.12409; learned sinks from gpt-oss.
     """
     B, H, S, D = query.shape
     T = key.shape[2]
     dtype = query.dtype
     on_cpu = mx.default_device().type == mx.cpu
-    if on_cpu and S == 1 and mask is None and not is_alibi:
-        return _attend_newest(query, key, value, bias_split)
+    if on_cpu and S == 1 and not is_alibi:
+        return _attend_newest(query, key, value, mask, bias_split, sinks)
     if on_cpu or is_alibi or mask is not None or bias_split is not None or D not in GPU_FUSED_HEAD_DIMS:
         # Elsewhere MLX's attention rounds scores and biases to half precision, where large ones overflow.
         query, key, value = (x.astype(mx.float32) for x in (query, key, value))
@@ -61,6 +63,10 @@ def attend_tokens(
             key_bias_scores = score_bias(query, bias_split, T)
         else:
             key = key + rotated_bias(bias_split, D, T)
+    if sinks is not None:
+        sinks = sinks.astype(query.dtype)
+        if bias_split is not None:  # the weights of the values sum to less than 1: each takes its bias along
+            value = value + bias_split.value_bias[:, None]
     bias = _bias_maker(H, S, T, causal, is_alibi, mask, key_bias_scores)
     block = S
     if on_cpu:
@@ -80,16 +86,23 @@ def attend_tokens(
         if outputs:  # without this dependency MLX makes the scores of many blocks before it uses the first
             block_query = mx.depends([block_query], [outputs[-1]])[0]
         output = mx.fast.scaled_dot_product_attention(
-            block_query, key[:, :, :keys], value[:, :, :keys], scale=1 / math.sqrt(D), mask=block_mask
+            block_query, key[:, :, :keys], value[:, :, :keys], scale=1 / math.sqrt(D), mask=block_mask, sinks=sinks
         )
-        if bias_split is not None:
+        if bias_split is not None and sinks is None:
             output = output + value_bias_of(bias_split, H)
         outputs.append(output if alive is None else mx.where(alive, output, 0.0))
     joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
     return joined.astype(dtype)
 
 
-def _attend_newest(query: mx.array, key: mx.array, value: mx.array, bias_split: BiasSplit | None) -> mx.array:
+def _attend_newest(
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    mask: mx.array | None,
+    bias_split: BiasSplit | None,
+    sinks: mx.array | None,
+) -> mx.array:
     """Attention of the newest token to every token, on a CPU.
 
     It takes one product for all query heads of a kv head. MLX's attention takes one for each query head.
@@ -102,10 +115,30 @@ def _attend_newest(query: mx.array, key: mx.array, value: mx.array, bias_split: 
     scores = scaled @ key.swapaxes(-1, -2)  # (B, K, H/K, T)
     if bias_split is not None and bias_split.pairs:
         scores = scores + score_bias(query, bias_split, T).reshape(B, K, H // K, T)
-    output = mx.softmax(scores, axis=-1) @ value  # (B, K, H/K, D)
+    alive = None
+    if mask is not None:
+        mask = _of_heads(mask, K)
+        scores = mx.where(mask, scores, -math.inf) if mask.dtype == mx.bool_ else scores + mask
+        alive = (scores > -math.inf).any(axis=-1, keepdims=True)
+        scores = mx.where(alive, scores, 0.0)
+    if sinks is not None:
+        column = mx.broadcast_to(sinks.astype(mx.float32).reshape(1, K, H // K, 1), (B, K, H // K, 1))
+        scores = mx.concatenate([scores, column], axis=-1)
+    weights = mx.softmax(scores, axis=-1)[..., :T]
+    output = weights @ value  # (B, K, H/K, D)
     if bias_split is not None:
-        output = output + bias_split.value_bias[:, None]  # (K, 1, D)
-    return output.reshape(B, H, 1, D).astype(dtype)
+        bias = bias_split.value_bias[:, None]  # (K, 1, D)
+        output = output + (bias if sinks is None else bias * weights.sum(axis=-1, keepdims=True))
+    if alive is not None:
+        output = mx.where(alive, output, 0.0)
+    return output.reshape(B, H, 1, -1).astype(dtype)
+
+
+def _of_heads(mask: mx.array, num_kv_heads: int) -> mx.array:
+    """A mask of one query, broadcastable to (B, H, 1, T), as one that is to (B, K, H/K, T)."""
+    mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
+    B, H, _, T = mask.shape
+    return mask if H == 1 else mask.reshape(B, num_kv_heads, H // num_kv_heads, T)
 
 
 def attend_sequences(
@@ -116,6 +149,7 @@ def attend_sequences(
     is_alibi: bool = False,
     mask: mx.array | None = None,
     bias_split: BiasSplit | None = None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """:func:`attend_tokens` for sequences of different lengths.
 
@@ -141,9 +175,22 @@ def attend_sequences(
             is_alibi=is_alibi,
             mask=own_mask,
             bias_split=bias_split,
+            sinks=sinks,
         )
         outputs.append(output)
     return mx.concatenate(outputs)
+
+
+def window_mask(new_tokens: int, tokens: int, window: int) -> mx.array:
+    """Which of T tokens the last S of them see where each sees the last ``window``, its own included: (S, T)."""
+    query = mx.arange(tokens - new_tokens, tokens)[:, None]
+    token = mx.arange(tokens)
+    return (token <= query) & (token > query - window)
+
+
+def both_masks(seen: mx.array, mask: mx.array) -> mx.array:
+    """A mask as attention takes it, boolean or added, that keeps only what the boolean ``seen`` keeps."""
+    return seen & mask if mask.dtype == mx.bool_ else mx.where(seen, mask.astype(mx.float32), -math.inf)
 
 
 def value_bias_of(bias_split: BiasSplit, num_heads: int) -> mx.array:

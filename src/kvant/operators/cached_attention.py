@@ -29,6 +29,7 @@ def append_and_attend(
     quant_bit: int,
     quant_group: int,
     bias_split: BiasSplit | None = None,
+    sinks: mx.array | None = None,
     backend: Backend | None = None,
 ) -> mx.array:
     """Causal attention of S new tokens to the cache they are appended to. Changes ``cache`` and ``scale``.
@@ -39,6 +40,7 @@ def append_and_attend(
         start: tokens already cached: an int for all sequences, or B ints, one each.
         mask: as :func:`kvant.operators.attention.attend_tokens` takes it, for the longest sequence. A shorter one reads
             its first columns only.
+        sinks: as ``attend_tokens`` takes them, without a backend.
         backend: where the fused kernel runs. It must support the call
             (:func:`kvant.operators.kernels.attend.unsupported_reason`). None: the unfused operator.
 
@@ -53,6 +55,7 @@ def append_and_attend(
             query, cache, scale, offset, quant_bit=quant_bit, quant_group=quant_group, backend=backend, **options
         )
     S = key.shape[2]
+    options["sinks"] = sinks
     if isinstance(start, int):
         tokens = read_tokens(start + S, cache, scale, quant_bit=quant_bit, dtype=query.dtype)
         return attend_tokens(query, *tokens, **options)
@@ -147,6 +150,8 @@ def stored_tokens(
 ) -> list[mx.array]:
     """Keys and values (B, K, S, D) as a cache and its scale, where there is one, store them: (B, 2, K, S, last) each.
 
+    Keys and values of different widths lie side by side: (B, 1, K, S, last).
+
     Args:
         arrays: the cache, and its scale where there is one. The results have their dtypes.
         backend: where one launch quantizes both; None: MLX operations do.
@@ -159,22 +164,33 @@ def stored_tokens(
                 key, value, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=scale_dtype, backend=backend
             )
         )
-    both = mx.concatenate([key, value], axis=1).reshape(B, 2, K, S, D)
+    if value.shape[3] == D:
+        both = mx.concatenate([key, value], axis=1).reshape(B, 2, K, S, D)
+    else:
+        both = mx.concatenate([key, value], axis=-1)[:, None]
     if not quant_bit:
         return [both.astype(arrays[0].dtype)]
     return list(quantize(both, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=arrays[1].dtype))
 
 
 def float_tokens(
-    stored: Sequence[mx.array], *, quant_bit: int, dtype: mx.Dtype, product_dtype: mx.Dtype = mx.float32
+    stored: Sequence[mx.array],
+    *,
+    quant_bit: int,
+    dtype: mx.Dtype,
+    product_dtype: mx.Dtype = mx.float32,
+    key_dim: int | None = None,
 ) -> tuple[mx.array, mx.array]:
     """The reverse of :func:`stored_tokens`: keys and values (B, K, S, D) in ``dtype``.
 
-    ``product_dtype`` is the dtype of a quantized value times its scale. PMX's is the scale's.
+    ``product_dtype`` is the dtype of a quantized value times its scale. PMX's is the scale's. ``key_dim`` is the width
+    of keys that lie side by side with values of another width.
     """
     both = multiply_scale(stored[0], stored[1], quant_bit, product_dtype) if quant_bit else stored[0]
     both = both.astype(dtype)
-    return both[:, 0], both[:, 1]
+    if both.shape[1] == 2:
+        return both[:, 0], both[:, 1]
+    return both[:, 0, :, :, :key_dim], both[:, 0, :, :, key_dim:]
 
 
 def put_tokens(array: mx.array, tokens: mx.array, offset: mx.array) -> mx.array:

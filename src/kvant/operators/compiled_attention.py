@@ -23,6 +23,7 @@ def append_and_attend_static(
     quant_group: int,
     bias_split: BiasSplit | None,
     backend: Backend | None = None,
+    ring: tuple[mx.array, mx.array] | None = None,
 ) -> tuple[mx.array, ...]:
     """``append_and_attend`` for one new token, as a function of arrays that returns new arrays.
 
@@ -34,14 +35,16 @@ def append_and_attend_static(
         key, value: (B, K, 1, D).
         offset: integers, the position of the new token: () for all sequences, or (B,), one each.
         tokens: cached tokens to read, more than ``offset``. The fused kernel reads ``offset`` instead.
+        ring: of a cache whose rows are a ring, the row () of the new token, and which of the T rows it sees (T,).
 
     Returns:
         (B, H, 1, D) in the query's dtype, the new cache, and the new scale where one was given.
     """
     stored = [cache] if scale is None else [cache, scale]
     new = stored_tokens(key, value, stored, quant_bit=quant_bit, quant_group=quant_group, backend=backend)
-    if offset.size == 1:
-        place = offset.reshape(1)
+    row, live = (offset, None) if ring is None else ring
+    if row.size == 1:
+        place = row.reshape(1)
         updated = [  # (B, 2, K, 1, last) -> (1, B, 2, K, 1, last)
             mx.slice_update(array, part[None], place, axes=(4,)) for array, part in zip(stored, new, strict=True)
         ]
@@ -53,15 +56,17 @@ def append_and_attend_static(
             query,
             cache,
             scale,
-            offset,
+            offset if live is None else mx.array(tokens - 1),
             quant_bit=quant_bit,
             quant_group=quant_group,
+            mask=None if live is None else live[None],
             bias_split=bias_split,
             backend=backend,
         )
         return output, *updated
     keys, values = read_tokens(tokens, cache, scale, quant_bit=quant_bit, dtype=query.dtype)
-    live = mx.arange(tokens) <= offset.reshape(-1, 1)  # (B or 1, T)
+    if live is None:
+        live = mx.arange(tokens) <= offset.reshape(-1, 1)  # (B or 1, T)
     return attend_live_tokens(query, keys, values, live, bias_split=bias_split), *updated
 
 

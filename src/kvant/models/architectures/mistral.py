@@ -9,9 +9,10 @@ from kvant.models.architectures.table import MLP, NORMS_BEFORE, OUTPUT, QKV, Arc
 WINDOW = 4096
 
 
-def window(raw: Mapping[str, Any], layers: int, types: Sequence[str]) -> int | None:
-    """As :attr:`Architecture.window`."""
-    return None if raw.get("sliding_window", WINDOW) is None else size(raw, "sliding_window", default=WINDOW)
+def windows(raw: Mapping[str, Any], layers: int, types: Sequence[str]) -> tuple[int | None, ...]:
+    """As :attr:`Architecture.windows`."""
+    none = raw.get("sliding_window", WINDOW) is None
+    return (None if none else size(raw, "sliding_window", default=WINDOW),) * layers
 
 
 ARCHITECTURE = Architecture(
@@ -20,5 +21,5 @@ ARCHITECTURE = Architecture(
     layer=(*QKV, OUTPUT, *MLP, *NORMS_BEFORE),
     max_position_embeddings=131072,
     num_key_value_heads=8,
-    window=window,
+    windows=windows,
 )

@@ -5,23 +5,24 @@ from typing import Any
 
 from kvant.errors import ModelError
 from kvant.fields import flag, shown, size
-from kvant.models.architectures.table import MLP, NORMS_BEFORE, OUTPUT, QKV, Architecture
+from kvant.models.architectures.table import MLP, NORMS_BEFORE, OUTPUT, QKV, Architecture, sliding
 
 WINDOW = 4096
 MAX_WINDOW_LAYERS = 28
 
 
-def window(raw: Mapping[str, Any], layers: int, types: Sequence[str]) -> int | None:
-    """As :attr:`Architecture.window`."""
+def windows(raw: Mapping[str, Any], layers: int, types: Sequence[str]) -> tuple[int | None, ...]:
+    """As :attr:`Architecture.windows`."""
     if not flag(raw, "use_sliding_window") or raw.get("sliding_window", WINDOW) is None:
-        return None
-    if "sliding_attention" not in types:
+        return (None,) * layers
+    if not types:
         first = raw.get("max_window_layers", MAX_WINDOW_LAYERS)
         if isinstance(first, bool) or not isinstance(first, int):
             raise ModelError(f"config.json: max_window_layers is {shown(first)}; expected an int")
-        if types or first >= layers:
-            return None
-    return size(raw, "sliding_window", default=WINDOW)
+        types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+    if "sliding_attention" not in types:
+        return (None,) * layers
+    return sliding(size(raw, "sliding_window", default=WINDOW), types)
 
 
 ARCHITECTURE = Architecture(
@@ -31,5 +32,5 @@ ARCHITECTURE = Architecture(
     max_position_embeddings=32768,
     num_key_value_heads=32,
     biases=("attention_bias",),
-    window=window,
+    windows=windows,
 )

@@ -1,6 +1,6 @@
 """Qwen3: no bias. Each query and key head is normalized before its rotation. head_dim is a size of its own."""
 
-from kvant.models.architectures.qwen2 import window
+from kvant.models.architectures.qwen2 import windows
 from kvant.models.architectures.table import MLP, NORMS_BEFORE, OUTPUT, QKV, Architecture, Parameter
 
 ARCHITECTURE = Architecture(
@@ -17,5 +17,5 @@ ARCHITECTURE = Architecture(
     max_position_embeddings=32768,
     head_dim=128,
     num_key_value_heads=32,
-    window=window,
+    windows=windows,
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvant.errors import ModelError
 from kvant.fields import flag, shown, size
-from kvant.models.architectures.table import MLP, NORMS_BEFORE, OUTPUT_WITH_BIAS, QKV, Architecture
+from kvant.models.architectures.table import MLP, NORMS_BEFORE, OUTPUT_WITH_BIAS, QKV, Architecture, sliding
 
 
 def rotates(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
@@ -26,12 +26,12 @@ def rotates(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
     return tuple(one == 1 for one in said)
 
 
-def window(raw: Mapping[str, Any], layers: int, types: Sequence[str]) -> int | None:
-    """As :attr:`Architecture.window`."""
+def windows(raw: Mapping[str, Any], layers: int, types: Sequence[str]) -> tuple[int | None, ...]:
+    """As :attr:`Architecture.windows`."""
     if not flag(raw, "use_sliding_window") or raw.get("sliding_window") is None:
-        return None
-    slides = "sliding_attention" in types if types else not all(rotates(raw, layers))
-    return size(raw, "sliding_window") if slides else None
+        return (None,) * layers
+    types = types or ["full_attention" if turns else "sliding_attention" for turns in rotates(raw, layers)]
+    return sliding(size(raw, "sliding_window"), types)
 
 
 ARCHITECTURE = Architecture(
@@ -42,6 +42,6 @@ ARCHITECTURE = Architecture(
     num_key_value_heads=4,
     rope_theta=2000000.0,
     optional_biases=("attention_bias", "mlp_bias"),
-    window=window,
+    windows=windows,
     rotates=rotates,
 )

@@ -49,6 +49,11 @@ NORMS_BEFORE = (
 )
 
 
+def sliding(window: int, types: Sequence[str]) -> tuple[int | None, ...]:
+    """The window for the layers that slide, by config.json's ``layer_types``."""
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """A dense decoder. Defaults are those that transformers takes where config.json says nothing.
@@ -63,8 +68,8 @@ class Architecture:
         biases: flags of parameters that are always on.
         optional_biases: flags that config.json may set. Any other that it sets is refused. A bias of keys that are
             normalized after it could not be split off: such an architecture does not list ``attention_bias``.
-        window: of config.json, the number of layers and its checked ``layer_types``: the number of last tokens that
-            some layer sees, itself included; None: every layer sees all.
+        windows: of config.json, the number of layers and its checked ``layer_types``: of each layer, the number of last
+            tokens that a query sees, itself included; None: it sees all.
         rotates: of config.json and the number of layers: whether each layer turns its queries and keys.
     """
 
@@ -78,8 +83,8 @@ class Architecture:
     rope_theta: float = 10000.0
     biases: tuple[str, ...] = ()
     optional_biases: tuple[str, ...] = ()
-    window: Callable[[Mapping[str, Any], int, Sequence[str]], int | None] = lambda raw, layers, types: (
-        size(raw, "sliding_window") if "sliding_attention" in types else None
+    windows: Callable[[Mapping[str, Any], int, Sequence[str]], tuple[int | None, ...]] = lambda raw, layers, types: (
+        sliding(size(raw, "sliding_window"), types) if "sliding_attention" in types else (None,) * layers
     )
     rotates: Callable[[Mapping[str, Any], int], tuple[bool, ...]] = lambda raw, layers: (True,) * layers
     embedding: Parameter = Parameter("model.embed_tokens", "embedding", ("vocabulary", "hidden"))

@@ -49,13 +49,20 @@ class SideBySide:
         """The exact cache's. The others must have one where it has."""
         return self._exact.bias_split
 
-    def attend(self, query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
+    def attend(
+        self,
+        query: mx.array,
+        key: mx.array,
+        value: mx.array,
+        mask: mx.array | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
         """Attend through all caches; return the exact one's output."""
-        exact = self._exact.attend(query, key, value, mask)
+        exact = self._exact.attend(query, key, value, mask, sinks)
         wide = exact.astype(mx.float32)
         squares = [mx.square(wide).sum()]
         for cache in self._others:
-            given = cache.attend(query, key, value, mask).astype(mx.float32)
+            given = cache.attend(query, key, value, mask, sinks).astype(mx.float32)
             squares.append(mx.square(given - wide).sum())
         self.key_ranges = self.key_ranges + _ranges(key).sum(axis=(0, 2))  # (B, K, S, D/G) -> (K, D/G)
         self.positions += key.shape[0] * key.shape[2]

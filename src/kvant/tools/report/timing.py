@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from kvant.cache import ModelCache
-from kvant.engine.run import Run, can_go_back
+from kvant.engine.run import Run
 from kvant.models import Decoder, LanguageModel
 from kvant.tools.bench.latency import medians_in_turns
 
@@ -27,7 +27,7 @@ def timing_room(model: LanguageModel) -> int:
 
 
 def _run(model: LanguageModel, cache: ModelCache) -> Iterator[object]:
-    if can_go_back(cache, [cache.offset - STEPS - 1]):
+    if cache.can_trim_to(cache.offset - STEPS - 1):
         cache.trim(STEPS + 1)
     steps = Run(model, [0], cache, max_tokens=STEPS + 1)  # any token takes the same time
     next(steps)

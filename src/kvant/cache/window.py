@@ -1,0 +1,300 @@
+"""A sliding window in a preallocated, quantized key/value cache of one layer: its rows are a ring."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from kvant.cache.quantized import QuantizedKVCache
+from kvant.cache.sequences import TrimLimit
+from kvant.operators.attention import attend_tokens, both_masks
+from kvant.operators.bias_split import BiasSplit, rotation_table
+from kvant.operators.cached_attention import attend_fused, stored_tokens
+from kvant.operators.rotary import Rotary
+from kvant.operators.validation import check_tokens
+
+SLACK = 16  # tokens past the window that stay readable: what can be trimmed, and appended in one write
+
+
+class WindowKVCache(QuantizedKVCache):
+    """Every query sees the first ``keep`` tokens and the last ``window``, its own included.
+
+    It has keep + window + slack rows, or as many as the reservation where that is less. Position p is at row p below
+    ``keep``, and at keep + (p - keep) mod (window + slack) from there on. Which position a row holds follows from the
+    number of tokens; masks and the bias split go by positions.
+
+    Up to slack + 1 new tokens are written, then read: whatever they overwrite is outside of the window already. More
+    new tokens attend to the rows held and to themselves; where they would overwrite rows, they are written when the
+    step is committed. So a step that is not committed leaves nothing behind, and the last slack + 1 tokens can be
+    forgotten exactly. More cannot be, except all.
+
+    Attributes:
+        window, keep, slack: in tokens.
+    """
+
+    def __init__(
+        self,
+        max_seq_len: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        window: int,
+        keep: int = 0,
+        slack: int = SLACK,
+        bias_split: BiasSplit | None = None,
+        rotary: Rotary | None = None,
+        **options: Any,
+    ) -> None:
+        """Allocate the cache.
+
+        Args:
+            max_seq_len: tokens a sequence can have in all, most of them forgotten.
+            num_kv_heads, head_dim, options: as in :class:`QuantizedKVCache`.
+            window: the last tokens a query sees, its own included.
+            keep: the first tokens, which every query sees.
+            slack: tokens past the window that are kept.
+            bias_split: the biases that keys and values come without. Its rotation is not used.
+            rotary: turns the keys; needed with a bias split.
+
+        Raises:
+            ValueError: a size out of range, or what :class:`QuantizedKVCache` refuses.
+        """
+        for name, number, least in (("window", window, 1), ("keep", keep, 0), ("slack", slack, 0)):
+            if type(number) is not int or number < least:
+                raise ValueError(f"{name} is {number!r}; expected an int, {least} or more")
+        if bias_split is not None and rotary is None:
+            raise ValueError("rotary is None; a bias split needs to know how keys turn")
+        self.window: int = window
+        self.keep, self.slack = keep, slack
+        super().__init__(max_seq_len, num_kv_heads, head_dim, **options)
+        self._rotary = rotary
+        self._pending: list[tuple[slice, int, list[mx.array]]] = []  # sequences, their start, tokens as stored
+        # Rows hold other positions in each sequence, so each has a rotation of its own, in the order of its rows.
+        self._splits: list[BiasSplit] = []
+        if bias_split is not None:
+            self.bias_split = bias_split
+            shape = (2, len(bias_split.pairs), self.num_rows)
+            self._splits = [replace(bias_split, rotation=mx.zeros(shape)) for _ in self.lengths]
+            mx.eval([split.rotation for split in self._splits], bias_split.key_bias, bias_split.value_bias)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of its arrays that a sequence has."""
+        return min(self.max_seq_len, self.keep + self.window + self.slack)
+
+    @property
+    def limits(self) -> tuple[TrimLimit, ...]:
+        """How far it can go back."""
+        return (TrimLimit(self.num_rows, self.slack + 1),)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the cache holds now, with its bias tables."""
+        shared = sum(split.key_bias.nbytes + split.value_bias.nbytes for split in self._splits[:1])
+        return sum(a.nbytes for a in self.arrays) + shared + sum(split.rotation.nbytes for split in self._splits)
+
+    def attend(
+        self,
+        query: mx.array,
+        key: mx.array,
+        value: mx.array,
+        mask: mx.array | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Append keys and values and attend to the window; see :class:`kvant.cache.KVCache`.
+
+        ``mask`` has a column for every token so far, forgotten or not.
+
+        Raises:
+            ContextError: more tokens than there is room for; nothing was written.
+            ValueError: shapes that do not fit the cache.
+        """
+        check_tokens(query, key, value, mask, self.offset)
+        B, K, S, D = key.shape
+        self.check_shape(B, K, D)
+        self.reserve(S)
+        self.settle()
+        new = self._stored(key, value)
+        outputs = []
+        for part in self._parts():
+            own_mask = mask[part] if mask is not None and mask.ndim == 4 and mask.shape[0] > 1 else mask
+            outputs.append(self._attend(part, query[part], [x[part] for x in new], own_mask, sinks))
+        if not self.sequences.shared:
+            self.sequences.commit(S)
+            self.settle()
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+    def append(self, key: mx.array, value: mx.array) -> list[mx.array]:
+        """As :meth:`QuantizedKVCache.append`, of sequences of one length. Rows are in the order of the ring.
+
+        :meth:`mask` says which of them a query sees. :meth:`settle` is due once the tokens count.
+        """
+        B, K, S, D = key.shape
+        self.check_shape(B, K, D)
+        self.reserve(S)
+        if min(self.lengths) != self.offset:
+            raise ValueError(f"the cache holds {list(self.lengths)} tokens; expected sequences of one length")
+        self.settle()
+        return self._append(slice(0, B), self._stored(key, value))
+
+    def mask(self, new_tokens: int, window: int | None = None) -> mx.array | None:
+        """Which of the rows that :meth:`append` returns the queries of S new tokens see: (S, rows), boolean.
+
+        Args:
+            new_tokens: S, of the longest sequence. Asked for before they are appended.
+            window: a narrower window, or one that is wider by what the slack has; default: the cache's.
+
+        Returns:
+            None where every query sees all tokens up to its own: the rows are in order then.
+        """
+        return self._mask(self.offset, new_tokens, window or self.window)
+
+    def place(self, offset: mx.array) -> mx.array:
+        """The row of a position, in operations that are the same for any; integer arrays."""
+        return mx.where(offset < self.keep, offset, self.keep + (offset - self.keep) % self._ring)
+
+    def live(self, offset: mx.array) -> mx.array:
+        """Which rows the query at a position () sees when its own is written: (num_rows,), as :meth:`place`."""
+        return self._seen(self._positions(offset + 1, self.num_rows), offset, self.window)
+
+    def settle(self) -> None:
+        """Write what waited for the step to be committed, as far as it was; what was not is gone."""
+        for part, start, new in self._pending:
+            for b in range(part.start, part.stop):
+                count = min(max(0, self.lengths[b] - start), new[0].shape[3])
+                one = slice(b - part.start, b - part.start + 1)
+                self._write(slice(b, b + 1), [x[one] for x in new], start, count)
+        self._pending = []
+
+    def release(self) -> None:
+        """Give the memory back. The cache cannot be used after it."""
+        super().release()
+        self._pending = []
+        self._splits = []
+
+    @property
+    def _ring(self) -> int:
+        """Rows that are used again and again."""
+        return max(1, self.num_rows - self.keep)
+
+    def _parts(self) -> list[slice]:
+        """The sequences, together where they are of one length."""
+        B = len(self.lengths)
+        return [slice(0, B)] if min(self.lengths) == self.offset else [slice(b, b + 1) for b in range(B)]
+
+    def _waits(self, start: int, new_tokens: int) -> bool:
+        """Whether new tokens would overwrite rows that they, or a step in their place, need."""
+        return new_tokens > self.slack + 1 and start + new_tokens > self.num_rows
+
+    def _stored(self, key: mx.array, value: mx.array) -> list[mx.array]:
+        return stored_tokens(key, value, self.arrays, quant_bit=self.quant_bit, quant_group=self.quant_group)
+
+    def _append(self, part: slice, new: list[mx.array]) -> list[mx.array]:
+        start, S = self.lengths[part.start], new[0].shape[3]
+        if self._waits(start, S):
+            self._pending.append((part, start, new))
+            held = [array[0, part, :, :, : min(start, self.num_rows)] for array in self.arrays]
+            return [mx.concatenate([a, b], axis=3) for a, b in zip(held, new, strict=True)]
+        if start + S > self.num_rows:
+            for b in range(part.start, part.stop):
+                self.sequences.wrote(b, start + S)
+        self._write(part, new, start, S)
+        return [array[0, part, :, :, : min(start + S, self.num_rows)] for array in self.arrays]
+
+    def _write(self, part: slice, new: Sequence[mx.array], start: int, count: int) -> None:
+        """Write the first ``count`` tokens, the first at position ``start``; those that later ones replace are left."""
+        for row, first, n in self._runs(start, start + count):
+            for array, tokens in zip(self.arrays, new, strict=True):
+                array[0, part, :, :, row : row + n] = tokens[:, :, :, first : first + n]
+            for split in self._splits[part]:
+                split.rotation[..., row : row + n] = self._rotation(start + first, start + first + n)
+
+    def _runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Row, first token and number of the tokens that lie side by side, of those at positions start to end."""
+        position = start
+        while position < end:
+            if position < self.keep:
+                row, room = position, self.keep - position
+            else:
+                position = max(position, end - self._ring)
+                row = self.keep + (position - self.keep) % self._ring
+                room = self.num_rows - row
+            n = min(room, end - position)
+            yield row, position - start, n
+            position += n
+
+    def _attend(
+        self,
+        part: slice,
+        query: mx.array,
+        new: list[mx.array],
+        mask: mx.array | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Append and attend, of sequences of one length."""
+        start, S = self.lengths[part.start], query.shape[2]
+        waits = self._waits(start, S)
+        seen = self._mask(start, S, self.window)
+        if mask is not None:
+            positions = self._row_positions(start, S)
+            mask = mx.take(mask, mx.maximum(positions, 0), axis=-1)
+            seen = both_masks(self._visible(start, S, self.window), mask)
+        stored = self._append(part, new)
+        split = None
+        if self._splits:
+            split = self._splits[part.start]
+            if waits:
+                held = split.rotation[..., : min(start, self.num_rows)]
+                split = replace(split, rotation=mx.concatenate([held, self._rotation(start, start + S)], axis=2))
+        backend = self.backend_for(query)
+        if backend is not None and not waits and sinks is None and len(query) == len(self.lengths):
+            return attend_fused(
+                query,
+                self.cache,
+                self.scale,
+                mx.array(min(start + S, self.num_rows) - S, mx.int32),
+                quant_bit=self.quant_bit,
+                quant_group=self.quant_group,
+                is_causal=seen is None,
+                mask=seen,
+                bias_split=split,
+                backend=backend,
+            )
+        keys, values = self.read(stored, query.dtype)
+        return attend_tokens(query, keys, values, is_causal=seen is None, mask=seen, bias_split=split, sinks=sinks)
+
+    def _rotation(self, start: int, end: int) -> mx.array:
+        assert self._rotary is not None
+        return rotation_table(self._rotary, self._splits[0].pairs, end, start)
+
+    def _mask(self, start: int, new_tokens: int, window: int) -> mx.array | None:
+        end = start + new_tokens
+        ordered = end <= self.num_rows and end <= self.keep + window
+        return None if ordered else self._visible(start, new_tokens, window)
+
+    def _visible(self, start: int, new_tokens: int, window: int) -> mx.array:
+        """Which rows the queries at positions ``start`` on see; the same for all layers of this shape."""
+        key = (start, new_tokens, window, self.keep, self.num_rows)
+        if key not in self.sequences.values:
+            query = mx.arange(start, start + new_tokens)[:, None]
+            self.sequences.values[key] = self._seen(self._row_positions(start, new_tokens), query, window)
+        return self.sequences.values[key]
+
+    def _seen(self, positions: mx.array, query: mx.array, window: int) -> mx.array:
+        return (positions >= 0) & (positions <= query) & ((positions > query - window) | (positions < self.keep))
+
+    def _row_positions(self, start: int, new_tokens: int) -> mx.array:
+        """The position of each row that an append returns; below 0: there is none."""
+        end = start + new_tokens
+        if not self._waits(start, new_tokens):
+            return self._positions(end, min(end, self.num_rows))
+        held = self._positions(start, min(start, self.num_rows))
+        return mx.concatenate([held, mx.arange(start, end)])
+
+    def _positions(self, end: int | mx.array, rows: int) -> mx.array:
+        """The position of each of the first rows when positions below ``end`` are written; below 0: there is none."""
+        row = mx.arange(rows)
+        last = end - 1
+        ring = last - (last - row) % self._ring  # keep cancels out
+        return mx.where(row < self.keep, mx.where(row < end, row, -1), mx.where(ring < self.keep, -1, ring))
