@@ -1,0 +1,85 @@
+"""The architectures of mlx-lm that kvant loads: every module of the installed version is allowed or refused."""
+
+import ast
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING, _get_classes
+from support.tiny_models import CONFIGS
+
+from kvant.bridge.architectures import ALLOWED, NEEDS_METAL, REFUSED, REMAPPED, REMAPPED_BY_CLASS, module_name
+from kvant.errors import ModelError
+
+MODELS = Path(next(iter(find_spec("mlx_lm.models").submodule_search_locations)))  # type: ignore[union-attr, arg-type]
+
+
+def defines_a_model(path: Path) -> bool:
+    """Whether a module of mlx-lm has a class Model of its own or another module's. It is read, not imported."""
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return "Model" in names
+
+
+def test_every_architecture_of_mlx_lm_is_allowed_or_refused() -> None:
+    found = {path.stem for path in MODELS.glob("*.py") if defines_a_model(path)}
+    assert found == ALLOWED | REFUSED.keys()
+    assert not ALLOWED & REFUSED.keys()
+    assert NEEDS_METAL <= ALLOWED
+
+
+def test_every_allowed_architecture_has_a_tiny_configuration() -> None:
+    assert ALLOWED <= CONFIGS.keys() <= ALLOWED | REFUSED.keys()
+
+
+def test_the_remapping_is_mlx_lm_s() -> None:
+    assert REMAPPED == MODEL_REMAPPING
+    assert REMAPPED_BY_CLASS == MODEL_ARCHITECTURE_REMAPPING
+    assert {*REMAPPED.values(), *REMAPPED_BY_CLASS.values()} <= ALLOWED | REFUSED.keys()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "gemma4"},
+        {"model_type": "mistral"},
+        {"model_type": "falcon_mamba", "architectures": ["FalconMambaForCausalLM"]},
+        {"model_type": "bailing_hybrid"},
+        {"model_type": "bailing_hybrid", "architectures": ["Another", "BailingMoeV3ForCausalLM"]},
+        {"model_type": "bailing_hybrid", "architectures": "BailingMoeV3ForCausalLM"},
+    ],
+    ids=str,
+)
+def test_the_module_is_the_one_mlx_lm_takes(config: dict[str, Any]) -> None:
+    theirs, _ = _get_classes(config)
+    assert import_module(f"mlx_lm.models.{module_name(config)}").Model is theirs
+
+
+@pytest.mark.parametrize("kind", ["__init__", "base", "cache", "../utils", "os", "llama.py", "", "Llama", "gemma5"])
+def test_another_name_is_refused(kind: str) -> None:
+    with pytest.raises(ModelError, match="is not supported"):
+        module_name({"model_type": kind})
+
+
+@pytest.mark.parametrize("kind", [None, 3, ["llama"], {}])
+def test_a_model_type_is_a_text(kind: object) -> None:
+    with pytest.raises(ModelError, match="expected the name of an architecture"):
+        module_name({"model_type": kind})
+
+
+@pytest.mark.parametrize("classes", [[{}], [3], {"a": 1}, 7, [["x"]]], ids=str)
+def test_architectures_of_another_type_say_nothing(classes: object) -> None:
+    assert module_name({"model_type": "bailing_hybrid", "architectures": classes}) == "bailing_hybrid"
+
+
+def test_a_refusal_has_its_reason() -> None:
+    with pytest.raises(ModelError, match="olmo is not supported: mlx-lm's module ends the whole process"):
+        module_name({"model_type": "olmo"})
+    with pytest.raises(ModelError, match="deepseek_v41_text is not supported: its layers keep their rows"):
+        module_name({"model_type": "deepseek_v41_text"})
