@@ -1,6 +1,5 @@
 """Caches with windows cannot go back far: what was to be kept is then fed again, or gone, and never wrong."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
