@@ -98,7 +98,8 @@ def test_operators_know_no_model_and_no_file() -> None:
 
 
 def test_public_names() -> None:
-    assert kvant.__all__ == ["GenerationResponse", "__version__", "generate", "load", "stream_generate"]
+    names = ["GenerationResponse", "__version__", "generate", "load", "make_prompt_cache", "stream_generate"]
+    assert kvant.__all__ == names
     assert all(hasattr(kvant, name) for name in kvant.__all__)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvant.blas import import_mlx, load_blas
 
 if TYPE_CHECKING:
+    from kvant.bridge import make_prompt_cache
     from kvant.engine.generate import GenerationResponse, generate, stream_generate
     from kvant.engine.load import load
 
@@ -20,11 +21,11 @@ import_mlx()
 
 __version__ = "0.1.0"
 
-__all__ = ["GenerationResponse", "__version__", "generate", "load", "stream_generate"]
+__all__ = ["GenerationResponse", "__version__", "generate", "load", "make_prompt_cache", "stream_generate"]
 
 
 def __getattr__(name: str) -> Any:
     """The engine is imported when it is first asked for: the command has its own way to it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("kvant.engine"), name)
+    return getattr(import_module("kvant.bridge" if name == "make_prompt_cache" else "kvant.engine"), name)

@@ -47,7 +47,7 @@ class QuantizedKVCache(KVCache):
             num_kv_heads: K.
             head_dim: D.
             value_head_dim: the width of values, where it is not that of keys. Both lie side by side then, and the fused
-                kernel does not take them.
+                kernel does not take them. 0: there are no values.
             batch: B, sequences side by side, each with a length of its own.
             quant_bit: 8, 4, or 0 for no quantization.
             quant_group: elements of D that share one scale; it divides the width of values too.
@@ -63,17 +63,17 @@ class QuantizedKVCache(KVCache):
                 a format that it does not support, or where there is no GPU.
             RuntimeError: a forced kernel that failed its self-check on this device.
         """
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
         for name, number in (
             ("max_seq_len", max_seq_len),
             ("num_kv_heads", num_kv_heads),
             ("head_dim", head_dim),
-            ("value_head_dim", head_dim if value_head_dim is None else value_head_dim),
+            ("value_head_dim", value_head_dim or 1),
             ("batch", batch),
         ):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name} is {number!r}; expected a positive int")
-        value_head_dim = head_dim if value_head_dim is None else value_head_dim
-        for width in (head_dim, value_head_dim):
+        for width in (head_dim, value_head_dim or head_dim):
             check_quantization(quant_bit, quant_group, width)
         if dtype not in FLOAT_DTYPES or scale_dtype not in SCALE_DTYPES:
             raise ValueError(f"dtype is {dtype}, scale_dtype {scale_dtype}; expected floats, the scale's not bfloat16")

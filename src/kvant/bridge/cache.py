@@ -1,0 +1,274 @@
+"""The key/value cache of a model of mlx-lm's: what mlx-lm's model expects at each place, in kvant's memory."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList
+from mlx_lm.models.cache import KVCache as MlxLmKVCache
+
+from kvant.bridge import hook
+from kvant.bridge.layers import BridgedChunkCache, BridgedKVCache, BridgedWindowCache, StateCache
+from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, probe
+from kvant.cache import ModelCache
+from kvant.cache.window import SLACK
+from kvant.operators.quantization import check_quantization
+from kvant.sizes import format_bytes
+
+Layer = BridgedKVCache | StateCache
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBytes:
+    """Bytes of a model's cache.
+
+    Attributes:
+        keys_values: reserved when the cache is made.
+        state: of linear and convolution layers, which mlx-lm allocates at the first prefill.
+    """
+
+    keys_values: int
+    state: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.keys_values + self.state
+
+
+class BridgedCache(ModelCache):
+    """A model's cache for kvant's loop, that mlx-lm's model takes as its own.
+
+    An index gives what mlx-lm's model expects there: a layer, a list of layers, or the arrays of a state. Lengths,
+    trims and steps are those of all layers together. A step is :meth:`begin`, a call of the model, and :meth:`commit`.
+    """
+
+    def __init__(self, entries: Sequence[Any], layers: Sequence[Layer], notes: Sequence[str] = ()) -> None:
+        """``entries``: for mlx-lm's model. ``layers``: those in them. ``notes``: what :meth:`describe` adds."""
+        super().__init__(layers)
+        self._entries = tuple(entries)
+        self._bridged = tuple(layers)
+        self._notes = tuple(notes)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._entries[index]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __add__(self, more: list[Any]) -> list[Any]:
+        """Gemma 4 adds an entry for each layer that has no keys and values of its own."""
+        return [*self._entries, *more]
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """All layers that hold something, in order, those of lists too."""
+        return self._bridged
+
+    @property
+    def state(self) -> list[mx.array]:
+        """Every array of every layer: computed, the step is, whether its logits are or not."""
+        return [array for layer in self._bridged for array in layer.state]
+
+    @property
+    def used(self) -> CacheBytes:
+        """Bytes held now."""
+        state = sum(layer.nbytes for layer in self._bridged if isinstance(layer, StateCache))
+        return CacheBytes(self.nbytes - state, state)
+
+    def begin(self, inputs: mx.array) -> tuple[int, ...]:
+        """As :meth:`ModelCache.begin`; states and windows are as the last committed step left them.
+
+        Raises:
+            ValueError: sequences of different lengths, too.
+        """
+        if min(self.lengths) != self.offset:
+            raise ValueError(
+                f"the cache holds {list(self.lengths)} tokens; mlx-lm's models take sequences of one length"
+            )
+        self.end_step()
+        return super().begin(inputs)
+
+    def commit(
+        self, num_tokens: int | Sequence[int] | None = None, *, ids: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """As :meth:`ModelCache.commit`.
+
+        Raises:
+            ValueError: a part of a step where a layer's state has taken all of it; nothing was committed.
+        """
+        step = self.step
+        if step is not None and num_tokens is not None and any(isinstance(x, StateCache) for x in self._bridged):
+            each = num_tokens if isinstance(num_tokens, Sequence) else [num_tokens]
+            if any(count != step.shape[1] for count in each):
+                raise ValueError(
+                    f"num_tokens is {num_tokens}; the step has {step.shape[1]}, and the state of a linear layer "
+                    "takes all of a step"
+                )
+        super().commit(num_tokens, ids=ids)
+
+    def end_step(self) -> None:
+        """Drop a step that was begun and is not committed."""
+        super().end_step()
+        for layer in self._bridged:
+            layer.begin()
+
+    def reset(self) -> None:
+        """Forget every token; the memory stays reserved, states are given back."""
+        super().reset()
+        for layer in self._bridged:
+            layer.begin()
+
+    def describe(self) -> list[str]:
+        """What it is made of, a line for each kind of layer, and where a group is not the one asked for."""
+        kinds = Counter(_described(layer) for layer in self._bridged)
+        lines = [f"{count} {'layer' if count == 1 else 'layers'}: {kind}" for kind, count in kinds.items()]
+        return [*lines, *self._notes]
+
+
+def make_prompt_cache(
+    model: Model, max_kv_size: int, *, kv_bits: int = 8, kv_group_size: int = 32, batch: int = 1
+) -> list[Any]:
+    """A prompt cache for mlx-lm's own loops that is reserved now, quantized, and never grows.
+
+    ``mlx_lm.generate(model, tokenizer, prompt, prompt_cache=kvant.make_prompt_cache(model, 4096))``
+
+    The states of linear and convolution layers stay mlx-lm's own. Attention to the cache's tokens is computed by kvant
+    where that is faster; every other call stays mlx-lm's.
+
+    Args:
+        model: any of mlx-lm's.
+        max_kv_size: tokens it can hold. More are a ContextError.
+        kv_bits: 8, 4, or 0 for no quantization.
+        kv_group_size: elements that share a scale. Where it does not divide a head's width, their greatest common
+            divisor is used.
+        batch: sequences of one length, side by side.
+
+    Returns:
+        a cache for each place where the model's ``make_cache`` has one.
+
+    Raises:
+        ValueError: an argument out of range, or a model with a kind of cache that kvant has nothing for.
+    """
+    entries, layers = _make(model, max_kv_size, batch=batch, quant_bit=kv_bits, quant_group=kv_group_size, kernels=None)
+    # Each layer counts for itself. None goes back further than all of them can.
+    limits = frozenset(limit for layer in layers for limit in layer.limits)
+    for layer in layers:
+        layer.sequences.limits = limits
+    return entries
+
+
+def make_model_cache(
+    model: Model,
+    max_seq_len: int,
+    *,
+    batch: int = 1,
+    quant_bit: int = 8,
+    quant_group: int = 32,
+    kernels: str | None = None,
+) -> BridgedCache:
+    """A cache of mlx-lm's model for kvant's loop; arguments and errors as :func:`make_prompt_cache` has them.
+
+    ``kernels``: as :class:`kvant.cache.QuantizedKVCache` has it.
+    """
+    options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
+    entries, layers = _make(model, max_seq_len, kernels=kernels, **options)
+    groups = Counter(layer.quant_group for layer in layers if isinstance(layer, BridgedKVCache) and quant_bit)
+    notes = [
+        f"groups of {group} in {count} layers: {quant_group} does not divide their width"
+        for group, count in groups.items()
+        if group != quant_group
+    ]
+    return BridgedCache(entries, layers, notes)
+
+
+def cache_bytes(
+    model: Model, max_seq_len: int, *, batch: int = 1, quant_bit: int = 8, quant_group: int = 32
+) -> CacheBytes:
+    """What :func:`make_model_cache` would allocate, and mlx-lm for states. Nothing is allocated for it."""
+    _check(max_seq_len, batch, quant_bit, quant_group)
+    keys_values = state = 0
+    for leaf in _leaves(probe(model, batch)):
+        if isinstance(leaf, State):
+            state += leaf.nbytes
+        elif isinstance(leaf, Attention):
+            keys_values += (
+                batch * leaf.num_kv_heads * _rows(leaf, max_seq_len) * _token_bytes(leaf, quant_bit, quant_group)
+            )
+    return CacheBytes(keys_values, state)
+
+
+def _make(
+    model: Model, max_seq_len: int, *, batch: int, quant_bit: int, quant_group: int, kernels: str | None
+) -> tuple[list[Any], list[Layer]]:
+    """A cache for each place in the model, and the layers of kvant's in them."""
+    _check(max_seq_len, batch, quant_bit, quant_group)
+    layers: list[Layer] = []
+
+    def one(leaf: Leaf) -> Any:
+        if isinstance(leaf, Unused):
+            return MlxLmKVCache()
+        if isinstance(leaf, State):
+            layers.append(StateCache(ArraysCache(leaf.arrays), max_seq_len, batch=batch))
+            return layers[-1].arrays
+        options: dict[str, Any] = {
+            "batch": batch,
+            "quant_bit": quant_bit,
+            "quant_group": leaf.group(quant_group) if quant_bit else quant_group,
+            "value_head_dim": leaf.value_dim,
+            "dtype": leaf.dtype,
+            "kernels": kernels,
+            "shared": leaf.shared,
+        }
+        kind: Callable[..., BridgedKVCache] = BridgedKVCache
+        if leaf.chunk is not None:
+            kind, options["window"] = BridgedChunkCache, leaf.chunk
+        elif leaf.window is not None:
+            kind, options["window"], options["keep"] = BridgedWindowCache, leaf.window, leaf.keep
+        layers.append(kind(max_seq_len, leaf.num_kv_heads, leaf.key_dim, **options))
+        return layers[-1]
+
+    def entry(found: Entry) -> Any:
+        return CacheList(*map(one, found)) if isinstance(found, tuple) else one(found)
+
+    entries = [entry(found) for found in probe(model, batch)]
+    hook.install()
+    return entries, layers
+
+
+def _check(max_seq_len: int, batch: int, quant_bit: int, quant_group: int) -> None:
+    for name, number in (("max_seq_len", max_seq_len), ("batch", batch)):
+        if type(number) is not int or number < 1:
+            raise ValueError(f"{name} is {number!r}; expected a positive int")
+    check_quantization(quant_bit, quant_group, quant_group)
+
+
+def _leaves(entries: Iterable[Entry]) -> list[Leaf]:
+    return [leaf for entry in entries for leaf in (entry if isinstance(entry, tuple) else (entry,))]
+
+
+def _rows(leaf: Attention, max_seq_len: int) -> int:
+    window = leaf.chunk or leaf.window
+    return max_seq_len if window is None else min(max_seq_len, leaf.keep + window + SLACK)
+
+
+def _token_bytes(leaf: Attention, quant_bit: int, quant_group: int) -> int:
+    """Bytes of one token's key and value, of one head."""
+    width = leaf.key_dim + leaf.value_dim
+    if not quant_bit:
+        return width * leaf.dtype.size
+    return width * quant_bit // 8 + width // leaf.group(quant_group) * mx.float16.size
+
+
+def _described(layer: Layer) -> str:
+    if isinstance(layer, StateCache):
+        return f"state, mlx-lm's own, {format_bytes(layer.nbytes)}" if layer.nbytes else "state, mlx-lm's own"
+    rows = f"{layer.num_rows} rows"
+    if isinstance(layer, BridgedChunkCache):
+        rows += f" for chunks of {layer.window} tokens"
+    elif isinstance(layer, BridgedWindowCache):
+        rows += f" for a window of {layer.window} tokens"
+    how = f"{layer.quant_bit} bits in groups of {layer.quant_group}" if layer.quant_bit else "not quantized"
+    return f"{rows}, {how}, {format_bytes(layer.nbytes)}"

@@ -1,0 +1,80 @@
+"""The hook on mlx-lm's attention: calls with keys and values of a bridged cache are the cache's.
+
+A bridged layer hands its tokens to the model as lazy arrays. Whoever computes with them gets the right result. The hook
+knows these arrays again and computes attention without them where that is faster.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import mlx.core as mx
+from mlx_lm.models import base
+
+Attention = Callable[..., mx.array]
+NAME = "scaled_dot_product_attention"
+MODULES = "mlx_lm.models."
+
+mlx_lm_attention: Attention = getattr(base, NAME)
+
+
+class Owner(Protocol):
+    """A cache that handed out keys and values."""
+
+    def attend_fetched(
+        self,
+        query: mx.array,
+        key: mx.array,
+        value: mx.array,
+        *,
+        scale: float,
+        mask: mx.array | str | None,
+        sinks: mx.array | None,
+    ) -> mx.array | None:
+        """Attention to what it handed out; None: it is left to mlx-lm."""
+
+
+# By the id of the keys: the values and their cache. Nothing is held: lazy arrays that are kept would have the cache's
+# buffers copied at the next append.
+_fetched: dict[int, tuple["weakref.ref[mx.array]", "weakref.ref[mx.array]", "weakref.ref[Owner]"]] = {}
+
+
+def remember(owner: Owner, key: mx.array, value: mx.array) -> None:
+    """Have attention to these very arrays computed by their cache, for as long as they live."""
+    place = id(key)
+    _fetched[place] = (weakref.ref(key, lambda _: _fetched.pop(place, None)), weakref.ref(value), weakref.ref(owner))
+
+
+def owner_of(key: mx.array, value: mx.array) -> Owner | None:
+    """The cache that these arrays come from, if they are as it handed them out."""
+    known = _fetched.get(id(key))
+    if known is None or known[0]() is not key or known[1]() is not value:
+        return None
+    return known[2]()
+
+
+def install() -> None:
+    """Put the hook in place of mlx-lm's attention, in every module of a model that is loaded or will be."""
+    setattr(base, NAME, attention)
+    for name, module in list(sys.modules.items()):
+        if name.startswith(MODULES) and getattr(module, NAME, None) is mlx_lm_attention:
+            setattr(module, NAME, attention)
+
+
+def attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: object,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's ``scaled_dot_product_attention``, and nothing else for arrays that are not a bridged cache's."""
+    owner = owner_of(keys, values)
+    if owner is not None:
+        output = owner.attend_fetched(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        if output is not None:
+            return output
+    return mlx_lm_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)

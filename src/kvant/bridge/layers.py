@@ -1,0 +1,320 @@
+"""kvant's caches of one layer, as mlx-lm's models use a cache."""
+
+import math
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import ArraysCache, create_attention_mask
+
+from kvant.bridge import hook
+from kvant.cache import KVCache, QuantizedKVCache, WindowKVCache
+from kvant.cache.sequences import TrimLimit
+from kvant.errors import ContextError
+from kvant.operators.attention import attend_tokens
+from kvant.operators.cached_attention import attend_fused
+
+Mask = mx.array | str | None
+
+
+class BridgedKVCache(QuantizedKVCache):
+    """Keys and values of one layer of mlx-lm's model.
+
+    The model appends through :meth:`update_and_fetch`, which gives all tokens as lazy arrays: an array that nobody
+    reads is not computed. The model's attention to them comes to :meth:`attend_fetched` (:mod:`kvant.bridge.hook`).
+
+    Attributes:
+        shared: whether other layers of the model ask for what this one fetched.
+    """
+
+    def __init__(self, *arguments: Any, shared: bool = False, **options: Any) -> None:
+        """As the class of kvant's that it is; ``value_head_dim`` is 0 where only keys are kept."""
+        super().__init__(*arguments, **options)
+        self.shared = shared
+        self._appended = 0  # tokens of a step that is not committed
+        self._fetched: tuple[mx.array, mx.array] | None = None
+
+    @property
+    def offset(self) -> int:
+        """Tokens so far, with those that a step appended before it is committed."""
+        return self.sequences.offset + (self._appended if self.sequences.step is not None else 0)
+
+    def begin(self) -> None:
+        """Forget what a step appended that was not committed."""
+        self._appended = 0
+        self._fetched = None
+
+    def settle(self) -> None:
+        """Do what waited for the step to be committed."""
+        self.begin()
+        super().settle()
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append (B, K, S, D) keys and (B, K, S, Dv) values.
+
+        Returns:
+            what new queries may see: keys (B, K, T, D) and values (B, K, T, Dv), dequantized lazily, in the keys'
+            dtype. :meth:`make_mask` belongs to them.
+
+        Raises:
+            ContextError: more tokens than there is room for; nothing was written.
+            RuntimeError: a layer of a model's cache, and no step was begun.
+            ValueError: shapes that do not fit the cache.
+        """
+        in_step = self.sequences.shared
+        if in_step and (self.sequences.step is None or self._appended):
+            raise RuntimeError("a layer is appended to and no step was begun; expected cache.begin(inputs) before it")
+        value_is_key = values is keys
+        if not self.value_head_dim:
+            values = values[..., :0]
+        if values.shape != (*keys.shape[:3], self.value_head_dim):
+            raise ValueError(
+                f"values have shape {tuple(values.shape)} with keys {tuple(keys.shape)}; the cache is for values of "
+                f"{self.value_head_dim}"
+            )
+        self._fetched = None  # or its buffers would be copied
+        fetched_keys, fetched_values = self._read_in_order(self.append(keys, values), keys)
+        fetched = fetched_keys, fetched_keys if value_is_key else fetched_values
+        if in_step:
+            self._appended = keys.shape[2]
+        else:
+            self.sequences.commit(keys.shape[2])
+        if self.shared:
+            self._fetched = fetched
+        hook.remember(self, *fetched)
+        return fetched
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What was fetched last, for layers that share it."""
+        if self._fetched is None:
+            raise RuntimeError("keys and values are asked for, and none were fetched in this step")
+        return self._fetched
+
+    def attend_fetched(
+        self,
+        query: mx.array,
+        key: mx.array,
+        value: mx.array,
+        *,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None,
+    ) -> mx.array | None:
+        """Attention to what was fetched last, where that is faster than mlx-lm's; None: it is not.
+
+        Args:
+            query: (B, H, S, D).
+            key, value: as they were fetched.
+            scale: the scores are multiplied by it.
+            mask: "causal", None, or an array that is added to the scores (boolean: True keeps), (S, T) or more.
+            sinks: (H,) learned sinks.
+        """
+        S, D = query.shape[2:]
+        causal = isinstance(mask, str)
+        added = None if isinstance(mask, str) else mask
+        scaled = query if math.isclose(scale * math.sqrt(D), 1, rel_tol=1e-6) else query * (scale * math.sqrt(D))
+        backend = self.backend_for(query)
+        placed = None if backend is None or sinks is not None else self._placed(key, mask)
+        if backend is not None and placed is not None:
+            tokens, placed_mask = placed
+            return attend_fused(
+                scaled,
+                self.cache,
+                self.scale,
+                mx.array(tokens - S, mx.int32),
+                quant_bit=self.quant_bit,
+                quant_group=self.quant_group,
+                is_causal=causal,
+                mask=placed_mask,
+                backend=backend,
+            )
+        on_cpu = mx.default_device().type == mx.cpu
+        if on_cpu and (S == 1 or causal):  # fewer products for one token, no score matrix for many
+            return attend_tokens(scaled, key, value, is_causal=causal, mask=added, sinks=sinks)
+        return None
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
+        """The mask of N new tokens: "causal", None or a boolean array."""
+        mask: Mask = create_attention_mask(N, self.offset, return_array, window_size)
+        return mask
+
+    @property
+    def keys(self) -> mx.array:
+        """The array that keys are in. A model may put it back, made to depend on others that are to be computed."""
+        return self.arrays[0]
+
+    @keys.setter
+    def keys(self, array: mx.array) -> None:
+        self.arrays[0] = array
+
+    @property
+    def values(self) -> mx.array:
+        """An array that is computed when the last append is."""
+        return self.arrays[-1]
+
+    @values.setter
+    def values(self, array: mx.array) -> None:
+        if self.value_head_dim:
+            raise AttributeError("a model sets the values of its cache; kvant's takes them by update_and_fetch")
+
+    def size(self) -> int:
+        """Tokens so far."""
+        return self.offset
+
+    def empty(self) -> bool:
+        """Whether it has no token."""
+        return not self.offset
+
+    def is_trimmable(self) -> bool:
+        """Whether the last token can be forgotten, by all layers."""
+        return all(self.sequences.can_return(b, max(0, length - 1)) for b, length in enumerate(self.lengths))
+
+    def _read_in_order(self, stored: list[mx.array], keys: mx.array) -> tuple[mx.array, mx.array]:
+        """What was appended to, dequantized in the keys' dtype, in the order of the model's masks."""
+        return self.read(stored, keys.dtype)
+
+    def _placed(self, key: mx.array, mask: Mask) -> tuple[int, mx.array | None] | None:
+        """How many rows of the arrays the fetched keys stand for, and a mask of them; None: for other rows."""
+        return key.shape[2], None if isinstance(mask, str) else mask
+
+
+class BridgedWindowCache(BridgedKVCache, WindowKVCache):
+    """A sliding window: in place of mlx-lm's rotating cache. Tokens are fetched in the order of the ring."""
+
+    @property
+    def state(self) -> list[mx.array]:
+        """Its arrays, and the tokens that wait to be written."""
+        return [*self.arrays, *(array for _, _, new in self._pending for array in new)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are reserved."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
+        """The mask of N new tokens over what :meth:`update_and_fetch` will give."""
+        mask = self.mask(N, window_size)
+        if mask is not None or N == 1:
+            return mask
+        return create_causal_mask(N, self.offset) if return_array else "causal"
+
+    def _placed(self, key: mx.array, mask: Mask) -> tuple[int, mx.array | None] | None:
+        return None if self._pending else super()._placed(key, mask)
+
+
+class BridgedChunkCache(BridgedWindowCache):
+    """Llama 4's chunks, where a query sees its own chunk only. Tokens are fetched in order, from the chunk's first.
+
+    It is a window as long as a chunk. The model makes the mask, from :attr:`start_position`.
+    """
+
+    @property
+    def start_position(self) -> int:
+        """The first token that the next step's queries may see: of the chunk that its first one is in."""
+        return self.sequences.offset // self.window * self.window
+
+    def maybe_trim_front(self) -> None:
+        """Llama 4 asks for tokens before the chunk to be dropped: there is nothing to do."""
+
+    def _read_in_order(self, stored: list[mx.array], keys: mx.array) -> tuple[mx.array, mx.array]:
+        end, S = self.sequences.offset, keys.shape[2]
+        held = min(end, self.num_rows)  # rows before the new ones, where those wait
+        spans = [*self._spans(self.start_position, end), (held, held + S)]
+        if not self._pending:
+            spans = self._spans(self.start_position, end + S)
+        parts = [[array[:, :, :, first:last] for first, last in spans] for array in stored]
+        return self.read([part[0] if len(part) == 1 else mx.concatenate(part, axis=3) for part in parts], keys.dtype)
+
+    def _spans(self, start: int, end: int) -> list[tuple[int, int]]:
+        """The rows of positions start to end, in one piece or two."""
+        row, count = start % self.num_rows, end - start
+        rest = row + count - self.num_rows
+        return [(row, row + count)] if rest <= 0 else [(row, self.num_rows), (0, rest)]
+
+    def _placed(self, key: mx.array, mask: Mask) -> tuple[int, mx.array | None] | None:
+        if self._pending or not isinstance(mask, mx.array) or mask.dtype != mx.bool_:
+            return None
+        end = self.offset
+        start, rows = end - key.shape[2], min(end, self.num_rows)
+        positions = self._positions(end, rows)
+        seen = mx.take(mask, mx.maximum(positions - start, 0), axis=-1) & (positions >= start)
+        return rows, seen
+
+
+class StateCache(KVCache):
+    """The state of a linear or convolution layer: mlx-lm's arrays, which the model replaces at every step.
+
+    A step that is not committed leaves no trace: the arrays from before it are kept until then. The state goes back to
+    nothing and to no other length.
+
+    Attributes:
+        arrays: what the model is given.
+    """
+
+    def __init__(self, arrays: ArraysCache, max_seq_len: int, *, batch: int = 1) -> None:
+        """For empty ``arrays``; ``max_seq_len`` as the model's other layers have it."""
+        self._max_seq_len = max_seq_len
+        super().__init__(batch)
+        self.arrays = arrays
+        self._committed = list(arrays.cache)
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens a sequence can have."""
+        return self._max_seq_len
+
+    @property
+    def limits(self) -> tuple[TrimLimit, ...]:
+        """It goes back to nothing."""
+        return (TrimLimit(0, 0),)
+
+    @property
+    def state(self) -> list[mx.array]:
+        """Its arrays, for mlx-lm, which evaluates them; none before the first step."""
+        return [array for array in self.arrays.cache if array is not None]
+
+    def begin(self) -> None:
+        """Put back what a step replaced that was not committed."""
+        if not self.offset:
+            self._committed = [None] * len(self._committed)
+        self.arrays.cache[:] = self._committed
+
+    def settle(self) -> None:
+        """The step is committed, all of it: its state is."""
+        self._committed = list(self.arrays.cache)
+
+    def attend(
+        self,
+        query: mx.array,
+        key: mx.array,
+        value: mx.array,
+        mask: mx.array | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """A state has no keys."""
+        raise TypeError("a layer's state has no keys and values to attend to")
+
+    def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
+        """A state takes any."""
+
+    def reserve(self, num_tokens: int) -> None:
+        """Raise a ContextError unless every sequence has room for ``num_tokens`` more tokens."""
+        if self.offset + num_tokens > self._max_seq_len:
+            raise ContextError(
+                f"{num_tokens} more tokens do not fit: "
+                f"{self.offset} of the {self._max_seq_len} reserved tokens are used"
+            )
+
+    def is_trimmable(self) -> bool:
+        """Only while it is empty."""
+        return not self.offset
+
+    def reset(self) -> None:
+        """Forget every token; of all layers, in a model's cache."""
+        super().reset()
+        self.begin()
+
+    def release(self) -> None:
+        """Give the memory back. The cache cannot be used after it."""
+        self.sequences.reset()
+        self.begin()

@@ -1,0 +1,181 @@
+"""What a model asks of its layers' caches, from one call of it that is never evaluated."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as mlx_lm_cache
+
+PROBE_TOKENS = 16  # as many as fill the longest convolution or n-gram state
+Model = Callable[..., mx.array]  # mlx-lm's: an nn.Module, called with token ids (B, S) and cache=
+KINDS = "KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache and CacheList"
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """A layer's keys and values.
+
+    Attributes:
+        num_kv_heads, key_dim, value_dim: of its tokens; value_dim 0: no values are kept.
+        dtype: of its keys.
+        window: tokens that a query sees, its own included; None: all.
+        keep: first tokens that every query sees besides.
+        chunk: tokens of a chunk, where a query sees its own chunk only.
+        value_is_key: the model gives one array for both.
+        shared: other layers ask for what was fetched.
+    """
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: mx.Dtype
+    window: int | None
+    keep: int
+    chunk: int | None
+    value_is_key: bool
+    shared: bool
+
+    def group(self, quant_group: int) -> int:
+        """The group that divides both widths: the given one, or its greatest common divisor with them."""
+        return math.gcd(quant_group, self.key_dim, self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A linear or convolution layer's state: arrays that are replaced at every step.
+
+    Attributes:
+        nbytes: of all its arrays.
+        arrays: how many.
+    """
+
+    nbytes: int
+    arrays: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """A cache that the model makes and does not use."""
+
+
+Leaf = Attention | State | Unused
+Entry = Leaf | tuple[Leaf, ...]
+
+
+def probe(model: Model, batch: int = 1) -> list[Entry]:
+    """What each of the caches that ``model`` makes is used for. A tuple stands for a list of caches of one layer.
+
+    Raises:
+        ValueError: a cache that kvant has nothing to put in place of.
+    """
+    made = mlx_lm_cache.make_prompt_cache(model)
+    probes = [_probe_of(cache, number) for number, cache in enumerate(made)]
+    model(mx.zeros((batch, PROBE_TOKENS), mx.int32), cache=probes)
+    windows: dict[tuple[int, int], int] = {}
+    for leaf in _leaves(probes):
+        if isinstance(leaf, _Probe) and leaf.asked is not None and leaf.ring is not None:
+            windows[leaf.ring] = max(leaf.asked, windows.get(leaf.ring, 0))
+    return [_entry_of(found, windows) for found in probes]
+
+
+class _Probe:
+    """Stands for a cache of keys and values, empty, and keeps nothing but what it was asked."""
+
+    offset = start_position = 0
+
+    def __init__(self, ring: tuple[int, int] | None = None, chunk: int | None = None) -> None:
+        self.ring = ring  # (max_size, keep) of mlx-lm's rotating cache
+        self.chunk = chunk
+        self.asked: int | None = None  # the window of the mask
+        self.fetched: tuple[mx.array, mx.array] | None = None
+        self.shared = False
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.fetched = keys, values
+        return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array] | None:
+        self.shared = True
+        return self.fetched
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        self.asked = window_size
+        return mlx_lm_cache.create_attention_mask(N, 0, return_array, window_size)
+
+    def maybe_trim_front(self) -> None:
+        """Nothing to trim."""
+
+    @property
+    def keys(self) -> mx.array | None:
+        return None if self.fetched is None else self.fetched[0]
+
+    @keys.setter
+    def keys(self, array: mx.array) -> None:
+        """A model makes them depend on other arrays."""
+
+    @property
+    def values(self) -> mx.array | None:
+        return None if self.fetched is None else self.fetched[1]
+
+    @values.setter
+    def values(self, array: mx.array) -> None:
+        """DeepSeek V3.2 puts zeros here that nobody reads."""
+
+    def size(self) -> int:
+        return 0
+
+    def empty(self) -> bool:
+        return True
+
+
+def _probe_of(cache: Any, number: int) -> Any:
+    kind = type(cache)
+    if kind is mlx_lm_cache.KVCache:
+        return _Probe()
+    if kind is mlx_lm_cache.RotatingKVCache:
+        return _Probe(ring=(cache.max_size, cache.keep))
+    if kind is mlx_lm_cache.ChunkedKVCache:
+        return _Probe(chunk=cache.chunk_size)
+    if kind is mlx_lm_cache.ArraysCache:
+        return cache
+    if kind is mlx_lm_cache.CacheList:
+        return mlx_lm_cache.CacheList(*(_probe_of(part, number) for part in cache.caches))
+    raise ValueError(f"the cache of layer {number} is a {kind.__name__}; kvant's stands for mlx-lm's {KINDS}")
+
+
+def _leaves(probes: Sequence[Any]) -> list[Any]:
+    return [
+        leaf for found in probes for leaf in (found.caches if isinstance(found, mlx_lm_cache.CacheList) else [found])
+    ]
+
+
+def _entry_of(found: Any, windows: dict[tuple[int, int], int]) -> Entry:
+    if isinstance(found, mlx_lm_cache.CacheList):
+        return tuple(_leaf_of(part, windows) for part in found.caches)
+    return _leaf_of(found, windows)
+
+
+def _leaf_of(found: Any, windows: dict[tuple[int, int], int]) -> Leaf:
+    if isinstance(found, mlx_lm_cache.ArraysCache):
+        return State(found.nbytes, len(found.cache))
+    if found.fetched is None:
+        return Unused()
+    key, value = found.fetched
+    window, keep = None, 0
+    if found.ring is not None:
+        size, keep = found.ring
+        # The mask's window is the model's. PLaMo 3 masks one token more than its cache holds.
+        window = windows.get(found.ring, size) - keep
+    return Attention(
+        num_kv_heads=key.shape[1],
+        key_dim=key.shape[3],
+        value_dim=0 if value is key else value.shape[3],
+        dtype=key.dtype,
+        window=window,
+        keep=keep,
+        chunk=found.chunk,
+        value_is_key=value is key,
+        shared=found.shared,
+    )
