@@ -199,7 +199,7 @@ class Decoder:
             RuntimeError: another thread uses the cache, or this process was forked from one that had loaded a model.
         """
         check_process()
-        self._check_ids(inputs)
+        check_ids(inputs, self.config.vocab_size)
         if cache is None:
             return self.logits(self.hidden_states(inputs, offset))
         cache = self.check_cache(cache)
@@ -222,11 +222,11 @@ class Decoder:
             raise ValueError(f"inputs has shape {tuple(inputs.shape)}; expected (B, S) token ids")
         batch = inputs.shape[0]
         if cache is None:
-            _check_offset(offset, (0,) * batch)
+            check_offset(offset, (0,) * batch)
             return self.states(inputs, 0, [None] * len(self.layers))
         cache = self.check_cache(cache)
         # An empty cache that grows takes any number of sequences. Another number of them is refused by begin.
-        _check_offset(offset, cache.lengths if len(cache.lengths) == batch else cache.lengths[:1] * batch)
+        check_offset(offset, cache.lengths if len(cache.lengths) == batch else cache.lengths[:1] * batch)
         lengths = cache.begin(inputs)
         return self.states(inputs, lengths[0] if len(set(lengths)) == 1 else mx.array(lengths), cache)
 
@@ -340,18 +340,18 @@ class Decoder:
         head = [] if self._lm_head is None else self._lm_head.arrays
         return [*self._embed_tokens.arrays, *(a for layer in self.layers for a in layer.arrays), self._norm, *head]
 
-    def _check_ids(self, inputs: mx.array) -> None:
-        if not mx.issubdtype(inputs.dtype, mx.integer):
-            raise ValueError(f"inputs has dtype {inputs.dtype}; expected integer token ids")
-        if inputs.size:
-            low, high = inputs.min().item(), inputs.max().item()
-            if low < 0 or high >= self.config.vocab_size:  # type: ignore[operator]
-                raise ValueError(
-                    f"inputs has token ids {low} to {high}; the model knows 0 to {self.config.vocab_size - 1}"
-                )
+
+def check_ids(inputs: mx.array, vocab_size: int) -> None:
+    """Raise a ValueError unless ``inputs`` are token ids of a vocabulary."""
+    if not mx.issubdtype(inputs.dtype, mx.integer):
+        raise ValueError(f"inputs has dtype {inputs.dtype}; expected integer token ids")
+    if inputs.size:
+        low, high = inputs.min().item(), inputs.max().item()
+        if low < 0 or high >= vocab_size:  # type: ignore[operator]
+            raise ValueError(f"inputs has token ids {low} to {high}; the model knows 0 to {vocab_size - 1}")
 
 
-def _check_offset(offset: int | mx.array | None, lengths: tuple[int, ...]) -> None:
+def check_offset(offset: int | mx.array | None, lengths: tuple[int, ...]) -> None:
     """Raise a ValueError unless ``offset`` says what the lengths of the sequences say, or nothing."""
     if offset is None:
         return
