@@ -14,7 +14,7 @@ from kvant.bridge.layers import BridgedChunkCache, BridgedKVCache, BridgedWindow
 from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, probe
 from kvant.cache import ModelCache
 from kvant.cache.window import SLACK
-from kvant.operators.quantization import check_quantization
+from kvant.operators.quantization import QUANT_BITS
 from kvant.sizes import format_bytes
 
 Layer = BridgedKVCache | StateCache
@@ -152,6 +152,7 @@ def make_prompt_cache(
     Raises:
         ValueError: an argument out of range, or a model with a kind of cache that kvant has nothing for.
     """
+    _check({"max_kv_size": max_kv_size, "kv_group_size": kv_group_size, "batch": batch}, "kv_bits", kv_bits)
     entries, layers = _make(model, max_kv_size, batch=batch, quant_bit=kv_bits, quant_group=kv_group_size, kernels=None)
     # Each layer counts for itself. None goes back further than all of them can.
     limits = frozenset(limit for layer in layers for limit in layer.limits)
@@ -173,6 +174,7 @@ def make_model_cache(
 
     ``kernels``: as :class:`kvant.cache.QuantizedKVCache` has it.
     """
+    _check({"max_seq_len": max_seq_len, "quant_group": quant_group, "batch": batch}, "quant_bit", quant_bit)
     options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
     entries, layers = _make(model, max_seq_len, kernels=kernels, **options)
     groups = Counter(layer.quant_group for layer in layers if isinstance(layer, BridgedKVCache) and quant_bit)
@@ -188,7 +190,7 @@ def cache_bytes(
     model: Model, max_seq_len: int, *, batch: int = 1, quant_bit: int = 8, quant_group: int = 32
 ) -> CacheBytes:
     """What :func:`make_model_cache` would allocate, and mlx-lm for states. Nothing is allocated for it."""
-    _check(max_seq_len, batch, quant_bit, quant_group)
+    _check({"max_seq_len": max_seq_len, "quant_group": quant_group, "batch": batch}, "quant_bit", quant_bit)
     keys_values = state = 0
     for leaf in _leaves(probe(model, batch)):
         if isinstance(leaf, State):
@@ -204,7 +206,6 @@ def _make(
     model: Model, max_seq_len: int, *, batch: int, quant_bit: int, quant_group: int, kernels: str | None
 ) -> tuple[list[Any], list[Layer]]:
     """A cache for each place in the model, and the layers of kvant's in them."""
-    _check(max_seq_len, batch, quant_bit, quant_group)
     layers: list[Layer] = []
 
     def one(leaf: Leaf) -> Any:
@@ -238,11 +239,13 @@ def _make(
     return entries, layers
 
 
-def _check(max_seq_len: int, batch: int, quant_bit: int, quant_group: int) -> None:
-    for name, number in (("max_seq_len", max_seq_len), ("batch", batch)):
+def _check(sizes: dict[str, int], bits_name: str, bits: int) -> None:
+    """Raise a ValueError that names the first argument out of range."""
+    for name, number in sizes.items():
         if type(number) is not int or number < 1:
             raise ValueError(f"{name} is {number!r}; expected a positive int")
-    check_quantization(quant_bit, quant_group, quant_group)
+    if type(bits) is not int or bits not in QUANT_BITS:
+        raise ValueError(f"{bits_name} is {bits!r}; expected one of {', '.join(map(str, QUANT_BITS))}")
 
 
 def _leaves(entries: Iterable[Entry]) -> list[Leaf]:
