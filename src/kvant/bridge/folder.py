@@ -50,10 +50,10 @@ def load_bridged(folder: Path, progress: Progress | None = None, adapter: Path |
     if adapter is not None:
         raise ModelError(f"{adapter}: adapters are applied to architectures of kvant's own; this model is mlx-lm's")
     model, config = check_bridged(folder)
-    dtype = _dtype(model)
+    dtype = main_dtype(model)
     if mx.default_device().type == mx.cpu:
         dtype = mx.float32
-        _compute_in_float32(model)
+        compute_in_float32(model)
     _evaluate(model, folder, progress or (lambda done, total: None))
     return BridgedModel(model, config, dtype)
 
@@ -94,6 +94,28 @@ def build(raw: Mapping[str, Any]) -> tuple[Module, BridgedConfig]:
         model: Module = module.Model(args)
     model.eval()
     return model, read_config(raw, args)
+
+
+def quantize_all(model: Module, raw: Mapping[str, Any]) -> None:
+    """Make modules quantized as mlx-lm's converter does, by config.json alone: each that can be, and whose width fits.
+
+    Raises:
+        ModelError: a quantization that is not supported.
+    """
+    default, overrides = _formats(raw)
+    if default is None:
+        return
+
+    def chosen(path: str, module: Module) -> bool | dict[str, Any]:
+        quantization = overrides.get(path, default)
+        if quantization is None or not hasattr(module, "to_quantized"):
+            return False
+        if module.weight.shape[-1] % quantization.group_size:
+            return False
+        return {"bits": quantization.bits, "group_size": quantization.group_size, "mode": quantization.mode}
+
+    with library_errors(ModelError, f"config.json: MLX cannot quantize a {raw['model_type']} so"):
+        quantize(model, default.group_size, default.bits, mode=default.mode, class_predicate=chosen)
 
 
 def _take_weights(model: Module, raw: Mapping[str, Any], tensors: TensorFiles) -> None:
@@ -192,7 +214,7 @@ def _check(model: Module, weights: Weights) -> None:
             raise CheckpointError(f"tensor {name} has dtype {given}; expected {wanted}")
 
 
-def _dtype(model: Module) -> mx.Dtype:
+def main_dtype(model: Module) -> mx.Dtype:
     """The dtype of most of the floating-point numbers among the weights."""
     counts: dict[mx.Dtype, int] = {}
     for array in parameters(model).values():
@@ -201,7 +223,7 @@ def _dtype(model: Module) -> mx.Dtype:
     return max(counts, key=lambda dtype: counts[dtype], default=mx.float32)
 
 
-def _compute_in_float32(model: Module) -> None:
+def compute_in_float32(model: Module) -> None:
     """Cast every floating-point weight, lazily: a CPU multiplies half precision many times slower."""
     model.apply(lambda array: array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array)
     for module in model.modules():
