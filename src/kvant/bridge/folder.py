@@ -4,10 +4,8 @@ Nothing of the folder is executed. Modules are made lazily: an array is computed
 known to be right. What mlx-lm's code raises on the way becomes one line of kvant's.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from mlx.nn.layers.quantized import QuantizedEmbedding, quantize
 
 from kvant.bridge.architectures import NEEDS_METAL, module_name
 from kvant.bridge.config import BridgedConfig, for_mlx_lm, read_config, read_folder
-from kvant.bridge.model import BridgedModel, parameters
+from kvant.bridge.model import BridgedModel, by_layer, parameters
 from kvant.errors import CheckpointError, ModelError, library_errors
 from kvant.models.linear import check_device
 from kvant.models.quantization import FLOAT_MODES, Quantization, read_quantization
@@ -94,6 +92,15 @@ def build(raw: Mapping[str, Any]) -> tuple[Module, BridgedConfig]:
         model: Module = module.Model(args)
     model.eval()
     return model, read_config(raw, args)
+
+
+def describe_formats(raw: Mapping[str, Any]) -> str:
+    """How config.json says that the matrices are quantized, in a few words; empty: it does not."""
+    default, _ = _formats(raw)
+    if default is None:
+        return ""
+    kind = "" if default.mode == "affine" else f" ({default.mode})"
+    return f"{default.bits} bits, groups of {default.group_size}{kind}"
 
 
 def quantize_all(model: Module, raw: Mapping[str, Any]) -> None:
@@ -241,14 +248,8 @@ class _Float32Embedding(QuantizedEmbedding):
 
 def _evaluate(model: Module, folder: Path, progress: Progress) -> None:
     """Read the weights, layer by layer, so that only one is held in two forms."""
-
-    def layer(entry: tuple[str, mx.array]) -> str:
-        number = re.search(r"\.\d+\.", entry[0])
-        return entry[0][: number.end()] if number else ""
-
-    by_name = sorted(parameters(model).items(), key=layer)
-    groups = [[array for _, array in own] for _, own in groupby(by_name, key=layer)]
+    layers = by_layer(model)
     with library_errors(CheckpointError, f"{folder}: MLX does not read its tensors"):
-        for done, arrays in enumerate(groups, start=1):
-            mx.eval(arrays)
-            progress(done, len(groups))
+        for done, own in enumerate(layers.values(), start=1):
+            mx.eval(list(own.values()))
+            progress(done, len(layers))

@@ -1,5 +1,6 @@
 """A model that mlx-lm's class computes, through kvant's cache. B batch, S new tokens."""
 
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -158,6 +159,15 @@ def parameters(module: Module) -> dict[str, mx.array]:
     """Every array of a module, and of those in it, by its name."""
     found: Any = tree_flatten(module.parameters())
     return dict(found)
+
+
+def by_layer(module: Module) -> dict[str, dict[str, mx.array]]:
+    """:func:`parameters` by the layer they are in, "model.layers.3." for instance; "": in none."""
+    layers: dict[str, dict[str, mx.array]] = {}
+    for name, array in parameters(module).items():
+        number = re.search(r"\.\d+\.", name)
+        layers.setdefault(name[: number.end()] if number else "", {})[name] = array
+    return layers
 
 
 def _nbytes(module: Module) -> int:

@@ -26,8 +26,9 @@ def load(
         adapter_path: the folder of a LoRA or DoRA adapter as mlx-lm trains it.
 
     Returns:
-        The model, which is kvant's decoder or, of an architecture that is mlx-lm's alone, a bridged one; and a tokenizer with the names of mlx-lm's wrapper. Its ``eos_token_ids`` are the tokenizer's and
-        those of generation_config.json or, without one, config.json.
+        The model: a decoder of kvant's own, or a bridged one where only mlx-lm has the architecture. And a tokenizer
+        with the names of mlx-lm's wrapper. Its ``eos_token_ids`` are the tokenizer's and those of
+        generation_config.json or, without one, config.json.
 
     Raises:
         ModelError: no such folder, a model that was not pulled, or one that is not supported, model or adapter.

@@ -1,8 +1,6 @@
 """The memory of a model that mlx-lm's class computes: of the class itself, made lazily, whose shapes say everything."""
 
-import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +9,7 @@ from kvant.bridge.config import BridgedConfig, check
 from kvant.errors import ModelError
 
 if TYPE_CHECKING:
+    import mlx.core as mx
     from mlx.nn.layers.base import Module
 
 FLOAT32 = 4  # bytes
@@ -32,6 +31,7 @@ class BridgedNeeds:
     cache: int
     state: int
     scratch: int
+    loading: int
 
 
 class BridgedCheckpoint:
@@ -45,14 +45,14 @@ class BridgedCheckpoint:
 
     def __init__(self, raw: Mapping[str, Any], config: BridgedConfig, make: "Callable[[], Module]") -> None:
         """``make``: the lazy module, with parameters as they are stored."""
-        from kvant.bridge.folder import main_dtype, quantization_said
+        from kvant.bridge.folder import describe_formats, main_dtype
 
         self.config = config
         self._raw = raw
         self._make = make
         self._modules: dict[bool, Module] = {}
         self.float_bytes = main_dtype(self._module(on_cpu=False)).size
-        self.described = quantization_said(raw) or "{} bits"
+        self.described = describe_formats(raw) or "{} bits"
 
     @classmethod
     def from_folder(cls, folder: Path) -> "BridgedCheckpoint":
@@ -99,26 +99,29 @@ class BridgedCheckpoint:
 
     def quantized(self, bits: int, group_size: int) -> "BridgedCheckpoint":
         """Refused, as by ``kvant convert``."""
-        raise ModelError("`kvant convert` quantizes architectures of kvant's own; this model is mlx-lm's: mlx_lm.convert")
+        raise ModelError(
+            "`kvant convert` quantizes architectures of kvant's own; this model is mlx-lm's: mlx_lm.convert"
+        )
 
     def needs(
         self, *, kv_bits: int, kv_group_size: int, prefill_step_size: int, on_cpu: bool
     ) -> Callable[[int], BridgedNeeds]:
-        """The bytes of a run by tokens reserved, all of them used. The scratch is an estimate, the rest is exact.
+        """The bytes of a run by tokens reserved, all of them used. Cache and state are exact, and weights of a folder.
+        Scratch and loading are estimates.
 
         Raises:
             ValueError: a cache format that is none, or a cache that kvant has nothing for.
         """
-        import mlx.core as mx
-
         from kvant.bridge.cache import entries_bytes
-        from kvant.bridge.model import parameters
+        from kvant.bridge.model import by_layer
         from kvant.bridge.probe import Attention, probe
 
         module = self._module(on_cpu)
         entries = probe(module)
         leaves = [leaf for entry in entries for leaf in (entry if isinstance(entry, tuple) else (entry,))]
-        weights = sum(array.nbytes for array in parameters(module).values())
+        layers = [sum(array.nbytes for array in own.values()) for own in by_layer(module).values()]
+        weights = sum(layers)
+        loading = weights + 2 * max(layers, default=0)  # a layer's tensors as stored, put together, and cast
         row = max((a.num_kv_heads * (a.key_dim + a.value_dim) for a in leaves if isinstance(a, Attention)), default=0)
         heads = self._heads()
         outputs = _widest_layer(module, self.config.experts_used)
@@ -131,9 +134,8 @@ class BridgedCheckpoint:
             cache = entries_bytes(entries, tokens, quant_bit=kv_bits, quant_group=kv_group_size)
             logits = LOGITS_COPIES * FLOAT32 * self.config.vocab_size
             scratch = max(chunk(min(prefill_step_size, tokens), tokens), chunk(1, tokens) + logits)
-            return BridgedNeeds(weights, cache.keys_values, cache.state, scratch + cache.state)
+            return BridgedNeeds(weights, cache.keys_values, cache.state, scratch + cache.state, loading)
 
-        assert mx.float32.size == FLOAT32
         return needed
 
     def _module(self, on_cpu: bool) -> "Module":
@@ -156,15 +158,11 @@ class BridgedCheckpoint:
 
 def _widest_layer(module: "Module", experts_used: int | None) -> int:
     """The numbers a token's products have in the layer that has most, of its experts those that are used."""
-    from kvant.bridge.model import parameters
+    from kvant.bridge.model import by_layer
 
-    layers: dict[str, int] = {}
-    for name, array in parameters(module).items():
-        if not name.endswith("weight") or array.ndim < 2:
-            continue
-        number = re.search(r"\.\d+\.", name)
-        if number is None:  # an embedding, or a head: its products are counted as logits
-            continue
-        width = array.shape[-2] * ((experts_used or array.shape[0]) if array.ndim == 3 else 1)
-        layers[name[: number.end()]] = layers.get(name[: number.end()], 0) + width
-    return max(layers.values(), default=0)
+    def outputs(arrays: Mapping[str, "mx.array"]) -> int:
+        matrices = [a.shape for name, a in arrays.items() if name.endswith("weight") and a.ndim > 1]
+        return sum(shape[-2] * ((experts_used or shape[0]) if len(shape) == 3 else 1) for shape in matrices)
+
+    # An embedding is in no layer, nor is a head: its products are counted as logits.
+    return max((outputs(arrays) for layer, arrays in by_layer(module).items() if layer), default=0)
