@@ -10,6 +10,7 @@ from kvant.operators.quantization import check_quantization
 
 NOTATION = "0, or BITSgGROUP with 8 or 4 bits, such as 8g32 or 4g64:nosplit"
 DEFAULT_BITS, DEFAULT_GROUPS = (8, 4), (32, 64)
+MANY = 2**24  # tokens; more than any window
 
 _PATTERN = re.compile(r"(?P<bits>\d{1,3})g(?P<group>\d{1,6})(?P<whole>:nosplit)?")
 
@@ -46,6 +47,8 @@ class CacheFormat:
 
     def bytes_per_token(self, model: LanguageModel) -> int:
         """Bytes that each token more takes in all layers; bytes that do not grow with the tokens are left out."""
+        if not isinstance(model, Decoder):
+            return _growth(model, self)
         one, two = (self.make_cache(model, tokens).nbytes for tokens in (1, 2))
         return two - one
 
@@ -94,10 +97,12 @@ def check_formats(formats: Sequence[CacheFormat], model: LanguageModel) -> None:
 
 def default_formats(model: LanguageModel) -> list[CacheFormat]:
     """8 and 4 bits in groups of 32 and 64, with and without the bias split where there is something to split."""
-    groups = list(DEFAULT_GROUPS)
-    if isinstance(model, Decoder):
-        head_dim = model.config.head_dim
-        groups = [group for group in DEFAULT_GROUPS if head_dim % group == 0] or [head_dim]
+    if not isinstance(model, Decoder):
+        formats = [CacheFormat(bits, group) for bits in DEFAULT_BITS for group in DEFAULT_GROUPS]
+        # A group that does not divide a width is cut: where that leaves the same cache, it is measured once.
+        return list({candidate.bytes_per_token(model): candidate for candidate in reversed(formats)}.values())[::-1]
+    head_dim = model.config.head_dim
+    groups = [group for group in DEFAULT_GROUPS if head_dim % group == 0] or [head_dim]
     splits = (True, False) if has_bias(model) else (True,)
     return [CacheFormat(bits, group, split) for bits in DEFAULT_BITS for group in groups for split in splits]
 
@@ -105,3 +110,14 @@ def default_formats(model: LanguageModel) -> list[CacheFormat]:
 def has_bias(model: LanguageModel) -> bool:
     """Whether keys and values have biases that a cache can do without."""
     return isinstance(model, Decoder) and any(layer.self_attn.qkv_bias is not None for layer in model.layers)
+
+
+def _growth(model: LanguageModel, own: CacheFormat) -> int:
+    """Bytes of a bridged model's cache for one token more, past its windows."""
+    from kvant.bridge.cache import cache_bytes  # there already: the model is mlx-lm's
+    from kvant.bridge.model import BridgedModel
+
+    assert isinstance(model, BridgedModel)
+    sizes = (cache_bytes(model.module, MANY + more, quant_bit=own.bits, quant_group=own.group) for more in (0, 1))
+    one, two = (size.keys_values for size in sizes)
+    return two - one
