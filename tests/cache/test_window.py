@@ -308,3 +308,38 @@ def test_an_abandoned_step_takes_from_the_slack() -> None:
         else:
             with pytest.raises(ValueError, match="can forget all, or the last 3"):
                 cache.trim(back)
+
+
+@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize("split", [False, True])
+def test_the_fused_kernel_agrees(bits: int, split: bool, launches: list[tuple[str, list[mx.array]]]) -> None:
+    """Its text, executed on the host: rows out of order, masks, angles in the order of the rows."""
+    rng = np.random.default_rng(4)
+    layer, other = (_wide(np.random.default_rng(5), bits, split, kernels) for kernels in ("fused", "unfused"))
+    for new, fused in ((9, False), (3, True), (1, True), (40, False), (1, True), (4, True)):
+        query, key, value = (_normal(rng, 2, heads, new, 64) for heads in (H, K, K))
+        launches.clear()
+        output = layer.attend(query, key, value)
+        assert [name for name, _ in launches].count("attend") == fused
+        assert relative_error(output, other.attend(query, key, value)) < TOLERANCE
+
+
+def _wide(rng: np.random.Generator, bits: int, split: bool, kernels: str) -> WindowKVCache:
+    """A cache with a head_dim that the kernel takes."""
+    bias = None
+    if split:
+        bias = BiasSplit(_normal(rng, K, 2, len(PAIRS)), PAIRS, mx.zeros((2, len(PAIRS), 0)), _normal(rng, K, 64))
+    return WindowKVCache(
+        500,
+        K,
+        64,
+        window=12,
+        keep=2,
+        slack=7,
+        batch=2,
+        quant_bit=bits,
+        dtype=mx.float32,
+        bias_split=bias,
+        rotary=Rotary.plain(64, THETA),
+        kernels=kernels,
+    )
