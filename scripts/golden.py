@@ -32,6 +32,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "data" / "golden"
 TOKENS, VOCAB = 24, 32
+WINDOW = 5  # the ring of a cache, 16 rows longer, is full before the ids end
 IDS = [(5 + 17 * i + i * i) % VOCAB for i in range(TOKENS)]
 SIZES = {
     "vocab_size": VOCAB,
@@ -108,15 +109,14 @@ def cases() -> dict[str, tuple[str, PreTrainedConfig | dict[str, Any]]]:
         old_config("mistral", {"type": "dynamic", "factor": 3}) | {"max_position_embeddings": 8},
     )
     found["smollm3 old"] = ("smollm3", old_config("smollm3", None))
-    # Windows as long as the ids: every token is still seen, the context ends there.
-    found["mistral window"] = ("mistral", config_of("mistral", PLAIN, sliding_window=TOKENS))
+    found["mistral window"] = ("mistral", config_of("mistral", PLAIN, sliding_window=WINDOW))
     found["qwen2 window"] = (
         "qwen2",
-        config_of("qwen2", PLAIN, use_sliding_window=True, sliding_window=TOKENS, max_window_layers=1),
+        config_of("qwen2", PLAIN, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     )
     found["smollm3 window"] = (
         "smollm3",
-        config_of("smollm3", PLAIN, use_sliding_window=True, sliding_window=TOKENS),
+        config_of("smollm3", PLAIN, use_sliding_window=True, sliding_window=WINDOW),
     )
     return found
 

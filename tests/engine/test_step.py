@@ -15,10 +15,10 @@ from support import compiled_runs
 from support.numbers import relative_error
 
 import kvant.engine.run as running
-from kvant.cache import CompiledCacheView, FullKVCache, QuantizedKVCache
+from kvant.cache import CompiledCacheView, FullKVCache, QuantizedKVCache, WindowKVCache
 from kvant.engine.draw import greedy
 from kvant.engine.run import Run, prefill
-from kvant.engine.step import CompiledStep, bucket_size
+from kvant.engine.step import CompiledStep, bucket_size, can_compile
 from kvant.errors import ContextError
 from kvant.models import Decoder
 from kvant.operators.bias_split import BiasSplit, rotation_table
@@ -65,6 +65,23 @@ def test_through_the_fused_kernel_it_is_compiled_once(runs: dict[str, Any], bits
 
 def test_other_rotary_positions_are_compiled_too(runs: dict[str, Any]) -> None:
     assert runs["turned"] == [[True, True]] * 2  # the same compiled, and not what plain positions give
+
+
+def test_windows_are_compiled_too(runs: dict[str, Any]) -> None:
+    same, compilations, grown, other = runs["windowed"]
+    assert same
+    assert other  # than without windows
+    assert compilations == 1
+    assert grown < 2**16
+
+
+def test_a_window_with_a_bias_split_is_not_compiled() -> None:
+    """The angles of its new token are made in Python."""
+    rotary = Rotary.plain(16, 1e4)
+    split = BiasSplit(mx.zeros((1, 2, 1)), (0,), mx.zeros((2, 1, 0)), mx.zeros((1, 16)))
+    for bias_split, can in ((split, False), (None, True)):
+        layer = WindowKVCache(64, 1, 16, window=8, quant_group=16, bias_split=bias_split, rotary=rotary)
+        assert can_compile([layer]) is can
 
 
 def test_the_cache_is_not_copied_however_much_is_reserved(runs: dict[str, Any]) -> None:

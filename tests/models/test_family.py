@@ -26,6 +26,7 @@ REQUIRED = {
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
@@ -40,8 +41,9 @@ def test_what_is_left_out_is_transformers_default(kind: str, nulls: bool) -> Non
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 512 // 32)
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert theirs.rope_parameters == {"rope_type": ours.rope.kind, "rope_theta": ours.rope.theta}
-    window = theirs.sliding_window if kind == "mistral" else theirs.max_position_embeddings
-    assert ours.max_position_embeddings == min(theirs.max_position_embeddings, window)
+    window = theirs.sliding_window if kind == "mistral" else None
+    assert ours.windows == (window,) * ours.num_hidden_layers
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.rotates == tuple(map(bool, getattr(theirs, "no_rope_layers", [True] * ours.num_hidden_layers)))
     network = mlx_lm_model(theirs.to_dict() | {"rope_theta": ours.rope.theta})
     names = {name for name, _ in tree_flatten(network.parameters())}
@@ -51,41 +53,38 @@ def test_what_is_left_out_is_transformers_default(kind: str, nulls: bool) -> Non
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "context"),
+    ("kind", "settings", "windows"),
     [
-        ("mistral", {}, 4096),
-        ("mistral", {"sliding_window": None}, 9000),
-        ("mistral", {"sliding_window": 4096}, 4096),
-        ("mistral", {"sliding_window": 16384}, 9000),
-        ("qwen2", {"sliding_window": 16}, 9000),
-        ("qwen2", {"sliding_window": 16, "use_sliding_window": False}, 9000),
-        ("qwen2", {"sliding_window": 16, "use_sliding_window": True}, 9000),  # from layer 28 on
-        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 5}, 9000),
-        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 4}, 16),
-        ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}, 4096),
-        ("qwen3", {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, 9000),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention"] * 5}, 9000),
+        ("mistral", {}, [4096] * 5),
+        ("mistral", {"sliding_window": None}, [None] * 5),
+        ("mistral", {"sliding_window": 16384}, [16384] * 5),
+        ("qwen2", {"sliding_window": 16}, [None] * 5),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": False}, [None] * 5),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True}, [None] * 5),  # from layer 28 on
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 5}, [None] * 5),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3}, [None] * 3 + [16] * 2),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}, [4096] * 5),
+        ("qwen3", {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, [None] * 5),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "layer_types": [FULL] * 5}, [None] * 5),
         (
             "qwen2",
-            {
-                "use_sliding_window": True,
-                "sliding_window": 16,
-                "layer_types": ["full_attention"] * 4 + ["sliding_attention"],
-            },
-            16,
+            {"use_sliding_window": True, "sliding_window": 16, "layer_types": [FULL, SLIDING, FULL, FULL, SLIDING]},
+            [None, 16, None, None, 16],
         ),
-        ("smollm3", {"sliding_window": 16}, 9000),
-        ("smollm3", {"use_sliding_window": True}, 9000),
-        ("smollm3", {"use_sliding_window": True, "sliding_window": 16}, 16),
-        ("smollm3", {"use_sliding_window": True, "sliding_window": 16, "no_rope_layers": [1] * 5}, 9000),
-        ("smollm3", {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention"] * 5}, 9000),
-        ("llama", {"sliding_window": 16}, 9000),
-        ("llama", {"sliding_window": 16, "layer_types": ["sliding_attention"] * 5}, 16),
+        ("smollm3", {"sliding_window": 16}, [None] * 5),
+        ("smollm3", {"use_sliding_window": True}, [None] * 5),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 16}, [None, None, None, 16, None]),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 16, "no_rope_layers": [1] * 5}, [None] * 5),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 16, "layer_types": [FULL] * 5}, [None] * 5),
+        ("llama", {"sliding_window": 16}, [None] * 5),
+        ("llama", {"sliding_window": 16, "layer_types": [SLIDING] * 4 + [FULL]}, [16] * 4 + [None]),
     ],
 )
-def test_the_context_is_no_longer_than_a_window(kind: str, settings: dict[str, Any], context: int) -> None:
+def test_the_windows_of_the_layers(kind: str, settings: dict[str, Any], windows: list[int | None]) -> None:
     raw = {"model_type": kind, **REQUIRED, "num_key_value_heads": 2, "max_position_embeddings": 9000, **settings}
-    assert ModelConfig.from_dict(raw).max_position_embeddings == context
+    config = ModelConfig.from_dict(raw)
+    assert config.windows == tuple(windows)
+    assert config.max_position_embeddings == 9000
 
 
 def _rope(rope: dict[str, Any], key: str = "rope_parameters", **others: Any) -> Rope:

@@ -13,7 +13,7 @@ from support.checkpoints import load_reference
 from support.golden import CASES, GOLDEN, IDS
 from support.numbers import relative_error
 
-from kvant.cache import FullKVCache
+from kvant.cache import FullKVCache, WindowKVCache
 from kvant.models import Decoder, ModelConfig, load_decoder
 from kvant.models.architectures import ARCHITECTURES
 from kvant.tools.bench.adapters import MLXLM
@@ -22,8 +22,15 @@ from kvant.tools.bench.engines import EngineSpec
 TOLERANCE = 1e-4  # of the largest logit
 MODELS = sorted(set(CASES.values()))
 FREQUENCIES: list[dict[str, Any]] = json.loads((GOLDEN / "frequencies.json").read_text())
-# mlx-lm 0.32.2 has no attention_factor and no truncate, and takes mscale without mscale_all_dim for the factor.
-NOT_IN_MLX_LM = ["llama yarn attention_factor", "llama yarn untruncated", "llama yarn mscale alone"]
+# mlx-lm 0.32.2 has no attention_factor and no truncate, and takes mscale without mscale_all_dim for the factor. It has
+# no windows in these two.
+NOT_IN_MLX_LM = [
+    "llama yarn attention_factor",
+    "llama yarn untruncated",
+    "llama yarn mscale alone",
+    "mistral window",
+    "qwen2 window",
+]
 STEPS = {
     "in chunks": [0, 5, 14, 15, len(IDS)],
     "token by token": list(range(len(IDS) + 1)),
@@ -63,7 +70,7 @@ def test_logits_are_transformers(case: str, tmp_path: Path) -> None:
         for split in (True, False):
             cache = model.make_cache(len(IDS), quant_bit=0, bias_split=split)
             assert relative_error(_in_steps(model, bounds, cache), expected) < TOLERANCE
-    growing = [FullKVCache() for _ in model.layers]
+    growing = [FullKVCache(window) for window in model.config.windows]
     assert relative_error(_in_steps(model, STEPS["in chunks"], growing), expected) < TOLERANCE
 
 
@@ -186,16 +193,13 @@ def test_dynamic_positions_depend_on_the_model_alone(case: str, tmp_path: Path) 
                 assert relative_error(mx.concatenate(parts), whole) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("case", "context"),
-    [
-        ("mistral window", 24),
-        ("qwen2 window", 24),
-        ("mistral default", 64),
-        ("qwen2 default", 64),
-        ("smollm3 window", 24),
-        ("smollm3 default", 64),
-    ],
-)
-def test_the_context_ends_with_the_window(case: str, context: int) -> None:
-    assert ModelConfig.from_dict(_config(case)).max_position_embeddings == context
+@pytest.mark.parametrize("case", ["mistral window", "qwen2 window", "smollm3 window"])
+def test_the_ids_run_past_the_window(case: str, tmp_path: Path) -> None:
+    """So that logits without it differ, and a cache's rows are used again."""
+    model = load_decoder(_folder(case, tmp_path))
+    window = max(window or 0 for window in model.config.windows)
+    layer = model.make_cache(len(IDS), quant_bit=0)[1]
+    assert isinstance(layer, WindowKVCache)
+    assert window < layer.num_rows < len(IDS)
+    open_model = load_decoder(_folder(case, tmp_path / "open", sliding_window=len(IDS)))
+    assert relative_error(open_model(mx.array([IDS]))[0], _expected(case)) > 100 * TOLERANCE

@@ -42,9 +42,18 @@ class CountedStep(CompiledStep):
         CountedStep.last = self
 
 
-def generate(model: Decoder, count: int, *, compiled: bool, bits: int = 8, rows: int = 2048, **options: Any) -> Any:
+def generate(
+    model: Decoder,
+    count: int,
+    *,
+    compiled: bool,
+    bits: int = 8,
+    rows: int = 2048,
+    split: bool = True,
+    **options: Any,
+) -> Any:
     """Tokens of a run, and bytes: that active memory grew by, and the peak above what was active before."""
-    cache = model.make_cache(rows, quant_bit=bits)
+    cache = model.make_cache(rows, quant_bit=bits, bias_split=split)
     if bits == 0:  # loud stale rows: whoever reads one has no number left
         for layer in cache:
             layer.arrays[0] = mx.full(layer.cache.shape, float("nan"), layer.cache.dtype)
@@ -78,15 +87,32 @@ def seeded(model: Decoder, seed: int) -> list[Any]:
 
 def turned(kind: str, **settings: Any) -> list[bool]:
     """Whether the embedded model with other rotary positions says the same compiled, and other things than its own."""
+    model = changed(rope_parameters={"rope_type": kind, "rope_theta": 1e6, **settings})
+    eager, compiled = (generate(model, 60, compiled=c)[0] for c in (False, True))
+    return [compiled == eager, eager != generate(load_decoder(find_model("pocket")), 60, compiled=False)[0]]
+
+
+def changed(**settings: Any) -> Decoder:
+    """The embedded model with another config.json."""
     folder = find_model("pocket")
     config = json.loads((folder / "config.json").read_text())
-    rope = {"rope_type": kind, "rope_theta": 1e6, **settings}
     with tempfile.TemporaryDirectory() as name:
         shutil.copy(folder / "model.safetensors", name)
-        Path(name, "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
-        model = load_decoder(Path(name))
-    eager, compiled = (generate(model, 60, compiled=c)[0] for c in (False, True))
-    return [compiled == eager, eager != generate(load_decoder(folder), 60, compiled=False)[0]]
+        Path(name, "config.json").write_text(json.dumps(config | settings))
+        return load_decoder(Path(name))
+
+
+def windowed() -> list[Any]:
+    """Through rings that the prompt of 100 tokens has filled: the same tokens, compilations, and bytes it grew by."""
+    model = changed(use_sliding_window=True, sliding_window=40, max_window_layers=1)
+    eager = generate(model, 60, compiled=False, split=False)[0]
+    compiled, grown, _ = generate(model, 60, compiled=True, split=False)
+    return [
+        compiled == eager,
+        CountedStep.last.compilations,
+        grown,
+        eager != generate(changed(), 60, compiled=False)[0],
+    ]
 
 
 def fused(model: Decoder, bits: int, expected: list[int]) -> list[Any]:
@@ -107,6 +133,7 @@ def main() -> None:
         compiled, grown, _ = generate(model, TOKENS[bits], compiled=True, bits=bits)
         found[f"{bits} bits"] = [compiled == tokens, CountedStep.last.compilations, grown]
     found["turned"] = [turned("yarn", factor=4.0, original_max_position_embeddings=512), turned("linear", factor=8.0)]
+    found["windowed"] = windowed()
     found["peaks"] = [generate(model, 60, compiled=True, rows=rows)[2] for rows in (2048, 131_072)]
 
     found["seeds"] = [sampled(model, seed, compiled=compiled) for seed in (1, 2) for compiled in (True, True, False)]

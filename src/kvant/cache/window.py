@@ -11,6 +11,7 @@ from kvant.cache.sequences import TrimLimit
 from kvant.operators.attention import attend_tokens, both_masks
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.cached_attention import attend_fused, stored_tokens
+from kvant.operators.kernels.launch import Backend
 from kvant.operators.rotary import Rotary
 from kvant.operators.validation import check_tokens
 
@@ -115,7 +116,7 @@ class WindowKVCache(QuantizedKVCache):
         self.check_shape(B, K, D)
         self.reserve(S)
         self.settle()
-        new = self._stored(key, value)
+        new = self._stored(key, value, self.backend_for(query))
         outputs = []
         for part in self._parts():
             own_mask = mask[part] if mask is not None and mask.ndim == 4 and mask.shape[0] > 1 else mask
@@ -187,8 +188,10 @@ class WindowKVCache(QuantizedKVCache):
         """Whether new tokens would overwrite rows that they, or a step in their place, need."""
         return new_tokens > self.slack + 1 and start + new_tokens > self.num_rows
 
-    def _stored(self, key: mx.array, value: mx.array) -> list[mx.array]:
-        return stored_tokens(key, value, self.arrays, quant_bit=self.quant_bit, quant_group=self.quant_group)
+    def _stored(self, key: mx.array, value: mx.array, backend: Backend | None = None) -> list[mx.array]:
+        return stored_tokens(
+            key, value, self.arrays, quant_bit=self.quant_bit, quant_group=self.quant_group, backend=backend
+        )
 
     def _append(self, part: slice, new: list[mx.array]) -> list[mx.array]:
         start, S = self.lengths[part.start], new[0].shape[3]

@@ -42,6 +42,7 @@ class Case:
     kv_group: int = 32
     step: int = 512
     streams: int = 2
+    window: int | None = None
 
 
 def qwen2(
@@ -78,6 +79,8 @@ CASES = {
     "a long step through 4-bit weights": Case(
         qwen3(512, 2, 8, 2, 64, 2048, 1000, True), 1030, weight_bits=4, step=1024
     ),
+    "windows": Case(qwen2(*MANY_KEYS), 3 * TOKENS, step=64, window=TOKENS),
+    "windows, 4 bits": Case(qwen3(*MANY_KEYS), 2 * TOKENS, kv_bits=4, step=64, window=TOKENS // 2),
     "norms of whole projections": Case(olmo2(256, 2, 4, 2, 64, 2048, 1000, True), 770, step=768),
     "few queries, whose scores take the keys' bias": Case(qwen2(64, 1, 16, 2, 64, 64, 100, True), 1000, step=8),
 }
@@ -107,6 +110,10 @@ def test_the_plan_bounds_what_mlx_counts(name: str, tmp_path: Path) -> None:
     """
     case = CASES[name]
     write_random(case.shape, tmp_path, bits=case.weight_bits)
+    if case.window is not None:
+        config = json.loads((tmp_path / "config.json").read_text())
+        settings = {"use_sliding_window": True, "sliding_window": case.window, "max_window_layers": 1}
+        (tmp_path / "config.json").write_text(json.dumps(config | settings))
     peak = 0
     for _ in range(RUNS):
         found = measure(tmp_path, case)

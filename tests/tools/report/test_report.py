@@ -213,8 +213,8 @@ class Broken(CacheFormat):
 def _break(layer: QuantizedKVCache, change: Change) -> None:
     attend = layer.attend
 
-    def broken(query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None = None) -> mx.array:
-        return attend(query, *change(key, value), mask)
+    def broken(query: mx.array, key: mx.array, value: mx.array, *others: Any) -> mx.array:
+        return attend(query, *change(key, value), *others)
 
     layer.attend = broken  # type: ignore[method-assign]
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from kvant.cache.window import SLACK
 from kvant.engine.run import PREFILL_STEP_SIZE
 from kvant.models import Decoder
 from kvant.models.config import ModelConfig
@@ -163,22 +164,29 @@ def _planner(
     weights = checkpoint.held_bytes(itemsize)
     loading = checkpoint.loading_bytes(itemsize, on_cpu=on_cpu)
     widest = max(pairs) if pairs else None
+    row = _row_bytes(config, settings, itemsize)
 
     def planned(tokens: int) -> MemoryPlan:
         def chunk(new: int) -> int:
-            return scratch_bytes(
-                config,
-                itemsize=itemsize,
-                on_cpu=on_cpu,
-                kv_bits=settings.kv_bits,
-                kv_group_size=settings.kv_group_size,
-                pairs=widest,
-                adapted=checkpoint.adapter_bytes > 0 and config.quantization is not None,
-                new=new,
-                tokens=tokens,
+            """The layers take turns; only what windows put off until a step is committed is there at once."""
+            waiting = sum(window is not None and window < tokens for window in config.windows) * new * row
+            return waiting + max(
+                scratch_bytes(
+                    config,
+                    itemsize=itemsize,
+                    on_cpu=on_cpu,
+                    kv_bits=settings.kv_bits,
+                    kv_group_size=settings.kv_group_size,
+                    pairs=widest,
+                    adapted=checkpoint.adapter_bytes > 0 and config.quantization is not None,
+                    new=new,
+                    tokens=tokens,
+                    window=window,
+                )
+                for window in {*config.windows}
             )
 
-        cache = _cache_bytes(config, settings, tokens, itemsize, pairs)
+        cache = _cache_bytes(config, tokens, row, pairs)
         scratch = max(
             chunk(min(settings.prefill_step_size, tokens)), chunk(1) + LOGITS_COPIES * FLOAT32 * config.vocab_size
         )
@@ -204,15 +212,21 @@ def _pairs(config: ModelConfig, settings: Settings, known: Sequence[int] | None)
     return list(known)
 
 
-def _cache_bytes(
-    config: ModelConfig, settings: Settings, tokens: int, itemsize: int, pairs: Sequence[int] | None
-) -> int:
-    """Bytes of what :class:`kvant.cache.QuantizedKVCache` allocates for every layer."""
+def _row_bytes(config: ModelConfig, settings: Settings, itemsize: int) -> int:
+    """Bytes of a token's keys and values in one layer's cache."""
     K, D, bits = config.num_key_value_heads, config.head_dim, settings.kv_bits
-    row = 2 * K * (D * bits // 8 + D // settings.kv_group_size * SCALE_BYTES if bits else D * itemsize)
-    total = config.num_hidden_layers * row * tokens
-    for P in pairs or ():
-        total += FLOAT32 * (K * 2 * P + 2 * P * tokens + K * D)  # keys' bias, cosines and sines, values' bias
+    return 2 * K * (D * bits // 8 + D // settings.kv_group_size * SCALE_BYTES if bits else D * itemsize)
+
+
+def _cache_bytes(config: ModelConfig, tokens: int, row: int, pairs: Sequence[int] | None) -> int:
+    """Bytes of what the caches of :mod:`kvant.cache` allocate for every layer."""
+    K, D = config.num_key_value_heads, config.head_dim
+    total = 0
+    for layer, window in enumerate(config.windows):
+        rows = tokens if window is None or window >= tokens else min(tokens, window + SLACK)
+        total += row * rows
+        if pairs is not None:  # keys' bias, cosines and sines, values' bias
+            total += FLOAT32 * (K * 2 * pairs[layer] + 2 * pairs[layer] * rows + K * D)
     return total
 
 

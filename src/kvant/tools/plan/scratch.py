@@ -9,6 +9,7 @@ terms.
 S new tokens, T cached tokens read, H query heads, K kv heads, D head_dim.
 """
 
+from kvant.cache.window import SLACK
 from kvant.models.config import ModelConfig
 from kvant.models.linear import DEQUANTIZE_FROM_ROWS, DEQUANTIZED_ELEMENTS, PARALLEL_ELEMENTS
 from kvant.operators.attention import BLOCK_SCORE_BYTES, GPU_FUSED_HEAD_DIMS
@@ -19,6 +20,8 @@ FLOAT32 = 4  # bytes
 # The one measured constant: so many blocks of scores are held beside the one at work, and at most so many parts of a
 # quantized matrix beside those at work, one a core (1 to 8 streams, matrices of 2 to 67 million numbers).
 AHEAD = 4
+# Bytes of a window's mask for each query and token: its terms and their product, and what blocks of queries add.
+MASK_BYTES = 16
 
 
 def scratch_bytes(
@@ -32,6 +35,7 @@ def scratch_bytes(
     adapted: bool,
     new: int,
     tokens: int,
+    window: int | None = None,
 ) -> int:
     """The most bytes held beside the weights and the cache while S tokens are read, the last of them token T.
 
@@ -45,6 +49,7 @@ def scratch_bytes(
         adapted: an adapter's products are added to those of quantized matrices.
         new: S.
         tokens: T.
+        window: the last tokens that the layer's queries see; None: all.
     """
     hidden, inner = config.hidden_size, config.intermediate_size
     Q, KV = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -57,6 +62,9 @@ def scratch_bytes(
     attention = (Q + KV) + 3 * Q + (made + 1) * hidden  # rotated; outputs of blocks, joined, transposed; o_proj; sum
     mlp = 3 * hidden + made * (2 * inner + hidden) + inner  # norm; gate and up, down; the gate's sigmoid
 
+    windowed = window is not None and window < tokens
+    if windowed and window is not None:  # the rows of its ring and the new ones
+        tokens = min(tokens, window + SLACK + new)
     before, after = (numbers * new * itemsize for numbers in (qkv + append, mlp))
     scores, blocks = _scores(config, on_cpu, new, tokens)
     if pairs and new <= MAX_SCORE_QUERIES:
@@ -71,6 +79,11 @@ def scratch_bytes(
         between += cached * 2  # unpacked to a byte each, then made signed
     if not on_cpu and pairs is not None and itemsize != FLOAT32:
         between += cached * FLOAT32
+    if windowed:
+        row = (
+            2 * KV * (kv_bits or 8 * itemsize) // 8
+        )  # the rows of the ring beside the new ones; the mask in the making
+        between += tokens * (row + 2 * KV // kv_group_size * 2) + MASK_BYTES * new * tokens
     if pairs and new > MAX_SCORE_QUERIES:
         between += cached // 2 * FLOAT32  # the keys with their bias
     if dequantized:  # o_proj and gate_up take longer than the queue is

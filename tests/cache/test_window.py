@@ -1,0 +1,345 @@
+"""The ring of a sliding window, against attention over everything in float64, and mlx-lm's rotating cache."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import RotatingKVCache
+from support.counts import count
+from support.numbers import relative_error
+from support.oracle import Array
+
+from kvant.cache import ModelCache, QuantizedKVCache, WindowKVCache
+from kvant.cache.window import SLACK
+from kvant.errors import ContextError
+from kvant.operators.bias_split import BiasSplit
+from kvant.operators.quantization import dequantize, quantize
+from kvant.operators.rotary import Rotary
+
+H, K, D, GROUP, RESERVED = 4, 2, 32, 16, 1200
+THETA, PAIRS = 100.0, (0, 3, 11)
+ROTARY = Rotary.plain(D, THETA)
+TOLERANCE = 1e-5
+
+
+def _normal(rng: np.random.Generator, *shape: int) -> mx.array:
+    return mx.array(rng.standard_normal(shape).astype(np.float32))
+
+
+def _seen(start: int, end: int, window: int | None, keep: int) -> Array:
+    """(new, tokens) boolean, by the definition."""
+    query, token = np.arange(start, end)[:, None], np.arange(end)
+    near = token > query - (window or end + 1)
+    return (token <= query) & (near | (token < keep))
+
+
+class _Layer:
+    """One layer's cache, and everything that was given to it in float64: a list of tokens for each sequence."""
+
+    def __init__(self, rng: np.random.Generator, window: int | None, keep: int, options: dict[str, Any]) -> None:
+        self.window, self.keep, self.bits = window, keep, options["quant_bit"]
+        self.batch = options["batch"]
+        self.key_bias, self.value_bias = np.zeros((K, 2, D // 2)), np.zeros((K, D))
+        split = None
+        if options.pop("split"):
+            self.key_bias[..., list(PAIRS)] = 5 * rng.standard_normal((K, 2, len(PAIRS))).astype(np.float32)
+            self.value_bias = rng.standard_normal((K, D)).astype(np.float32)
+            split = BiasSplit(
+                mx.array(self.key_bias[..., list(PAIRS)].astype(np.float32)),
+                PAIRS,
+                mx.zeros((2, len(PAIRS), 0)),
+                mx.array(self.value_bias),
+            )
+        sinks = options.pop("sinks")
+        self.sinks = _normal(rng, H) if sinks else None
+        slack = options.pop("slack")
+        options = options | {"quant_group": GROUP, "dtype": mx.float32, "scale_dtype": mx.float32}
+        if window is None:
+            if split is not None:
+                split = replace(split, rotation=mx.array(_turns(np.arange(RESERVED)), mx.float32))
+            self.cache = QuantizedKVCache(RESERVED, K, D, bias_split=split, **options)
+        else:
+            ring = {"window": window, "keep": keep, "slack": slack, "rotary": ROTARY}
+            self.cache = WindowKVCache(RESERVED, K, D, bias_split=split, **ring, **options)
+        self.keys: list[Array] = [np.zeros((K, 0, D))] * self.batch
+        self.values: list[Array] = [np.zeros((K, 0, D))] * self.batch
+
+    def attend(self, rng: np.random.Generator, new: int, lengths: tuple[int, ...], mask: Array | None) -> float:
+        """Attend through the cache; the largest difference from attention over everything."""
+        query, key, value = (_normal(rng, self.batch, heads, new, D) for heads in (H, K, K))
+        given = None if mask is None else mx.array(mask)
+        output = np.array(self.cache.attend(query, key, value, given, self.sinks), np.float64)
+        worst = 0.0
+        for b, start in enumerate(lengths):
+            for held, fresh in ((self.keys, key), (self.values, value)):
+                held[b] = np.concatenate([held[b][:, :start], self._stored(fresh[b])], axis=1)
+            wanted = self._expected(np.array(query[b], np.float64), b, start, start + new, mask)
+            worst = max(worst, float(np.abs(output[b] - wanted).max() / np.abs(wanted).max()))
+        return worst
+
+    def _stored(self, x: mx.array) -> Array:
+        """What quantization leaves of it."""
+        if self.bits:
+            x = dequantize(*quantize(x, quant_bit=self.bits, quant_group=GROUP), quant_bit=self.bits, quant_group=GROUP)
+        return np.array(x, np.float64)
+
+    def _expected(self, query: Array, b: int, start: int, end: int, mask: Array | None) -> Array:
+        cosine, sine = _turns(np.arange(end))  # (P, end)
+        turned = np.zeros((K, end, D))
+        for i, p in enumerate(PAIRS):
+            first, second = self.key_bias[:, 0, p, None], self.key_bias[:, 1, p, None]
+            turned[..., p] = first * cosine[i] - second * sine[i]
+            turned[..., p + D // 2] = first * sine[i] + second * cosine[i]
+        key = np.repeat(self.keys[b] + turned, H // K, axis=0)
+        value = np.repeat(self.values[b] + self.value_bias[:, None], H // K, axis=0)
+        scores = np.einsum("hsd,htd->hst", query, key) / math.sqrt(D)
+        scores = np.where(_seen(start, end, self.window, self.keep), scores, -np.inf)
+        if mask is not None:
+            scores = scores + mask[:, :end]
+        top = scores.max(axis=-1, keepdims=True)
+        sink = 0.0
+        if self.sinks is not None:
+            sinks = np.array(self.sinks, np.float64)[:, None, None]
+            top = np.maximum(top, sinks)
+            sink = np.exp(sinks - top)
+        weights = np.exp(scores - top)
+        result: Array = (weights @ value) / (weights.sum(axis=-1, keepdims=True) + sink)
+        return result
+
+
+def _turns(positions: Array) -> Array:
+    """Cosine and sine of the split pairs, by the definition of rotary positions: (2, P, positions)."""
+    angle = np.array([THETA ** (-2 * p / D) for p in PAIRS])[:, None] * positions
+    return np.stack([np.cos(angle), np.sin(angle)])
+
+
+class _Machine(RuleBasedStateMachine):
+    """A model's cache whose layers have different windows. Steps are committed, in part, or not at all."""
+
+    @initialize(
+        seed=st.integers(0, 2**32 - 1),
+        bits=st.sampled_from([0, 8, 4]),
+        windows=st.lists(st.sampled_from([None, 1, 8, 20, 29, 90]), min_size=2, max_size=3),
+        keep=st.sampled_from([0, 0, 4]),
+        slack=st.sampled_from([0, 7, SLACK]),
+        split=st.booleans(),
+        sinks=st.booleans(),
+        batch=st.sampled_from([1, 1, 2]),
+    )
+    def make(self, seed: int, windows: list[int | None], keep: int, bits: int, **options: Any) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.slack = options["slack"]
+        self.windows = [window for window in windows if window is not None]
+        self.layers = [_Layer(self.rng, w, keep, options | {"quant_bit": bits}) for w in windows]
+        self.cache = ModelCache([layer.cache for layer in self.layers])
+        self.nbytes = self.cache.nbytes
+        self.keep = keep
+        self.most = [0] * options["batch"]  # that each sequence has had since it was empty
+
+    def _step(self, new: int, masked: bool) -> None:
+        lengths = self.cache.lengths
+        self.cache.begin(mx.zeros((len(lengths), new), mx.int32))
+        mask = None
+        if masked:
+            mask = np.where(self.rng.random((new, max(lengths) + new)) < 0.2, -3.0, 0.0).astype(np.float32)
+        for layer in self.layers:
+            assert layer.attend(self.rng, new, lengths, mask) < TOLERANCE
+        if new <= self.slack + 1:
+            self.most = [max(most, length + new) for most, length in zip(self.most, lengths, strict=True)]
+
+    @precondition(lambda self: max(self.cache.lengths) < RESERVED - 200)
+    @rule(
+        new=st.one_of(st.integers(1, 3), st.integers(1, 40), st.integers(1, 200)),
+        fate=st.sampled_from(["committed", "committed", "committed", "in part", "abandoned"]),
+        masked=st.booleans(),
+    )
+    def append(self, new: int, fate: str, masked: bool) -> None:
+        self._step(new, masked)
+        if fate != "abandoned":
+            each = [new if fate == "committed" else int(self.rng.integers(new + 1)) for _ in self.cache.lengths]
+            self.cache.commit(each, ids=[[0] * n for n in each])
+            self.most = [max(most, length) for most, length in zip(self.most, self.cache.lengths, strict=True)]
+
+    @rule(share=st.floats(0, 1))
+    def trim_what_the_slack_has(self, share: float) -> None:
+        """Up to slack + 1 tokens back from the most there were; any number while no ring is full."""
+        lengths = self.cache.lengths
+        full = [any(most > self.keep + window + self.slack for window in self.windows) for most in self.most]
+        can = [
+            max(0, length - most + self.slack + 1) if is_full else length
+            for length, most, is_full in zip(lengths, self.most, full, strict=True)
+        ]
+        each = [min(length, round(share * n)) for n, length in zip(can, lengths, strict=True)]
+        assert self.cache.trim(each) == max(each)
+        self.most = [most if length else 0 for most, length in zip(self.most, self.cache.lengths, strict=True)]
+
+    @rule()
+    def trim_more(self) -> None:
+        """Refused, and nothing changes."""
+        lengths = self.cache.lengths
+        for b, (length, most) in enumerate(zip(lengths, self.most, strict=True)):
+            ring = min((self.keep + window + self.slack for window in self.windows), default=most)
+            back = length - most + self.slack + 2
+            if most > ring and 0 < back < length:
+                each = [back if other == b else 0 for other in range(len(lengths))]
+                assert not self.cache.can_trim_to(length - back) or len(lengths) > 1
+                with pytest.raises(ValueError, match="its windows hold no more"):
+                    self.cache.trim(each)
+        assert self.cache.lengths == lengths
+
+    @rule()
+    def reset(self) -> None:
+        self.cache.reset()
+        self.most = [0] * len(self.most)
+
+    @invariant()
+    def its_bytes_stay(self) -> None:
+        if hasattr(self, "cache"):
+            assert self.cache.nbytes == self.nbytes
+
+
+TestMachine = pytest.mark.filterwarnings("ignore")(_Machine.TestCase)
+TestMachine.settings = settings(
+    max_examples=count(40, 2000), stateful_step_count=count(20, 40), deadline=None, print_blob=True
+)
+
+
+@pytest.mark.parametrize("bits", [0, 8, 4])
+def test_the_rows_and_bytes(bits: int) -> None:
+    """keep + window + slack rows, or as many as are reserved; all there from the start."""
+    for reserved, rows in ((1000, 4 + 40 + 8), (30, 30)):
+        layer = WindowKVCache(reserved, K, D, window=40, keep=4, slack=8, quant_bit=bits, quant_group=16)
+        row = 2 * K * (D * 2 if not bits else D * bits // 8 + D // 16 * 2)
+        assert layer.nbytes == rows * row
+        assert layer.num_rows == rows
+
+
+def test_more_tokens_than_are_reserved() -> None:
+    layer = WindowKVCache(20, K, D, window=4)
+    x = mx.zeros((1, K, 15, D))
+    layer.attend(mx.zeros((1, H, 15, D)), x, x)
+    with pytest.raises(ContextError, match="6 more tokens do not fit: 15 of the 20 reserved"):
+        layer.attend(mx.zeros((1, H, 6, D)), x[:, :, :6], x[:, :, :6])
+    assert layer.lengths == (15,)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"window": 0}, "window is 0; expected an int, 1 or more"),
+        ({"window": 4, "keep": -1}, "keep is -1"),
+        ({"window": 4, "slack": True}, "slack is True"),
+    ],
+)
+def test_sizes_out_of_range(argument: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WindowKVCache(20, K, D, **argument)
+
+
+@pytest.mark.parametrize(("keep", "steps"), [(0, [30, 1, 1, 17, 5, 1, 60, 2, 1]), (4, [40, *[1] * 60])])
+def test_mlx_lm_agrees_where_it_is_right(keep: int, steps: list[int]) -> None:
+    """Without kept tokens; with them only one token at a time after the prompt: its mask goes by the row's number."""
+    rng = np.random.default_rng(0)
+    size = 24
+    ours = WindowKVCache(500, K, D, window=size - keep, keep=keep, quant_bit=0, dtype=mx.float32)
+    theirs = RotatingKVCache(max_size=size, keep=keep)
+    for i, new in enumerate(steps):
+        query, key, value = (_normal(rng, 1, heads, new, D) for heads in (H, K, K))
+        mask = theirs.make_mask(new)
+        rows = theirs.update_and_fetch(key, value)
+        expected = scaled_dot_product_attention(query, *rows, cache=theirs, scale=1 / math.sqrt(D), mask=mask)
+        output = ours.attend(query, key, value)
+        if keep == 0 or i > 0:  # its prompt's mask drops the kept tokens
+            assert relative_error(output, expected) < TOLERANCE
+
+
+def test_a_long_append_holds_no_more_than_itself() -> None:
+    """What waits for the commit is written then, and given up."""
+    layer = WindowKVCache(500, K, D, window=20, batch=1)
+    cache = ModelCache([layer])
+    rng = np.random.default_rng(1)
+    for _ in range(3):
+        cache.begin(mx.zeros((1, 60), mx.int32))
+        layer.attend(*(_normal(rng, 1, heads, 60, D) for heads in (H, K, K)))
+        assert layer._pending or cache.offset == 0
+        cache.commit(ids=[[0] * 60])
+        assert not layer._pending
+
+
+def _layer(rng: np.random.Generator, **options: Any) -> _Layer:
+    given = {"quant_bit": 8, "batch": 1, "split": True, "sinks": False, "slack": 7} | options
+    return _Layer(rng, 20, 0, given)
+
+
+def test_sequences_of_different_lengths_have_angles_of_their_own() -> None:
+    """They are together first, then one goes back. Rows of both wrap."""
+    rng = np.random.default_rng(2)
+    layer = _layer(rng, batch=2)
+    cache = ModelCache([layer.cache])
+    for new, counts in ((50, (50, 50)), (5, (5, 1)), (3, (3, 3)), (30, (2, 30)), (1, (1, 1))):
+        cache.begin(mx.zeros((2, new), mx.int32))
+        assert layer.attend(rng, new, cache.lengths, None) < TOLERANCE
+        cache.commit(counts, ids=[[0] * count for count in counts])
+
+
+def test_an_abandoned_step_takes_from_the_slack() -> None:
+    """Its tokens overwrote rows. What is still exact is allowed, one more is not."""
+    rng = np.random.default_rng(3)
+    for back, exact in ((3, True), (4, False)):
+        layer = _layer(rng)
+        cache = ModelCache([layer.cache])
+        for new in (50, 5):
+            cache.begin(mx.zeros((1, new), mx.int32))
+            assert layer.attend(rng, new, cache.lengths, None) < TOLERANCE
+            if new == 50:
+                cache.commit(ids=[[0] * new])
+        assert cache.can_trim_to(50 - back) is exact
+        if exact:
+            assert cache.trim(back) == back
+            cache.begin(mx.zeros((1, 1), mx.int32))
+            assert layer.attend(rng, 1, cache.lengths, None) < TOLERANCE
+        else:
+            with pytest.raises(ValueError, match="can forget all, or the last 3"):
+                cache.trim(back)
+
+
+@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize("split", [False, True])
+def test_the_fused_kernel_agrees(bits: int, split: bool, launches: list[tuple[str, list[mx.array]]]) -> None:
+    """Its text, executed on the host: rows out of order, masks, angles in the order of the rows."""
+    rng = np.random.default_rng(4)
+    layer, other = (_wide(np.random.default_rng(5), bits, split, kernels) for kernels in ("fused", "unfused"))
+    for new, fused in ((9, False), (3, True), (1, True), (40, False), (1, True), (4, True)):
+        query, key, value = (_normal(rng, 2, heads, new, 64) for heads in (H, K, K))
+        launches.clear()
+        output = layer.attend(query, key, value)
+        assert [name for name, _ in launches].count("attend") == fused
+        assert relative_error(output, other.attend(query, key, value)) < TOLERANCE
+
+
+def _wide(rng: np.random.Generator, bits: int, split: bool, kernels: str) -> WindowKVCache:
+    """A cache with a head_dim that the kernel takes."""
+    bias = None
+    if split:
+        bias = BiasSplit(_normal(rng, K, 2, len(PAIRS)), PAIRS, mx.zeros((2, len(PAIRS), 0)), _normal(rng, K, 64))
+    return WindowKVCache(
+        500,
+        K,
+        64,
+        window=12,
+        keep=2,
+        slack=7,
+        batch=2,
+        quant_bit=bits,
+        dtype=mx.float32,
+        bias_split=bias,
+        rotary=Rotary.plain(64, THETA),
+        kernels=kernels,
+    )
