@@ -129,8 +129,8 @@ def test_the_kernel_serves_a_model(kind: str, bits: int, launches: list[Any]) ->
             mx.eval(logits[-1], cache.state)
             cache.commit()
         assert relative_error(*logits) < 1e-4
-        attended = [name for name, _ in launches if name == "attend"]
-        assert len(attended) == (0 if len(tokens) > 8 else 2)
+        of_a_layer = [*(["append"] if bits else []), "attend", "combine"]
+        assert [name for name, _ in launches] == ([] if len(tokens) > 8 else 2 * of_a_layer)
 
 
 @pytest.mark.parametrize("bits", [0, 8])
