@@ -67,6 +67,14 @@ def olmo2_config(**changes: Any) -> dict[str, Any]:
     return config | {"num_attention_heads": 4} | changes
 
 
+def qwen3_moe_config(**changes: Any) -> dict[str, Any]:
+    """The same as a Qwen3-MoE whose first layer is dense."""
+    config = qwen3_config(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", mlp_only_layers=[0])
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    config |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+    return config | {"decoder_sparse_step": 1} | changes
+
+
 # One of each architecture, every width a multiple of 128 as groups of weights need. The tests of any architecture take
 # these.
 CONFIGS = {
@@ -76,6 +84,7 @@ CONFIGS = {
     "mistral": mistral_config(),
     "smollm3": smollm3_config(),
     "olmo2": olmo2_config(),
+    "qwen3_moe": qwen3_moe_config(),
 }
 
 
@@ -149,13 +158,25 @@ def load_reference(folder: Path) -> nn.Module:
     mlx-lm 0.32.2 reads transformers 5's rope_parameters in qwen3 alone: elsewhere its theta is the default, and its
     positions are plain. It takes dynamic's context from max_position_embeddings, as transformers does, and yarn's
     original one from a default of its own where it is not said; a Mistral's window it does not look at.
+    It does not read num_local_experts and experts that transformers 5 joined; they are given to it as it names them.
     """
     config = json.loads((folder / "config.json").read_text())
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     config["rope_theta"] = (rope if "rope_theta" in rope else config)["rope_theta"]
     config["rope_scaling"] = rope or None
+    if "num_local_experts" in config:
+        config["num_experts"] = config["num_local_experts"]
+    if config["model_type"] == "qwen3_moe":
+        config = {"mlp_only_layers": [], "decoder_sparse_step": 1} | config
     model = mlx_lm_model(config)
     weights = {name: x.astype(mx.float32) for name, x in mx.load(str(folder / "model.safetensors")).items()}
+    for name in [name for name in weights if ".mlp.experts." in name and not name.endswith(".weight")]:
+        whole, prefix = weights.pop(name), name.replace("experts", "switch_mlp").removesuffix("gate_up_proj")
+        if name.endswith("gate_up_proj"):
+            gate, up = mx.split(whole, 2, axis=1)
+            weights |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
+        else:
+            weights[f"{prefix}.weight"] = whole
     model.load_weights(list(model.sanitize(weights).items()))
     mx.eval(model.parameters())
     return model

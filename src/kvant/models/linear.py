@@ -1,4 +1,7 @@
-"""Matrices as the device likes to multiply them: dense ones stored (in, out), quantized ones as MLX packs them."""
+"""Matrices as the device likes to multiply them: dense ones stored (in, out), quantized ones as MLX packs them.
+
+A matrix is one, or one for each expert: then every array of it has an axis of experts first. E experts, N rows.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,10 +32,23 @@ class DenseMatrix:
         """Rows of the checkpoint's (out, in) matrix, as an embedding reads them: (...) -> (..., in)."""
         return mx.moveaxis(mx.take(self.weight, ids, axis=1), 0, -1)  # (in, ...) -> (..., in)
 
+    def expert(self, number: int) -> "DenseMatrix":
+        """One expert's matrix."""
+        return DenseMatrix(self.weight[number])
+
+    def gather(self, x: mx.array, experts: mx.array, *, in_order: bool) -> mx.array:
+        """Each row through the matrix of its own expert: (N, 1, in), (N,) -> (N, 1, out).
+
+        Args:
+            experts: the numbers of experts.
+            in_order: they do not decrease from row to row.
+        """
+        return mx.gather_mm(x, self.weight, rhs_indices=experts, sorted_indices=in_order)
+
     @property
     def num_rows(self) -> int:
         """Outputs."""
-        return self.weight.shape[1]
+        return self.weight.shape[-1]
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -98,6 +114,26 @@ class QuantizedMatrix:
                 parts.append(x @ self._dequantize(packed, x.dtype).T)
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
+    def expert(self, number: int) -> "QuantizedMatrix":
+        """One expert's matrix."""
+        weight, scales, *biases = (array[number] for array in self.arrays)
+        return QuantizedMatrix(weight, scales, biases[0] if biases else None, self.quantization)
+
+    def gather(self, x: mx.array, experts: mx.array, *, in_order: bool) -> mx.array:
+        """As :meth:`DenseMatrix.gather`."""
+        return mx.gather_qmm(
+            x,
+            self.weight,
+            self.scales,
+            self.biases,
+            rhs_indices=experts,
+            transpose=True,
+            group_size=self.quantization.group_size,
+            bits=self.quantization.bits,
+            mode=self.quantization.mode,
+            sorted_indices=in_order,
+        )
+
     def rows(self, ids: mx.array) -> mx.array:
         """Rows of the matrix, dequantized, as an embedding reads them: (...) -> (..., in)."""
         return self._dequantize([array[ids] for array in self.arrays], None)
@@ -118,7 +154,7 @@ class QuantizedMatrix:
     @property
     def num_rows(self) -> int:
         """Outputs."""
-        return self.weight.shape[0]
+        return self.weight.shape[-2]
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -146,6 +182,16 @@ class AdaptedMatrix:
         """Rows of the sum, as an embedding reads them: (...) -> (..., in)."""
         up = mx.moveaxis(mx.take(self.up, ids, axis=1), 0, -1)  # (R, ...) -> (..., R)
         return self.base.rows(ids) + up @ self.down.T
+
+    def expert(self, number: int) -> "AdaptedMatrix":
+        """One expert's matrix."""
+        return AdaptedMatrix(self.base.expert(number), self.down[number], self.up[number])
+
+    def gather(self, x: mx.array, experts: mx.array, *, in_order: bool) -> mx.array:
+        """As :meth:`DenseMatrix.gather`."""
+        low, up = DenseMatrix(self.down), DenseMatrix(self.up)
+        added = up.gather(low.gather(x, experts, in_order=in_order), experts, in_order=in_order)
+        return self.base.gather(x, experts, in_order=in_order) + added
 
     @property
     def num_rows(self) -> int:
@@ -177,6 +223,20 @@ class Linear:
         output = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
         return output if self.bias is None else output + self.bias
 
+    def expert(self, number: int) -> "Linear":
+        """One expert's projections."""
+        return Linear(tuple(matrix.expert(number) for matrix in self.matrices))
+
+    def gather(self, x: mx.array, experts: mx.array, *, in_order: bool) -> mx.array:
+        """As :meth:`DenseMatrix.gather`; experts have no bias."""
+        parts = [matrix.gather(x, experts, in_order=in_order) for matrix in self.matrices]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+    @property
+    def num_rows(self) -> int:
+        """Outputs."""
+        return sum(matrix.num_rows for matrix in self.matrices)
+
     def rows(self, first: int, last: int) -> mx.array:
         """Rows of the matrices side by side, (last - first, in), of one matrix or of whole ones."""
         found = []
@@ -194,8 +254,11 @@ class Linear:
 
 
 def dense_matrix(weights: Sequence[mx.array], dtype: mx.Dtype) -> DenseMatrix:
-    """One matrix from the checkpoint's (out, in) matrices, their rows side by side, stored as the device likes it."""
-    weight = mx.concatenate(list(weights), axis=0).astype(dtype).T  # (out, in) -> (in, out)
+    """One matrix from the checkpoint's (out, in) matrices, their rows side by side, stored as the device likes it.
+
+    Those of experts, (experts, out, in), are side by side expert by expert.
+    """
+    weight = mx.concatenate(list(weights), axis=-2).astype(dtype).swapaxes(-1, -2)  # (out, in) -> (in, out)
     if mx.default_device().type == mx.cpu:
         weight = mx.contiguous(weight)  # other devices multiply the transposed view best
     mx.eval(weight)  # matrix by matrix: its sources, up to twice its bytes, are not held for a whole layer
@@ -207,13 +270,13 @@ def quantized_matrix(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     if len(parts) == 1:
         return parts[0]
     weight, scales, *biases = (
-        mx.concatenate(list(rows), axis=0) for rows in zip(*(m.arrays for m in parts), strict=True)
+        mx.concatenate(list(rows), axis=-2) for rows in zip(*(m.arrays for m in parts), strict=True)
     )
     return QuantizedMatrix(weight, scales, biases[0] if biases else None, parts[0].quantization)
 
 
-def check_device(quantization: Quantization) -> None:
-    """Multiply a little in this format.
+def check_device(quantization: Quantization, *, experts: bool) -> None:
+    """Multiply a little in this format, as matrices do, or those of experts.
 
     Raises:
         ModelError: MLX has no such product on this device.
@@ -224,6 +287,9 @@ def check_device(quantization: Quantization) -> None:
         )
         matrix = QuantizedMatrix(weight, scales, biases[0] if biases else None, quantization)
         mx.eval([matrix.project(mx.ones((rows, 512))) for rows in (1, 32)], matrix.rows(mx.array([0])))
+        if experts:
+            stack = QuantizedMatrix(weight[None], scales[None], biases[0][None] if biases else None, quantization)
+            mx.eval(stack.gather(mx.ones((2, 1, 512)), mx.zeros(2, mx.uint32), in_order=True))
     except (RuntimeError, ValueError) as error:
         raise ModelError(
             f"MLX cannot use {quantization.bits}-bit {quantization.mode} weights in groups of "

@@ -1,5 +1,6 @@
 """The bytes of a checkpoint, from its config.json and the sizes of its files: nothing else is read."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -139,7 +140,7 @@ class Checkpoint:
                     passing += floats * (itemsize != self.float_bytes) + held * fused
             yield kept, passing
 
-    def _in_order(self) -> Iterator[tuple[str, str, tuple[int, int], bool]]:
+    def _in_order(self) -> Iterator[tuple[str, str, tuple[int, ...], bool]]:
         """(a key that those evaluated together share, path, size, fused or not) of each matrix, in loading order."""
         sizes = dict(self._matrices())
         rows = [(path, layer, row) for path, layer, row in parameters(self.config) if path in sizes]
@@ -148,13 +149,13 @@ class Checkpoint:
             together = f"{layer}" if layer is not None and quantized else f"{layer} {row.role}"
             yield together, path, sizes[path], len(self.config.architecture.of_role(row.role)) > 1
 
-    def _matrices(self) -> Iterator[tuple[str, tuple[int, int]]]:
+    def _matrices(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         head = self.config.architecture.head.path
         return ((path, size) for path, size in matrices(self.config).items() if path != head or not self.tied)
 
-    def _matrix_bytes(self, path: str, size: tuple[int, int], itemsize: int) -> int:
+    def _matrix_bytes(self, path: str, size: tuple[int, ...], itemsize: int) -> int:
         quantization = self.config.quantization_of(path)
-        elements = size[0] * size[1]
+        elements = math.prod(size)
         if quantization is None:
             return elements * itemsize
         # Quantized values, and for each group a scale and a bias, or a scale of one byte.
