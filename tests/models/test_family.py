@@ -28,12 +28,15 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
+NOT_NULL = ("mistral", "qwen3_moe")  # num_key_value_heads of transformers' configs
+
+
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize("nulls", [False, True])
 def test_what_is_left_out_is_transformers_default(kind: str, nulls: bool) -> None:
     from transformers import AutoConfig
 
-    said: dict[str, Any] = {"num_key_value_heads": None} if nulls and kind != "mistral" else {}
+    said: dict[str, Any] = {"num_key_value_heads": None} if nulls and kind not in NOT_NULL else {}
     theirs = AutoConfig.for_model(kind, **REQUIRED, **said)
     ours = ModelConfig.from_dict({"model_type": kind, **REQUIRED, **said})
     assert ours.num_key_value_heads == theirs.num_key_value_heads
@@ -46,6 +49,12 @@ def test_what_is_left_out_is_transformers_default(kind: str, nulls: bool) -> Non
     network = mlx_lm_model(theirs.to_dict() | {"rope_theta": ours.rope.theta})
     names = {name for name, _ in tree_flatten(network.parameters())}
     assert {name for name in names if name.endswith(".bias") or "norm" in name} == {*vectors(ours)}
+    if ours.experts is not None:
+        experts = ours.experts
+        assert (experts.count, experts.per_token, experts.inner_size, experts.normalized) == (
+            theirs.num_experts, theirs.num_experts_per_tok, theirs.moe_intermediate_size, theirs.norm_topk_prob
+        )  # fmt: skip
+        assert experts.layers == (theirs.decoder_sparse_step == 1,) * 5
     assert ours.attention_bias == any(name.endswith("q_proj.bias") for name in names)
     assert ours.query_key_norm == any(name.endswith("q_norm.weight") for name in names)
 
@@ -79,6 +88,10 @@ def test_what_is_left_out_is_transformers_default(kind: str, nulls: bool) -> Non
         ("smollm3", {"use_sliding_window": True, "sliding_window": 16}, 16),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 16, "no_rope_layers": [1] * 5}, 9000),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention"] * 5}, 9000),
+        ("qwen3_moe", {"sliding_window": 16, "use_sliding_window": False}, 9000),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": None}, 9000),
+        ("qwen3_moe", {"use_sliding_window": True}, 4096),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 5}, 16),  # of every layer
         ("llama", {"sliding_window": 16}, 9000),
         ("llama", {"sliding_window": 16, "layer_types": ["sliding_attention"] * 5}, 16),
     ],

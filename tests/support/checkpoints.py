@@ -89,8 +89,13 @@ CONFIGS = {
 
 
 def mlx_lm_model(config: dict[str, Any]) -> nn.Module:
-    """mlx-lm's model, with weights as it makes them."""
+    """mlx-lm's model, with weights as it makes them. What its qwen3_moe asks for and does not find is given to it."""
     kind = config["model_type"]
+    if kind == "qwen3_moe":
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+        count = config.get("num_experts", config.get("num_local_experts"))
+        given = {"mlp_only_layers": [], "decoder_sparse_step": 1, "head_dim": head_dim}
+        config = given | config | {"num_experts": count}
     module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     return model
@@ -158,16 +163,12 @@ def load_reference(folder: Path) -> nn.Module:
     mlx-lm 0.32.2 reads transformers 5's rope_parameters in qwen3 alone: elsewhere its theta is the default, and its
     positions are plain. It takes dynamic's context from max_position_embeddings, as transformers does, and yarn's
     original one from a default of its own where it is not said; a Mistral's window it does not look at.
-    It does not read num_local_experts and experts that transformers 5 joined; they are given to it as it names them.
+    Experts that transformers 5 joined are given to it as it has them.
     """
     config = json.loads((folder / "config.json").read_text())
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     config["rope_theta"] = (rope if "rope_theta" in rope else config)["rope_theta"]
     config["rope_scaling"] = rope or None
-    if "num_local_experts" in config:
-        config["num_experts"] = config["num_local_experts"]
-    if config["model_type"] == "qwen3_moe":
-        config = {"mlp_only_layers": [], "decoder_sparse_step": 1} | config
     model = mlx_lm_model(config)
     weights = {name: x.astype(mx.float32) for name, x in mx.load(str(folder / "model.safetensors")).items()}
     for name in [name for name in weights if ".mlp.experts." in name and not name.endswith(".weight")]:

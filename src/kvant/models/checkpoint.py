@@ -11,7 +11,7 @@ from kvant.models.architectures.table import Parameter
 from kvant.models.bias import divide_bias
 from kvant.models.config import ModelConfig
 from kvant.models.decoder import Attention, Block, Decoder
-from kvant.models.experts import Experts
+from kvant.models.experts import Experts, check_gather
 from kvant.models.linear import (
     AdaptedMatrix,
     DenseMatrix,
@@ -152,7 +152,9 @@ class _Builder:
         stored = [(path, size) for path, size in matrices(self.config).items() if f"{path}.scales" in self.tensors]
         for quantization, experts in {(self.config.quantization_of(path), len(size) > 2) for path, size in stored}:
             if quantization is not None:
-                check_device(quantization, experts=experts)
+                check_device(quantization)
+                if experts:
+                    check_gather(quantization)
 
     def _block(self, layer: int) -> Block:
         path = self.config.architecture.layers.format(layer)

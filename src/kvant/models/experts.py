@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvant.models.linear import PARALLEL_ELEMENTS, Linear
+from kvant.models.linear import PARALLEL_ELEMENTS, AdaptedMatrix, DenseMatrix, Linear, Matrix, QuantizedMatrix, unusable
 from kvant.models.mlp import MLP, gated
+from kvant.models.quantization import Quantization
 from kvant.operators.streams import cpu_streams
 
 SORT_FROM = 64  # rows; sorting fewer costs more than it saves (mlx-lm has the same number)
@@ -81,10 +82,8 @@ class Experts:
         return mx.concatenate(parts, axis=0)
 
     def _gathered(self, rows: mx.array, experts: mx.array, in_order: bool) -> mx.array:
-        inner = gated(
-            self.gate_up_proj.gather(rows[:, None], experts, in_order=in_order)
-        )  # (N, 1, hidden) to (N, 1, I)
-        return self.down_proj.gather(inner, experts, in_order=in_order)[:, 0]  # (N, 1, hidden) -> (N, hidden)
+        inner = gated(gather(self.gate_up_proj, rows[:, None], experts, in_order))  # (N, 1, hidden) to (N, 1, I)
+        return gather(self.down_proj, inner, experts, in_order)[:, 0]  # (N, 1, hidden) -> (N, hidden)
 
     def _in_turn(self, rows: mx.array, experts: mx.array) -> mx.array:
         """Each expert's rows through its own MLP, the cores taking turns.
@@ -101,7 +100,7 @@ class Experts:
             first += count
             if len(outputs) >= len(cores):  # so that MLX dequantizes no more experts at a time than there are cores
                 (x,) = mx.depends([x], [outputs[-len(cores)]])
-            mlp = MLP(self.gate_up_proj.expert(expert), self.down_proj.expert(expert))
+            mlp = MLP(one_expert(self.gate_up_proj, expert), one_expert(self.down_proj, expert))
             with mx.stream(cores[len(outputs) % len(cores)]):
                 outputs.append(mlp(x))
         return mx.concatenate(outputs, axis=0)
@@ -124,3 +123,71 @@ class Experts:
     @property
     def _stacked(self) -> list[mx.array]:
         return [*self.gate_up_proj.arrays, *self.down_proj.arrays]
+
+
+def one_expert(stacked: Linear, number: int) -> Linear:
+    """The projections of one expert."""
+    return Linear(tuple(_one_matrix(matrix, number) for matrix in stacked.matrices))
+
+
+def gather(stacked: Linear, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
+    """Each row through the projections of its own expert: (N, 1, in), (N,) -> (N, 1, out).
+
+    Args:
+        experts: the numbers of experts.
+        in_order: they do not decrease from row to row.
+    """
+    parts = [_gather(matrix, x, experts, in_order) for matrix in stacked.matrices]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+
+def check_gather(quantization: Quantization) -> None:
+    """Multiply a little in this format, as experts do.
+
+    Raises:
+        ModelError: MLX has no such product on this device.
+    """
+    try:
+        weight, scales, *biases = mx.quantize(
+            mx.ones((2, 32, 512)), group_size=quantization.group_size, bits=quantization.bits, mode=quantization.mode
+        )
+        stack = QuantizedMatrix(weight, scales, biases[0] if biases else None, quantization)
+        mx.eval(_gather(stack, mx.ones((2, 1, 512)), mx.array([0, 1], mx.uint32), True))
+    except (RuntimeError, ValueError) as error:
+        raise unusable(quantization, error) from error
+
+
+def _one_matrix(stack: Matrix, number: int) -> Matrix:
+    match stack:
+        case DenseMatrix():
+            return DenseMatrix(stack.weight[number])
+        case QuantizedMatrix():
+            biases = None if stack.biases is None else stack.biases[number]
+            return QuantizedMatrix(stack.weight[number], stack.scales[number], biases, stack.quantization)
+        case AdaptedMatrix():
+            base = _one_matrix(stack.base, number)
+            assert not isinstance(base, AdaptedMatrix)
+            return AdaptedMatrix(base, stack.down[number], stack.up[number])
+
+
+def _gather(stack: Matrix, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
+    match stack:
+        case DenseMatrix():
+            return mx.gather_mm(x, stack.weight, rhs_indices=experts, sorted_indices=in_order)
+        case QuantizedMatrix():
+            return mx.gather_qmm(
+                x,
+                stack.weight,
+                stack.scales,
+                stack.biases,
+                rhs_indices=experts,
+                transpose=True,
+                group_size=stack.quantization.group_size,
+                bits=stack.quantization.bits,
+                mode=stack.quantization.mode,
+                sorted_indices=in_order,
+            )
+        case AdaptedMatrix():
+            low = mx.gather_mm(x, stack.down, rhs_indices=experts, sorted_indices=in_order)
+            added = mx.gather_mm(low, stack.up, rhs_indices=experts, sorted_indices=in_order)
+            return _gather(stack.base, x, experts, in_order) + added

@@ -1,6 +1,6 @@
 """Matrices as the device likes to multiply them: dense ones stored (in, out), quantized ones as MLX packs them.
 
-A matrix is one, or one for each expert: then every array of it has an axis of experts first. E experts, N rows.
+A layer's experts have a matrix for each: then every array has an axis of experts first (:mod:`kvant.models.experts`).
 """
 
 from collections.abc import Sequence
@@ -31,19 +31,6 @@ class DenseMatrix:
     def rows(self, ids: mx.array) -> mx.array:
         """Rows of the checkpoint's (out, in) matrix, as an embedding reads them: (...) -> (..., in)."""
         return mx.moveaxis(mx.take(self.weight, ids, axis=1), 0, -1)  # (in, ...) -> (..., in)
-
-    def expert(self, number: int) -> "DenseMatrix":
-        """One expert's matrix."""
-        return DenseMatrix(self.weight[number])
-
-    def gather(self, x: mx.array, experts: mx.array, *, in_order: bool) -> mx.array:
-        """Each row through the matrix of its own expert: (N, 1, in), (N,) -> (N, 1, out).
-
-        Args:
-            experts: the numbers of experts.
-            in_order: they do not decrease from row to row.
-        """
-        return mx.gather_mm(x, self.weight, rhs_indices=experts, sorted_indices=in_order)
 
     @property
     def num_rows(self) -> int:
@@ -114,26 +101,6 @@ class QuantizedMatrix:
                 parts.append(x @ self._dequantize(packed, x.dtype).T)
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
-    def expert(self, number: int) -> "QuantizedMatrix":
-        """One expert's matrix."""
-        weight, scales, *biases = (array[number] for array in self.arrays)
-        return QuantizedMatrix(weight, scales, biases[0] if biases else None, self.quantization)
-
-    def gather(self, x: mx.array, experts: mx.array, *, in_order: bool) -> mx.array:
-        """As :meth:`DenseMatrix.gather`."""
-        return mx.gather_qmm(
-            x,
-            self.weight,
-            self.scales,
-            self.biases,
-            rhs_indices=experts,
-            transpose=True,
-            group_size=self.quantization.group_size,
-            bits=self.quantization.bits,
-            mode=self.quantization.mode,
-            sorted_indices=in_order,
-        )
-
     def rows(self, ids: mx.array) -> mx.array:
         """Rows of the matrix, dequantized, as an embedding reads them: (...) -> (..., in)."""
         return self._dequantize([array[ids] for array in self.arrays], None)
@@ -183,16 +150,6 @@ class AdaptedMatrix:
         up = mx.moveaxis(mx.take(self.up, ids, axis=1), 0, -1)  # (R, ...) -> (..., R)
         return self.base.rows(ids) + up @ self.down.T
 
-    def expert(self, number: int) -> "AdaptedMatrix":
-        """One expert's matrix."""
-        return AdaptedMatrix(self.base.expert(number), self.down[number], self.up[number])
-
-    def gather(self, x: mx.array, experts: mx.array, *, in_order: bool) -> mx.array:
-        """As :meth:`DenseMatrix.gather`."""
-        low, up = DenseMatrix(self.down), DenseMatrix(self.up)
-        added = up.gather(low.gather(x, experts, in_order=in_order), experts, in_order=in_order)
-        return self.base.gather(x, experts, in_order=in_order) + added
-
     @property
     def num_rows(self) -> int:
         """Outputs."""
@@ -222,15 +179,6 @@ class Linear:
         parts = [matrix.project(x) for matrix in self.matrices]
         output = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
         return output if self.bias is None else output + self.bias
-
-    def expert(self, number: int) -> "Linear":
-        """One expert's projections."""
-        return Linear(tuple(matrix.expert(number) for matrix in self.matrices))
-
-    def gather(self, x: mx.array, experts: mx.array, *, in_order: bool) -> mx.array:
-        """As :meth:`DenseMatrix.gather`; experts have no bias."""
-        parts = [matrix.gather(x, experts, in_order=in_order) for matrix in self.matrices]
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
     @property
     def num_rows(self) -> int:
@@ -275,8 +223,8 @@ def quantized_matrix(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     return QuantizedMatrix(weight, scales, biases[0] if biases else None, parts[0].quantization)
 
 
-def check_device(quantization: Quantization, *, experts: bool) -> None:
-    """Multiply a little in this format, as matrices do, or those of experts.
+def check_device(quantization: Quantization) -> None:
+    """Multiply a little in this format.
 
     Raises:
         ModelError: MLX has no such product on this device.
@@ -287,11 +235,13 @@ def check_device(quantization: Quantization, *, experts: bool) -> None:
         )
         matrix = QuantizedMatrix(weight, scales, biases[0] if biases else None, quantization)
         mx.eval([matrix.project(mx.ones((rows, 512))) for rows in (1, 32)], matrix.rows(mx.array([0])))
-        if experts:
-            stack = QuantizedMatrix(weight[None], scales[None], biases[0][None] if biases else None, quantization)
-            mx.eval(stack.gather(mx.ones((2, 1, 512)), mx.zeros(2, mx.uint32), in_order=True))
     except (RuntimeError, ValueError) as error:
-        raise ModelError(
-            f"MLX cannot use {quantization.bits}-bit {quantization.mode} weights in groups of "
-            f"{quantization.group_size} on this device ({mx.default_device().type}): {one_line(error)}"
-        ) from error
+        raise unusable(quantization, error) from error
+
+
+def unusable(quantization: Quantization, error: Exception) -> ModelError:
+    """The error of a format that MLX does not multiply with on this device."""
+    return ModelError(
+        f"MLX cannot use {quantization.bits}-bit {quantization.mode} weights in groups of "
+        f"{quantization.group_size} on this device ({mx.default_device().type}): {one_line(error)}"
+    )
