@@ -170,6 +170,14 @@ def _describe_weights(checkpoint: Checkpoint, machine: Machine) -> str:
     return f"{_float_bits(checkpoint, machine)} bits, {head}"
 
 
+def _describe_experts(checkpoint: Checkpoint, made: MemoryPlan) -> str:
+    """All experts are held, and a token reads few."""
+    experts = checkpoint.config.experts
+    if experts is None:
+        return ""
+    return f"; a token reads {experts.per_token} of {experts.count} experts, {format_bytes(made.weights_read)} in all"
+
+
 def _float_bits(checkpoint: Checkpoint, machine: Machine) -> int:
     """Of a number as it is computed with, and of a cache that is not quantized."""
     return 8 * (FLOAT32 if machine.device == "cpu" else checkpoint.float_bytes)
@@ -206,7 +214,7 @@ def _print_table(
     table.add_column(justify="right")
     table.add_column(overflow="fold")
     rows = [
-        ("weights", made.weights, _describe_weights(checkpoint, machine)),
+        ("weights", made.weights, _describe_weights(checkpoint, machine) + _describe_experts(checkpoint, made)),
         ("cache", made.cache, f"{made.max_kv_size} tokens at {bits} bits"),
         ("prefill scratch", made.scratch, f"{settings.prefill_step_size} tokens at a time{estimate}"),
     ]

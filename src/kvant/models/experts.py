@@ -63,7 +63,7 @@ class Experts:
 
     def _sorted(self, rows: mx.array, experts: mx.array) -> mx.array:
         """Rows in the order of their experts: (N, hidden), (N,) -> (N, hidden)."""
-        if mx.default_device().type == mx.cpu and experts.size >= IN_TURN_FROM * self.num_experts:
+        if mx.default_device().type == mx.cpu and takes_turns(experts.size, self.num_experts):
             return self._in_turn(rows, experts)
         return self._all_at_once(rows, experts, in_order=True)
 
@@ -123,6 +123,11 @@ class Experts:
     @property
     def _stacked(self) -> list[mx.array]:
         return [*self.gate_up_proj.arrays, *self.down_proj.arrays]
+
+
+def takes_turns(num_rows: int, num_experts: int) -> bool:
+    """Whether so many rows go through one expert after the other, on a CPU."""
+    return num_rows >= max(SORT_FROM, IN_TURN_FROM * num_experts)
 
 
 def one_expert(stacked: Linear, number: int) -> Linear:
