@@ -157,6 +157,24 @@ def quantize_reference(
     return config | {"quantization": said if mode == "affine" else said | {"mode": mode}}
 
 
+def stored_by_transformers(weights: dict[str, mx.array], way: str) -> dict[str, mx.array]:
+    """The stacked tensors of mlx-lm as transformers writes them, each by itself or joined."""
+    found = {}
+    for name, array in weights.items():
+        prefix, is_experts, rest = name.partition("switch_mlp.")
+        projection = rest.removesuffix(".weight")
+        if not is_experts:
+            found[name] = array
+        elif way == "each":
+            found |= {f"{prefix}experts.{e}.{rest}": array[e] for e in range(array.shape[0])}
+        elif projection == "down_proj":
+            found[f"{prefix}experts.down_proj"] = array
+        elif projection == "gate_proj":
+            up = weights[name.replace("gate_proj", "up_proj")]
+            found[f"{prefix}experts.gate_up_proj"] = mx.concatenate([array, up], axis=1)
+    return found
+
+
 def load_reference(folder: Path) -> nn.Module:
     """mlx-lm's model of a float checkpoint, in float32. Rotary positions that it does not read are given to it.
 

@@ -60,6 +60,14 @@ def expert_roles(config: ModelConfig) -> Iterator[tuple[str, list[Parameter]]]:
             yield from ((table.layers.format(layer), table.of_role(role)) for role in roles)
 
 
+def expert_tensors(config: ModelConfig, prefix: str, rows: Sequence[Parameter]) -> Iterator[str]:
+    """Every name that a tensor of these projections of a layer's experts may have."""
+    for row in rows:
+        yield from (f"{prefix}{row.path}.weight", *_each(config, prefix, row))
+        if row.joined is not None:
+            yield prefix + row.joined
+
+
 def _stack(config: ModelConfig, tensors: TensorFiles, prefix: str, row: Parameter) -> mx.array:
     shape, names = config.shape(row), _each(config, prefix, row)
     if names and names[0] in tensors:
