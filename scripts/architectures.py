@@ -227,7 +227,7 @@ def page(recorded: dict[str, Any]) -> str:
     same = sum(row["same tokens at 0 bits"] for row in rows.values())
     return f"""# Every mlx-lm architecture through kvant's cache
 
-<!-- Written by `python scripts/architectures.py`. tests/bridge/test_architectures.py measures it again. -->
+<!-- Written by `python scripts/architectures.py`. tests/bridge/test_table.py measures it again. -->
 
 mlx-lm {versions["mlx-lm"]} has {len(ALLOWED | REFUSED.keys())} architectures. kvant loads {len(ALLOWED)} of them and \
 refuses {len(REFUSED)}. {len(rows)} are measured here.

@@ -132,16 +132,7 @@ class BridgedModel:
 
         Of a table that only embeds next to nothing is read, and of experts those that a token goes through.
         """
-        total = self.nbytes
-        has_head = any(name.endswith("lm_head.weight") for name in parameters(self.module))
-        used = self.config.experts_used
-        for module in self.module.modules():
-            if isinstance(module, Embedding | QuantizedEmbedding) and has_head:
-                total -= _nbytes(module)
-            elif isinstance(module, SwitchLinear | QuantizedSwitchLinear) and used is not None:
-                experts = module.weight.shape[0]
-                total -= _nbytes(module) * max(0, experts - used) // experts
-        return total
+        return bytes_read(self.module, self.config.experts_used)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -159,6 +150,19 @@ def parameters(module: Module) -> dict[str, mx.array]:
     """Every array of a module, and of those in it, by its name."""
     found: Any = tree_flatten(module.parameters())
     return dict(found)
+
+
+def bytes_read(model: Module, experts_used: int | None) -> int:
+    """Bytes of mlx-lm's model that a step of one token reads, ``experts_used`` of a layer's experts; None: all."""
+    total = _nbytes(model)
+    has_head = any(name.endswith("lm_head.weight") for name in parameters(model))
+    for module in model.modules():
+        if isinstance(module, Embedding | QuantizedEmbedding) and has_head:
+            total -= _nbytes(module)
+        elif isinstance(module, SwitchLinear | QuantizedSwitchLinear) and experts_used is not None:
+            experts = module.weight.shape[0]
+            total -= _nbytes(module) * max(0, experts - experts_used) // experts
+    return total
 
 
 def by_layer(module: Module) -> dict[str, dict[str, mx.array]]:
