@@ -75,7 +75,7 @@ def test_windows_are_compiled_too(runs: dict[str, Any]) -> None:
     assert grown < 2**16
 
 
-def test_a_window_with_a_bias_split_is_not_compiled(pocket: Pocket) -> None:
+def test_a_window_with_a_bias_split_is_not_compiled(pocket: tuple[Decoder, Any]) -> None:
     """The angles of its new token are made in Python."""
     rotary = Rotary.plain(16, 1e4)
     split = BiasSplit(mx.zeros((1, 2, 1)), (0,), mx.zeros((2, 1, 0)), mx.zeros((1, 16)))
