@@ -213,9 +213,17 @@ def cache_bytes(
     model: Model, max_seq_len: int, *, batch: int = 1, quant_bit: int = 8, quant_group: int = 32
 ) -> CacheBytes:
     """What :func:`make_model_cache` would allocate, and mlx-lm for states. Nothing is allocated for it."""
+    options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
+    return entries_bytes(probe(model, batch), max_seq_len, **options)
+
+
+def entries_bytes(
+    entries: Sequence[Entry], max_seq_len: int, *, batch: int = 1, quant_bit: int = 8, quant_group: int = 32
+) -> CacheBytes:
+    """:func:`cache_bytes` of what a probe of the model with this batch found."""
     _check({"max_seq_len": max_seq_len, "quant_group": quant_group, "batch": batch}, "quant_bit", quant_bit)
     keys_values = state = 0
-    for leaf in _leaves(probe(model, batch)):
+    for leaf in _leaves(entries):
         if isinstance(leaf, State):
             state += leaf.nbytes
         elif isinstance(leaf, Attention):

@@ -11,13 +11,15 @@ import typer
 
 from kvant import blas
 from kvant.cli.options import BadValueError, check_kernels, named
-from kvant.engine.load import POCKET, find_model
+from kvant.engine.load import POCKET, find_model, is_bridged_folder
+from kvant.fields import MAX_SIZE
 from kvant.models.config import ModelConfig
 from kvant.operators.quantization import QUANT_BITS
 from kvant.tools.bench.engines import OPENBLAS, EngineSpec, engine_specs
 from kvant.tools.drawing import check_plot_path
 
 if TYPE_CHECKING:
+    from kvant.bridge.config import BridgedConfig
     from kvant.tools.bench.shapes import Shape
 
 DEFAULT_ENGINES = ("kvant", "mlx-lm")
@@ -40,7 +42,7 @@ class Source:
     """
 
     name: str
-    sizes: "ModelConfig | Shape"
+    sizes: "ModelConfig | Shape | BridgedConfig"
     folder: Callable[[], AbstractContextManager[Path]]
     random: bool
 
@@ -60,6 +62,10 @@ def source(
                 raise BadValueError(f"--weight-{flag} is {value}, but only --random makes weights")
         name = POCKET if model is None else model
         path = find_model(name)
+        if is_bridged_folder(path):
+            from kvant.bridge.folder import check_bridged
+
+            return Source(name, check_bridged(path)[1], lambda: nullcontext(path), random=False)
         return Source(name, ModelConfig.from_folder(path), lambda: nullcontext(path), random=False)
     if model is not None:
         raise BadValueError(f"--model {model} and --random {shape} exclude each other")
@@ -78,8 +84,9 @@ def source(
     return Source(name, SHAPES[shape], made, random=True)
 
 
-def contexts(text: str | None, max_tokens: int, room: int) -> list[int]:
-    """Prompt lengths, each of which has room for the tokens after it in the model's context of ``room`` tokens."""
+def contexts(text: str | None, max_tokens: int, context: int | None) -> list[int]:
+    """Prompt lengths, each of which has room for the tokens after it in the model's context; None: any number."""
+    room = MAX_SIZE if context is None else context
     if text is None:
         found = [count for count in DEFAULT_CONTEXTS if count + max_tokens <= room]
         if not found:
@@ -98,9 +105,16 @@ def contexts(text: str | None, max_tokens: int, room: int) -> list[int]:
 
 
 def specs(
-    engines: Sequence[str] | None, kv_bits: str | None, kv_group_size: int | None, sizes: "ModelConfig | Shape"
+    engines: Sequence[str] | None,
+    kv_bits: str | None,
+    kv_group_size: int | None,
+    sizes: "ModelConfig | Shape | BridgedConfig",
 ) -> list[EngineSpec]:
-    """The engines that compute on this machine, in processes of their own."""
+    """The engines that compute on this machine, in processes of their own.
+
+    mlx-lm's quantized cache raises for windows and some other layers. Of a bridged model it is measured only when
+    engines or bits are named.
+    """
     names = engines or DEFAULT_ENGINES
     bits = list(DEFAULT_KV_BITS) if kv_bits is None else _numbers("--kv-bits", kv_bits)
     for number in bits:
@@ -109,7 +123,10 @@ def specs(
     if not any(bits) and kv_group_size is not None:
         raise BadValueError(f"--kv-group-size is {kv_group_size}, but --kv-bits 0 does not quantize")
     with named("--engine"):
-        found = engine_specs(names, bits, kv_group_size, sizes.head_dim)
+        head_dim = getattr(sizes, "head_dim", None)  # a bridged model's layers may differ
+        found = engine_specs(names, bits, kv_group_size, head_dim)
+    if engines is None and kv_bits is None and head_dim is None:
+        found = [spec for spec in found if spec.name != "mlx-lm" or not spec.kv_bits]
     for spec in found:
         if spec.kernels is not None:
             check_kernels(spec.kernels, "--engine kvant's setting")

@@ -7,13 +7,13 @@ from kvant.cli.options import AUTO, BadValueError, KvSize
 from kvant.errors import ContextError
 from kvant.sizes import format_bytes
 from kvant.tools.machine import Machine
-from kvant.tools.plan import Checkpoint, MemoryPlan, Settings, longest_context, plan
+from kvant.tools.plan import BridgedCheckpoint, Checkpoint, MemoryPlan, Settings, longest_context, plan
 
 DEFAULT_MAX_KV_SIZE = 4096
 
 
 def plan_that_fits(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | BridgedCheckpoint,
     settings: Settings,
     max_kv_size: KvSize,
     machine: Machine,
@@ -32,7 +32,7 @@ def plan_that_fits(
 
 
 def plan_for(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | BridgedCheckpoint,
     settings: Settings,
     max_kv_size: KvSize,
     machine: Machine,
@@ -44,7 +44,7 @@ def plan_for(
         ContextError, BadValueError: as :func:`plan_that_fits`.
     """
     context = checkpoint.config.max_position_embeddings
-    if isinstance(max_kv_size, int) and max_kv_size > context:
+    if isinstance(max_kv_size, int) and context is not None and max_kv_size > context:
         raise ContextError(f"--max-kv-size is {max_kv_size}; the model's context is {context} tokens")
     try:
         if max_kv_size == AUTO:
@@ -53,7 +53,7 @@ def plan_for(
             )
             tokens = max(1, fitting.tokens)
         else:
-            tokens = max_kv_size or min(DEFAULT_MAX_KV_SIZE, context)
+            tokens = max_kv_size or min(DEFAULT_MAX_KV_SIZE, context or DEFAULT_MAX_KV_SIZE)
         return plan(checkpoint, max_kv_size=tokens, settings=settings, device=machine.device, split_pairs=split_pairs)
     except ValueError as error:
         bits, group = settings.kv_bits, settings.kv_group_size
@@ -63,6 +63,7 @@ def plan_for(
 def describe(made: MemoryPlan, machine: Machine) -> str:
     """A plan that does not fit, in a line."""
     parts = {"weights": made.weights, "cache": made.cache, "prefill scratch": made.scratch}
+    parts |= {"state": made.state} if made.state else {}
     if made.loading > sum(parts.values()):
         parts = {"loading the weights": made.loading}
     parts |= {"the process": made.process} if made.process else {}
@@ -74,7 +75,10 @@ def describe(made: MemoryPlan, machine: Machine) -> str:
 
 
 def what_fits(
-    checkpoint: Checkpoint, made: MemoryPlan, machine: Machine, split_pairs: Sequence[int] | None = None
+    checkpoint: Checkpoint | BridgedCheckpoint,
+    made: MemoryPlan,
+    machine: Machine,
+    split_pairs: Sequence[int] | None = None,
 ) -> str:
     """The flags that would make a plan fit, or that none would."""
 

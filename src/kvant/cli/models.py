@@ -8,10 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from kvant import weights
+from kvant.bridge.architectures import ALLOWED, NEEDS_METAL, REFUSED, REMAPPED, module_name
+from kvant.bridge.config import is_bridged
 from kvant.cli import terminal
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import ModelError
 from kvant.files import read_json
+from kvant.models.architectures import ARCHITECTURES
+from kvant.models.config import ModelConfig
 
 GROUP = 32  # values that share a float16 scale
 CACHE_BITS = (16, 8, 4)
@@ -27,7 +31,8 @@ class Row:
         context: in tokens.
         cache_bytes_per_token: bits of a cached value -> bytes; below 16 bits in groups of 32 with float16 scales.
         here: "embedded", "yes", "no", or "changed" since it was verified; only the first two can be loaded.
-        problem: the change.
+        way: "native": kvant's own decoder computes it; "bridged": mlx-lm's class, with kvant's cache; or "refused".
+        problem: the change, or why it is refused.
     """
 
     name: str
@@ -36,13 +41,20 @@ class Row:
     cache_bytes_per_token: dict[int, float] | None
     license: str | None
     here: str
+    way: str | None
     problem: str | None = None
 
 
 def models(
     json_rows: Annotated[bool, typer.Option("--json", help="Print the list as JSON instead of a table.")] = False,
+    architectures: Annotated[
+        bool, typer.Option("--architectures", help="List architectures instead of models, and which way each goes.")
+    ] = False,
 ) -> None:
     """List the models kvant knows by name, and the others that were pulled."""
+    if architectures:
+        _print_architectures(json_rows)
+        return
     rows = _rows()
     if json_rows:
         print(json.dumps([asdict(row) for row in rows], indent=2))
@@ -55,6 +67,9 @@ def models(
     for title in ("MB", "context", *(f"{bits} bits" for bits in CACHE_BITS)):
         table.add_column(title, justify="right")
     table.add_column("license")
+    several = any(row.way not in (None, "native") for row in rows)
+    if several:
+        table.add_column("way")
     table.add_column("here")
     for row in rows:
         cache = row.cache_bytes_per_token or {}
@@ -64,6 +79,7 @@ def models(
             _shown(row.context),
             *(_shown(cache.get(bits)) for bits in CACHE_BITS),
             row.license or "",
+            *([row.way or ""] if several else []),
             row.here,
         )
     console = terminal.console()
@@ -71,6 +87,13 @@ def models(
     console.print(
         f"{', '.join(map(str, CACHE_BITS))} bits: bytes of cache a token, in groups of {GROUP} with float16 scales "
         "below 16",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(
+        f"{len(ARCHITECTURES)} architectures are native, {len(_bridged())} more bridged: mlx-lm's model, kvant's cache "
+        "(--architectures names them)",
         markup=False,
         highlight=False,
         soft_wrap=True,
@@ -108,7 +131,44 @@ def _pulled_row(name: str, found: weights.Pulled, config: Mapping[str, Any], ter
 def _row(
     name: str, config: Mapping[str, Any], terms: str | None, size: int, here: str, problem: str | None = None
 ) -> Row:
-    return Row(name, size, _count(config, "max_position_embeddings"), cache_bytes(config), terms, here, problem)
+    way, reason = way_of(config)
+    context = _count(config, "max_position_embeddings")
+    return Row(name, size, context, cache_bytes(config), terms, here, way, problem or reason)
+
+
+def way_of(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Which way a config.json goes, and why where it is refused; None: nothing is known of it."""
+    if not config:
+        return None, None
+    try:
+        if is_bridged(config):
+            module_name(config)
+            return "bridged", None
+        ModelConfig.from_dict(config)
+        return "native", None
+    except ModelError as error:
+        return "refused", str(error)
+
+
+def _bridged() -> list[str]:
+    """The names in config.json of the architectures that mlx-lm's classes compute."""
+    known = {name for name, module in REMAPPED.items() if module in ALLOWED}
+    return sorted((ALLOWED | known) - ARCHITECTURES.keys(), key=str.lower)
+
+
+def _print_architectures(as_json: bool) -> None:
+    ways = [{"model_type": name, "way": "native", "reason": None} for name in sorted(ARCHITECTURES)]
+    ways += [
+        {"model_type": name, "way": "bridged", "reason": "only on a Mac" if name in NEEDS_METAL else None}
+        for name in _bridged()
+    ]
+    ways += [{"model_type": name, "way": "refused", "reason": reason} for name, reason in sorted(REFUSED.items())]
+    if as_json:
+        print(json.dumps(ways, indent=2))
+        return
+    for row in ways:
+        reason = f": {row['reason']}" if row["reason"] else ""
+        print(f"{row['model_type']:24} {row['way']}{reason}")
 
 
 def cache_bytes(config: Mapping[str, Any]) -> dict[int, float] | None:

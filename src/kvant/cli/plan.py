@@ -16,7 +16,16 @@ from kvant.errors import ArgumentError, ModelError
 from kvant.sizes import format_bytes
 from kvant.tools.convert.weight_format import WeightFormat
 from kvant.tools.machine import Device, Machine, default_device, machine_with, this_machine
-from kvant.tools.plan import Checkpoint, LongestContext, MemoryPlan, Settings, longest_context
+from kvant.tools.plan import (
+    BridgedCheckpoint,
+    Checkpoint,
+    LongestContext,
+    MemoryPlan,
+    Settings,
+    longest_context,
+    read_facts,
+    read_folder,
+)
 from kvant.tools.plan.plan import as_record
 from kvant.tools.plan.scratch import FLOAT32
 
@@ -124,7 +133,7 @@ def _size(text: str) -> int:
     return size
 
 
-def _checkpoint(model: str, remote: bool) -> Checkpoint:
+def _checkpoint(model: str, remote: bool) -> Checkpoint | BridgedCheckpoint:
     """What is known of a model: of a folder, of what the hub says, or of a listed name that was not pulled.
 
     Raises:
@@ -140,15 +149,15 @@ def _checkpoint(model: str, remote: bool) -> Checkpoint:
             raw, sizes = weights.remote_facts(model)
         except ValueError as error:  # text that cannot name anything
             raise BadValueError(str(error)) from error
-        return Checkpoint.from_facts(raw, _tensor_bytes(sizes))
+        return read_facts(raw, _tensor_bytes(sizes))
     try:
         folder = find_model(model)
     except ModelError:
         known = weights.known_models().get(model)
         if known is None:
             raise
-        return Checkpoint.from_facts(known.config, _tensor_bytes({file.name: file.bytes for file in known.files}))
-    return Checkpoint.from_folder(folder)
+        return read_facts(known.config, _tensor_bytes({file.name: file.bytes for file in known.files}))
+    return read_folder(folder)
 
 
 def _tensor_bytes(sizes: Mapping[str, int | None]) -> int | None:
@@ -160,7 +169,9 @@ def _tensor_bytes(sizes: Mapping[str, int | None]) -> int | None:
     return sum(known) if known and len(known) == len(tensors) else None
 
 
-def _describe_weights(checkpoint: Checkpoint, machine: Machine) -> str:
+def _describe_weights(checkpoint: Checkpoint | BridgedCheckpoint, machine: Machine) -> str:
+    if isinstance(checkpoint, BridgedCheckpoint):
+        return checkpoint.described.format(_float_bits(checkpoint, machine))
     quantization = checkpoint.config.quantization
     head = "tied" if checkpoint.tied else "untied"
     if quantization is not None and not quantization.has_biases:
@@ -170,13 +181,17 @@ def _describe_weights(checkpoint: Checkpoint, machine: Machine) -> str:
     return f"{_float_bits(checkpoint, machine)} bits, {head}"
 
 
-def _float_bits(checkpoint: Checkpoint, machine: Machine) -> int:
+def _float_bits(checkpoint: Checkpoint | BridgedCheckpoint, machine: Machine) -> int:
     """Of a number as it is computed with, and of a cache that is not quantized."""
     return 8 * (FLOAT32 if machine.device == "cpu" else checkpoint.float_bytes)
 
 
 def _record(
-    model: str, checkpoint: Checkpoint, made: MemoryPlan, machine: Machine, longest: Mapping[int, LongestContext]
+    model: str,
+    checkpoint: Checkpoint | BridgedCheckpoint,
+    made: MemoryPlan,
+    machine: Machine,
+    longest: Mapping[int, LongestContext],
 ) -> dict[str, Any]:
     return {
         "model": model,
@@ -193,14 +208,19 @@ def _record(
 
 
 def _print_table(
-    model: str, checkpoint: Checkpoint, made: MemoryPlan, machine: Machine, longest: Mapping[int, LongestContext]
+    model: str,
+    checkpoint: Checkpoint | BridgedCheckpoint,
+    made: MemoryPlan,
+    machine: Machine,
+    longest: Mapping[int, LongestContext],
 ) -> None:
     from rich.table import Table
 
     settings = made.settings
     bits = settings.kv_bits or _float_bits(checkpoint, machine)
     table = Table(title=f"{model} on a {machine.device.upper()}", title_justify="left", box=None, pad_edge=False)
-    estimate = "" if machine.device == "cpu" else ", an estimate"
+    bridged = isinstance(checkpoint, BridgedCheckpoint)
+    estimate = ", an estimate" if bridged or machine.device != "cpu" else ""
     table.add_column()
     table.add_column("bytes", justify="right")
     table.add_column(justify="right")
@@ -208,9 +228,10 @@ def _print_table(
     rows = [
         ("weights", made.weights, _describe_weights(checkpoint, machine)),
         ("cache", made.cache, f"{made.max_kv_size} tokens at {bits} bits"),
+        *([("state", made.state, "of linear layers, allocated at the first prefill")] if made.state else []),
         ("prefill scratch", made.scratch, f"{settings.prefill_step_size} tokens at a time{estimate}"),
     ]
-    if made.loading > made.weights + made.cache + made.scratch:
+    if made.loading > made.weights + made.cache + made.state + made.scratch:
         rows.append(("loading", made.loading, "a matrix in several forms"))
     if made.process:
         rows.append(("process", made.process, "interpreter, libraries, tokenizer"))
@@ -230,5 +251,5 @@ def _print_table(
     console.print("longest context that fits:")
     for cached, found in longest.items():
         print_bits = cached or _float_bits(checkpoint, machine)
-        ended = "" if found.ended_by == "memory" else ", the model's own"
+        ended = {"memory": "", "the model's context": ", the model's own"}.get(found.ended_by, f", {found.ended_by}")
         console.print(f"  {print_bits:2} bits  {f'{found.tokens} tokens{ended}' if found.tokens else 'none'}")

@@ -65,6 +65,7 @@ def report(
     from kvant.tools.report.measure import suggest as choose
     from kvant.tools.report.questions import question_sets
     from kvant.tools.report.texts import built_in_text, text_file
+    from kvant.tools.report.timing import timing_room
 
     with options.named("--formats"):
         wanted = None if formats is None else parse_formats(formats)
@@ -80,7 +81,10 @@ def report(
     with options.named("--formats"):
         check_formats(wanted, decoder)
     config = decoder.config
-    context = min(tokens, config.max_position_embeddings)
+    limit = config.max_position_embeddings
+    context = tokens if limit is None else min(tokens, limit - timing_room(decoder))
+    if context < 2:
+        raise KvantError(f"the model's context is {limit} tokens; the report needs {2 + timing_room(decoder)}")
     if text is None:
         read = built_in_text(tokenizer, context, tokens)
     else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvant.cache import ModelCache, QuantizedKVCache
+from kvant.cache import ModelCache
 from kvant.cli import options
 from kvant.cli.fitting import plan_that_fits
 from kvant.cli.options import BadValueError
@@ -17,12 +17,12 @@ from kvant.engine.load import POCKET, find_adapter, find_model, load_folder
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ContextError
-from kvant.models import Decoder
+from kvant.models import Decoder, LanguageModel
 from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer
 from kvant.tools.machine import default_device, this_machine
-from kvant.tools.plan import Checkpoint, Settings, split_pairs
+from kvant.tools.plan import Settings, read_folder, split_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +64,30 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A loaded model with its reserved cache."""
+    """A loaded model with its reserved cache.
 
-    model: Decoder
+    Attributes:
+        kind: the cache's format, in words.
+        state_bytes: of linear and convolution layers, beside keys and values: mlx-lm allocates them at the first
+            prefill.
+    """
+
+    model: LanguageModel
     tokenizer: Tokenizer
     cache: ModelCache
     load_s: float
+    kind: str
+    state_bytes: int
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes reserved in all layers; they never change."""
-        return self.cache.nbytes
+        """Bytes reserved for keys and values in all layers; they never change."""
+        if isinstance(self.model, Decoder):
+            return self.cache.nbytes
+        from kvant.bridge.cache import BridgedCache  # there already: its cache is one
+
+        assert isinstance(self.cache, BridgedCache)
+        return self.cache.used.keys_values
 
     def sampling(self, wanted: SamplingOptions) -> tuple[Sampler, list[LogitsProcessor]]:
         """The sampler and processors for this model.
@@ -89,12 +102,20 @@ class Session:
 
     def describe_cache(self) -> str:
         """The reservation in a line."""
-        first = self.cache[0]
-        assert isinstance(first, QuantizedKVCache)
-        kind = f"{first.quant_bit} bits in groups of {first.quant_group}" if first.quant_bit else f"{self.model.dtype}"
-        return (
-            f"{first.max_seq_len} tokens reserved, {kind.removeprefix('mlx.core.')}, {format_bytes(self.cache_bytes)}"
-        )
+        text = f"{self.cache.max_seq_len} tokens reserved, {self.kind}, {format_bytes(self.cache_bytes)}"
+        if not self.state_bytes:
+            return text
+        return f"{text} for keys and values, {format_bytes(self.state_bytes)} for the state of linear layers"
+
+    def describe_layers(self) -> list[str]:
+        """Where layers differ, a line for each kind."""
+        if isinstance(self.model, Decoder):
+            return []
+        from kvant.bridge.cache import BridgedCache
+
+        assert isinstance(self.cache, BridgedCache)
+        lines = self.cache.describe()
+        return lines if len(lines) > 1 else []
 
 
 def open_session(run: RunOptions, process: TextProcess | None = None) -> Session:
@@ -112,7 +133,7 @@ def open_session(run: RunOptions, process: TextProcess | None = None) -> Session
     """
     started = time.perf_counter()
     folder = find_model(run.model)
-    checkpoint = Checkpoint.from_folder(folder)
+    checkpoint = read_folder(folder)
     if run.adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))
     machine, settings, max_kv_size = this_machine(), run.settings(), options.kv_size(run.max_kv_size)
@@ -138,9 +159,11 @@ def open_session(run: RunOptions, process: TextProcess | None = None) -> Session
         raise BadValueError(
             f"--kv-bits {settings.kv_bits} --kv-group-size {settings.kv_group_size}: {error}"
         ) from error
-    session = Session(model, tokenizer, cache, time.perf_counter() - started)
+    bits, group = settings.kv_bits, settings.kv_group_size
+    kind = f"{bits} bits in groups of {group}" if bits else str(model.dtype).removeprefix("mlx.core.")
+    session = Session(model, tokenizer, cache, time.perf_counter() - started, kind, planned.state)
     if not run.quiet:
-        print(f"cache: {session.describe_cache()}", file=sys.stderr)
+        print("\n  ".join([f"cache: {session.describe_cache()}", *session.describe_layers()]), file=sys.stderr)
     return session
 
 

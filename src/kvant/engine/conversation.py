@@ -1,4 +1,7 @@
-"""A conversation whose history stays in the cache: every turn feeds only what is new."""
+"""A conversation whose history stays in the cache: every turn feeds only what is new.
+
+Where a window or a state of the cache cannot go back to where a turn differs from what is held, the turn feeds all.
+"""
 
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -7,9 +10,10 @@ from kvant.cache import KVCache
 from kvant.engine.draw import Sampler
 from kvant.engine.generate import GenerationResponse, check_stops, responses
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.run import PREFILL_STEP_SIZE, PromptProgress, Run
+from kvant.engine.run import PREFILL_STEP_SIZE, PromptProgress, Run, go_back
 from kvant.errors import ContextError
-from kvant.models import Decoder
+from kvant.models import LanguageModel
+from kvant.models.language_model import context_limit
 from kvant.text.prompt import Message, encode_rendered, render_chat
 from kvant.text.tokenizer import Tokenizer
 
@@ -24,7 +28,7 @@ class Conversation:
 
     def __init__(
         self,
-        model: Decoder,
+        model: LanguageModel,
         tokenizer: Tokenizer,
         cache: Sequence[KVCache],
         *,
@@ -78,12 +82,13 @@ class Conversation:
         question: Message = {"role": "user", "content": text}
         rendered = render_chat(self._tokenizer, [*self.messages, question])
         ids = self._encode(rendered)
-        limit = min(self._cache.max_seq_len or len(ids), self._model.config.max_position_embeddings)
-        if len(ids) > limit:
+        limit = context_limit(self._model, self._cache.max_seq_len)
+        if limit is not None and len(ids) > limit:
             raise ContextError(f"the conversation would have {len(ids)} tokens; {limit} are reserved")
         # At least one token has to be fed for there to be logits.
         reused = min(_common_prefix(ids, self._cache.ids[0]), len(ids) - 1)
-        self._cache.trim_to(reused)
+        if not go_back(self._cache, reused):  # the whole conversation is fed again: slower, and right
+            reused = 0
         self.reused_tokens, self._text = reused, ""
         run = Run(
             self._model,

@@ -11,7 +11,8 @@ from kvant.engine.draw import Sampler
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.run import PREFILL_STEP_SIZE, FinishReason, PromptProgress, Run, check_count
 from kvant.errors import ContextError
-from kvant.models import Decoder
+from kvant.models import LanguageModel
+from kvant.models.language_model import context_limit
 from kvant.text.prompt import encode_prompt
 from kvant.text.stream import TextStream
 from kvant.text.tokenizer import Tokenizer
@@ -51,7 +52,7 @@ class GenerationResponse:
 
 
 def stream_generate(
-    model: Decoder,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     prompt: str | Sequence[int] | mx.array,
     *,
@@ -100,10 +101,15 @@ def stream_generate(
     cache = prompt_cache
     if cache is None:
         context = model.config.max_position_embeddings
-        if len(ids) > context:
+        if context is not None and len(ids) > context:
             raise ContextError(f"the prompt has {len(ids)} tokens; the model's context is {context}")
         check_count("max_tokens", max_tokens, or_minus_one=True)
-        cache = model.make_cache(context if max_tokens == -1 else min(len(ids) + max_tokens, context))
+        needed = context_limit(model, None if max_tokens == -1 else len(ids) + max_tokens)
+        if needed is None:
+            raise ValueError(
+                "max_tokens is -1, and the model has no context limit; expected a number or a prompt_cache"
+            )
+        cache = model.make_cache(needed)
     run = Run(
         model,
         ids,
@@ -157,7 +163,7 @@ def check_stops(stop: str | Sequence[str] | None) -> list[str]:
 
 
 def generate(
-    model: Decoder,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     prompt: str | Sequence[int] | mx.array,
     *,

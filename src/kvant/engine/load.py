@@ -3,8 +3,10 @@
 from importlib import resources
 from pathlib import Path
 
+from kvant.bridge.config import is_bridged
 from kvant.errors import ModelError
-from kvant.models import Decoder, load_decoder
+from kvant.files import read_json
+from kvant.models import LanguageModel, load_decoder
 from kvant.models.checkpoint import Progress, check_folder
 from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer, begin_loading
@@ -14,7 +16,7 @@ POCKET = "pocket"  # the embedded model's name
 
 def load(
     path_or_name: str | Path, *, revision: str | None = None, adapter_path: str | Path | None = None
-) -> tuple[Decoder, Tokenizer]:
+) -> tuple[LanguageModel, Tokenizer]:
     """Load a model and its tokenizer.
 
     Args:
@@ -24,8 +26,9 @@ def load(
         adapter_path: the folder of a LoRA or DoRA adapter as mlx-lm trains it.
 
     Returns:
-        The decoder, and a tokenizer with the names of mlx-lm's wrapper. Its ``eos_token_ids`` are the tokenizer's and
-        those of generation_config.json or, without one, config.json.
+        The model: a decoder of kvant's own, or a bridged one where only mlx-lm has the architecture. And a tokenizer
+        with the names of mlx-lm's wrapper. Its ``eos_token_ids`` are the tokenizer's and those of
+        generation_config.json or, without one, config.json.
 
     Raises:
         ModelError: no such folder, a model that was not pulled, or one that is not supported, model or adapter.
@@ -40,11 +43,11 @@ def load_folder(
     *,
     adapter_path: str | Path | None = None,
     process: TextProcess | None = None,
-) -> tuple[Decoder, Tokenizer]:
+) -> tuple[LanguageModel, Tokenizer]:
     """Load from a folder, the tokenizer beside the weights.
 
     Args:
-        progress: as in ``load_decoder``.
+        progress: as in :func:`load_model`.
         adapter_path: as in :func:`load`.
         process: for the tokenizer, where one was started already.
     """
@@ -52,12 +55,52 @@ def load_folder(
     try:
         tokenizer = begin_loading(folder, process or TextProcess())
     except ModelError:
-        check_folder(folder)  # an error of the model itself is said first
+        check_model(folder)  # an error of the model itself is said first
         raise
-    model = load_decoder(folder, progress, adapter)
+    model = load_model(folder, progress, adapter)
     loaded = tokenizer()
     loaded.eos_token_ids = {*loaded.eos_token_ids, *model.config.eos_token_ids}
     return model, loaded
+
+
+def load_model(folder: Path, progress: Progress | None = None, adapter: Path | None = None) -> LanguageModel:
+    """Load a folder's model: by kvant's decoder where that has the architecture, else by mlx-lm's class.
+
+    Args:
+        folder: the model folder.
+        progress: called with (layers loaded, layers in all).
+        adapter: the folder of a LoRA or DoRA adapter; a bridged model takes none.
+
+    Raises:
+        ModelError: a folder that does not hold a supported model or adapter.
+        CheckpointError: tensors that are truncated, missing, unexpected, or of the wrong shape or dtype.
+    """
+    if not is_bridged_folder(folder):
+        return load_decoder(folder, progress, adapter)
+    from kvant.bridge.folder import load_bridged  # not for a decoder: it imports mlx-lm
+
+    return load_bridged(folder, progress, adapter)
+
+
+def check_model(folder: Path) -> None:
+    """Check a folder's config.json and the headers of its tensors, as :func:`load_model`; no tensor is read."""
+    if not is_bridged_folder(folder):
+        check_folder(folder)
+        return
+    from kvant.bridge.folder import check_bridged
+
+    check_bridged(folder)
+
+
+def is_bridged_folder(folder: Path) -> bool:
+    """Whether mlx-lm's class is to compute a folder's model.
+
+    Raises:
+        ModelError: a config.json that is missing or malformed.
+    """
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such model folder")
+    return is_bridged(read_json(folder / "config.json"))
 
 
 def find_model(path_or_name: str | Path, revision: str | None = None) -> Path:

@@ -1,5 +1,6 @@
 """One request on a cache: its prompt is fed in chunks, then token by token what was sampled."""
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
@@ -10,7 +11,8 @@ from kvant.engine.draw import Sampler, draw_key, for_a_run, greedy, sample
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.step import CompiledStep, can_compile, should_compile
 from kvant.errors import ContextError
-from kvant.models import Decoder
+from kvant.models import LanguageModel
+from kvant.models.language_model import context_limit
 from kvant.threads import check_process
 
 FinishReason = Literal["stop", "length", "context"]
@@ -23,7 +25,8 @@ class Run:
 
     The step after a token is queued before the token is handed out, and committed when the next one is asked for.
     Whenever the caller has control, the cache holds what it held, the prompt, and every token handed out but the last;
-    after an error too. An error before the first token leaves the cache as it was.
+    after an error too. An error before the first token leaves the cache as it was. A cache that cannot go back to what
+    it was, because a window or a state has moved on, is emptied instead.
 
     A cache serves one run at a time. Once another run or call used it, this run raises a RuntimeError.
 
@@ -36,7 +39,7 @@ class Run:
 
     def __init__(
         self,
-        model: Decoder,
+        model: LanguageModel,
         prompt: Sequence[int],
         cache: Sequence[KVCache],
         *,
@@ -52,7 +55,7 @@ class Run:
         """Check everything; nothing is fed yet.
 
         Args:
-            model: the decoder.
+            model: computes the logits.
             prompt: token ids, at least one.
             cache: appended to.
             max_tokens: generate at most this many; -1: until the context is full.
@@ -80,18 +83,19 @@ class Run:
         self.generated: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._model = model
-        self._cache = cache = model.check_cache(cache)
-        cache.check_shape(1, model.config.num_key_value_heads, model.config.head_dim)
+        self._cache = cache = model.check_cache(cache, batch=1)
         self._sampler = for_a_run(sampler or greedy)
         self._processors = tuple(logits_processors)
         self._stop_tokens = stop_tokens
         self._step_size = prefill_step_size
         self._progress = progress
         self._look_ahead = look_ahead
-        if compiled and not can_compile(cache):
-            raise ValueError("compiled is True; a step through a cache that grows is another one for every token")
+        if compiled and not can_compile(model, cache):
+            raise ValueError(
+                "compiled is True; a step through a cache that grows, or of mlx-lm's model, is never the same"
+            )
         self._step_function: CompiledStep | None = None
-        if compiled or (compiled is None and should_compile() and can_compile(cache)):
+        if can_compile(model, cache) and (compiled or (compiled is None and should_compile())):
             self._step_function = CompiledStep(model, cache, self._sampler, processed=bool(self._processors))
         with cache.turn:
             room = _room(model, cache, len(self.prompt))
@@ -130,7 +134,7 @@ class Run:
                     self.finish_reason = self._full
                 self._failed = False
             except BaseException:
-                cache.trim_to(held)
+                go_back(cache, held[0])
                 raise
         return token, logprobs
 
@@ -170,8 +174,8 @@ class Run:
         if self._tokens is not None:
             self._tokens = mx.concatenate([self._tokens, token])
         if self._step_function is None:
-            hidden = self._model.hidden_states(token[None], cache=self._cache)
-            return self._sample(self._model.logits(hidden[:, -1]), self._cache.offset + 1)
+            logits = self._model.next_logits(token[None], self._cache)
+            return self._sample(logits, self._cache.offset + 1)
         result = self._step_function(token)
         return result if len(result) == 2 else self._sample(result[0], self._cache.offset + 1)
 
@@ -180,7 +184,7 @@ class Run:
 
 
 def prefill(
-    model: Decoder,
+    model: LanguageModel,
     prompt: Sequence[int],
     cache: Sequence[KVCache],
     *,
@@ -190,31 +194,50 @@ def prefill(
     """Feed every token of the prompt, in chunks, and return the logits of the last one.
 
     Args:
-        model: the decoder.
+        model: computes the logits.
         prompt: token ids, at least one.
         cache: appended to.
         step_size: tokens a chunk; it bounds the memory of activations.
         progress: called with (tokens fed, tokens in all), first with 0.
 
     Returns:
-        (1, vocab) logits, not yet evaluated; everything they are made from is.
+        (1, vocab) logits, evaluated.
     """
     cache = ModelCache.of(cache)
     total = len(prompt)
     if progress:
         progress(0, total)
-    hidden = None
-    for first in range(0, total, step_size):
-        chunk = list(prompt[first : first + step_size])
-        hidden = model.hidden_states(mx.array([chunk]), cache=cache)[:, -1]
-        mx.eval(hidden)  # a chunk's activations are freed before the next one's are made, and progress is true
+    chunks = [list(prompt[first : first + step_size]) for first in range(0, total, step_size)]
+    if model.last_token_alone and len(chunks[-1]) > 1:
+        chunks[-1:] = [chunks[-1][:-1], chunks[-1][-1:]]
+    fed = 0
+    # A chunk is evaluated so that its activations are freed before the next one's are made, and progress is true.
+    for chunk in chunks[:-1]:
+        mx.eval(model.feed(mx.array([chunk]), cache))
         cache.commit(ids=[chunk])
-        if first + len(chunk) < total:
-            mx.clear_cache()
+        mx.clear_cache()
+        fed += len(chunk)
         if progress:
-            progress(first + len(chunk), total)
-    assert hidden is not None
-    return model.logits(hidden)
+            progress(fed, total)
+    logits = model.next_logits(mx.array([chunks[-1]]), cache)
+    mx.eval(logits)
+    cache.commit(ids=[chunks[-1]])
+    if progress:
+        progress(total, total)
+    return logits
+
+
+def go_back(cache: ModelCache, num_tokens: int) -> bool:
+    """Forget what sequences have past ``num_tokens`` tokens; everything, where some layer cannot go back so far.
+
+    Returns:
+        whether the tokens up to there are still held.
+    """
+    if not cache.can_trim_to(num_tokens):
+        cache.reset()
+        return False
+    cache.trim_to(num_tokens)
+    return True
 
 
 def check_count(name: str, value: int, *, or_minus_one: bool = False) -> None:
@@ -226,10 +249,12 @@ def check_count(name: str, value: int, *, or_minus_one: bool = False) -> None:
         raise ValueError(f"{name} is {value!r}; expected at least 1{also}")
 
 
-def _room(model: Decoder, cache: ModelCache, prompt_tokens: int) -> int:
+def _room(model: LanguageModel, cache: ModelCache, prompt_tokens: int) -> int:
     """The tokens that fit after the prompt, or an error that says why the cache cannot take it."""
-    context, reserved = model.config.max_position_embeddings, cache.max_seq_len
-    limit = context if reserved is None else min(context, reserved)
+    reserved = cache.max_seq_len
+    limit = context_limit(model, reserved)
+    if limit is None:
+        return sys.maxsize
     if cache.offset + prompt_tokens > limit:
         held = f", {cache.offset} of them used" if cache.offset else ""
         kind = "are reserved" if limit == reserved else "are the model's context"

@@ -1,22 +1,23 @@
 """One decode step as a compiled function: model, cache update and sampling, the same for every token."""
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache, QuantizedKVCache
 from kvant.engine.draw import Sampler, SeededSampler, draw_key, greedy, sample
-from kvant.models import Decoder
+from kvant.models import Decoder, LanguageModel
 
 SMALLEST_BUCKET = 256
 
 
-def can_compile(cache: Sequence[KVCache]) -> bool:
-    """Whether a step through this cache is the same for every token: its arrays never change shape.
+def can_compile(model: LanguageModel, cache: Sequence[KVCache]) -> TypeGuard[Decoder]:
+    """Whether the model's step through this cache is the same for every token: no array changes its shape.
 
     A window with a bias split is not: the angles of a new token are computed in Python.
     """
-    return all(
+    return isinstance(model, Decoder) and all(
         isinstance(layer, QuantizedKVCache) and (layer.window is None or layer.bias_split is None) for layer in cache
     )
 

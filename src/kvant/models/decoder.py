@@ -158,6 +158,8 @@ class Decoder:
         dtype: the dtype activations are computed in.
     """
 
+    last_token_alone = False  # the logits of a prompt's last token are computed alone
+
     def __init__(
         self,
         config: ModelConfig,
@@ -197,7 +199,7 @@ class Decoder:
             RuntimeError: another thread uses the cache, or this process was forked from one that had loaded a model.
         """
         check_process()
-        self._check_ids(inputs)
+        check_ids(inputs, self.config.vocab_size)
         if cache is None:
             return self.logits(self.hidden_states(inputs, offset))
         cache = self.check_cache(cache)
@@ -220,11 +222,11 @@ class Decoder:
             raise ValueError(f"inputs has shape {tuple(inputs.shape)}; expected (B, S) token ids")
         batch = inputs.shape[0]
         if cache is None:
-            _check_offset(offset, (0,) * batch)
+            check_offset(offset, (0,) * batch)
             return self.states(inputs, 0, [None] * len(self.layers))
         cache = self.check_cache(cache)
         # An empty cache that grows takes any number of sequences. Another number of them is refused by begin.
-        _check_offset(offset, cache.lengths if len(cache.lengths) == batch else cache.lengths[:1] * batch)
+        check_offset(offset, cache.lengths if len(cache.lengths) == batch else cache.lengths[:1] * batch)
         lengths = cache.begin(inputs)
         return self.states(inputs, lengths[0] if len(set(lengths)) == 1 else mx.array(lengths), cache)
 
@@ -243,11 +245,21 @@ class Decoder:
             x = layer(x, rotate, cache)
         return rms_norm(x, self._norm, self.config.rms_norm_eps)
 
-    def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
-        """The cache, or one made of a list of layers; a ValueError if it has other layers than the model."""
+    def check_cache(self, cache: Sequence[KVCache], batch: int | None = None) -> ModelCache:
+        """The cache, or one made of a list of layers.
+
+        Args:
+            cache: from :meth:`make_cache`.
+            batch: the sequences it is to be for; None: any number, and the shapes of its layers are not looked at.
+
+        Raises:
+            ValueError: a cache of another model, or of another number of sequences.
+        """
         if len(cache) != len(self.layers):
             raise ValueError(f"the cache has {len(cache)} layers; expected {len(self.layers)}")
         checked = ModelCache.of(cache)
+        if batch is not None:
+            checked.check_shape(batch, self.config.num_key_value_heads, self.config.head_dim)
         for number, (window, layer) in enumerate(zip(self.config.windows, checked, strict=True)):
             shorter = layer.window is None and (layer.max_seq_len or math.inf) <= (window or 0)
             if layer.window != window and not shorter:
@@ -255,6 +267,14 @@ class Decoder:
                     f"layer {number} of the cache has a window of {layer.window}; the model's has {window}"
                 )
         return checked
+
+    def feed(self, inputs: mx.array, cache: ModelCache) -> list[mx.array]:
+        """Begin a step of (B, S) ids whose logits nobody reads; see :class:`kvant.models.LanguageModel`."""
+        return [self.hidden_states(inputs, cache=cache)[:, -1]]
+
+    def next_logits(self, inputs: mx.array, cache: ModelCache) -> mx.array:
+        """Begin a step of (B, S) ids. Returns the logits (B, vocab) of the last position, not evaluated."""
+        return self.logits(self.hidden_states(inputs, cache=cache)[:, -1])
 
     def logits(self, hidden_states: mx.array) -> mx.array:
         """(..., hidden) -> (..., vocab)."""
@@ -320,18 +340,18 @@ class Decoder:
         head = [] if self._lm_head is None else self._lm_head.arrays
         return [*self._embed_tokens.arrays, *(a for layer in self.layers for a in layer.arrays), self._norm, *head]
 
-    def _check_ids(self, inputs: mx.array) -> None:
-        if not mx.issubdtype(inputs.dtype, mx.integer):
-            raise ValueError(f"inputs has dtype {inputs.dtype}; expected integer token ids")
-        if inputs.size:
-            low, high = inputs.min().item(), inputs.max().item()
-            if low < 0 or high >= self.config.vocab_size:  # type: ignore[operator]
-                raise ValueError(
-                    f"inputs has token ids {low} to {high}; the model knows 0 to {self.config.vocab_size - 1}"
-                )
+
+def check_ids(inputs: mx.array, vocab_size: int) -> None:
+    """Raise a ValueError unless ``inputs`` are token ids of a vocabulary."""
+    if not mx.issubdtype(inputs.dtype, mx.integer):
+        raise ValueError(f"inputs has dtype {inputs.dtype}; expected integer token ids")
+    if inputs.size:
+        low, high = inputs.min().item(), inputs.max().item()
+        if low < 0 or high >= vocab_size:  # type: ignore[operator]
+            raise ValueError(f"inputs has token ids {low} to {high}; the model knows 0 to {vocab_size - 1}")
 
 
-def _check_offset(offset: int | mx.array | None, lengths: tuple[int, ...]) -> None:
+def check_offset(offset: int | mx.array | None, lengths: tuple[int, ...]) -> None:
     """Raise a ValueError unless ``offset`` says what the lengths of the sequences say, or nothing."""
     if offset is None:
         return

@@ -80,6 +80,16 @@ class TensorFiles:
         """Every tensor's name."""
         return set(self._file_of)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files."""
+        return self._nbytes
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape."""
+        self._require(name)
+        return self._shape_of[name]
+
     def dtype(self, name: str) -> str:
         """The dtype as safetensors writes it, such as BF16."""
         self._require(name)

@@ -146,7 +146,7 @@ def test_a_plan_has_no_slack_to_hide_in() -> None:
     assert made.total == made.arrays + made.process
     record = as_record(made)
     assert record["total"] == made.total
-    assert sorted(record) == sorted(["weights", "cache", "scratch", "loading", "process", "arrays", "total"])
+    assert sorted(record) == sorted(["weights", "cache", "state", "scratch", "loading", "process", "arrays", "total"])
 
 
 @pytest.mark.parametrize("make", [qwen2_config, qwen3_config, llama_config])

@@ -11,23 +11,26 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvant.bridge.config import is_bridged
 from kvant.cache import ModelCache
 from kvant.engine.draw import greedy
+from kvant.engine.load import load_model
 from kvant.engine.run import Run
 from kvant.errors import CheckpointError
 from kvant.files import read_json
-from kvant.models.checkpoint import check_folder, load_decoder
+from kvant.models.checkpoint import check_folder
+from kvant.models.tensors import TensorFiles
 from kvant.tools.bench.engines import KVANT_GROUP, EngineSpec
 
 Tokens = Generator[int, None, None]
 
 
 class Kvant:
-    """kvant's decoder with its preallocated cache."""
+    """kvant's decoder, or mlx-lm's model, with kvant's preallocated cache."""
 
     def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
         """Load the model; a KvantError for a folder that cannot be loaded."""
-        self._model = load_decoder(folder)
+        self._model = load_model(folder)
         self._spec = spec
         self._prefill_step_size = prefill_step_size
         self._cache: ModelCache | None = None
@@ -68,28 +71,39 @@ class MLXLM:
 
     def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
         """Load the model; a KvantError for a folder that cannot be loaded, or an exception of mlx-lm."""
-        config, tensors = check_folder(folder)
+        raw = read_json(folder / "config.json")
+        config: dict[str, Any] | None = None
+        if is_bridged(raw):
+            from kvant.bridge.folder import check_bridged
+
+            check_bridged(folder)
+            tensors = TensorFiles(folder)
+        else:
+            native, tensors = check_folder(folder)
+            # config.json may have the rotary positions in two places, of which mlx-lm 0.32.2 reads one
+            # (docs/parity.md).
+            scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
+            config = {"rope_theta": native.rope.theta} | ({"rope_scaling": scaling} if scaling else {})
         unnamed = {*folder.glob("model*.safetensors")} - {*tensors.files}
         if unnamed:  # mlx-lm reads every file of such a name, unchecked
             raise CheckpointError(f"{min(unnamed)}: not among the model's files; mlx-lm would read it")
-        from mlx_lm.utils import load_model
+        from mlx_lm.utils import load_model as load_mlx_lm
 
-        # config.json may have the rotary positions in two places, of which mlx-lm 0.32.2 reads one (docs/parity.md).
-        raw = read_json(folder / "config.json")
-        rope = {"rope_theta": config.rope.theta}
-        scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
-        self._model, _ = load_model(folder, model_config=rope | ({"rope_scaling": scaling} if scaling else {}))
+        self._model, _ = load_mlx_lm(folder, model_config=config)
         if spec.dtype is not None:
             self._model.set_dtype(getattr(mx, spec.dtype))
             mx.eval(self._model.parameters())
         self._spec = spec
         self._prefill_step_size = prefill_step_size
         self._cache: list[Any] = []
+        self._fed = 0  # tokens, in the last run
 
     @property
     def dtype(self) -> str:
-        """Of the last norm's weights: mlx-lm quantizes no norm."""
-        return dtype_name(self._model.model.norm.weight.dtype)
+        """Of most of the floating-point weights."""
+        from kvant.bridge.folder import main_dtype
+
+        return dtype_name(main_dtype(self._model))
 
     @property
     def weight_bytes(self) -> tuple[int, int]:
@@ -108,7 +122,7 @@ class MLXLM:
         from mlx_lm.generate import generate_step, generation_stream, wired_limit
         from mlx_lm.models.cache import make_prompt_cache
 
-        self._cache = []
+        self._cache, self._fed = [], len(prompt) + max_tokens
         cache = self._cache = make_prompt_cache(self._model)  # quantized layers replace their own in this list
         quantization: dict[str, Any] = {}
         if self._spec.kv_bits:
@@ -128,13 +142,16 @@ class MLXLM:
                 yield token
 
     def cache_size(self) -> tuple[int, int]:
-        """Of the buffers, which grow 256 tokens at a time."""
+        """Of the buffers, which grow 256 tokens at a time where they are not those of a window or a state."""
         from mlx_lm.generate import generation_stream
+        from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
         mx.synchronize(generation_stream)
-        keys = self._cache[0].keys
-        keys = keys if isinstance(keys, mx.array) else keys[0]  # quantized values, scales, biases
-        return sum(layer.nbytes for layer in self._cache), keys.shape[2]
+        room = self._fed
+        if all(isinstance(layer, KVCache | QuantizedKVCache) for layer in self._cache):
+            keys = self._cache[0].keys
+            room = (keys if isinstance(keys, mx.array) else keys[0]).shape[2]  # quantized values, scales, biases
+        return sum(layer.nbytes for layer in self._cache), room
 
 
 def dtype_name(dtype: mx.Dtype) -> str:

@@ -48,7 +48,7 @@ class EngineSpec:
 
 
 def engine_specs(
-    names: Sequence[str], kv_bits: Sequence[int], kv_group_size: int | None, head_dim: int
+    names: Sequence[str], kv_bits: Sequence[int], kv_group_size: int | None, head_dim: int | None
 ) -> list[EngineSpec]:
     """The engines to run, each once for every number of bits.
 
@@ -56,7 +56,7 @@ def engine_specs(
         names: ``kvant`` or ``mlx-lm``, with settings after colons: ``kvant:unfused``, ``mlx-lm:float32:openblas``.
         kv_bits: 0, 8 or 4.
         kv_group_size: for every engine; None: each engine's own default.
-        head_dim: of the model, which a group must divide.
+        head_dim: of the model, which a group must divide; None: its layers differ, and any group will do.
 
     Raises:
         ValueError: an engine that is unknown or named twice, a setting it does not have, or a group size it cannot use.
@@ -83,12 +83,12 @@ def engine_specs(
     return specs
 
 
-def _group_size(name: str, given: int | None, head_dim: int) -> int:
+def _group_size(name: str, given: int | None, head_dim: int | None) -> int:
     """The given group size, or the engine's own default."""
     groups = (KVANT_GROUP,) if name == "kvant" else MLX_LM_GROUPS
     # mlx-lm's default, or the next size if the head does not take it.
-    group = next((size for size in groups if head_dim % size == 0), groups[0]) if given is None else given
-    if head_dim % group or (name == "mlx-lm" and group not in groups):
+    group = next((size for size in groups if (head_dim or 0) % size == 0), groups[0]) if given is None else given
+    if (head_dim or 0) % group or (name == "mlx-lm" and group not in groups):
         allowed = "" if name == "kvant" else f", of {name} also one of {', '.join(map(str, sorted(groups)))}"
         raise ValueError(f"kv group size is {group}; expected a divisor of the head dimension {head_dim}{allowed}")
     return group

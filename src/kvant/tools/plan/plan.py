@@ -6,10 +6,12 @@ from typing import Literal
 
 from kvant.cache.window import SLACK
 from kvant.engine.run import PREFILL_STEP_SIZE
-from kvant.models import Decoder
+from kvant.fields import MAX_SIZE
+from kvant.models import Decoder, LanguageModel
 from kvant.models.config import ModelConfig
 from kvant.operators.quantization import check_quantization
 from kvant.tools.machine import Device, default_device
+from kvant.tools.plan.bridged import BridgedCheckpoint
 from kvant.tools.plan.scratch import FLOAT32, scratch_bytes
 from kvant.tools.plan.stored import Checkpoint
 
@@ -18,6 +20,7 @@ SCALE_BYTES = 2  # float16
 # for reuse; and while it is read, a tokenizer for each of its tokens. Measured, docs/memory-plan.md.
 PROCESS_BYTES = 170_000_000
 TOKENIZER_BYTES = 1_700
+BRIDGED_PROCESS_BYTES = 400_000_000  # with mlx-lm, and the libraries that it imports
 # Copies of the logits in sampling: float32, log-probabilities and what they are made from.
 LOGITS_COPIES = 5
 # Rotary pairs a layer whose key bias stays out of the cache, where the weights that decide it were not read: 1 in 16.
@@ -52,6 +55,7 @@ class MemoryPlan:
         cache: quantized values, scales and bias tables of all layers; reserved before the first token.
         scratch: an upper bound of what a chunk of the prompt, or a step of decoding, takes beside them.
         loading: the most while the weights are loaded, before there is a cache.
+        state: of a bridged model's linear and convolution layers, which mlx-lm allocates at the first prefill.
         process: interpreter, libraries, tokenizer and MLX's buffers for reuse; 0 where it isn't the GPU's memory.
     """
 
@@ -62,11 +66,12 @@ class MemoryPlan:
     scratch: int
     loading: int
     process: int
+    state: int = 0
 
     @property
     def arrays(self) -> int:
         """An upper bound of what ``mx.get_peak_memory`` says after a run of the full context."""
-        return max(self.weights + self.cache + self.scratch, self.loading)
+        return max(self.weights + self.cache + self.state + self.scratch, self.loading)
 
     @property
     def total(self) -> int:
@@ -79,11 +84,11 @@ class LongestContext:
     """The longest context that fits: tokens, 0 where none does, and what ends it."""
 
     tokens: int
-    ended_by: Literal["memory", "the model's context"]
+    ended_by: Literal["memory", "the model's context", "kvant's limit"]
 
 
 def plan(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | BridgedCheckpoint,
     *,
     max_kv_size: int,
     settings: Settings | None = None,
@@ -93,10 +98,11 @@ def plan(
     """The memory of loading a model and running it until its cache is full.
 
     On a CPU everything is computed in float32, and the arrays are never fewer bytes than MLX counted in tests. A GPU
-    computes in the checkpoint's dtype; nobody has measured its scratch yet.
+    computes in the checkpoint's dtype; nobody has measured its scratch yet. The scratch of a bridged model is an
+    estimate on both.
 
     Args:
-        checkpoint: what is known of the model: :meth:`Checkpoint.from_folder` or :meth:`Checkpoint.from_facts`.
+        checkpoint: what is known of the model: :func:`kvant.tools.plan.read_folder` or :func:`read_facts`.
         max_kv_size: tokens reserved in the cache; all of them are used.
         settings: of the run; default: those of ``kvant generate``.
         device: "cpu" or "gpu"; default: what MLX computes on here.
@@ -113,7 +119,7 @@ def plan(
 
 
 def longest_context(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | BridgedCheckpoint,
     limit_bytes: int,
     *,
     settings: Settings | None = None,
@@ -131,9 +137,10 @@ def longest_context(
     def fits(tokens: int) -> bool:
         return planned(tokens).total <= limit_bytes
 
-    context = checkpoint.config.max_position_embeddings
+    context = checkpoint.config.max_position_embeddings or MAX_SIZE
     if fits(context):
-        return LongestContext(context, "the model's context")
+        own = checkpoint.config.max_position_embeddings is not None
+        return LongestContext(context, "the model's context" if own else "kvant's limit")
     below, above = 0, context  # what fits, and what doesn't
     while above - below > 1:
         middle = (below + above) // 2
@@ -144,16 +151,48 @@ def longest_context(
     return LongestContext(below, "memory")
 
 
-def split_pairs(model: Decoder) -> list[int]:
-    """Of each layer of a loaded model, the rotary pairs whose key bias stays out of the cache."""
+def split_pairs(model: LanguageModel) -> list[int]:
+    """Of each layer of a loaded model, the rotary pairs whose key bias stays out of the cache; empty if bridged."""
+    if not isinstance(model, Decoder):
+        return []
     biases = (layer.self_attn.qkv_bias for layer in model.layers)
     return [0 if bias is None else len(bias.pairs) for bias in biases]
 
 
+def _bridged_planner(checkpoint: BridgedCheckpoint, settings: Settings, on_cpu: bool) -> Callable[[int], MemoryPlan]:
+    needs = checkpoint.needs(
+        kv_bits=settings.kv_bits,
+        kv_group_size=settings.kv_group_size,
+        prefill_step_size=settings.prefill_step_size,
+        on_cpu=on_cpu,
+    )
+    tokenizer = TOKENIZER_BYTES * checkpoint.config.vocab_size
+
+    def planned(tokens: int) -> MemoryPlan:
+        needed = needs(tokens)
+        return MemoryPlan(
+            max_kv_size=tokens,
+            settings=settings,
+            weights=needed.weights,
+            cache=needed.cache,
+            scratch=needed.scratch,
+            loading=needed.loading,
+            process=BRIDGED_PROCESS_BYTES + tokenizer if on_cpu else 0,
+            state=needed.state,
+        )
+
+    return planned
+
+
 def _planner(
-    checkpoint: Checkpoint, settings: Settings, device: Device | None, split_pairs: Sequence[int] | None
+    checkpoint: Checkpoint | BridgedCheckpoint,
+    settings: Settings,
+    device: Device | None,
+    split_pairs: Sequence[int] | None,
 ) -> Callable[[int], MemoryPlan]:
     """The plan by tokens reserved; what does not depend on them is added up once."""
+    if isinstance(checkpoint, BridgedCheckpoint):
+        return _bridged_planner(checkpoint, settings, (device or default_device()) == "cpu")
     config = checkpoint.config
     check_quantization(settings.kv_bits, settings.kv_group_size, config.head_dim)
     if settings.prefill_step_size < 1:

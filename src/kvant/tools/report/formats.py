@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvant.cache import ModelCache
-from kvant.models import Decoder
+from kvant.models import Decoder, LanguageModel
 from kvant.operators.quantization import check_quantization
 
 NOTATION = "0, or BITSgGROUP with 8 or 4 bits, such as 8g32 or 4g64:nosplit"
 DEFAULT_BITS, DEFAULT_GROUPS = (8, 4), (32, 64)
+MANY = 2**24  # tokens; more than any window
 
 _PATTERN = re.compile(r"(?P<bits>\d{1,3})g(?P<group>\d{1,6})(?P<whole>:nosplit)?")
 
@@ -40,12 +41,14 @@ class CacheFormat:
             return "--kv-bits 0"
         return f"--kv-bits {self.bits} --kv-group-size {self.group}{'' if self.split else ' --no-kv-bias-split'}"
 
-    def make_cache(self, model: Decoder, max_seq_len: int) -> ModelCache:
+    def make_cache(self, model: LanguageModel, max_seq_len: int) -> ModelCache:
         """One cache a layer; errors as those of :meth:`Decoder.make_cache`."""
         return model.make_cache(max_seq_len, quant_bit=self.bits, quant_group=self.group, bias_split=self.split)
 
-    def bytes_per_token(self, model: Decoder) -> int:
+    def bytes_per_token(self, model: LanguageModel) -> int:
         """Bytes that each token more takes in all layers; bytes that do not grow with the tokens are left out."""
+        if not isinstance(model, Decoder):
+            return _growth(model, self)
         one, two = (self.make_cache(model, tokens).nbytes for tokens in (1, 2))
         return two - one
 
@@ -76,25 +79,45 @@ def parse_formats(text: str) -> list[CacheFormat]:
     return found
 
 
-def check_formats(formats: Sequence[CacheFormat], model: Decoder) -> None:
-    """Raise a ValueError, naming the format, where a model's cache cannot have one."""
+def check_formats(formats: Sequence[CacheFormat], model: LanguageModel) -> None:
+    """Raise a ValueError, naming the format, where a model's cache cannot have one.
+
+    The heads of a bridged model may differ from layer to layer, and its cache takes the part of a group that divides
+    them all: any group will do.
+    """
     for candidate in formats:
+        head_dim = model.config.head_dim if isinstance(model, Decoder) else candidate.group
         try:
-            check_quantization(candidate.bits, candidate.group, model.config.head_dim)
+            check_quantization(candidate.bits, candidate.group, head_dim)
         except ValueError as error:
             raise ValueError(f"format {candidate.label}: {error}") from error
         if candidate.bits and not candidate.split and not has_bias(model):
             raise ValueError(f"format {candidate.label}: the model's keys and values have no bias to split off")
 
 
-def default_formats(model: Decoder) -> list[CacheFormat]:
+def default_formats(model: LanguageModel) -> list[CacheFormat]:
     """8 and 4 bits in groups of 32 and 64, with and without the bias split where there is something to split."""
+    if not isinstance(model, Decoder):
+        formats = [CacheFormat(bits, group) for bits in DEFAULT_BITS for group in DEFAULT_GROUPS]
+        # A group that does not divide a width is cut: where that leaves the same cache, it is measured once.
+        return list({candidate.bytes_per_token(model): candidate for candidate in reversed(formats)}.values())[::-1]
     head_dim = model.config.head_dim
     groups = [group for group in DEFAULT_GROUPS if head_dim % group == 0] or [head_dim]
     splits = (True, False) if has_bias(model) else (True,)
     return [CacheFormat(bits, group, split) for bits in DEFAULT_BITS for group in groups for split in splits]
 
 
-def has_bias(model: Decoder) -> bool:
+def has_bias(model: LanguageModel) -> bool:
     """Whether keys and values have biases that a cache can do without."""
-    return any(layer.self_attn.qkv_bias is not None for layer in model.layers)
+    return isinstance(model, Decoder) and any(layer.self_attn.qkv_bias is not None for layer in model.layers)
+
+
+def _growth(model: LanguageModel, own: CacheFormat) -> int:
+    """Bytes of a bridged model's cache for one token more, past its windows."""
+    from kvant.bridge.cache import cache_bytes  # there already: the model is mlx-lm's
+    from kvant.bridge.model import BridgedModel
+
+    assert isinstance(model, BridgedModel)
+    sizes = (cache_bytes(model.module, MANY + more, quant_bit=own.bits, quant_group=own.group) for more in (0, 1))
+    one, two = (size.keys_values for size in sizes)
+    return two - one

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvant.cache import ModelCache
-from kvant.models import Decoder
+from kvant.models import Decoder, LanguageModel
 from kvant.tools.machine import Environment, environment
 from kvant.tools.report.divergence import Figures, Tally
 from kvant.tools.report.findings import Finding, find
@@ -15,7 +15,7 @@ from kvant.tools.report.layers import run_layers
 from kvant.tools.report.questions import Dialogue, Score, answer, score
 from kvant.tools.report.teacher import Fed, compare
 from kvant.tools.report.texts import Text
-from kvant.tools.report.timing import STEPS, step_ms
+from kvant.tools.report.timing import STEPS, step_ms, timing_room
 
 LAYER_TOKENS = 1024  # of the first piece, for the layers' errors
 
@@ -31,7 +31,7 @@ class FormatResult:
         ms_per_token: of a decode step with the first piece in the cache.
         figures: of the text, against the reference.
         layer_errors: the attention's relative error in each layer, given that layer's inputs without quantization;
-            zeros for the reference, by definition.
+            zeros for the reference, by definition. Empty for a bridged model, whose layers are mlx-lm's.
         scores: exact answers, where questions were asked.
     """
 
@@ -53,7 +53,7 @@ class Report:
         reference: without quantization, keys and values as the model computes them.
         results: of the formats asked for, in their order.
         key_range: of each layer's keys as they are stored, see :class:`kvant.tools.report.layers.LayerRun`.
-        findings: layers that are out of line.
+        findings: layers that are out of line. Both are empty for a bridged model.
         environment: what it was measured on and with.
     """
 
@@ -69,7 +69,7 @@ class Report:
 
 def measure(
     name: str,
-    model: Decoder,
+    model: LanguageModel,
     text: Text,
     formats: Sequence[CacheFormat],
     *,
@@ -93,7 +93,8 @@ def measure(
     first = text.pieces[0]
     conversations = [c for own in questions.values() for c in own]
     room = max(len(first), STEPS + 1, *(len(c.ids) for c in conversations))
-    splits = [s for s in (True, False) if any(f.split == s for f in measured)]
+    layers = model.layers if isinstance(model, Decoder) else ()
+    splits = [s for s in (True, False) if layers and any(f.split == s for f in measured)]
 
     done = 0
     total = (text.tokens + sum(len(c.ids) for c in conversations)) * (1 + len(measured))
@@ -105,7 +106,7 @@ def measure(
         progress(done, total)
 
     progress(0, total)
-    caches = [f.make_cache(model, room) for f in (REFERENCE, *measured)]
+    caches = [f.make_cache(model, room + timing_room(model)) for f in (REFERENCE, *measured)]
     tallies = [Tally() for _ in caches]
     times: list[float] = []
     for piece in text.pieces:
@@ -114,6 +115,7 @@ def measure(
     errors: dict[CacheFormat, list[float]] = {}
     key_range: list[float] = []
     for split in splits:  # with the split first: its key range is that of the default cache
+        assert isinstance(model, Decoder)
         exact = CacheFormat(0, split=split).make_cache(model, len(first[:LAYER_TOKENS]))
         own = {f: cache for f, cache in zip(measured, caches[1:], strict=True) if f.split == split}
         run = run_layers(model, first[:LAYER_TOKENS], exact, list(own.values()), fed=fed)
@@ -121,7 +123,7 @@ def measure(
         key_range = key_range or run.key_range
     scores = [_scores(model, cache, questions, fed) for cache in caches]
     results = [
-        FormatResult(f, f.bytes_per_token(model), ms, tally.figures(), errors.get(f, [0.0] * len(model.layers)), own)
+        FormatResult(f, f.bytes_per_token(model), ms, tally.figures(), errors.get(f, [0.0] * len(layers)), own)
         for f, ms, tally, own in zip((REFERENCE, *measured), times, tallies, scores, strict=True)
     ]
     by_format = {result.format: result for result in results}
@@ -132,7 +134,7 @@ def measure(
         reference=results[0],
         results=[by_format[f] for f in formats],
         key_range=key_range,
-        findings=find(model, key_range, list(errors.items())) if key_range else [],
+        findings=find(model, key_range, list(errors.items())) if isinstance(model, Decoder) and key_range else [],
         environment=environment(),
     )
 
@@ -186,7 +188,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _scores(model: Decoder, cache: ModelCache, questions: dict[str, list[Dialogue]], fed: Fed) -> list[Score]:
+def _scores(model: LanguageModel, cache: ModelCache, questions: dict[str, list[Dialogue]], fed: Fed) -> list[Score]:
     return [
         bucket
         for name, own in questions.items()

@@ -7,10 +7,10 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.cache import ModelCache
-from kvant.models import Decoder
+from kvant.models import LanguageModel
 from kvant.text.prompt import encode_rendered, render_chat
 from kvant.text.tokenizer import Tokenizer
-from kvant.tools.report.teacher import Fed, feed
+from kvant.tools.report.teacher import Fed, feed, logits_of, step_size_of
 from kvant.tools.report.texts import heldout_documents, in_turn
 
 BUCKETS = (0, 128, 256, 512, 1024)  # tokens of context from which a bucket begins
@@ -72,17 +72,17 @@ def read_conversation(tokenizer: Tokenizer, document: dict[str, Any]) -> Dialogu
     return Dialogue(tuple(ids), tuple(answers))
 
 
-def answer(model: Decoder, cache: ModelCache, conversation: Dialogue, *, fed: Fed = lambda _: None) -> list[bool]:
+def answer(model: LanguageModel, cache: ModelCache, conversation: Dialogue, *, fed: Fed = lambda _: None) -> list[bool]:
     """Whether each answer would be written greedily: each of its tokens is the likeliest after those before it.
 
     Args:
         cache: emptied first.
     """
     ids = conversation.ids
-    states = mx.concatenate(list(feed(model, ids, cache, fed=fed)))
+    states = mx.concatenate(list(feed(model, ids, cache, step_size=step_size_of(model), fed=fed)))
     right = []
     for first, last in conversation.answers:
-        logits = model.logits(states[first - 1 : last - 1])
+        logits = logits_of(model, states[first - 1 : last - 1])
         likeliest = mx.argmax(logits, axis=-1) == mx.array(ids[first:last])
         right.append(bool((likeliest.all() & mx.isfinite(mx.logsumexp(logits, axis=-1)).all()).item()))
     return right

@@ -27,6 +27,7 @@ def describe(report: Report) -> list[str]:
         f"{environment.device}, {environment.cores} cores, {environment.system}; "
         f"kvant {environment.versions['kvant']}, MLX {environment.versions['mlx']}, BLAS: {environment.blas}",
         f"reference, 0: a cache that is not quantized, {report.dtype}; decode times with {len(text.pieces[0])} tokens",
+        *([] if report.reference.layer_errors else ["layers are not measured one by one: the model is mlx-lm's"]),
     ]
 
 
@@ -45,14 +46,14 @@ def _figures(results: Sequence[FormatResult]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for result in results:
         figures, reference = result.figures, result.format.bits == 0
-        worst = max(result.layer_errors)
+        worst = max(result.layer_errors, default=0.0)
         table.add_row(
             Line(result.format.label),
             f"{figures.perplexity:.4f}" if figures.perplexity < 1e5 else f"{figures.perplexity:.3e}",
             "-" if reference else _small(figures.mean_kld_nats),
             "-" if reference else _small(figures.p99_kld_nats),
             "-" if reference else f"{100 * figures.top1:.2f}",
-            "-" if reference else f"{_small(worst)} ({result.layer_errors.index(worst)})",
+            f"{_small(worst)} ({result.layer_errors.index(worst)})" if result.layer_errors and not reference else "-",
             str(result.bytes_per_token),
             f"{result.ms_per_token:.2f}",
         )

@@ -1,0 +1,156 @@
+"""config.json of a model that mlx-lm's class computes: checked before that class sees it, and what it then says."""
+
+import os
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvant.errors import ModelError
+from kvant.fields import MAX_SIZE, shown, size, token_ids
+from kvant.files import read_json, refuse_code
+from kvant.models.architectures import ARCHITECTURES
+
+# mlx-lm's class makes its layers, and some classes an object for each expert, before a tensor is looked at. A loop over
+# them ends soon, and no published model has a quarter of these.
+MAX_LAYERS, MAX_EXPERTS, MAX_LAYER_EXPERTS = 4096, 4096, 2**17
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_context_length")
+EXPERTS_USED_KEYS = ("num_experts_per_tok", "moe_topk", "moe_top_k", "num_experts_per_token", "top_k_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class BridgedConfig:
+    """The facts of a bridged model.
+
+    Attributes:
+        model_type: the architecture's name in config.json.
+        max_position_embeddings: the context limit in tokens: config.json's, or the class's own default; None: neither
+            has one, and a cache's reservation is the only limit.
+        eos_token_ids: of the folder.
+        experts_used: of each layer's experts, those that a token goes through; None: not known, or no experts.
+    """
+
+    model_type: str
+    vocab_size: int
+    max_position_embeddings: int | None
+    eos_token_ids: tuple[int, ...] = ()
+    experts_used: int | None = None
+
+
+def is_bridged(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is for mlx-lm's class, and not for a decoder of kvant's own."""
+    kind = raw.get("model_type")
+    return isinstance(kind, str) and kind not in ARCHITECTURES
+
+
+def read_folder(folder: Path) -> dict[str, Any]:
+    """config.json of a folder, with the end-of-text tokens of generation_config.json, which win.
+
+    Raises:
+        ModelError: a file that is missing or malformed, names code, or has sizes that no model has.
+    """
+    raw = dict(read_json(folder / "config.json"))
+    generation_file = folder / "generation_config.json"
+    try:
+        check(raw)
+        if os.path.lexists(generation_file):
+            eos = token_ids(read_json(generation_file), generation_file.name)
+            if eos:
+                raw["eos_token_id"] = list(eos)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from error
+    return raw
+
+
+def check(raw: Mapping[str, Any]) -> None:
+    """Refuse a config.json that names code, or whose numbers would have mlx-lm's class loop or allocate without end.
+
+    Raises:
+        ModelError: it does.
+    """
+    refuse_code(raw, "config.json")
+    layers = experts = 1
+    for key, value in _integers(raw):
+        if "theta" in key or "token" in key:  # a base of angles; an id
+            continue
+        if not -MAX_SIZE <= value <= MAX_SIZE:
+            raise ModelError(f"config.json: {key} is {shown(value)}; expected at most {MAX_SIZE}")
+        if "layer" in key or "block" in key:
+            layers = max(layers, value)
+        if "expert" in key and "size" not in key and "dim" not in key:
+            experts = max(experts, value)
+    for what, number, limit in (
+        ("layers", layers, MAX_LAYERS),
+        ("experts", experts, MAX_EXPERTS),
+        ("experts in all layers", layers * experts, MAX_LAYER_EXPERTS),
+    ):
+        if number > limit:
+            raise ModelError(f"config.json: {number} {what}; expected at most {limit}")
+
+
+def for_mlx_lm(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy for mlx-lm's class, which may change it. transformers writes infinity as an object."""
+    return {key: _untagged(deepcopy(value)) for key, value in raw.items()}
+
+
+def read_config(raw: Mapping[str, Any], args: Any) -> BridgedConfig:
+    """What is known once mlx-lm's ModelArgs took a config.json.
+
+    Raises:
+        ModelError: a vocabulary, a context or end-of-text tokens that are none.
+    """
+    parts = [vars(args), _text(vars(args)), raw, _text(raw)]
+
+    def found(*keys: str) -> dict[str, Any]:
+        for part in parts:
+            for key in keys:
+                if part.get(key) is not None:
+                    return {key: part[key]}
+        return {}
+
+    def number(*keys: str) -> int | None:
+        value = found(*keys)
+        return size(value, next(iter(value))) if value else None
+
+    vocabulary = number("vocab_size", "num_vocab")
+    if vocabulary is None:
+        raise ModelError("config.json: vocab_size is missing")
+    used = found(*EXPERTS_USED_KEYS)
+    return BridgedConfig(
+        model_type=str(raw["model_type"]),
+        vocab_size=vocabulary,
+        max_position_embeddings=number(*CONTEXT_KEYS),
+        eos_token_ids=token_ids(found("eos_token_id"), "config.json"),
+        experts_used=next((value for value in used.values() if type(value) is int and value > 0), None),
+    )
+
+
+def _text(holder: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part for text of a model that also sees or hears, where it has one."""
+    part = holder.get("text_config") or {}
+    return part if isinstance(part, dict) else vars(part) if hasattr(part, "__dict__") else {}
+
+
+def _integers(raw: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Each integer of a JSON object with its key, or that of the list it is in."""
+    left: list[tuple[str, Any]] = list(raw.items())
+    while left:
+        key, value = left.pop()
+        if isinstance(value, dict):
+            left += value.items()
+        elif isinstance(value, list):
+            # Numbers of layers in a list count as numbers, not as a number of layers.
+            left += [(key if isinstance(item, dict) else "an item", item) for item in value]
+        elif type(value) is int:
+            yield key, value
+
+
+def _untagged(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_untagged(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return {key: _untagged(item) for key, item in value.items()}

@@ -1,0 +1,255 @@
+"""A model folder to mlx-lm's model: kvant's checks, mlx-lm's class by the allow-list, and weights that fit it.
+
+Nothing of the folder is executed. Modules are made lazily: an array is computed once every name, shape and dtype is
+known to be right. What mlx-lm's code raises on the way becomes one line of kvant's.
+"""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.quantized import QuantizedEmbedding, quantize
+
+from kvant.bridge.architectures import NEEDS_METAL, module_name
+from kvant.bridge.config import BridgedConfig, for_mlx_lm, read_config, read_folder
+from kvant.bridge.model import BridgedModel, by_layer, parameters
+from kvant.errors import CheckpointError, ModelError, library_errors
+from kvant.models.linear import check_device
+from kvant.models.quantization import FLOAT_MODES, Quantization, read_quantization
+from kvant.models.tensors import BITS, TensorFiles
+from kvant.threads import check_process
+
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # some exporters leave them behind; mlx-lm computes them
+# Quantizations that other libraries wrote and mlx-lm's classes unpack: MLX's own formats, and float8 in blocks.
+FOREIGN_METHODS = ("mxfp4", "mxfp8", "fp8")
+
+Progress = Callable[[int, int], None]
+Weights = dict[str, mx.array]
+
+
+def load_bridged(folder: Path, progress: Progress | None = None, adapter: Path | None = None) -> BridgedModel:
+    """Load a folder of an architecture that mlx-lm has and kvant has not.
+
+    On a CPU activations and all floating-point weights have float32. On a GPU they keep the checkpoint's dtype.
+
+    Args:
+        folder: the model folder.
+        progress: called with (layers loaded, layers in all).
+        adapter: refused.
+
+    Raises:
+        ModelError: a folder that does not hold a supported model, or an adapter.
+        CheckpointError: tensors that are truncated, missing, unexpected, or of the wrong shape or dtype.
+    """
+    check_process()
+    if adapter is not None:
+        raise ModelError(f"{adapter}: adapters are applied to architectures of kvant's own; this model is mlx-lm's")
+    model, config = check_bridged(folder)
+    dtype = main_dtype(model)
+    if mx.default_device().type == mx.cpu:
+        dtype = mx.float32
+        compute_in_float32(model)
+    _evaluate(model, folder, progress or (lambda done, total: None))
+    return BridgedModel(model, config, dtype)
+
+
+def check_bridged(folder: Path) -> tuple[Module, BridgedConfig]:
+    """mlx-lm's model with the folder's weights, which fit it and of which none has been read.
+
+    Raises:
+        ModelError, CheckpointError: as :func:`load_bridged`.
+    """
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such model folder")
+    raw = read_folder(folder)
+    try:
+        model, config = build(raw)
+        tensors = TensorFiles(folder)
+        tensors.check({})  # the memory they take
+        _take_weights(model, raw, tensors)
+    except ModelError as error:
+        raise type(error)(f"{folder}: {error}") from error
+    return model, config
+
+
+def build(raw: Mapping[str, Any]) -> tuple[Module, BridgedConfig]:
+    """mlx-lm's model of a config.json that :func:`kvant.bridge.config.check` let pass; no array of it is computed.
+
+    Raises:
+        ModelError: an architecture that is not on the list, or settings that its class does not take.
+    """
+    name = module_name(raw)
+    if name in NEEDS_METAL and not mx.metal.is_available():
+        raise ModelError(
+            f"config.json: architecture {raw['model_type']} has layers that are Metal kernels; no Metal here"
+        )
+    with library_errors(ModelError, f"config.json: mlx-lm's class for {raw['model_type']} does not take it"):
+        module = import_module(f"mlx_lm.models.{name}")
+        args = module.ModelArgs.from_dict(for_mlx_lm(raw))
+        model: Module = module.Model(args)
+    model.eval()
+    return model, read_config(raw, args)
+
+
+def describe_formats(raw: Mapping[str, Any]) -> str:
+    """How config.json says that the matrices are quantized, in a few words; empty: it does not."""
+    default, _ = _formats(raw)
+    if default is None:
+        return ""
+    kind = "" if default.mode == "affine" else f" ({default.mode})"
+    return f"{default.bits} bits, groups of {default.group_size}{kind}"
+
+
+def quantize_all(model: Module, raw: Mapping[str, Any]) -> None:
+    """Make modules quantized as mlx-lm's converter does, by config.json alone: each that can be, and whose width fits.
+
+    Raises:
+        ModelError: a quantization that is not supported.
+    """
+    default, overrides = _formats(raw)
+    if default is None:
+        return
+
+    def chosen(path: str, module: Module) -> bool | dict[str, Any]:
+        quantization = overrides.get(path, default)
+        if quantization is None or not hasattr(module, "to_quantized"):
+            return False
+        if module.weight.shape[-1] % quantization.group_size:
+            return False
+        return {"bits": quantization.bits, "group_size": quantization.group_size, "mode": quantization.mode}
+
+    with library_errors(ModelError, f"config.json: MLX cannot quantize a {raw['model_type']} so"):
+        quantize(model, default.group_size, default.bits, mode=default.mode, class_predicate=chosen)
+
+
+def _take_weights(model: Module, raw: Mapping[str, Any], tensors: TensorFiles) -> None:
+    """Put the folder's tensors into the model, as mlx-lm's load_model does; they are read when they are computed."""
+    weights: Weights = {name: tensors.take(name, tensors.shape(name), tuple(BITS)) for name in sorted(tensors.names)}
+    sanitize = getattr(model, "sanitize", None)  # an optional part of mlx-lm's models
+    with library_errors(CheckpointError, f"its tensors are not those of a {raw['model_type']}"):
+        if sanitize is not None:
+            weights = dict(sanitize(weights))
+        _quantize(model, raw, weights)
+    _check(model, weights)
+    model.load_weights(list(weights.items()))
+
+
+def _quantize(model: Module, raw: Mapping[str, Any], weights: Weights) -> None:
+    """Make the modules quantized whose tensors are, in the format that the tensors' shapes tell."""
+    default, overrides = _formats(raw)
+    if default is None:
+        return
+    used = set()
+
+    def chosen(path: str, module: Module) -> bool | dict[str, Any]:
+        if path in overrides:
+            quantization = overrides[path]
+        elif hasattr(module, "to_quantized") and f"{path}.scales" in weights:
+            quantization = _format_of(path, module, weights)
+        else:
+            quantization = None
+        if quantization is None:
+            return False
+        used.add(quantization)
+        return {"bits": quantization.bits, "group_size": quantization.group_size, "mode": quantization.mode}
+
+    quantize(model, default.group_size, default.bits, mode=default.mode, class_predicate=chosen)
+    for quantization in used:
+        check_device(quantization)
+
+
+def _formats(raw: Mapping[str, Any]) -> tuple[Quantization | None, Mapping[str, Quantization | None]]:
+    """As :func:`kvant.models.quantization.read_quantization`, with what mlx-lm reads beside MLX's own formats."""
+    text = raw.get("text_config")
+    foreign = raw.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+    if raw.get("quantization") or not isinstance(foreign, dict) or "quant_method" not in foreign:
+        return read_quantization(raw)
+    method = foreign["quant_method"]
+    if method not in FOREIGN_METHODS:
+        read_quantization({"quantization_config": foreign})  # refuses it by name
+    if method == "fp8":  # the class makes floats of it
+        return None, {}
+    bits, group_size = FLOAT_MODES[method]
+    return Quantization(bits, group_size, method), {}
+
+
+def _format_of(path: str, module: Module, weights: Weights) -> Quantization:
+    """The format of a stored matrix: mlx-lm goes by the shapes too, config.json's may be that of others."""
+    width, scales, words = module.weight.shape[-1], weights[f"{path}.scales"], weights.get(f"{path}.weight")
+    if words is None or not scales.ndim or not scales.shape[-1] or not words.ndim:
+        raise CheckpointError(f"tensor {path}.weight is missing; {path}.scales is there")
+    bits, group_size = words.shape[-1] * 32 // width, width // scales.shape[-1]
+    if scales.dtype != mx.uint8:
+        return Quantization(bits, group_size)
+    modes = {own: mode for mode, own in FLOAT_MODES.items()}
+    if (bits, group_size) not in modes:
+        raise CheckpointError(
+            f"{path}: {bits} bits in groups of {group_size} with scales of a byte; MLX has no such format"
+        )
+    return Quantization(bits, group_size, modes[bits, group_size])
+
+
+def _check(model: Module, weights: Weights) -> None:
+    """Refuse tensors that are not exactly the model's parameters, before one of them is computed.
+
+    Raises:
+        CheckpointError: one that is missing, unexpected, or of the wrong shape or dtype.
+    """
+    expected = parameters(model)
+    for name in [name for name in weights if name not in expected and name.endswith(IGNORED_SUFFIXES)]:
+        del weights[name]
+    for problem, names in (
+        ("is missing", sorted(expected.keys() - weights.keys())),
+        ("is unexpected; config.json describes a model without it", sorted(weights.keys() - expected.keys())),
+    ):
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise CheckpointError(f"tensor {names[0]}{more} {problem}")
+    for name, array in weights.items():
+        own = expected[name]
+        if array.shape != own.shape:
+            raise CheckpointError(f"tensor {name} has shape {tuple(array.shape)}; expected {tuple(own.shape)}")
+        float_expected = mx.issubdtype(own.dtype, mx.floating)
+        if mx.issubdtype(array.dtype, mx.floating) != float_expected or (
+            not float_expected and array.dtype != own.dtype
+        ):
+            wanted = "a float" if float_expected else str(own.dtype).removeprefix("mlx.core.")
+            given = str(array.dtype).removeprefix("mlx.core.")
+            raise CheckpointError(f"tensor {name} has dtype {given}; expected {wanted}")
+
+
+def main_dtype(model: Module) -> mx.Dtype:
+    """The dtype of most of the floating-point numbers among the weights."""
+    counts: dict[mx.Dtype, int] = {}
+    for array in parameters(model).values():
+        if mx.issubdtype(array.dtype, mx.floating):
+            counts[array.dtype] = counts.get(array.dtype, 0) + array.size
+    return max(counts, key=lambda dtype: counts[dtype], default=mx.float32)
+
+
+def compute_in_float32(model: Module) -> None:
+    """Cast every floating-point weight, lazily: a CPU multiplies half precision many times slower."""
+    model.apply(lambda array: array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array)
+    for module in model.modules():
+        if isinstance(module, QuantizedEmbedding) and module.mode != "affine":
+            module.__class__ = _Float32Embedding
+
+
+class _Float32Embedding(QuantizedEmbedding):
+    """MLX unpacks its floating-point formats to bfloat16, exactly. The layers after it are to compute in float32."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        rows: mx.array = super().__call__(x)  # type: ignore[no-untyped-call]
+        return rows.astype(mx.float32)
+
+
+def _evaluate(model: Module, folder: Path, progress: Progress) -> None:
+    """Read the weights, layer by layer, so that only one is held in two forms."""
+    layers = by_layer(model)
+    with library_errors(CheckpointError, f"{folder}: MLX does not read its tensors"):
+        for done, own in enumerate(layers.values(), start=1):
+            mx.eval(list(own.values()))
+            progress(done, len(layers))

@@ -1,0 +1,174 @@
+"""A model that mlx-lm's class computes, through kvant's cache. B batch, S new tokens."""
+
+import re
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.quantized import QuantizedEmbedding
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from kvant.bridge.cache import BridgedCache, cache_bytes, make_model_cache
+from kvant.bridge.config import BridgedConfig
+from kvant.cache import KVCache, ModelCache
+from kvant.errors import ContextError
+from kvant.models.decoder import DEFAULT_RESERVATION, check_ids, check_offset
+from kvant.sizes import format_bytes, physical_memory
+from kvant.threads import check_process
+
+
+class BridgedModel:
+    """mlx-lm's model with :class:`kvant.models.LanguageModel`'s methods.
+
+    Attributes:
+        config: its facts.
+        dtype: the dtype activations are computed in.
+        module: mlx-lm's model.
+    """
+
+    last_token_alone = True  # mlx-lm's models give the logits of every position they are given
+
+    def __init__(self, module: Module, config: BridgedConfig, dtype: mx.Dtype) -> None:
+        self.module = module
+        self.config = config
+        self.dtype = dtype
+
+    def __call__(
+        self, inputs: mx.array, offset: int | mx.array | None = None, cache: Sequence[KVCache] | None = None
+    ) -> mx.array:
+        """Logits of every position; the step is committed. As :meth:`kvant.models.Decoder.__call__`.
+
+        Raises:
+            ValueError: also sequences of different lengths: mlx-lm's models have one offset for all.
+        """
+        check_process()
+        check_ids(inputs, self.config.vocab_size)
+        if cache is None:
+            check_offset(offset, (0,) * inputs.shape[0])
+            return self._logits(inputs, None)
+        cache = self.check_cache(cache)
+        check_offset(offset, cache.lengths)
+        with cache.turn:
+            cache.begin(inputs)
+            logits = self._logits(inputs, cache)
+            if threading.active_count() > 1:  # computed while no other thread may write to the cache
+                mx.eval(logits, cache.state)
+            cache.commit()
+        return logits
+
+    def feed(self, inputs: mx.array, cache: ModelCache) -> list[mx.array]:
+        """Begin a step of (B, S) ids whose logits nobody reads; see :class:`kvant.models.LanguageModel`."""
+        bridged = self.check_cache(cache)
+        bridged.begin(inputs)
+        self._logits(inputs, bridged)  # dropped, so that what only logits need is never computed
+        return bridged.state
+
+    def next_logits(self, inputs: mx.array, cache: ModelCache) -> mx.array:
+        """Begin a step of (B, S) ids. Returns the logits (B, vocab) of the last position, not evaluated."""
+        bridged = self.check_cache(cache)
+        bridged.begin(inputs)
+        return self._logits(inputs, bridged)[:, -1]
+
+    def check_cache(self, cache: Sequence[KVCache], batch: int | None = None) -> BridgedCache:
+        """The cache, if :meth:`make_cache` of a model of this kind made it.
+
+        Raises:
+            ValueError: any other cache, or one of another number of sequences than ``batch``, where one is given.
+        """
+        if not isinstance(cache, BridgedCache):
+            raise ValueError(f"the cache is a {type(cache).__name__}; expected what model.make_cache returns")
+        if batch is not None and len(cache.lengths) != batch:
+            raise ValueError(f"the cache is for a batch of {len(cache.lengths)}; given {batch}")
+        return cache
+
+    def make_cache(
+        self,
+        max_seq_len: int | None = None,
+        *,
+        batch: int = 1,
+        quant_bit: int = 8,
+        quant_group: int = 32,
+        bias_split: bool = True,
+        kernels: str | None = None,
+    ) -> BridgedCache:
+        """Reserve a cache for ``max_seq_len`` tokens of each sequence; at 0 bits they keep the compute dtype.
+
+        Args:
+            max_seq_len: the reservation; None, as mlx-lm calls it: the model's context, at most 4,096 tokens.
+            batch: sequences side by side, of one length.
+            quant_bit: 8, 4, or 0 for no quantization.
+            quant_group: elements that share a scale. Where it does not divide a layer's width, their greatest common
+                divisor is used there.
+            bias_split: without effect: no bias is known apart from mlx-lm's projections, so there is nothing to split.
+            kernels: as in :class:`kvant.cache.QuantizedKVCache`.
+
+        Raises:
+            ValueError: an argument out of range, or a kind of cache that kvant has nothing for.
+            ContextError: more than this machine's memory; nothing was allocated.
+        """
+        check_process()
+        if max_seq_len is None:
+            max_seq_len = min(self.config.max_position_embeddings or DEFAULT_RESERVATION, DEFAULT_RESERVATION)
+        options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
+        needed = cache_bytes(self.module, max_seq_len, **options).total
+        if needed > (memory := physical_memory()):
+            raise ContextError(
+                f"a cache of {max_seq_len} tokens needs {format_bytes(needed)}; this machine has {format_bytes(memory)}"
+            )
+        return make_model_cache(self.module, max_seq_len, kernels=kernels, **options)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights as they are held."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes of the weights that a step of one token reads.
+
+        Of a table that only embeds next to nothing is read, and of experts those that a token goes through.
+        """
+        total = self.nbytes
+        has_head = any(name.endswith("lm_head.weight") for name in parameters(self.module))
+        used = self.config.experts_used
+        for module in self.module.modules():
+            if isinstance(module, Embedding | QuantizedEmbedding) and has_head:
+                total -= _nbytes(module)
+            elif isinstance(module, SwitchLinear | QuantizedSwitchLinear) and used is not None:
+                experts = module.weight.shape[0]
+                total -= _nbytes(module) * max(0, experts - used) // experts
+        return total
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Every weight array."""
+        return list(parameters(self.module).values())
+
+    def _logits(self, inputs: mx.array, cache: BridgedCache | None) -> mx.array:
+        if inputs.ndim != 2 or 0 in inputs.shape:
+            raise ValueError(f"inputs has shape {tuple(inputs.shape)}; expected (B, S) token ids")
+        logits: mx.array = self.module(inputs) if cache is None else self.module(inputs, cache=cache)
+        return logits
+
+
+def parameters(module: Module) -> dict[str, mx.array]:
+    """Every array of a module, and of those in it, by its name."""
+    found: Any = tree_flatten(module.parameters())
+    return dict(found)
+
+
+def by_layer(module: Module) -> dict[str, dict[str, mx.array]]:
+    """:func:`parameters` by the layer they are in, "model.layers.3." for instance; "": in none."""
+    layers: dict[str, dict[str, mx.array]] = {}
+    for name, array in parameters(module).items():
+        number = re.search(r"\.\d+\.", name)
+        layers.setdefault(name[: number.end()] if number else "", {})[name] = array
+    return layers
+
+
+def _nbytes(module: Module) -> int:
+    return sum(array.nbytes for array in parameters(module).values())

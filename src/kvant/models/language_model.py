@@ -1,0 +1,98 @@
+"""What the engine, the tools and the commands know of a model: :class:`kvant.models.Decoder`, or a bridged one."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import mlx.core as mx
+
+from kvant.cache import KVCache, ModelCache
+
+
+class LanguageModelConfig(Protocol):
+    """The facts of a model that are asked for after it is loaded."""
+
+    @property
+    def model_type(self) -> str:
+        """The architecture's name in config.json."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens the model knows: ids are 0 to vocab_size - 1."""
+
+    @property
+    def max_position_embeddings(self) -> int | None:
+        """The context limit in tokens; None: none is known, and a cache's reservation is the only limit."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The end-of-text tokens of the folder."""
+
+
+class LanguageModel(Protocol):
+    """Token ids in, logits out, through a cache. B batch, S new tokens."""
+
+    @property
+    def config(self) -> LanguageModelConfig:
+        """Its facts."""
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The dtype activations are computed in."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights as they are held."""
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes of the weights that a step of one token reads."""
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Every weight array."""
+
+    @property
+    def last_token_alone(self) -> bool:
+        """Whether a prompt's last token is to be a step of its own.
+
+        Such a model computes the logits of every position it is given, and only those of the last are read.
+        """
+
+    def __call__(
+        self, inputs: mx.array, offset: int | mx.array | None = None, cache: Sequence[KVCache] | None = None
+    ) -> mx.array:
+        """Logits (B, S, vocab) of every position of (B, S) ids. The step is committed; see :class:`Decoder`."""
+
+    def feed(self, inputs: mx.array, cache: ModelCache) -> list[mx.array]:
+        """Begin a step of (B, S) ids whose logits nobody reads. Evaluating the arrays computes it.
+
+        As :meth:`next_logits`, the step is left for ``cache.commit``, and ids are not looked at.
+        """
+
+    def next_logits(self, inputs: mx.array, cache: ModelCache) -> mx.array:
+        """Begin a step of (B, S) ids. Returns the logits (B, vocab) of the last position, not evaluated."""
+
+    def check_cache(self, cache: Sequence[KVCache], batch: int | None = None) -> ModelCache:
+        """The cache, or one made of a list of layers.
+
+        Raises:
+            ValueError: another model's layers, or another number of sequences than ``batch``, where one is given.
+        """
+
+    def make_cache(
+        self,
+        max_seq_len: int | None = None,
+        *,
+        batch: int = 1,
+        quant_bit: int = 8,
+        quant_group: int = 32,
+        bias_split: bool = True,
+        kernels: str | None = None,
+    ) -> ModelCache:
+        """Reserve a cache; see :meth:`Decoder.make_cache`."""
+
+
+def context_limit(model: LanguageModel, reserved: int | None) -> int | None:
+    """Tokens that a sequence can have: of the model's context and a cache's reservation the smaller; None: any."""
+    limits = [limit for limit in (model.config.max_position_embeddings, reserved) if limit is not None]
+    return min(limits, default=None)

@@ -1,0 +1,168 @@
+"""The memory of a model that mlx-lm's class computes: of the class itself, made lazily, whose shapes say everything."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvant.bridge.config import BridgedConfig, check
+from kvant.errors import ModelError
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+    from mlx.nn.layers.base import Module
+
+FLOAT32 = 4  # bytes
+# What one call of attention on a CPU may hold: scores, with the mask, and their softmax.
+SCORE_COPIES = 3
+# Of each projection's output: as it came, and as it goes on.
+OUTPUT_COPIES = 2
+# A layer's keys and values are dequantized to float32, through as much again.
+DEQUANTIZED_COPIES = 2
+LOGITS_COPIES = 5
+HEADS_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+
+
+@dataclass(frozen=True, slots=True)
+class BridgedNeeds:
+    """Bytes of a run; as the attributes of :class:`kvant.tools.plan.MemoryPlan`."""
+
+    weights: int
+    cache: int
+    state: int
+    scratch: int
+    loading: int
+
+
+class BridgedCheckpoint:
+    """The facts of a bridged model that decide its memory: what :class:`kvant.tools.plan.Checkpoint` is for others.
+
+    Attributes:
+        config: its facts.
+        float_bytes: of a stored floating-point number.
+        described: how its weights are stored, in words; {} is the bits of a number as it is computed with.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], config: BridgedConfig, make: "Callable[[], Module]") -> None:
+        """``make``: the lazy module, with parameters as they are stored."""
+        from kvant.bridge.folder import describe_formats, main_dtype
+
+        self.config = config
+        self._raw = raw
+        self._make = make
+        self._modules: dict[bool, Module] = {}
+        self.float_bytes = main_dtype(self._module(on_cpu=False)).size
+        self.described = describe_formats(raw) or "{} bits"
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "BridgedCheckpoint":
+        """From a model folder: config.json, and the headers of its tensors.
+
+        Raises:
+            ModelError, CheckpointError: as :func:`kvant.bridge.folder.check_bridged`.
+        """
+        from kvant.bridge.config import read_folder
+        from kvant.bridge.folder import check_bridged
+
+        module, config = check_bridged(folder)
+        ready = [module]
+        return cls(read_folder(folder), config, lambda: ready.pop() if ready else check_bridged(folder)[0])
+
+    @classmethod
+    def from_facts(cls, raw: Mapping[str, Any]) -> "BridgedCheckpoint":
+        """From a config.json already parsed: matrices count as quantized as mlx-lm's converter quantizes them.
+
+        Raises:
+            ModelError: a model kvant does not support.
+        """
+        import mlx.core as mx
+
+        from kvant.bridge.folder import build, quantize_all
+
+        check(raw)
+        text = raw.get("text_config")
+        holders = [raw, *([text] if isinstance(text, dict) else [])]
+        said = [holder.get(key) for holder in holders for key in ("dtype", "torch_dtype") if holder.get(key)]
+        dtype = {"float32": mx.float32, "float16": mx.float16}.get(str(said[0]) if said else "", mx.bfloat16)
+
+        def make() -> "Module":
+            module, _ = build(raw)
+            module.apply(lambda array: array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array)
+            quantize_all(module, raw)
+            return module
+
+        return cls(raw, build(raw)[1], make)
+
+    def adapted(self, folder: Path) -> "BridgedCheckpoint":
+        """Refused, as by loading."""
+        raise ModelError(f"{folder}: adapters are applied to architectures of kvant's own; this model is mlx-lm's")
+
+    def quantized(self, bits: int, group_size: int) -> "BridgedCheckpoint":
+        """Refused, as by ``kvant convert``."""
+        raise ModelError(
+            "`kvant convert` quantizes architectures of kvant's own; this model is mlx-lm's: mlx_lm.convert"
+        )
+
+    def needs(
+        self, *, kv_bits: int, kv_group_size: int, prefill_step_size: int, on_cpu: bool
+    ) -> Callable[[int], BridgedNeeds]:
+        """The bytes of a run by tokens reserved, all of them used. Cache and state are exact, and weights of a folder.
+        Scratch and loading are estimates.
+
+        Raises:
+            ValueError: a cache format that is none, or a cache that kvant has nothing for.
+        """
+        from kvant.bridge.cache import entries_bytes
+        from kvant.bridge.model import by_layer
+        from kvant.bridge.probe import Attention, probe
+
+        module = self._module(on_cpu)
+        entries = probe(module)
+        leaves = [leaf for entry in entries for leaf in (entry if isinstance(entry, tuple) else (entry,))]
+        layers = [sum(array.nbytes for array in own.values()) for own in by_layer(module).values()]
+        weights = sum(layers)
+        loading = weights + 2 * max(layers, default=0)  # a layer's tensors as stored, put together, and cast
+        row = max((a.num_kv_heads * (a.key_dim + a.value_dim) for a in leaves if isinstance(a, Attention)), default=0)
+        heads = self._heads()
+        outputs = _widest_layer(module, self.config.experts_used)
+
+        def chunk(new: int, tokens: int) -> int:
+            numbers = OUTPUT_COPIES * outputs * new + SCORE_COPIES * heads * new * tokens
+            return FLOAT32 * (numbers + DEQUANTIZED_COPIES * row * tokens)
+
+        def needed(tokens: int) -> BridgedNeeds:
+            cache = entries_bytes(entries, tokens, quant_bit=kv_bits, quant_group=kv_group_size)
+            logits = LOGITS_COPIES * FLOAT32 * self.config.vocab_size
+            scratch = max(chunk(min(prefill_step_size, tokens), tokens), chunk(1, tokens) + logits)
+            return BridgedNeeds(weights, cache.keys_values, cache.state, scratch + cache.state, loading)
+
+        return needed
+
+    def _module(self, on_cpu: bool) -> "Module":
+        from kvant.bridge.folder import compute_in_float32
+
+        if on_cpu not in self._modules:
+            self._modules[on_cpu] = self._make()
+            if on_cpu:
+                compute_in_float32(self._modules[on_cpu])
+        return self._modules[on_cpu]
+
+    def _heads(self) -> int:
+        text = self._raw.get("text_config")
+        for holder in (self._raw, text if isinstance(text, dict) else {}):
+            for key in HEADS_KEYS:
+                if type(holder.get(key)) is int:
+                    return int(holder[key])
+        return 32
+
+
+def _widest_layer(module: "Module", experts_used: int | None) -> int:
+    """The numbers a token's products have in the layer that has most, of its experts those that are used."""
+    from kvant.bridge.model import by_layer
+
+    def outputs(arrays: Mapping[str, "mx.array"]) -> int:
+        matrices = [a.shape for name, a in arrays.items() if name.endswith("weight") and a.ndim > 1]
+        return sum(shape[-2] * ((experts_used or shape[0]) if len(shape) == 3 else 1) for shape in matrices)
+
+    # An embedding is in no layer, nor is a head: its products are counted as logits.
+    return max((outputs(arrays) for layer, arrays in by_layer(module).items() if layer), default=0)
