@@ -20,6 +20,8 @@ from kvant.bridge import hook
 from kvant.bridge.layers import BridgedKVCache, Mask
 from kvant.operators.cached_attention import attend_fused, stored_tokens
 
+AGREE = 0.05  # of the largest logit. In half precision steps differ by a hundredth; a wrong one is far off
+
 
 class TracedLayer:
     """A layer's cache as mlx-lm's model sees it in a step of one token.
@@ -131,24 +133,45 @@ class TracedLayer:
 
 
 def can_trace(model: Callable[..., mx.array], cache: Any) -> bool:
-    """Whether a step of an mlx-lm model can be compiled: it is traced once, and nothing is computed.
+    """Whether a step of an mlx-lm model can be compiled. It takes the time of two steps.
 
-    Some models ask for the offset as a Python number. A state must hold something: after the first prefill it does.
+    The model is traced, which fails for those that ask for the offset as a Python number. Then a step is computed both
+    ways: some models take the position from the number of rows that they fetch, or add a boolean mask to the scores.
 
     Args:
         model: mlx-lm's.
-        cache: its :class:`kvant.bridge.BridgedCache`, as it was before when this returns.
+        cache: its :class:`kvant.bridge.BridgedCache`, with at least one token and room for another. It is as before
+            when this returns.
+
+    Raises:
+        ContextError: no room.
+        ValueError: a cache without a token: its states have no arrays yet.
     """
-    held = [list(arrays) for arrays in cache.compiled_state]
+    if not cache.offset:
+        raise ValueError("the cache is empty; expected one that holds a token")
+    inputs = mx.zeros((len(cache.lengths), 1), mx.int32)
+    cache.begin(inputs)
 
     def step(token: mx.array, offset: mx.array) -> mx.array:
-        return model(token[None], cache=cache.compiled_views(offset, cache.max_seq_len))[:, -1]
+        return model(token, cache=cache.compiled_views(offset, cache.max_seq_len))[:, -1]
 
     try:
-        mx.compile(step, inputs=cache.compiled_state, outputs=cache.compiled_state)(mx.array([0]), mx.array(0))
+        expected = model(inputs, cache=cache)[:, -1].astype(mx.float32)
+        mx.eval(expected, cache.state)
+        cache.begin(inputs)
+        held = [list(arrays) for arrays in cache.compiled_state]
+        try:
+            mx.compile(step, inputs=cache.compiled_state, outputs=cache.compiled_state)(inputs, mx.array(0))
+        finally:  # what was traced is dropped, with the placeholders that it left in the cache
+            for arrays, before in zip(cache.compiled_state, held, strict=True):
+                arrays[:] = before
+        del held, before, arrays  # the step below writes in place
+        given = step(inputs, mx.array(cache.offset)).astype(mx.float32)
+        mx.eval(given, cache.compiled_state)
     except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError):
         return False
     finally:
-        for arrays, before in zip(cache.compiled_state, held, strict=True):
-            arrays[:] = before
-    return True
+        cache.end_step()
+    finite = mx.isfinite(expected)
+    difference = mx.abs(mx.where(finite, given - expected, 0)).max()
+    return bool((difference <= AGREE * mx.abs(mx.where(finite, expected, 0)).max()).item())
