@@ -1,7 +1,7 @@
 """The key/value cache of a model of mlx-lm's: what mlx-lm's model expects at each place, in kvant's memory."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from mlx_lm.models.cache import KVCache as MlxLmKVCache
 from kvant.bridge import hook
 from kvant.bridge.layers import BridgedChunkCache, BridgedKVCache, BridgedWindowCache, StateCache
 from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, probe
+from kvant.bridge.traced import TracedLayer
 from kvant.cache import ModelCache
 from kvant.cache.window import SLACK
 from kvant.operators.quantization import QUANT_BITS
@@ -108,6 +109,28 @@ class BridgedCache(ModelCache):
                     "takes all of a step"
                 )
         super().commit(num_tokens, ids=ids)
+
+    @property
+    def compiled_state(self) -> list[list[mx.array]]:
+        """The lists of arrays that a compiled step changes; see :mod:`kvant.bridge.traced`."""
+        return [layer.arrays.cache if isinstance(layer, StateCache) else layer.arrays for layer in self._bridged]
+
+    def compiled_views(self, offset: mx.array, num_tokens: int) -> list[Any]:
+        """What mlx-lm's model is given as its cache in a compiled step.
+
+        Args:
+            offset: integer array (), tokens so far.
+            num_tokens: rows that are read, more than any ``offset``.
+        """
+
+        masks: dict[Hashable, mx.array] = {}
+
+        def view(entry: Any) -> Any:
+            if isinstance(entry, CacheList):
+                return CacheList(*map(view, entry.caches))
+            return TracedLayer(entry, offset, num_tokens, masks) if isinstance(entry, BridgedKVCache) else entry
+
+        return [view(entry) for entry in self._entries]
 
     def end_step(self) -> None:
         """Drop a step that was begun and is not committed."""
