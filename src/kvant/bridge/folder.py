@@ -16,6 +16,7 @@ from mlx.nn.layers.quantized import QuantizedEmbedding, quantize
 from kvant.bridge.architectures import NEEDS_METAL, module_name
 from kvant.bridge.config import BridgedConfig, for_mlx_lm, read_config, read_folder
 from kvant.bridge.model import BridgedModel, by_layer, parameters
+from kvant.bridge.rope import rotate_by_matrices
 from kvant.errors import CheckpointError, ModelError, library_errors
 from kvant.models.linear import check_device
 from kvant.models.quantization import FLOAT_MODES, Quantization, read_quantization
@@ -53,6 +54,7 @@ def load_bridged(folder: Path, progress: Progress | None = None, adapter: Path |
         dtype = mx.float32
         compute_in_float32(model)
     _evaluate(model, folder, progress or (lambda done, total: None))
+    rotate_by_matrices(model)  # on a CPU
     return BridgedModel(model, config, dtype)
 
 
