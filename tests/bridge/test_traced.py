@@ -53,6 +53,21 @@ def test_a_step_that_would_be_another_one_is_not_compiled(runs: dict[str, Any]) 
     assert runs["refused"] == dict.fromkeys(REFUSED, False)
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next"])
+def test_kvants_loop_compiles_a_bridged_step(runs: dict[str, Any], name: str) -> None:
+    (tokens, compiled), (expected, not_compiled) = runs["generated"][name]
+    assert tokens == expected
+    assert len(set(tokens)) > 3
+    assert (compiled, not_compiled) == (True, False)
+
+
+def test_kvants_loop_says_so_where_a_step_cannot_be_compiled(runs: dict[str, Any]) -> None:
+    refused, (tokens, compiled) = runs["refused to generate"]
+    assert refused == "compiled is True; the model's step through this cache is not the same for every token"
+    assert not compiled
+    assert len(tokens) == 30
+
+
 @pytest.fixture
 def _without_compilation() -> Iterator[None]:
     mx.disable_compile()

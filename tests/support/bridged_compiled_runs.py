@@ -12,7 +12,10 @@ import kvant  # noqa: F401  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 
 from kvant.bridge import BridgedCache, make_model_cache
+from kvant.bridge.config import BridgedConfig
+from kvant.bridge.model import BridgedModel
 from kvant.bridge.traced import can_trace
+from kvant.engine.run import Run
 from support.compiled_runs import NO_FUSE
 from support.numbers import relative_error
 from support.tiny_models import build
@@ -74,6 +77,17 @@ def run(name: str, bits: int) -> list[Any]:
     return [worst, len(traces), mx.get_active_memory() - active]
 
 
+def generated(name: str, compiled: bool | None) -> Any:
+    """Tokens of kvant's loop, and whether its step was compiled; a text: why it was refused."""
+    module, _ = build(name)
+    model = BridgedModel(module, BridgedConfig(name, 100_000, None), mx.float32)
+    run = Run(model, PROMPT, model.make_cache(64, quant_bit=0), max_tokens=STEPS, compiled=compiled)
+    try:
+        return [[token for token, _ in run], run._step_function is not None]
+    except ValueError as error:
+        return str(error)
+
+
 def main() -> None:
     """Every model and width."""
     library = ctypes.CDLL(str(Path(mx.__file__).parent / "lib" / "libmlx.so"))
@@ -82,6 +96,8 @@ def main() -> None:
         json.dumps(
             {
                 "runs": {f"{name}, {bits} bits": run(name, bits) for name in MODELS for bits in (0, 8, 4)},
+                "generated": {name: [generated(name, c) for c in (True, False)] for name in ("gpt_oss", "qwen3_next")},
+                "refused to generate": [generated("llama4", c) for c in (True, None)],
                 "refused": {name: traceable(name) for name in REFUSED},
             }
         )

@@ -52,6 +52,7 @@ class BridgedCache(ModelCache):
         self._entries = tuple(entries)
         self._bridged = tuple(layers)
         self._notes = tuple(notes)
+        self.traces: bool | None = None  # whether its model's step can be compiled; None: nobody has tried
 
     def __getitem__(self, index: int | slice) -> Any:
         return self._entries[index]

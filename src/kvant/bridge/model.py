@@ -14,6 +14,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from kvant.bridge.cache import BridgedCache, cache_bytes, make_model_cache
 from kvant.bridge.config import BridgedConfig
+from kvant.bridge.traced import can_trace
 from kvant.cache import KVCache, ModelCache
 from kvant.errors import ContextError
 from kvant.models.decoder import DEFAULT_RESERVATION, check_ids, check_offset
@@ -30,6 +31,7 @@ class BridgedModel:
         module: mlx-lm's model.
     """
 
+    always_fuses = False
     last_token_alone = True  # mlx-lm's models give the logits of every position they are given
 
     def __init__(self, module: Module, config: BridgedConfig, dtype: mx.Dtype) -> None:
@@ -72,6 +74,19 @@ class BridgedModel:
         bridged = self.check_cache(cache)
         bridged.begin(inputs)
         return self._logits(inputs, bridged)[:, -1]
+
+    def can_compile(self, cache: ModelCache) -> bool:
+        """See :class:`kvant.models.LanguageModel`: mlx-lm's model is traced, and its step compared with a plain one."""
+        bridged = self.check_cache(cache)
+        if bridged.traces is None and 0 < bridged.offset < (bridged.max_seq_len or 0):
+            bridged.traces = can_trace(self.module, bridged)
+        return bridged.traces is not False
+
+    def step_logits(self, token: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
+        """See :class:`kvant.models.LanguageModel`."""
+        views = self.check_cache(cache).compiled_views(offset, num_tokens)
+        logits: mx.array = self.module(token[None], cache=views)
+        return logits[:, -1]
 
     def check_cache(self, cache: Sequence[KVCache], batch: int | None = None) -> BridgedCache:
         """The cache, if :meth:`make_cache` of a model of this kind made it.

@@ -146,6 +146,7 @@ class Decoder:
         dtype: the dtype activations are computed in.
     """
 
+    always_fuses = True
     last_token_alone = False  # the logits of a prompt's last token are computed alone
 
     def __init__(
@@ -232,6 +233,20 @@ class Decoder:
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, rotate, cache)
         return rms_norm(x, self._norm, self.config.rms_norm_eps)
+
+    def can_compile(self, cache: ModelCache) -> bool:
+        """See :class:`kvant.models.LanguageModel`. No array of the cache may change its shape.
+
+        A window with a bias split is not compiled: the angles of a new token are computed in Python.
+        """
+        return all(
+            isinstance(layer, QuantizedKVCache) and (layer.window is None or layer.bias_split is None)
+            for layer in cache
+        )
+
+    def step_logits(self, token: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
+        """See :class:`kvant.models.LanguageModel`."""
+        return self.logits(self.states(token[None], offset, cache.compiled_views(offset, num_tokens))[:, -1])
 
     def check_cache(self, cache: Sequence[KVCache], batch: int | None = None) -> ModelCache:
         """The cache, or one made of a list of layers.
