@@ -70,7 +70,7 @@ def test_mlx_lms_loop_gives_mlx_lms_tokens(name: str) -> None:
     assert wrong[8] < 0.2
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "llama4"])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("bits", [0, 8, 4])
 def test_tokens_are_written_in_place(name: str, bits: int) -> None:
     model, _ = build(name)
