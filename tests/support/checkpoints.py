@@ -81,10 +81,17 @@ CONFIGS = {
 
 def mlx_lm_model(config: dict[str, Any]) -> nn.Module:
     """mlx-lm's model, with weights as it makes them."""
-    kind = config["model_type"]
-    module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
-    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+    model: nn.Module = _mlx_lm_module(config["model_type"]).Model(mlx_lm_args(config["model_type"]).from_dict(config))
     return model
+
+
+def mlx_lm_args(kind: str) -> Any:
+    """mlx-lm's ModelArgs of a model_type."""
+    return _mlx_lm_module(kind).ModelArgs
+
+
+def _mlx_lm_module(kind: str) -> Any:
+    return importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
 
 
 def reference_model(config: dict[str, Any], seed: int = 0) -> nn.Module:

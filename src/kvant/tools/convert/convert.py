@@ -117,7 +117,7 @@ def _explicit(raw: Mapping[str, Any], config: ModelConfig, tied: bool) -> dict[s
         "num_key_value_heads": config.num_key_value_heads,
         "rms_norm_eps": config.rms_norm_eps,
     }
-    missing = {key: value for key, value in understood.items() if raw.get(key) is None}
+    missing = {key: value for key, value in understood.items() if raw.get(key) is None and value is not None}
     # mlx-lm's qwen2 and llama don't look into rope_parameters (0.32.2), where transformers 5 puts all of this.
     if raw.get("rope_parameters"):
         missing["rope_scaling"] = raw["rope_parameters"]
