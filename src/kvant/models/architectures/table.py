@@ -90,6 +90,8 @@ class Architecture:
         model_type: in config.json; also the name of mlx-lm's module, where mlx-lm has no other for it.
         layer: the parameters of one layer.
         layers: stands before the path of each parameter of a layer; ``{}`` is the layer's number.
+        max_position_embeddings: what positions that depend on it take where config.json says nothing.
+        context_default: it is the context limit then, too. Where mlx-lm's class has no default, there is no limit.
         head_dim: None: hidden_size / num_attention_heads.
         num_key_value_heads: None: num_attention_heads.
         biases: flags of parameters that are always on.
@@ -106,6 +108,7 @@ class Architecture:
     model_type: str
     layer: tuple[Parameter, ...]
     max_position_embeddings: int
+    context_default: bool = False
     head_dim: int | None = None
     num_key_value_heads: int | None = None
     rms_norm_eps: float = 1e-6

@@ -123,7 +123,7 @@ def _explicit(raw: Mapping[str, Any], config: ModelConfig, tied: bool) -> dict[s
         understood |= {"num_experts": experts.count, "num_experts_per_tok": experts.per_token}
         understood |= {"moe_intermediate_size": experts.inner_size, "norm_topk_prob": experts.normalized}
         understood |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
-    missing = {key: value for key, value in understood.items() if raw.get(key) is None}
+    missing = {key: value for key, value in understood.items() if raw.get(key) is None and value is not None}
     # mlx-lm's qwen2 and llama don't look into rope_parameters (0.32.2), where transformers 5 puts all of this.
     if raw.get("rope_parameters"):
         missing["rope_scaling"] = raw["rope_parameters"]
