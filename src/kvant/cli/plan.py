@@ -175,7 +175,8 @@ def _describe_experts(checkpoint: Checkpoint, made: MemoryPlan) -> str:
     experts = checkpoint.config.experts
     if experts is None:
         return ""
-    return f"; a token reads {experts.per_token} of {experts.count} experts, {format_bytes(made.weights_read)} in all"
+    read = format_bytes(made.weights_read)
+    return f"; a token reads {read}, {experts.per_token} of {experts.count} experts"
 
 
 def _float_bits(checkpoint: Checkpoint, machine: Machine) -> int:

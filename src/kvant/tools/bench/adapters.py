@@ -78,7 +78,11 @@ class MLXLM:
         raw = read_json(folder / "config.json")
         rope = {"rope_theta": config.rope.theta}
         scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
-        self._model, _ = load_model(folder, model_config=rope | ({"rope_scaling": scaling} if scaling else {}))
+        given = rope | ({"rope_scaling": scaling} if scaling else {})
+        self._experts = config.experts
+        if self._experts is not None:
+            given |= self._experts.as_config()
+        self._model, _ = load_model(folder, model_config=given)
         if spec.dtype is not None:
             self._model.set_dtype(getattr(mx, spec.dtype))
             mx.eval(self._model.parameters())
@@ -93,7 +97,7 @@ class MLXLM:
 
     @property
     def weight_bytes(self) -> tuple[int, int]:
-        """Of the parameters. A step reads the embedding table if it is the head too."""
+        """Of the parameters. A step reads the embedding table if it is the head too, and a few of the experts."""
         from mlx.utils import tree_flatten
 
         arrays: dict[str, mx.array] = dict(tree_flatten(self._model.parameters()))
@@ -101,7 +105,11 @@ class MLXLM:
         total = sum(sizes.values())
         has_head = any(name.startswith("lm_head.") for name in sizes)
         table = sum(size for name, size in sizes.items() if name.startswith("model.embed_tokens."))
-        return total, total - table if has_head else total
+        idle = 0
+        if (experts := self._experts) is not None:
+            stacked = sum(size for name, size in sizes.items() if ".switch_mlp." in name)
+            idle = stacked * (experts.count - experts.per_token) // experts.count
+        return total, total - idle - (table if has_head else 0)
 
     def tokens(self, prompt: Sequence[int], max_tokens: int) -> Tokens:
         """mlx-lm's own loop, with the memory limit that its stream_generate sets on a Mac."""
