@@ -80,6 +80,17 @@ class ExpertSettings:
     normalized: bool
     layers: tuple[bool, ...]
 
+    def as_config(self) -> dict[str, Any]:
+        """The keys of config.json that say so, each of which mlx-lm asks for."""
+        return {
+            "num_experts": self.count,
+            "num_experts_per_tok": self.per_token,
+            "moe_intermediate_size": self.inner_size,
+            "norm_topk_prob": self.normalized,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [layer for layer, sparse in enumerate(self.layers) if not sparse],
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
