@@ -36,6 +36,7 @@ from kvant.cli.models import models
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import KvantError
 from kvant.models import ModelConfig
+from kvant.models.architectures import ARCHITECTURES
 from kvant.models.parameters import matrices, vectors
 from kvant.text.prompt import encode_rendered, render_chat
 
@@ -83,7 +84,9 @@ def base_folder(folder: Path, model_type: str = "qwen2") -> None:
         shutil.copy(source / name, folder)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     raw = json.loads((source / "config.json").read_text()) | sizes | {"num_key_value_heads": 2, "head_dim": 32}
-    raw |= {"model_type": model_type, "architectures": [f"{model_type.capitalize()}ForCausalLM"]}
+    raw |= {"model_type": model_type, "architectures": [ARCHITECTURES[model_type].name]}
+    if ARCHITECTURES[model_type].experts:
+        raw |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     (folder / "config.json").write_text(json.dumps(raw))
     config = ModelConfig.from_dict(raw)
     shapes: dict[str, tuple[int, ...]] = {name: (size,) for name, size in vectors(config).items()}
@@ -332,14 +335,15 @@ def main() -> int:
 
     end, seed, outcomes, findings = time.monotonic() + options.seconds, options.seed, Counter[str](), 0
     with tempfile.TemporaryDirectory() as place:
-        bases = [Path(place) / kind for kind in ("qwen2", "llama")]  # transformers trusts their files differently
+        # transformers trusts their files differently; and one with experts
+        bases = [Path(place) / kind for kind in ("qwen2", "llama", "qwen3_moe")]
         for base in bases:
             base.mkdir()
             base_folder(base, base.name)
             assert run(base, use) == "ok", run(base, use)
         while time.monotonic() < end and (options.count is None or seed < options.seed + options.count):
             folder = Path(place) / "model"
-            shutil.copytree(bases[seed % 2], folder)
+            shutil.copytree(bases[seed % len(bases)], folder)
             how = mutate(folder, random.Random(seed))
             outcome = run(folder, use)
             kind = outcome.split(":")[0]

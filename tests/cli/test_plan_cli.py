@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from support.checkpoints import qwen2_config, qwen3_config, reference_model, save_checkpoint
+from support.checkpoints import qwen2_config, qwen3_config, qwen3_moe_config, reference_model, save_checkpoint
 
 import kvant
 from kvant import weights
@@ -75,6 +75,19 @@ def test_the_table(capsys: pytest.CaptureFixture[str], pocket_folder: Path) -> N
     assert "\nfits, " in out
     for bits in (32, 8, 4):
         assert re.search(rf"^ +{bits} bits +2048 tokens, the model's own$", out, re.MULTILINE)
+
+
+def test_experts_that_are_held_and_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, config := qwen3_moe_config(), reference_model(config))
+    made = plan(Checkpoint.from_folder(tmp_path), max_kv_size=100, device="cpu")
+    flags = ("plan", str(tmp_path), "--max-kv-size", "100", "--device", "cpu", "--memory", "1GB")
+    code, out, _ = call(capsys, *flags)
+    assert code == 0
+    words = " ".join(out.split())
+    assert f"32 bits, untied; a token reads {format_bytes(made.weights_read)}, 2 of 8 experts" in words
+    _, out, _ = call(capsys, *flags, "--json")
+    sizes = json.loads(out)["bytes"]
+    assert sizes["weights_read"] == made.weights_read < made.weights == sizes["weights"]
 
 
 def test_json_and_the_exit_code_of_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

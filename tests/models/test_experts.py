@@ -31,6 +31,8 @@ from kvant.models import experts as experts_module
 from kvant.models.experts import Experts, takes_turns
 from kvant.models.linear import AdaptedMatrix, DenseMatrix, Linear, Matrix, QuantizedMatrix
 from kvant.models.quantization import Quantization
+from kvant.tools.bench.adapters import MLXLM
+from kvant.tools.bench.engines import EngineSpec
 from kvant.tools.plan import Checkpoint, plan
 
 TOLERANCE = 1e-4  # of the largest number
@@ -295,6 +297,19 @@ def test_a_token_reads_few_of_them(tmp_path: Path, tied: bool, bits: int | None)
     assert model.nbytes - model.nbytes_read == of_experts * 6 // 8 + embedding
     planned = plan(Checkpoint.from_folder(tmp_path), max_kv_size=8, device="cpu")
     assert (planned.weights, planned.weights_read) == (model.nbytes, model.nbytes_read)
+
+
+def test_the_benchmark_gives_mlx_lm_what_transformers_5_does_not_write(
+    tmp_path: Path, weights: dict[str, mx.array]
+) -> None:
+    """The number of experts, and which layers have them; and what of them a step reads is what it is in kvant."""
+    config = qwen3_moe_config(num_local_experts=8)
+    del config["num_experts"], config["decoder_sparse_step"]
+    folder = _write(tmp_path / "each", config, stored_by_transformers(weights, "each"))
+    theirs, ours = MLXLM(EngineSpec("mlx-lm", kv_bits=0), folder, 512), load_decoder(folder)
+    heads = 2 * 4 * 32 * 4  # kvant holds the weight of a head's norm once for each head
+    assert theirs.weight_bytes == (ours.nbytes - heads, ours.nbytes_read - heads)
+    assert relative_error(theirs._model(mx.array([IDS]))[0], ours(mx.array([IDS]))[0]) < TOLERANCE
 
 
 def test_as_if_converted_the_router_has_its_own_bits() -> None:

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
-from support.checkpoints import llama_config, mlx_lm_model, qwen2_config, reference_model, save_checkpoint
+from support.checkpoints import llama_config, mlx_lm_args, mlx_lm_model, qwen2_config, reference_model, save_checkpoint
 
+from kvant.engine.generate import stream_generate
+from kvant.engine.run import Run
 from kvant.errors import CheckpointError, ModelError
-from kvant.models import ModelConfig, load_decoder
+from kvant.models import Decoder, ModelConfig, load_decoder
 from kvant.models.architectures import ARCHITECTURES
 from kvant.models.parameters import vectors
 from kvant.models.rope import Rope, read_rope
@@ -46,7 +48,9 @@ def test_what_is_left_out_is_transformers_default(kind: str, nulls: bool) -> Non
     assert theirs.rope_parameters == {"rope_type": ours.rope.kind, "rope_theta": ours.rope.theta}
     window = theirs.sliding_window if kind == "mistral" else None
     assert ours.windows == (window,) * ours.num_hidden_layers
-    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    # But for the context: where mlx-lm's class has no default, there is no limit.
+    default = mlx_lm_args(kind).__dataclass_fields__["max_position_embeddings"].default
+    assert ours.max_position_embeddings == (theirs.max_position_embeddings if default is not None else None)
     assert ours.rotates == tuple(map(bool, getattr(theirs, "no_rope_layers", [True] * ours.num_hidden_layers)))
     network = mlx_lm_model(theirs.to_dict() | {"rope_theta": ours.rope.theta})
     names = {name for name, _ in tree_flatten(network.parameters())}
@@ -242,3 +246,23 @@ def test_a_window_without_a_size() -> None:
     ):
         with pytest.raises(ModelError, match=message):
             ModelConfig.from_dict(raw)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_a_config_with_nothing_but_its_type_says_which_key_is_missing(kind: str) -> None:
+    with pytest.raises(ModelError, match=r"config.json: \w+ is missing$"):
+        ModelConfig.from_dict({"model_type": kind})
+
+
+def test_no_context_limit_but_the_reservation(tmp_path: Path, pocket: tuple[Decoder, Any]) -> None:
+    """A Llama whose config.json has neither ``architectures`` nor ``max_position_embeddings``."""
+    config = llama_config(vocab_size=1280)
+    del config["architectures"], config["max_position_embeddings"]
+    model = load_decoder(save_checkpoint(tmp_path, config, reference_model(config)))
+    assert model.config.max_position_embeddings is None
+    assert model.make_cache().max_seq_len == 4096
+    prompt = [t % 290 for t in range(2100)]  # more than transformers' default of 2048
+    assert len(list(Run(model, prompt, model.make_cache(2110), max_tokens=-1))) == 11
+    assert list(stream_generate(model, pocket[1], [1, 2], max_tokens=5))
+    with pytest.raises(ValueError, match="no context limit"):
+        stream_generate(model, pocket[1], [1, 2], max_tokens=-1)

@@ -96,9 +96,17 @@ def mlx_lm_model(config: dict[str, Any]) -> nn.Module:
         count = config.get("num_experts", config.get("num_local_experts"))
         given = {"mlp_only_layers": [], "decoder_sparse_step": 1, "head_dim": head_dim}
         config = given | config | {"num_experts": count}
-    module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
-    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+    model: nn.Module = _mlx_lm_module(kind).Model(mlx_lm_args(kind).from_dict(config))
     return model
+
+
+def mlx_lm_args(kind: str) -> Any:
+    """mlx-lm's ModelArgs of a model_type."""
+    return _mlx_lm_module(kind).ModelArgs
+
+
+def _mlx_lm_module(kind: str) -> Any:
+    return importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
 
 
 def reference_model(config: dict[str, Any], seed: int = 0) -> nn.Module:

@@ -16,7 +16,9 @@ from mlx.nn.layers.quantized import QuantizedEmbedding, quantize
 from kvant.bridge.architectures import NEEDS_METAL, module_name
 from kvant.bridge.config import BridgedConfig, for_mlx_lm, read_config, read_folder
 from kvant.bridge.model import BridgedModel, by_layer, parameters
+from kvant.bridge.probe import probe
 from kvant.bridge.rope import rotate_by_matrices
+from kvant.bridge.translation import translated
 from kvant.errors import CheckpointError, ModelError, library_errors
 from kvant.models.linear import check_device
 from kvant.models.quantization import FLOAT_MODES, Quantization, read_quantization
@@ -48,18 +50,23 @@ def load_bridged(folder: Path, progress: Progress | None = None, adapter: Path |
     check_process()
     if adapter is not None:
         raise ModelError(f"{adapter}: adapters are applied to architectures of kvant's own; this model is mlx-lm's")
-    model, config = check_bridged(folder)
-    dtype = main_dtype(model)
-    if mx.default_device().type == mx.cpu:
-        dtype = mx.float32
+    on_cpu = mx.default_device().type == mx.cpu
+    model, config = check_bridged(folder, in_float32=on_cpu)
+    if on_cpu:
         compute_in_float32(model)
+    dtype = main_dtype(model)
     _evaluate(model, folder, progress or (lambda done, total: None))
     rotate_by_matrices(model)  # on a CPU
     return BridgedModel(model, config, dtype)
 
 
-def check_bridged(folder: Path) -> tuple[Module, BridgedConfig]:
+def check_bridged(folder: Path, *, in_float32: bool = False) -> tuple[Module, BridgedConfig]:
     """mlx-lm's model with the folder's weights, which fit it and of which none has been read.
+
+    Args:
+        folder: the model folder.
+        in_float32: floats are cast before mlx-lm's class rearranges them. It adds 1 to the weights of some norms, which
+            half precision would round.
 
     Raises:
         ModelError, CheckpointError: as :func:`load_bridged`.
@@ -71,7 +78,7 @@ def check_bridged(folder: Path) -> tuple[Module, BridgedConfig]:
         model, config = build(raw)
         tensors = TensorFiles(folder)
         tensors.check({})  # the memory they take
-        _take_weights(model, raw, tensors)
+        _take_weights(model, raw, tensors, in_float32)
     except ModelError as error:
         raise type(error)(f"{folder}: {error}") from error
     return model, config
@@ -90,8 +97,9 @@ def build(raw: Mapping[str, Any]) -> tuple[Module, BridgedConfig]:
         )
     with library_errors(ModelError, f"config.json: mlx-lm's class for {raw['model_type']} does not take it"):
         module = import_module(f"mlx_lm.models.{name}")
-        args = module.ModelArgs.from_dict(for_mlx_lm(raw))
+        args = module.ModelArgs.from_dict(translated(for_mlx_lm(raw), name))
         model: Module = module.Model(args)
+        probe(model)  # a call that is never evaluated: settings that fit each other badly show there
     model.eval()
     return model, read_config(raw, args)
 
@@ -127,9 +135,11 @@ def quantize_all(model: Module, raw: Mapping[str, Any]) -> None:
         quantize(model, default.group_size, default.bits, mode=default.mode, class_predicate=chosen)
 
 
-def _take_weights(model: Module, raw: Mapping[str, Any], tensors: TensorFiles) -> None:
+def _take_weights(model: Module, raw: Mapping[str, Any], tensors: TensorFiles, in_float32: bool) -> None:
     """Put the folder's tensors into the model, as mlx-lm's load_model does; they are read when they are computed."""
     weights: Weights = {name: tensors.take(name, tensors.shape(name), tuple(BITS)) for name in sorted(tensors.names)}
+    if in_float32:
+        weights = {name: _float32(array) for name, array in weights.items()}
     sanitize = getattr(model, "sanitize", None)  # an optional part of mlx-lm's models
     with library_errors(CheckpointError, f"its tensors are not those of a {raw['model_type']}"):
         if sanitize is not None:
@@ -234,10 +244,14 @@ def main_dtype(model: Module) -> mx.Dtype:
 
 def compute_in_float32(model: Module) -> None:
     """Cast every floating-point weight, lazily: a CPU multiplies half precision many times slower."""
-    model.apply(lambda array: array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array)
+    model.apply(_float32)
     for module in model.modules():
         if isinstance(module, QuantizedEmbedding) and module.mode != "affine":
             module.__class__ = _Float32Embedding
+
+
+def _float32(array: mx.array) -> mx.array:
+    return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
 
 
 class _Float32Embedding(QuantizedEmbedding):

@@ -185,11 +185,11 @@ def _describe_experts(checkpoint: Checkpoint | BridgedCheckpoint, made: MemoryPl
     """All experts are held, and a token reads few."""
     if isinstance(checkpoint, BridgedCheckpoint):
         used = checkpoint.config.experts_used
-        of = "" if used is None else str(used)
+        of = "" if used is None else f"{used} experts a layer"
     else:
         experts = checkpoint.config.experts
-        of = "" if experts is None else f"{experts.per_token} of {experts.count}"
-    return f"; a token reads {of} experts a layer, {format_bytes(made.weights_read)} in all" if of else ""
+        of = "" if experts is None else f"{experts.per_token} of {experts.count} experts"
+    return f"; a token reads {format_bytes(made.weights_read)}, {of}" if of else ""
 
 
 def _float_bits(checkpoint: Checkpoint | BridgedCheckpoint, machine: Machine) -> int:

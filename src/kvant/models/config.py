@@ -24,7 +24,8 @@ class ModelConfig:
 
     Attributes:
         architecture: its table of parameters, and the defaults of this config.
-        max_position_embeddings: the context limit in tokens.
+        max_position_embeddings: the context limit in tokens; None: config.json has none, and a cache's reservation is
+            the only one.
         tie_word_embeddings: None: not said; then the head is tied if no lm_head is stored.
         biases: the flags of parameters, such as ``attention_bias``, that are on.
         rotates: whether each layer turns its queries and keys to their positions.
@@ -42,7 +43,7 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     vocab_size: int
-    max_position_embeddings: int
+    max_position_embeddings: int | None
     rms_norm_eps: float
     rope: Rope
     tie_word_embeddings: bool | None
@@ -92,9 +93,10 @@ class ModelConfig:
                 f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
             )
         head_dim = _head_dim(raw, architecture, hidden, heads)
-        default_positions = None if "max_position_embeddings" in raw else architecture.max_position_embeddings
-        positions = size(raw, "max_position_embeddings", default=default_positions)
+        positions = size(raw, "max_position_embeddings", default=architecture.max_position_embeddings)
         rope = read_rope(raw, head_dim, positions, architecture.rope_theta)
+        said = raw.get("max_position_embeddings") is not None
+        has_limit = said or architecture.context_default or rope.kind == "dynamic"
         biases = _biases(raw, architecture)
         rotates = architecture.rotates(raw, layers)
         if "attention_bias" in biases and not all(rotates):
@@ -109,7 +111,7 @@ class ModelConfig:
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             vocab_size=size(raw, "vocab_size"),
-            max_position_embeddings=rope.context(positions),
+            max_position_embeddings=rope.context(positions) if has_limit else None,
             rms_norm_eps=number(raw, "rms_norm_eps", default=architecture.rms_norm_eps),
             rope=rope,
             tie_word_embeddings=flag(raw, "tie_word_embeddings"),

@@ -311,7 +311,7 @@ class Decoder:
         check_process()
         config = self.config
         if max_seq_len is None:
-            max_seq_len = min(config.max_position_embeddings, DEFAULT_RESERVATION)
+            max_seq_len = min(config.max_position_embeddings or DEFAULT_RESERVATION, DEFAULT_RESERVATION)
         row_bits = config.head_dim * (quant_bit or 8 * self.dtype.size)  # without scales: a lower bound is enough here
         least = max_seq_len * batch * len(self.layers) * 2 * config.num_key_value_heads * row_bits // 8
         if least > (memory := physical_memory()):

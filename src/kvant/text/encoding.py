@@ -187,7 +187,7 @@ def pipeline_class(model_type: str | None, declared: object, content: bytes, kin
         kind: its model's type.
     """
     name = declared.removesuffix("Fast") if isinstance(declared, str) else ""
-    if model_type == "qwen2" or (model_type == "qwen3" and not name):
+    if model_type == "qwen2" or (model_type in ("qwen3", "qwen3_moe") and not name):
         name = "Qwen2Tokenizer"  # published ones declare others, wrongly
     if name not in DEFAULTS or model_type in ("mistral", "olmo2") or kind != "BPE":
         return None

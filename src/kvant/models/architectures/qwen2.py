@@ -30,6 +30,7 @@ ARCHITECTURE = Architecture(
     model_type="qwen2",
     layer=(*QKV, OUTPUT, *MLP, *NORMS_BEFORE),
     max_position_embeddings=32768,
+    context_default=True,
     num_key_value_heads=32,
     biases=("attention_bias",),
     windows=windows,

@@ -15,6 +15,7 @@ ARCHITECTURE = Architecture(
         Parameter("self_attn.k_norm", "key_norm", ("head",)),
     ),
     max_position_embeddings=32768,
+    context_default=True,
     head_dim=128,
     num_key_value_heads=32,
     windows=windows,

@@ -87,6 +87,7 @@ ARCHITECTURE = Architecture(
     model_type="qwen3_moe",
     layer=QWEN3.layer,
     max_position_embeddings=32768,
+    context_default=True,
     num_key_value_heads=4,
     windows=windows,
     experts=ROUTER_AND_EXPERTS,

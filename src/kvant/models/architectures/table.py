@@ -80,6 +80,17 @@ class ExpertSettings:
     normalized: bool
     layers: tuple[bool, ...]
 
+    def as_config(self) -> dict[str, Any]:
+        """The keys of config.json that say so, each of which mlx-lm asks for."""
+        return {
+            "num_experts": self.count,
+            "num_experts_per_tok": self.per_token,
+            "moe_intermediate_size": self.inner_size,
+            "norm_topk_prob": self.normalized,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [layer for layer, sparse in enumerate(self.layers) if not sparse],
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
@@ -90,6 +101,8 @@ class Architecture:
         model_type: in config.json; also the name of mlx-lm's module, where mlx-lm has no other for it.
         layer: the parameters of one layer.
         layers: stands before the path of each parameter of a layer; ``{}`` is the layer's number.
+        max_position_embeddings: what positions that depend on it take where config.json says nothing.
+        context_default: it is the context limit then, too. Where mlx-lm's class has no default, there is no limit.
         head_dim: None: hidden_size / num_attention_heads.
         num_key_value_heads: None: num_attention_heads.
         biases: flags of parameters that are always on.
@@ -106,6 +119,7 @@ class Architecture:
     model_type: str
     layer: tuple[Parameter, ...]
     max_position_embeddings: int
+    context_default: bool = False
     head_dim: int | None = None
     num_key_value_heads: int | None = None
     rms_norm_eps: float = 1e-6

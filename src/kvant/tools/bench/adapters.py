@@ -76,7 +76,8 @@ class MLXLM:
         if is_bridged(raw):
             from kvant.bridge.folder import check_bridged
 
-            check_bridged(folder)
+            _, bridged = check_bridged(folder)
+            self._experts_used = bridged.experts_used
             tensors = TensorFiles(folder)
         else:
             native, tensors = check_folder(folder)
@@ -84,6 +85,9 @@ class MLXLM:
             # (docs/parity.md).
             scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
             config = {"rope_theta": native.rope.theta} | ({"rope_scaling": scaling} if scaling else {})
+            self._experts_used = None if native.experts is None else native.experts.per_token
+            if native.experts is not None:
+                config |= native.experts.as_config()
         unnamed = {*folder.glob("model*.safetensors")} - {*tensors.files}
         if unnamed:  # mlx-lm reads every file of such a name, unchecked
             raise CheckpointError(f"{min(unnamed)}: not among the model's files; mlx-lm would read it")
@@ -107,15 +111,10 @@ class MLXLM:
 
     @property
     def weight_bytes(self) -> tuple[int, int]:
-        """Of the parameters. A step reads the embedding table if it is the head too."""
-        from mlx.utils import tree_flatten
+        """Of the parameters. A step reads the embedding table if it is the head too, and a few of the experts."""
+        from kvant.bridge.model import bytes_read, parameters
 
-        arrays: dict[str, mx.array] = dict(tree_flatten(self._model.parameters()))
-        sizes = {name: array.nbytes for name, array in arrays.items()}
-        total = sum(sizes.values())
-        has_head = any(name.startswith("lm_head.") for name in sizes)
-        table = sum(size for name, size in sizes.items() if name.startswith("model.embed_tokens."))
-        return total, total - table if has_head else total
+        return sum(a.nbytes for a in parameters(self._model).values()), bytes_read(self._model, self._experts_used)
 
     def tokens(self, prompt: Sequence[int], max_tokens: int) -> Tokens:
         """mlx-lm's own loop, with the memory limit that its stream_generate sets on a Mac."""
