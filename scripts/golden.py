@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -44,6 +45,7 @@ SIZES = {
     "max_position_embeddings": 64,
     "eos_token_id": 1,
 }
+EXPERTS = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 PLAIN = {"rope_type": "default", "rope_theta": 300.0}
 # Name -> class, settings. Together: tied and untied, head_dim hidden / heads and not, with and without each bias,
 # layers that do not rotate, norms in other places.
@@ -58,7 +60,15 @@ MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "mistral": (MistralConfig, {"head_dim": 20, "tie_word_embeddings": False, "sliding_window": None}),
     "smollm3": (SmolLM3Config, {"tie_word_embeddings": True, "no_rope_layer_interval": 2, "pad_token_id": None}),
     "olmo2": (Olmo2Config, {"tie_word_embeddings": False}),
+    "qwen3-moe": (Qwen3MoeConfig, EXPERTS | {"tie_word_embeddings": False, "norm_topk_prob": True}),
+    "qwen3-moe-mixed": (
+        Qwen3MoeConfig,
+        EXPERTS
+        | {"tie_word_embeddings": True, "norm_topk_prob": False, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+    ),
 }
+JOINED = ("qwen3-moe-mixed",)  # written as transformers 5 holds experts, gate and up in one tensor of all of them
+FEW_ROPES = {"llama-bias": ("linear", "llama3"), "qwen3-moe-mixed": ("linear", "llama3", "dynamic")}  # without these
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.1}
 ROPES: dict[str, dict[str, Any]] = {
@@ -92,7 +102,7 @@ def cases() -> dict[str, tuple[str, PreTrainedConfig | dict[str, Any]]]:
     found: dict[str, tuple[str, PreTrainedConfig | dict[str, Any]]] = {}
     for model in MODELS:
         for kind, settings in ROPES.items():
-            if model == "llama-bias" and kind in ("linear", "llama3"):
+            if kind in FEW_ROPES.get(model, ()):
                 continue
             original = {"max_position_embeddings": ORIGINAL} if kind == "dynamic" else {}
             found[f"{model} {kind}"] = (model, config_of(model, {"rope_type": kind, **settings}, **original))
@@ -109,15 +119,14 @@ def cases() -> dict[str, tuple[str, PreTrainedConfig | dict[str, Any]]]:
         old_config("mistral", {"type": "dynamic", "factor": 3}) | {"max_position_embeddings": 8},
     )
     found["smollm3 old"] = ("smollm3", old_config("smollm3", None))
+    found["qwen3-moe old"] = ("qwen3-moe", old_config("qwen3-moe", None))
     found["mistral window"] = ("mistral", config_of("mistral", PLAIN, sliding_window=WINDOW))
     found["qwen2 window"] = (
         "qwen2",
         config_of("qwen2", PLAIN, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     )
-    found["smollm3 window"] = (
-        "smollm3",
-        config_of("smollm3", PLAIN, use_sliding_window=True, sliding_window=WINDOW),
-    )
+    for model in ("smollm3", "qwen3-moe"):
+        found[f"{model} window"] = (model, config_of(model, PLAIN, use_sliding_window=True, sliding_window=WINDOW))
     return found
 
 
@@ -151,7 +160,7 @@ def write_weights(model: str, seed: int, scratch: Path) -> None:
                 parameter.copy_(0.5 * noise)
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
-    network.save_pretrained(scratch / model)
+    network.save_pretrained(scratch / model, save_original_format=model not in JOINED)
     shutil.copy(scratch / model / "model.safetensors", GOLDEN / "weights" / f"{model}.safetensors")
 
 

@@ -6,10 +6,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING, _get_classes
-from support.tiny_models import CONFIGS
+from support.tiny_models import CONFIGS, build
 
+import kvant
 from kvant.bridge.architectures import ALLOWED, NEEDS_METAL, REFUSED, REMAPPED, REMAPPED_BY_CLASS, module_name
 from kvant.errors import ModelError
 
@@ -83,3 +86,20 @@ def test_a_refusal_has_its_reason() -> None:
         module_name({"model_type": "olmo"})
     with pytest.raises(ModelError, match="deepseek_v41_text is not supported: its layers keep their rows"):
         module_name({"model_type": "deepseek_v41_text"})
+
+
+def test_deepseek_v41_is_refused_for_a_cache_that_grows() -> None:
+    """A version of mlx-lm that gives it a cache of the usual kind can be allowed."""
+    model, _ = build("deepseek_v41")
+    cache = make_prompt_cache(model)
+    held = []
+    for _ in range(3):
+        mx.eval(model(mx.array([[5] * 16]), cache=cache))
+        held.append(sum(layer.nbytes for layer in cache))
+    assert held[0] < held[1] < held[2]
+    with pytest.raises(ValueError, match="LayerCache"):
+        kvant.make_prompt_cache(model, 48)
+
+
+def test_olmo_is_refused_for_ending_the_process() -> None:
+    assert "sys.exit(1)" in (MODELS / "olmo.py").read_text(encoding="utf-8")

@@ -108,8 +108,6 @@ def test_what_differs_from_a_decoder(tmp_path: Path) -> None:
         model.check_cache([])
     with pytest.raises(ValueError, match="a batch of 2; given 1"):
         Run(model, [1], model.make_cache(8, batch=2))
-    with pytest.raises(ValueError, match="compiled is True"):
-        Run(model, [1], model.make_cache(8), compiled=True)
     with pytest.raises(kvant.errors.ContextError, match="this machine has"):
         model.make_cache(2**40)
     both = model(mx.array([IDS, IDS[::-1]]), cache=model.make_cache(64, batch=2, quant_bit=0))

@@ -15,10 +15,10 @@ from support import compiled_runs
 from support.numbers import relative_error
 
 import kvant.engine.run as running
-from kvant.cache import CompiledCacheView, FullKVCache, QuantizedKVCache, WindowKVCache
+from kvant.cache import CompiledCacheView, FullKVCache, ModelCache, QuantizedKVCache, WindowKVCache
 from kvant.engine.draw import greedy
 from kvant.engine.run import Run, prefill
-from kvant.engine.step import CompiledStep, bucket_size, can_compile
+from kvant.engine.step import CompiledStep, bucket_size
 from kvant.errors import ContextError
 from kvant.models import Decoder
 from kvant.operators.bias_split import BiasSplit, rotation_table
@@ -75,13 +75,13 @@ def test_windows_are_compiled_too(runs: dict[str, Any]) -> None:
     assert grown < 2**16
 
 
-def test_a_window_with_a_bias_split_is_not_compiled() -> None:
+def test_a_window_with_a_bias_split_is_not_compiled(pocket: tuple[Decoder, Any]) -> None:
     """The angles of its new token are made in Python."""
     rotary = Rotary.plain(16, 1e4)
     split = BiasSplit(mx.zeros((1, 2, 1)), (0,), mx.zeros((2, 1, 0)), mx.zeros((1, 16)))
     for bias_split, can in ((split, False), (None, True)):
         layer = WindowKVCache(64, 1, 16, window=8, quant_group=16, bias_split=bias_split, rotary=rotary)
-        assert can_compile([layer]) is can
+        assert pocket[0].can_compile(ModelCache([layer])) is can
 
 
 def test_the_cache_is_not_copied_however_much_is_reserved(runs: dict[str, Any]) -> None:
@@ -187,7 +187,7 @@ def test_half_precision_stays_half(pocket: tuple[Decoder, Any]) -> None:
 def test_a_cache_that_grows_is_refused(pocket: tuple[Decoder, Any]) -> None:
     model, _ = pocket
     cache = [FullKVCache() for _ in model.layers]
-    with pytest.raises(ValueError, match="grows"):
+    with pytest.raises(ValueError, match="compiled is True; the model's step through this cache is not"):
         Run(model, [1, 2, 3], cache, max_tokens=2, compiled=True)
 
 

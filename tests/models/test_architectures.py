@@ -60,17 +60,21 @@ def test_ranks_would_divide_what_transformers_does(kind: str) -> None:
     from transformers import AutoConfig
 
     theirs = {
-        f"model.{path}": {"colwise": 0, "rowwise": 1}[how.partition("_")[0]]
+        f"model.{path}": {"colwise": 0, "rowwise": 1}[how.removeprefix("packed_").partition("_")[0]]
         for path, how in type(AutoConfig.for_model(kind)).base_model_tp_plan.items()
-        if how.startswith(("colwise", "rowwise"))
+        if how.removeprefix("packed_").startswith(("colwise", "rowwise"))
     }
     table = ARCHITECTURES[kind]
-    divided = [row for row in table.layer if row.shard is not None]
-    projections = {table.layers.format("*") + row.path: row.shard for row in divided if len(row.shape) == 2}
+    divided = [row for row in (*table.layer, *table.experts) if row.shard is not None]
+    projections = {  # its experts are joined; the axes of a matrix follow that of experts
+        table.layers.format("*") + (row.joined or row.path): row.shard - len(row.shape) + 2
+        for row in divided
+        if len(row.shape) > 1
+    }
     assert projections == theirs
     assert [row.shard for row in (table.embedding, table.final_norm, table.head)] == [None, None, 0]
     # A divided weight has heads, or numbers of the MLP, on its axis.
-    assert all(row.shape[row.shard] in ("queries", "keys", "inner") for row in divided)
+    assert all(row.shape[row.shard] in ("queries", "keys", "inner", "expert_inner") for row in divided)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -136,11 +140,14 @@ def test_what_an_architecture_does_not_have_is_refused_by_name(kind: str) -> Non
     changes += [
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ({"num_local_experts": 8}, "num_local_experts is 8"),
+        ({"n_routed_experts": 8}, f"n_routed_experts is 8; {kind} has no such experts"),
         ({"rope_traditional": True}, "rope_traditional is true"),
         ({"layer_types": ["chunked_attention"] * 2}, "layer_types has 'chunked_attention'"),
         ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map"),
     ]
+    if not ARCHITECTURES[kind].experts:
+        keys = ("num_experts", "num_local_experts", "num_experts_per_tok")
+        changes += [({key: 8}, f"{key} is 8; {kind} has no such experts") for key in keys]
     for change, message in changes:
         with pytest.raises(ModelError, match=message):
             ModelConfig.from_dict(CONFIGS[kind] | change)

@@ -83,7 +83,7 @@ BAD_CONFIGS = [
         {"quantization": {"group_size": 16, "bits": 4, "mode": "nvfp4", "lm_head": {"global_scale": True}}},
         "quantization of lm_head has global_scale True",
     ),
-    ({"num_experts": 8}, "num_experts is 8; mixtures of experts"),
+    ({"num_experts": 8}, "num_experts is 8; qwen2 has no such experts"),
     ({"rope_traditional": True}, "rope_traditional is true"),
     ({"mlp_bias": True}, "mlp_bias is true; supported for qwen2: false"),
     ({"num_key_value_heads": "absent"}, "num_attention_heads 2 is not a multiple of num_key_value_heads 32"),

@@ -31,12 +31,15 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
+NOT_NULL = ("mistral", "qwen3_moe")  # num_key_value_heads of transformers' configs
+
+
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize("nulls", [False, True])
 def test_what_is_left_out_is_transformers_default(kind: str, nulls: bool) -> None:
     from transformers import AutoConfig
 
-    said: dict[str, Any] = {"num_key_value_heads": None} if nulls and kind != "mistral" else {}
+    said: dict[str, Any] = {"num_key_value_heads": None} if nulls and kind not in NOT_NULL else {}
     theirs = AutoConfig.for_model(kind, **REQUIRED, **said)
     ours = ModelConfig.from_dict({"model_type": kind, **REQUIRED, **said})
     assert ours.num_key_value_heads == theirs.num_key_value_heads
@@ -52,6 +55,12 @@ def test_what_is_left_out_is_transformers_default(kind: str, nulls: bool) -> Non
     network = mlx_lm_model(theirs.to_dict() | {"rope_theta": ours.rope.theta})
     names = {name for name, _ in tree_flatten(network.parameters())}
     assert {name for name in names if name.endswith(".bias") or "norm" in name} == {*vectors(ours)}
+    if ours.experts is not None:
+        experts = ours.experts
+        assert (experts.count, experts.per_token, experts.inner_size, experts.normalized) == (
+            theirs.num_experts, theirs.num_experts_per_tok, theirs.moe_intermediate_size, theirs.norm_topk_prob
+        )  # fmt: skip
+        assert experts.layers == (theirs.decoder_sparse_step == 1,) * 5
     assert ours.attention_bias == any(name.endswith("q_proj.bias") for name in names)
     assert ours.query_key_norm == any(name.endswith("q_norm.weight") for name in names)
 
@@ -80,6 +89,10 @@ def test_what_is_left_out_is_transformers_default(kind: str, nulls: bool) -> Non
         ("smollm3", {"use_sliding_window": True, "sliding_window": 16}, [None, None, None, 16, None]),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 16, "no_rope_layers": [1] * 5}, [None] * 5),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 16, "layer_types": [FULL] * 5}, [None] * 5),
+        ("qwen3_moe", {"sliding_window": 16, "use_sliding_window": False}, [None] * 5),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": None}, [None] * 5),
+        ("qwen3_moe", {"use_sliding_window": True}, [4096] * 5),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 5}, [16] * 5),
         ("llama", {"sliding_window": 16}, [None] * 5),
         ("llama", {"sliding_window": 16, "layer_types": [SLIDING] * 4 + [FULL]}, [16] * 4 + [None]),
     ],

@@ -23,14 +23,10 @@ TOLERANCE = 1e-4  # of the largest logit
 MODELS = sorted(set(CASES.values()))
 FREQUENCIES: list[dict[str, Any]] = json.loads((GOLDEN / "frequencies.json").read_text())
 # mlx-lm 0.32.2 has no attention_factor and no truncate, and takes mscale without mscale_all_dim for the factor. It has
-# no windows in these two.
-NOT_IN_MLX_LM = [
-    "llama yarn attention_factor",
-    "llama yarn untruncated",
-    "llama yarn mscale alone",
-    "mistral window",
-    "qwen2 window",
-]
+# no windows in mistral, qwen2 and qwen3_moe, and plain positions alone in qwen3_moe.
+NOT_IN_MLX_LM = ["llama yarn attention_factor", "llama yarn untruncated", "llama yarn mscale alone"]
+NOT_IN_MLX_LM += ["mistral window", "qwen2 window", "qwen3-moe window", "qwen3-moe-mixed yarn"]
+NOT_IN_MLX_LM += [f"qwen3-moe {kind}" for kind in ("linear", "llama3", "yarn", "dynamic")]
 STEPS = {
     "in chunks": [0, 5, 14, 15, len(IDS)],
     "token by token": list(range(len(IDS) + 1)),
@@ -131,7 +127,7 @@ def test_the_fixture_tells_the_kinds_apart() -> None:
     for model in MODELS:
         wanted = [f"{model} {kind}" for kind in ("default", "linear", "llama3", "yarn", "dynamic")]
         kinds = [case for case in wanted if case in CASES]
-        assert len(kinds) == (3 if model == "llama-bias" else 5)
+        assert len(kinds) == {"llama-bias": 3, "qwen3-moe-mixed": 2}.get(model, 5)
         for i, case in enumerate(kinds):
             for other in kinds[:i]:
                 assert relative_error(_expected(case), _expected(other)) > 100 * TOLERANCE, (case, other)
@@ -147,10 +143,8 @@ def test_a_part_left_out_is_noticed(model: str, tmp_path: Path) -> None:
     weights = {name: mx.array(x) for name, x in mx.load(str(path)).items()}
     mx.eval(weights)
     parts = sorted({".".join(name.split(".")[-2:]) for name in weights if name.endswith(("bias", "norm.weight"))})
-    assert (
-        len(parts)
-        == {"qwen2": 6, "qwen3": 5, "llama": 3, "llama-bias": 10, "mistral": 3, "smollm3": 3, "olmo2": 5}[model]
-    )
+    expected = {"qwen2": 6, "qwen3": 5, "llama": 3, "llama-bias": 10, "mistral": 3, "smollm3": 3, "olmo2": 5}
+    assert len(parts) == (expected | {"qwen3-moe": 5, "qwen3-moe-mixed": 5})[model]
     for part in parts:
         changed = {
             name: (mx.ones_like(x) if name.endswith("norm.weight") else mx.zeros_like(x)) if name.endswith(part) else x
@@ -166,6 +160,27 @@ def test_the_layers_that_do_not_rotate_are_noticed(tmp_path: Path) -> None:
     for changes in ({"no_rope_layers": [1, 1]}, {"no_rope_layers": [0, 1]}, {"no_rope_layers": [0, 0]}):
         model = load_decoder(_folder(case, tmp_path / str(changes), **changes))
         assert relative_error(model(mx.array([IDS]))[0], _expected(case)) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("model", ["qwen3-moe", "qwen3-moe-mixed"])
+def test_what_decides_about_experts_is_noticed(model: str, tmp_path: Path) -> None:
+    """The number that a token takes, and whether their shares add up to 1."""
+    case = f"{model} default"
+    raw = _config(case)
+    for changes in (
+        {"num_experts_per_tok": 1},
+        {"num_experts_per_tok": 3},
+        {"norm_topk_prob": not raw["norm_topk_prob"]},
+    ):
+        changed = load_decoder(_folder(case, tmp_path / str(changes), **changes))
+        assert relative_error(changed(mx.array([IDS]))[0], _expected(case)) > 100 * TOLERANCE
+
+
+def test_the_three_ways_to_store_experts_are_recorded() -> None:
+    """Two of them by transformers; mlx-lm's is compared in tests/models/test_experts.py."""
+    names = {model: set(mx.load(str(GOLDEN / "weights" / f"{model}.safetensors"))) for model in MODELS}
+    assert "model.layers.1.mlp.experts.5.up_proj.weight" in names["qwen3-moe"]
+    assert "model.layers.2.mlp.experts.gate_up_proj" in names["qwen3-moe-mixed"]
 
 
 @pytest.mark.parametrize("entry", FREQUENCIES, ids=lambda e: f"{e['config']['rope_parameters']['rope_type']}")
@@ -193,7 +208,7 @@ def test_dynamic_positions_depend_on_the_model_alone(case: str, tmp_path: Path) 
                 assert relative_error(mx.concatenate(parts), whole) < TOLERANCE
 
 
-@pytest.mark.parametrize("case", ["mistral window", "qwen2 window", "smollm3 window"])
+@pytest.mark.parametrize("case", ["mistral window", "qwen2 window", "smollm3 window", "qwen3-moe window"])
 def test_the_ids_run_past_the_window(case: str, tmp_path: Path) -> None:
     """So that logits without it differ, and a cache's rows are used again."""
     model = load_decoder(_folder(case, tmp_path))

@@ -67,6 +67,14 @@ def olmo2_config(**changes: Any) -> dict[str, Any]:
     return config | {"num_attention_heads": 4} | changes
 
 
+def qwen3_moe_config(**changes: Any) -> dict[str, Any]:
+    """The same as a Qwen3-MoE whose first layer is dense."""
+    config = qwen3_config(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", mlp_only_layers=[0])
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    config |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+    return config | {"decoder_sparse_step": 1} | changes
+
+
 # One of each architecture, every width a multiple of 128 as groups of weights need. The tests of any architecture take
 # these.
 CONFIGS = {
@@ -76,12 +84,19 @@ CONFIGS = {
     "mistral": mistral_config(),
     "smollm3": smollm3_config(),
     "olmo2": olmo2_config(),
+    "qwen3_moe": qwen3_moe_config(),
 }
 
 
 def mlx_lm_model(config: dict[str, Any]) -> nn.Module:
-    """mlx-lm's model, with weights as it makes them."""
-    model: nn.Module = _mlx_lm_module(config["model_type"]).Model(mlx_lm_args(config["model_type"]).from_dict(config))
+    """mlx-lm's model, with weights as it makes them. What its qwen3_moe asks for and does not find is given to it."""
+    kind = config["model_type"]
+    if kind == "qwen3_moe":
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+        count = config.get("num_experts", config.get("num_local_experts"))
+        given = {"mlp_only_layers": [], "decoder_sparse_step": 1, "head_dim": head_dim}
+        config = given | config | {"num_experts": count}
+    model: nn.Module = _mlx_lm_module(kind).Model(mlx_lm_args(kind).from_dict(config))
     return model
 
 
@@ -150,12 +165,31 @@ def quantize_reference(
     return config | {"quantization": said if mode == "affine" else said | {"mode": mode}}
 
 
+def stored_by_transformers(weights: dict[str, mx.array], way: str) -> dict[str, mx.array]:
+    """The stacked tensors of mlx-lm as transformers writes them, each by itself or joined."""
+    found = {}
+    for name, array in weights.items():
+        prefix, is_experts, rest = name.partition("switch_mlp.")
+        projection = rest.removesuffix(".weight")
+        if not is_experts:
+            found[name] = array
+        elif way == "each":
+            found |= {f"{prefix}experts.{e}.{rest}": array[e] for e in range(array.shape[0])}
+        elif projection == "down_proj":
+            found[f"{prefix}experts.down_proj"] = array
+        elif projection == "gate_proj":
+            up = weights[name.replace("gate_proj", "up_proj")]
+            found[f"{prefix}experts.gate_up_proj"] = mx.concatenate([array, up], axis=1)
+    return found
+
+
 def load_reference(folder: Path) -> nn.Module:
     """mlx-lm's model of a float checkpoint, in float32. Rotary positions that it does not read are given to it.
 
     mlx-lm 0.32.2 reads transformers 5's rope_parameters in qwen3 alone: elsewhere its theta is the default, and its
     positions are plain. It takes dynamic's context from max_position_embeddings, as transformers does, and yarn's
     original one from a default of its own where it is not said; a Mistral's window it does not look at.
+    Experts that transformers 5 joined are given to it as it has them.
     """
     config = json.loads((folder / "config.json").read_text())
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -163,6 +197,13 @@ def load_reference(folder: Path) -> nn.Module:
     config["rope_scaling"] = rope or None
     model = mlx_lm_model(config)
     weights = {name: x.astype(mx.float32) for name, x in mx.load(str(folder / "model.safetensors")).items()}
+    for name in [name for name in weights if ".mlp.experts." in name and not name.endswith(".weight")]:
+        whole, prefix = weights.pop(name), name.replace("experts", "switch_mlp").removesuffix("gate_up_proj")
+        if name.endswith("gate_up_proj"):
+            gate, up = mx.split(whole, 2, axis=1)
+            weights |= {f"{prefix}gate_proj.weight": gate, f"{prefix}up_proj.weight": up}
+        else:
+            weights[f"{prefix}.weight"] = whole
     model.load_weights(list(model.sanitize(weights).items()))
     mx.eval(model.parameters())
     return model

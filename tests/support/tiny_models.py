@@ -20,7 +20,7 @@ from mlx import nn
 from mlx.utils import tree_map_with_path
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("architectures.json").read_text("utf-8"))
-EMBEDDING_GAIN, MATRIX_GAIN, VECTOR_NOISE = 0.3, 2.0, 0.1
+EMBEDDING_GAIN, MATRIX_GAIN, VECTOR_NOISE = 0.3, 1.7, 0.1
 
 
 def build(name: str) -> tuple[nn.Module, dict[str, Any]]:

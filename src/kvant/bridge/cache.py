@@ -1,7 +1,7 @@
 """The key/value cache of a model of mlx-lm's: what mlx-lm's model expects at each place, in kvant's memory."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from mlx_lm.models.cache import KVCache as MlxLmKVCache
 from kvant.bridge import hook
 from kvant.bridge.layers import BridgedChunkCache, BridgedKVCache, BridgedWindowCache, StateCache
 from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, probe
+from kvant.bridge.traced import TracedLayer
 from kvant.cache import ModelCache
 from kvant.cache.window import SLACK
 from kvant.operators.quantization import QUANT_BITS
@@ -51,6 +52,7 @@ class BridgedCache(ModelCache):
         self._entries = tuple(entries)
         self._bridged = tuple(layers)
         self._notes = tuple(notes)
+        self.traces: bool | None = None  # whether its model's step can be compiled; None: nobody has tried
 
     def __getitem__(self, index: int | slice) -> Any:
         return self._entries[index]
@@ -109,6 +111,28 @@ class BridgedCache(ModelCache):
                 )
         super().commit(num_tokens, ids=ids)
 
+    @property
+    def compiled_state(self) -> list[list[mx.array]]:
+        """The lists of arrays that a compiled step changes; see :mod:`kvant.bridge.traced`."""
+        return [layer.arrays.cache if isinstance(layer, StateCache) else layer.arrays for layer in self._bridged]
+
+    def compiled_views(self, offset: mx.array, num_tokens: int) -> list[Any]:
+        """What mlx-lm's model is given as its cache in a compiled step.
+
+        Args:
+            offset: integer array (), tokens so far.
+            num_tokens: rows that are read, more than any ``offset``.
+        """
+
+        masks: dict[Hashable, mx.array] = {}
+
+        def view(entry: Any) -> Any:
+            if isinstance(entry, CacheList):
+                return CacheList(*map(view, entry.caches))
+            return TracedLayer(entry, offset, num_tokens, masks) if isinstance(entry, BridgedKVCache) else entry
+
+        return [view(entry) for entry in self._entries]
+
     def end_step(self) -> None:
         """Drop a step that was begun and is not committed."""
         super().end_step()
@@ -124,7 +148,7 @@ class BridgedCache(ModelCache):
     def describe(self) -> list[str]:
         """What it is made of, a line for each kind of layer, and where a group is not the one asked for."""
         kinds = Counter(_described(layer) for layer in self._bridged)
-        lines = [f"{count} {'layer' if count == 1 else 'layers'}: {kind}" for kind, count in kinds.items()]
+        lines = [f"{_counted(count)}: {kind}" for kind, count in kinds.items()]
         return [*lines, *self._notes]
 
 
@@ -179,7 +203,7 @@ def make_model_cache(
     entries, layers = _make(model, max_seq_len, kernels=kernels, **options)
     groups = Counter(layer.quant_group for layer in layers if isinstance(layer, BridgedKVCache) and quant_bit)
     notes = [
-        f"groups of {group} in {count} layers: {quant_group} does not divide their width"
+        f"groups of {group} in {_counted(count)}: {quant_group} does not divide every width there"
         for group, count in groups.items()
         if group != quant_group
     ]
@@ -271,6 +295,10 @@ def _token_bytes(leaf: Attention, quant_bit: int, quant_group: int) -> int:
     if not quant_bit:
         return width * leaf.dtype.size
     return width * quant_bit // 8 + width // leaf.group(quant_group) * mx.float16.size
+
+
+def _counted(layers: int) -> str:
+    return "1 layer" if layers == 1 else f"{layers} layers"
 
 
 def _described(layer: Layer) -> str:

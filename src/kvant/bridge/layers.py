@@ -109,10 +109,10 @@ class BridgedKVCache(QuantizedKVCache):
             mask: "causal", None, or an array that is added to the scores (boolean: True keeps), (S, T) or more.
             sinks: (H,) learned sinks.
         """
-        S, D = query.shape[2:]
+        S = query.shape[2]
         causal = isinstance(mask, str)
         added = None if isinstance(mask, str) else mask
-        scaled = query if math.isclose(scale * math.sqrt(D), 1, rel_tol=1e-6) else query * (scale * math.sqrt(D))
+        scaled = self.scaled(query, scale)
         backend = self.backend_for(query)
         placed = None if backend is None or sinks is not None else self._placed(key, mask)
         if backend is not None and placed is not None:
@@ -132,6 +132,20 @@ class BridgedKVCache(QuantizedKVCache):
         if on_cpu and (S == 1 or causal):  # fewer products for one token, no score matrix for many
             return attend_tokens(scaled, key, value, is_causal=causal, mask=added, sinks=sinks)
         return None
+
+    def scaled(self, query: mx.array, scale: float) -> mx.array:
+        """A query for attention that multiplies the scores by 1/sqrt(D), so that they are multiplied by ``scale``."""
+        factor = scale * math.sqrt(query.shape[3])
+        return query if math.isclose(factor, 1, rel_tol=1e-6) else query * factor
+
+    def row_of(self, position: mx.array) -> mx.array:
+        """The row of a position (), in operations that are the same for any."""
+        return position
+
+    def live_rows(self, position: mx.array, rows: int, window: int | None) -> mx.array:
+        """Which of the first rows the query at a position () sees when its own is written: (rows,)."""
+        row = mx.arange(rows)
+        return row <= position if window is None else (row <= position) & (row > position - window)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """The mask of N new tokens: "causal", None or a boolean array."""
@@ -198,6 +212,14 @@ class BridgedWindowCache(BridgedKVCache, WindowKVCache):
             return mask
         return create_causal_mask(N, self.offset) if return_array else "causal"
 
+    def row_of(self, position: mx.array) -> mx.array:
+        """As :meth:`BridgedKVCache.row_of`."""
+        return self.place(position)
+
+    def live_rows(self, position: mx.array, rows: int, window: int | None) -> mx.array:
+        """As :meth:`BridgedKVCache.live_rows`, of all rows."""
+        return self._seen(self._positions(position + 1, rows), position, window or self.window)
+
     def _placed(self, key: mx.array, mask: Mask) -> tuple[int, mx.array | None] | None:
         return None if self._pending else super()._placed(key, mask)
 
@@ -212,6 +234,10 @@ class BridgedChunkCache(BridgedWindowCache):
     def start_position(self) -> int:
         """The first token that the next step's queries may see: of the chunk that its first one is in."""
         return self.sequences.offset // self.window * self.window
+
+    def row_of(self, position: mx.array) -> mx.array:
+        """Chunks are read in order, from a row that Python computes."""
+        raise NotImplementedError("a step with chunks cannot be compiled")
 
     def maybe_trim_front(self) -> None:
         """Llama 4 asks for tokens before the chunk to be dropped: there is nothing to do."""
@@ -257,6 +283,7 @@ class StateCache(KVCache):
         super().__init__(batch)
         self.arrays = arrays
         self._committed = list(arrays.cache)
+        self._released = False
 
     @property
     def max_seq_len(self) -> int:
@@ -299,6 +326,8 @@ class StateCache(KVCache):
 
     def reserve(self, num_tokens: int) -> None:
         """Raise a ContextError unless every sequence has room for ``num_tokens`` more tokens."""
+        if self._released:
+            raise RuntimeError("the cache was released; expected one that was not")
         if self.offset + num_tokens > self._max_seq_len:
             raise ContextError(
                 f"{num_tokens} more tokens do not fit: "
@@ -318,3 +347,4 @@ class StateCache(KVCache):
         """Give the memory back. The cache cannot be used after it."""
         self.sequences.reset()
         self.begin()
+        self._released = True

@@ -14,6 +14,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from kvant.bridge.cache import BridgedCache, cache_bytes, make_model_cache
 from kvant.bridge.config import BridgedConfig
+from kvant.bridge.traced import can_trace
 from kvant.cache import KVCache, ModelCache
 from kvant.errors import ContextError
 from kvant.models.decoder import DEFAULT_RESERVATION, check_ids, check_offset
@@ -30,6 +31,7 @@ class BridgedModel:
         module: mlx-lm's model.
     """
 
+    always_fuses = False
     last_token_alone = True  # mlx-lm's models give the logits of every position they are given
 
     def __init__(self, module: Module, config: BridgedConfig, dtype: mx.Dtype) -> None:
@@ -72,6 +74,19 @@ class BridgedModel:
         bridged = self.check_cache(cache)
         bridged.begin(inputs)
         return self._logits(inputs, bridged)[:, -1]
+
+    def can_compile(self, cache: ModelCache) -> bool:
+        """See :class:`kvant.models.LanguageModel`: mlx-lm's model is traced, and its step compared with a plain one."""
+        bridged = self.check_cache(cache)
+        if bridged.traces is None and 0 < bridged.offset < (bridged.max_seq_len or 0):
+            bridged.traces = can_trace(self.module, bridged)
+        return bridged.traces is not False
+
+    def step_logits(self, token: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
+        """See :class:`kvant.models.LanguageModel`."""
+        views = self.check_cache(cache).compiled_views(offset, num_tokens)
+        logits: mx.array = self.module(token[None], cache=views)
+        return logits[:, -1]
 
     def check_cache(self, cache: Sequence[KVCache], batch: int | None = None) -> BridgedCache:
         """The cache, if :meth:`make_cache` of a model of this kind made it.
@@ -132,16 +147,7 @@ class BridgedModel:
 
         Of a table that only embeds next to nothing is read, and of experts those that a token goes through.
         """
-        total = self.nbytes
-        has_head = any(name.endswith("lm_head.weight") for name in parameters(self.module))
-        used = self.config.experts_used
-        for module in self.module.modules():
-            if isinstance(module, Embedding | QuantizedEmbedding) and has_head:
-                total -= _nbytes(module)
-            elif isinstance(module, SwitchLinear | QuantizedSwitchLinear) and used is not None:
-                experts = module.weight.shape[0]
-                total -= _nbytes(module) * max(0, experts - used) // experts
-        return total
+        return bytes_read(self.module, self.config.experts_used)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -159,6 +165,19 @@ def parameters(module: Module) -> dict[str, mx.array]:
     """Every array of a module, and of those in it, by its name."""
     found: Any = tree_flatten(module.parameters())
     return dict(found)
+
+
+def bytes_read(model: Module, experts_used: int | None) -> int:
+    """Bytes of mlx-lm's model that a step of one token reads, ``experts_used`` of a layer's experts; None: all."""
+    total = _nbytes(model)
+    has_head = any(name.endswith("lm_head.weight") for name in parameters(model))
+    for module in model.modules():
+        if isinstance(module, Embedding | QuantizedEmbedding) and has_head:
+            total -= _nbytes(module)
+        elif isinstance(module, SwitchLinear | QuantizedSwitchLinear) and experts_used is not None:
+            experts = module.weight.shape[0]
+            total -= _nbytes(module) * max(0, experts - experts_used) // experts
+    return total
 
 
 def by_layer(module: Module) -> dict[str, dict[str, mx.array]]:

@@ -157,6 +157,11 @@ class ModelCache(Sequence[KVCache]):
         for layer in self._layers:
             layer.settle()
 
+    @property
+    def compiled_state(self) -> list[list[mx.array]]:
+        """The lists of arrays that a compiled step changes."""
+        return [layer.arrays for layer in self._layers if isinstance(layer, QuantizedKVCache)]
+
     def compiled_views(self, offset: mx.array, num_tokens: int) -> list[CompiledCacheView]:
         """The layers of a step that is compiled; arguments as in :class:`CompiledCacheView`."""
         layers = [layer for layer in self._layers if isinstance(layer, QuantizedKVCache)]

@@ -182,7 +182,16 @@ class QuantizedKVCache(KVCache):
         self.reserve(S)
         offset, lengths = self.offset, self.lengths
         start = offset if min(lengths) == offset else lengths
-        write_tokens(key, value, start, self.cache, self.scale, quant_bit=self.quant_bit, quant_group=self.quant_group)
+        write_tokens(
+            key,
+            value,
+            start,
+            self.cache,
+            self.scale,
+            quant_bit=self.quant_bit,
+            quant_group=self.quant_group,
+            backend=self.backend_for(key),
+        )
         return [array[0, :, :, :, : offset + S] for array in self.arrays]
 
     def read(self, stored: list[mx.array], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:

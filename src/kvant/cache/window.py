@@ -137,7 +137,7 @@ class WindowKVCache(QuantizedKVCache):
         if min(self.lengths) != self.offset:
             raise ValueError(f"the cache holds {list(self.lengths)} tokens; expected sequences of one length")
         self.settle()
-        return self._append(slice(0, B), self._stored(key, value))
+        return self._append(slice(0, B), self._stored(key, value, self.backend_for(key)))
 
     def mask(self, new_tokens: int, window: int | None = None) -> mx.array | None:
         """Which of the rows that :meth:`append` returns the queries of S new tokens see: (S, rows), boolean.

@@ -181,6 +181,17 @@ def _describe_weights(checkpoint: Checkpoint | BridgedCheckpoint, machine: Machi
     return f"{_float_bits(checkpoint, machine)} bits, {head}"
 
 
+def _describe_experts(checkpoint: Checkpoint | BridgedCheckpoint, made: MemoryPlan) -> str:
+    """All experts are held, and a token reads few."""
+    if isinstance(checkpoint, BridgedCheckpoint):
+        used = checkpoint.config.experts_used
+        of = "" if used is None else str(used)
+    else:
+        experts = checkpoint.config.experts
+        of = "" if experts is None else f"{experts.per_token} of {experts.count}"
+    return f"; a token reads {of} experts a layer, {format_bytes(made.weights_read)} in all" if of else ""
+
+
 def _float_bits(checkpoint: Checkpoint | BridgedCheckpoint, machine: Machine) -> int:
     """Of a number as it is computed with, and of a cache that is not quantized."""
     return 8 * (FLOAT32 if machine.device == "cpu" else checkpoint.float_bytes)
@@ -226,7 +237,7 @@ def _print_table(
     table.add_column(justify="right")
     table.add_column(overflow="fold")
     rows = [
-        ("weights", made.weights, _describe_weights(checkpoint, machine)),
+        ("weights", made.weights, _describe_weights(checkpoint, machine) + _describe_experts(checkpoint, made)),
         ("cache", made.cache, f"{made.max_kv_size} tokens at {bits} bits"),
         *([("state", made.state, "of linear layers, allocated at the first prefill")] if made.state else []),
         ("prefill scratch", made.scratch, f"{settings.prefill_step_size} tokens at a time{estimate}"),

@@ -9,7 +9,7 @@ import mlx.core as mx
 from kvant.cache import KVCache, ModelCache
 from kvant.engine.draw import Sampler, draw_key, for_a_run, greedy, sample
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.step import CompiledStep, can_compile, should_compile
+from kvant.engine.step import CompiledStep, should_compile
 from kvant.errors import ContextError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
@@ -90,14 +90,10 @@ class Run:
         self._step_size = prefill_step_size
         self._progress = progress
         self._look_ahead = look_ahead
-        if compiled and not can_compile(model, cache):
-            raise ValueError(
-                "compiled is True; a step through a cache that grows, or of mlx-lm's model, is never the same"
-            )
+        self._compiled = compiled
         self._step_function: CompiledStep | None = None
-        if can_compile(model, cache) and (compiled or (compiled is None and should_compile())):
-            self._step_function = CompiledStep(model, cache, self._sampler, processed=bool(self._processors))
         with cache.turn:
+            self._can_compile()
             room = _room(model, cache, len(self.prompt))
             cache.end_step()  # a run that was left suspended here does not go on
             self._lengths = cache.lengths
@@ -173,11 +169,26 @@ class Run:
         """Begin the step of a token (1,). Returns the token that follows and its log-probabilities, not evaluated."""
         if self._tokens is not None:
             self._tokens = mx.concatenate([self._tokens, token])
+        if not self.generated and self._can_compile():
+            processed = bool(self._processors)
+            self._step_function = CompiledStep(self._model, self._cache, self._sampler, processed=processed)
         if self._step_function is None:
             logits = self._model.next_logits(token[None], self._cache)
             return self._sample(logits, self._cache.offset + 1)
         result = self._step_function(token)
         return result if len(result) == 2 else self._sample(result[0], self._cache.offset + 1)
+
+    def _can_compile(self) -> bool:
+        """Whether the step is to be compiled, and can be.
+
+        Raises:
+            ValueError: it was asked for, and cannot be.
+        """
+        wanted = should_compile() if self._compiled is None else self._compiled
+        can = wanted and self._model.can_compile(self._cache)
+        if self._compiled and not can:
+            raise ValueError("compiled is True; the model's step through this cache is not the same for every token")
+        return can
 
     def _sample(self, logits: mx.array, position: int) -> tuple[mx.array, mx.array]:
         return sample(logits, self._tokens, self._sampler, self._processors, draw_key(self._sampler, position))

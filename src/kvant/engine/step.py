@@ -1,25 +1,12 @@
 """One decode step as a compiled function: model, cache update and sampling, the same for every token."""
 
-from collections.abc import Sequence
-from typing import TypeGuard
-
 import mlx.core as mx
 
-from kvant.cache import KVCache, ModelCache, QuantizedKVCache
+from kvant.cache import ModelCache, QuantizedKVCache
 from kvant.engine.draw import Sampler, SeededSampler, draw_key, greedy, sample
-from kvant.models import Decoder, LanguageModel
+from kvant.models import LanguageModel
 
 SMALLEST_BUCKET = 256
-
-
-def can_compile(model: LanguageModel, cache: Sequence[KVCache]) -> TypeGuard[Decoder]:
-    """Whether the model's step through this cache is the same for every token: no array changes its shape.
-
-    A window with a bias split is not: the angles of a new token are computed in Python.
-    """
-    return isinstance(model, Decoder) and all(
-        isinstance(layer, QuantizedKVCache) and (layer.window is None or layer.bias_split is None) for layer in cache
-    )
 
 
 def should_compile() -> bool:
@@ -48,24 +35,25 @@ class CompiledStep:
         samples: whether sampling is part of it.
     """
 
-    def __init__(self, model: Decoder, cache: ModelCache, sampler: Sampler, *, processed: bool) -> None:
-        """For a model, its cache (see :func:`can_compile`) and a sampler; ``processed``: there are processors."""
+    def __init__(self, model: LanguageModel, cache: ModelCache, sampler: Sampler, *, processed: bool) -> None:
+        """For a model, a cache (``model.can_compile``) and a sampler; ``processed``: there are processors."""
         is_seeded = isinstance(sampler, SeededSampler)
         self.samples = samples = (is_seeded or sampler is greedy) and not processed
         self._sampler = sampler
         self._cache = cache
-        self._layers = layers = [layer for layer in cache if isinstance(layer, QuantizedKVCache)]
+        # Whether every layer finds its last row by itself. A bridged model may attend without the kernel in places.
+        self._reads_all = model.always_fuses and all(
+            isinstance(layer, QuantizedKVCache) and layer.backend is not None for layer in cache
+        )
         self._traces = traces = [0]
 
         # A closure without self: MLX's compiled functions don't take part in garbage collection, a cycle would stay.
         def traced(token: mx.array, offset: mx.array, bucket: int, key: mx.array | None) -> tuple[mx.array, ...]:
             traces[0] += 1
-            hidden = model.states(token[None], offset, cache.compiled_views(offset, bucket))
-            logits = model.logits(hidden[:, -1])
+            logits = model.step_logits(token, offset, cache, bucket)
             return sample(logits, None, sampler, (), key) if samples else (logits,)
 
-        state = [layer.arrays for layer in layers]
-        self._function = mx.compile(traced, inputs=state, outputs=state)
+        self._function = mx.compile(traced, inputs=cache.compiled_state, outputs=cache.compiled_state)
 
     @property
     def compilations(self) -> int:
@@ -80,16 +68,16 @@ class CompiledStep:
         """
         # This checks the room, in Python: past the reservation a compiled write would be lost without a word.
         (offset,) = self._cache.begin(token[None])
-        fused = all(layer.backend is not None for layer in self._layers)
-        reserved = self._layers[0].max_seq_len
-        bucket = reserved if fused else bucket_size(offset + 1, reserved)
-        held = [list(layer.arrays) for layer in self._layers]
+        reserved = self._cache.max_seq_len
+        assert reserved is not None
+        bucket = reserved if self._reads_all else bucket_size(offset + 1, reserved)
+        held = [list(arrays) for arrays in self._cache.compiled_state]
         # An input of the function: as a constant it would be every draw's key.
         key = draw_key(self._sampler, offset + 1) if self.samples else None
         try:
             result: tuple[mx.array, ...] = self._function(token, mx.array(offset), bucket, key)
         except BaseException:  # Ctrl-C while it is traced: MLX leaves the trace's placeholders in all it captured
-            for layer, arrays in zip(self._layers, held, strict=True):
-                layer.arrays[:] = arrays
+            for arrays, before in zip(self._cache.compiled_state, held, strict=True):
+                arrays[:] = before
             raise
         return result

@@ -24,6 +24,8 @@ MAX_VALUE = 65504.0  # float16's largest
 class LowRank:
     """An adapter's part of an (out, in) matrix: it adds ``(down @ up)^T``, and may then give each row another norm.
 
+    Where a layer has a matrix for each expert, so has its part: arrays have an axis of experts first, and LoRA's alone.
+
     Attributes:
         down: (in, r) float32.
         up: (r, out) float32, times the adapter's scale.
@@ -59,14 +61,14 @@ class Adapter:
             raise CheckpointError(f"{folder / TENSORS_FILE}: every lora_a or lora_b is zero; it would change nothing")
 
     def fuse(self, path: str, weight: mx.array, dtype: mx.Dtype) -> mx.array:
-        """The (out, in) floating-point matrix at ``path``, changed by the adapter.
+        """The (out, in) floating-point matrix at ``path``, or the stack of experts', changed by the adapter.
 
         Computed in float32. A matrix that the adapter leaves alone comes back as it is.
         """
         low = self._low_ranks.pop(path, None)
         if low is None:
             return weight
-        fused = weight.astype(mx.float32) + (low.down @ low.up).T
+        fused = weight.astype(mx.float32) + (low.down @ low.up).swapaxes(-1, -2)
         if low.magnitude is not None:
             fused *= (low.magnitude / mx.linalg.norm(fused, axis=1))[:, None]
         fused = fused.astype(dtype)
@@ -78,7 +80,8 @@ class Adapter:
         """Factors of the sum that is added to quantized matrices (path -> outputs) that lie side by side as one.
 
         Returns:
-            ``down`` (in, R) and ``up`` (R, sum of outputs), R the sum of the ranks; None: nothing is added to any.
+            ``down`` (in, R) and ``up`` (R, sum of outputs), R the sum of the ranks, stacked for experts; None: nothing
+            is added to any.
         """
         low_ranks = {path: self._low_ranks.pop(path) for path in sizes if path in self._low_ranks}
         if not low_ranks:
@@ -88,10 +91,12 @@ class Adapter:
             if path in low_ranks:
                 if low_ranks[path].magnitude is not None:
                     raise ModelError(f"{path} is quantized; a DoRA adapter scales rows of floating-point matrices only")
-                ups.append(mx.pad(low_ranks[path].up, [(0, 0), (first, total - first - out)]))  # zero for the others
+                up = low_ranks[path].up
+                sides = [(0, 0)] * (up.ndim - 1) + [(first, total - first - out)]
+                ups.append(mx.pad(up, sides))  # zero for the others
             first += out
-        down = mx.concatenate([low.down for low in low_ranks.values()], axis=1)
-        return down.astype(dtype), mx.concatenate(ups, axis=0).astype(dtype)
+        down = mx.concatenate([low.down for low in low_ranks.values()], axis=-1)
+        return down.astype(dtype), mx.concatenate(ups, axis=-2).astype(dtype)
 
     def check_taken(self) -> None:
         """Refuse a part that no matrix of the loaded model took, such as that of a tied output head."""
@@ -167,7 +172,7 @@ def _targets(tensors: TensorFiles, settings: _Settings, config: ModelConfig) -> 
     As in mlx-lm, a key is a path inside each of the last ``num_layers`` layers, all of them where that is not positive,
     or from the model's root. Without keys any projection in these layers may be adapted, and the file says which.
     """
-    rows = [(path, layer, row) for path, layer, row in parameters(config) if len(row.shape) == 2]
+    rows = [(path, layer, row) for path, layer, row in parameters(config) if len(row.shape) > 1]
     most = len(rows) * len(PARTS[settings.kind])
     if len(tensors.names) > most:
         raise CheckpointError(f"{TENSORS_FILE}: {len(tensors.names)} tensors; expected at most {most} for this model")
@@ -201,10 +206,12 @@ def _describes(keys: frozenset[str] | None, first: int, path: str, layer: int | 
 
 
 def _read_low_rank(
-    tensors: TensorFiles, path: str, row: Parameter, size: tuple[int, int], settings: _Settings
+    tensors: TensorFiles, path: str, row: Parameter, size: tuple[int, ...], settings: _Settings
 ) -> LowRank:
-    out, width = size
     rank = settings.rank
+    if len(size) > 2:
+        return _read_experts(tensors, path, size, settings)
+    out, width = size
     embeds = row.role == "embedding"  # its lora_a is on the side of the tokens: the other way round than a projection's
     ends = (out, width) if embeds else (width, out)
     a = _read(tensors, f"{path}.lora_a", (ends[0], rank))
@@ -212,6 +219,17 @@ def _read_low_rank(
     down, up = (b.T, a.T) if embeds else (a, b)
     magnitude = _read(tensors, f"{path}.m", (out,)) if settings.kind == "dora" else None
     return LowRank(down, _bounded(f"{path}.lora_b times the scale", up * settings.scale), magnitude)
+
+
+def _read_experts(tensors: TensorFiles, path: str, size: tuple[int, ...], settings: _Settings) -> LowRank:
+    """The part of a stack of experts, whose factors mlx-lm has the other way round."""
+    if settings.kind == "dora":
+        raise ModelError(f"{path} has experts; a DoRA adapter scales rows of single matrices only")
+    experts, out, width = size
+    a = _read(tensors, f"{path}.lora_a", (experts, settings.rank, width))
+    b = _read(tensors, f"{path}.lora_b", (experts, out, settings.rank))
+    up = _bounded(f"{path}.lora_b times the scale", b.swapaxes(-1, -2) * settings.scale)
+    return LowRank(a.swapaxes(-1, -2), up, None)
 
 
 def _read(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> mx.array:

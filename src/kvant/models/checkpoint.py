@@ -10,7 +10,8 @@ from kvant.models.adapter import Adapter
 from kvant.models.architectures.table import Parameter
 from kvant.models.bias import divide_bias
 from kvant.models.config import ModelConfig
-from kvant.models.decoder import MLP, Attention, Block, Decoder
+from kvant.models.decoder import Attention, Block, Decoder
+from kvant.models.experts import Experts, check_gather
 from kvant.models.linear import (
     AdaptedMatrix,
     DenseMatrix,
@@ -21,7 +22,9 @@ from kvant.models.linear import (
     dense_matrix,
     quantized_matrix,
 )
-from kvant.models.parameters import matrices, vectors
+from kvant.models.mlp import MLP
+from kvant.models.parameters import matrices, parameters, vectors
+from kvant.models.stacking import stored_otherwise, take_stacked
 from kvant.models.tensors import FLOATS, Expected, TensorFiles
 from kvant.threads import check_process
 
@@ -91,9 +94,10 @@ def expected_tensors(config: ModelConfig, tensors: TensorFiles) -> Expected:
     """
     tied, head = is_tied(config, tensors), config.architecture.head.path
     expected: dict[str, tuple[tuple[int, ...], Sequence[str]]] = {}
-    for path, size in matrices(config).items():
-        if path != head or not tied:
-            expected |= _stored(config, tensors, path, size)
+    for path, _, row in parameters(config):
+        if len(row.shape) > 1 and (path != head or not tied):
+            stored = stored_otherwise(config, tensors, path, row)
+            expected |= _stored(config, tensors, path, config.shape(row)) if stored is None else stored
     expected |= {name: ((size,), FLOATS) for name, size in vectors(config).items()}
     known = {*expected, *(f"{head}.{part}" for part in ("weight", "scales", "biases") if tied)}
     extra = sorted(name for name in tensors.names - known if not name.endswith(IGNORED_SUFFIXES))
@@ -104,8 +108,8 @@ def expected_tensors(config: ModelConfig, tensors: TensorFiles) -> Expected:
 
 
 def _stored(config: ModelConfig, tensors: TensorFiles, path: str, size: tuple[int, ...]) -> Expected:
-    """The tensors of an (out, in) matrix: its weight, or its quantized weight, scales and biases."""
-    out, width = size
+    """The tensors of an (out, in) matrix, or of a stack of them: its weight, or quantized weight, scales and biases."""
+    *out, width = size
     if f"{path}.scales" not in tensors:
         return {f"{path}.weight": (size, FLOATS)}
     quantization = config.quantization_of(path)
@@ -114,10 +118,10 @@ def _stored(config: ModelConfig, tensors: TensorFiles, path: str, size: tuple[in
     bits, group = quantization.bits, quantization.group_size
     if width % group:
         raise CheckpointError(f"{path}: quantization group_size {group} does not divide its width {width}")
-    groups = (out, width // group)
+    groups = (*out, width // group)
     scales = {f"{path}.scales": (groups, FLOATS if quantization.has_biases else ("U8",))}
     biases = {f"{path}.biases": (groups, FLOATS)} if quantization.has_biases else {}
-    return {f"{path}.weight": ((out, width * bits // 32), ("U32",)), **scales, **biases}
+    return {f"{path}.weight": ((*out, width * bits // 32), ("U32",)), **scales, **biases}
 
 
 class _Builder:
@@ -145,10 +149,12 @@ class _Builder:
 
     def check_formats(self) -> None:
         """Refuse a quantization that MLX does not have on this device, before any matrix is read."""
-        stored = [path for path in matrices(self.config) if f"{path}.scales" in self.tensors]
-        for quantization in {self.config.quantization_of(path) for path in stored}:
+        stored = [(path, size) for path, size in matrices(self.config).items() if f"{path}.scales" in self.tensors]
+        for quantization, experts in {(self.config.quantization_of(path), len(size) > 2) for path, size in stored}:
             if quantization is not None:
                 check_device(quantization)
+                if experts:
+                    check_gather(quantization)
 
     def _block(self, index: int) -> Block:
         config, table = self.config, self.config.architecture
@@ -171,9 +177,23 @@ class _Builder:
                 rotates=config.rotates[index],
                 window=config.windows[index],
             ),
-            mlp=MLP(self._linear(path, "gate_up"), self._linear(path, "down")),
+            mlp=self._experts(path) if config.has_experts(index) else self._mlp(path),
             norms=norms,
             rms_norm_eps=config.rms_norm_eps,
+        )
+
+    def _mlp(self, path: str) -> MLP:
+        return MLP(self._linear(path, "gate_up"), self._linear(path, "down"))
+
+    def _experts(self, path: str) -> Experts:
+        settings = self.config.experts
+        assert settings is not None
+        return Experts(
+            router=self._linear(path, "router"),
+            gate_up_proj=self._linear(path, "experts_gate_up"),
+            down_proj=self._linear(path, "experts_down"),
+            per_token=settings.per_token,
+            normalized=settings.normalized,
         )
 
     def _query_key_norms(self, path: str) -> tuple[mx.array | None, tuple[mx.array, mx.array] | None]:
@@ -200,32 +220,36 @@ class _Builder:
         return Linear(self._matrices(prefix, rows), mx.concatenate(biases) if biases else None)
 
     def _matrices(self, prefix: str, rows: Sequence[Parameter]) -> tuple[Matrix, ...]:
-        """These matrices as one where their storage agrees, else one each."""
+        """These matrices, or stacks of them, as one where their storage agrees, else one each."""
         sizes = {prefix + row.path: self.config.shape(row) for row in rows}
         if not any(f"{path}.scales" in self.tensors for path in sizes):
-            return (dense_matrix([self._weight(path, size) for path, size in sizes.items()], self.dtype),)
-        parts = [self._one(path, size) for path, size in sizes.items()]
-        outputs = {path: size[0] for path, size in sizes.items()}
+            return (dense_matrix(self._weights(prefix, rows), self.dtype),)
+        parts = [self._one(prefix, row) for row in rows]
+        outputs = {path: size[-2] for path, size in sizes.items()}
         quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
         if len(quantized) == len(parts) and len({part.quantization for part in quantized}) == 1:
             return (self._adapted(quantized_matrix(quantized), outputs),)
         return tuple(self._adapted(part, {path: outputs[path]}) for part, path in zip(parts, sizes, strict=True))
 
-    def _weight(self, path: str, size: tuple[int, ...]) -> mx.array:
-        """A floating-point (out, in) matrix, with the part that an adapter adds to it."""
-        weight = self.tensors.take(f"{path}.weight", size)
-        return weight if self.adapter is None else self.adapter.fuse(path, weight, self.dtype)
+    def _weights(self, prefix: str, rows: Sequence[Parameter]) -> list[mx.array]:
+        """Floating-point (out, in) matrices, or stacks of them, with the part that an adapter adds to each."""
+        weights = take_stacked(self.config, self.tensors, prefix, rows)
+        if self.adapter is None:
+            return weights
+        paths = [prefix + row.path for row in rows]
+        return [self.adapter.fuse(*one, self.dtype) for one in zip(paths, weights, strict=True)]
 
     def _adapted(self, matrix: DenseMatrix | QuantizedMatrix, outputs: dict[str, int]) -> Matrix:
         """A quantized matrix, of the matrices at these paths side by side, with the part that an adapter adds."""
         factors = None if self.adapter is None else self.adapter.take(outputs, self.dtype)
         return matrix if factors is None else AdaptedMatrix(matrix, *factors)
 
-    def _one(self, path: str, size: tuple[int, ...]) -> DenseMatrix | QuantizedMatrix:
+    def _one(self, prefix: str, row: Parameter) -> DenseMatrix | QuantizedMatrix:
+        path = prefix + row.path
         quantization = self.config.quantization_of(path)
-        stored = _stored(self.config, self.tensors, path, size)
+        stored = _stored(self.config, self.tensors, path, self.config.shape(row))
         if len(stored) == 1 or quantization is None:
-            return dense_matrix([self._weight(path, size)], self.dtype)
+            return dense_matrix(self._weights(prefix, [row]), self.dtype)
         weight, scales, *biases = (self.tensors.take(name, *expected) for name, expected in stored.items())
         if not biases:
             return QuantizedMatrix(weight, scales, None, quantization)

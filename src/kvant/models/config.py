@@ -10,11 +10,12 @@ from kvant.errors import ModelError
 from kvant.fields import flag, number, shown, size, strings, token_ids
 from kvant.files import read_json, refuse_code
 from kvant.models.architectures import ARCHITECTURES
-from kvant.models.architectures.table import Architecture, Parameter
+from kvant.models.architectures.table import Architecture, ExpertSettings, Parameter
 from kvant.models.quantization import Quantization, read_quantization
 from kvant.models.rope import Rope, read_rope
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
+# The keys of experts, and whether an architecture with experts reads them.
+_EXPERTS = {"num_experts": True, "num_local_experts": True, "num_experts_per_tok": True, "n_routed_experts": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class ModelConfig:
         windows: of each layer, the last tokens that a query sees, its own included; None: it sees all.
         quantization: of every matrix; None: floating point.
         quantization_overrides: module path -> its own quantization, or None where it was left in floating point.
+        experts: of its layers; None: the model is dense.
     """
 
     architecture: Architecture
@@ -51,6 +53,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     quantization: Quantization | None = None
     quantization_overrides: Mapping[str, Quantization | None] = field(default_factory=dict)
+    experts: ExpertSettings | None = None
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
@@ -78,7 +81,7 @@ class ModelConfig:
             ModelError: a key that is missing or malformed, or a setting kvant does not implement.
         """
         architecture = _architecture(raw)
-        _refuse_unsupported(raw)
+        _refuse_unsupported(raw, architecture)
         heads = size(raw, "num_attention_heads")
         hidden = size(raw, "hidden_size")
         layers = size(raw, "num_hidden_layers", limit=4096)
@@ -118,6 +121,7 @@ class ModelConfig:
             eos_token_ids=token_ids(raw, "config.json"),
             quantization=quantization,
             quantization_overrides=overrides,
+            experts=architecture.expert_settings(raw, layers),
         )
 
     @property
@@ -135,6 +139,10 @@ class ModelConfig:
         """Whether queries and keys are normalized."""
         return bool(self.architecture.of_role("query_norm"))
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer has experts in place of one MLP."""
+        return self.experts is not None and self.experts.layers[layer]
+
     def shape(self, parameter: Parameter) -> tuple[int, ...]:
         """The shape of a parameter of the architecture, with this model's sizes."""
         sizes = {
@@ -145,6 +153,8 @@ class ModelConfig:
             "head": self.head_dim,
             "vocabulary": self.vocab_size,
         }
+        if self.experts is not None:
+            sizes |= {"experts": self.experts.count, "expert_inner": self.experts.inner_size}
         return tuple(sizes[name] for name in parameter.shape)
 
     def quantization_of(self, path: str) -> Quantization | None:
@@ -166,7 +176,7 @@ def _architecture(raw: Mapping[str, Any]) -> Architecture:
     return ARCHITECTURES[kind]
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+def _refuse_unsupported(raw: Mapping[str, Any], architecture: Architecture) -> None:
     """Refuse settings that would change the computation and are not implemented; none is ignored silently."""
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(f"config.json: hidden_act is {shown(raw['hidden_act'])}; expected 'silu'")
@@ -174,9 +184,9 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
         raise ModelError(f"config.json: partial_rotary_factor is {shown(raw['partial_rotary_factor'])}; expected 1.0")
     if flag(raw, "rope_traditional"):
         raise ModelError("config.json: rope_traditional is true; supported: false, pairs of p and p + head_dim / 2")
-    for key in _EXPERTS:
-        if raw.get(key):
-            raise ModelError(f"config.json: {key} is {shown(raw[key])}; mixtures of experts are not supported")
+    for key, known in _EXPERTS.items():
+        if raw.get(key) and not (known and architecture.experts):
+            raise ModelError(f"config.json: {key} is {shown(raw[key])}; {architecture.model_type} has no such experts")
 
 
 def _biases(raw: Mapping[str, Any], architecture: Architecture) -> frozenset[str]:

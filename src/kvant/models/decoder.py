@@ -12,7 +12,9 @@ from kvant.cache import AttentionCache, KVCache, ModelCache, QuantizedKVCache, W
 from kvant.errors import ContextError
 from kvant.models.bias import ProjectionBias
 from kvant.models.config import ModelConfig
+from kvant.models.experts import Experts
 from kvant.models.linear import Linear, Matrix
+from kvant.models.mlp import MLP
 from kvant.operators.attention import attend_tokens, window_mask
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.normalization import rms_norm
@@ -100,21 +102,8 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class MLP:
-    """SwiGLU: down(silu(gate(x)) * up(x)), gate and up in one matrix."""
-
-    gate_up_proj: Linear
-    down_proj: Linear
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """(B, S, hidden) -> (B, S, hidden)."""
-        gate, up = mx.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(gate * mx.sigmoid(gate) * up)
-
-
-@dataclass(frozen=True, slots=True)
 class Block:
-    """One layer: attention and MLP, each added to the stream.
+    """One layer: attention, and an MLP or experts, each added to the stream.
 
     Attributes:
         norms: the RMSNorms it has, by their role in the architecture's table: ``before_attention``,
@@ -122,7 +111,7 @@ class Block:
     """
 
     self_attn: Attention
-    mlp: MLP
+    mlp: MLP | Experts
     norms: Mapping[str, mx.array]
     rms_norm_eps: float
 
@@ -140,9 +129,8 @@ class Block:
     def arrays(self) -> list[mx.array]:
         """Every array the layer holds."""
         attention = self.self_attn
-        projections = (attention.qkv_proj, attention.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj)
         return [
-            *(a for projection in projections for a in projection.arrays),
+            *(a for part in (attention.qkv_proj, attention.o_proj, self.mlp) for a in part.arrays),
             *([] if attention.qkv_bias is None else attention.qkv_bias.arrays),
             *([] if attention.head_norm is None else [attention.head_norm]),
             *(attention.projection_norms or ()),
@@ -151,13 +139,14 @@ class Block:
 
 
 class Decoder:
-    """A dense language model, of one of :data:`kvant.models.architectures.ARCHITECTURES`.
+    """A language model, of one of :data:`kvant.models.architectures.ARCHITECTURES`.
 
     Attributes:
         config: its config.json.
         dtype: the dtype activations are computed in.
     """
 
+    always_fuses = True
     last_token_alone = False  # the logits of a prompt's last token are computed alone
 
     def __init__(
@@ -245,6 +234,20 @@ class Decoder:
             x = layer(x, rotate, cache)
         return rms_norm(x, self._norm, self.config.rms_norm_eps)
 
+    def can_compile(self, cache: ModelCache) -> bool:
+        """See :class:`kvant.models.LanguageModel`. No array of the cache may change its shape.
+
+        A window with a bias split is not compiled: the angles of a new token are computed in Python.
+        """
+        return all(
+            isinstance(layer, QuantizedKVCache) and (layer.window is None or layer.bias_split is None)
+            for layer in cache
+        )
+
+    def step_logits(self, token: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
+        """See :class:`kvant.models.LanguageModel`."""
+        return self.logits(self.states(token[None], offset, cache.compiled_views(offset, num_tokens))[:, -1])
+
     def check_cache(self, cache: Sequence[KVCache], batch: int | None = None) -> ModelCache:
         """The cache, or one made of a list of layers.
 
@@ -331,8 +334,10 @@ class Decoder:
 
     @property
     def nbytes_read(self) -> int:
-        """Bytes of the weights that a step of one token reads: all, except a table that only embeds."""
-        return self.nbytes - (0 if self._lm_head is None else sum(a.nbytes for a in self._embed_tokens.arrays))
+        """Bytes of the weights that a step of one token reads: not a table that only embeds, few of the experts."""
+        embedding = 0 if self._lm_head is None else sum(a.nbytes for a in self._embed_tokens.arrays)
+        idle = sum(layer.mlp.nbytes_idle for layer in self.layers if isinstance(layer.mlp, Experts))
+        return self.nbytes - embedding - idle
 
     @property
     def arrays(self) -> list[mx.array]:

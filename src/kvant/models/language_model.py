@@ -72,6 +72,24 @@ class LanguageModel(Protocol):
     def next_logits(self, inputs: mx.array, cache: ModelCache) -> mx.array:
         """Begin a step of (B, S) ids. Returns the logits (B, vocab) of the last position, not evaluated."""
 
+    @property
+    def always_fuses(self) -> bool:
+        """Whether every layer attends through the fused kernel where its cache uses it."""
+
+    def can_compile(self, cache: ModelCache) -> bool:
+        """Whether the step of one token through this cache can be a compiled function.
+
+        Some models are tried out, in the time of two steps, once the cache holds a token; until then the answer is yes.
+        """
+
+    def step_logits(self, token: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
+        """Logits (1, vocab) of the step of a token (1,), in operations that are the same for any offset.
+
+        Args:
+            offset: integer array (), tokens so far.
+            num_tokens: cached tokens that are read, more than ``offset``.
+        """
+
     def check_cache(self, cache: Sequence[KVCache], batch: int | None = None) -> ModelCache:
         """The cache, or one made of a list of layers.
 

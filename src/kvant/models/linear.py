@@ -1,4 +1,7 @@
-"""Matrices as the device likes to multiply them: dense ones stored (in, out), quantized ones as MLX packs them."""
+"""Matrices as the device likes to multiply them: dense ones stored (in, out), quantized ones as MLX packs them.
+
+A layer's experts have a matrix for each: then every array has an axis of experts first (:mod:`kvant.models.experts`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +35,7 @@ class DenseMatrix:
     @property
     def num_rows(self) -> int:
         """Outputs."""
-        return self.weight.shape[1]
+        return self.weight.shape[-1]
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -118,7 +121,7 @@ class QuantizedMatrix:
     @property
     def num_rows(self) -> int:
         """Outputs."""
-        return self.weight.shape[0]
+        return self.weight.shape[-2]
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -177,6 +180,11 @@ class Linear:
         output = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
         return output if self.bias is None else output + self.bias
 
+    @property
+    def num_rows(self) -> int:
+        """Outputs."""
+        return sum(matrix.num_rows for matrix in self.matrices)
+
     def rows(self, first: int, last: int) -> mx.array:
         """Rows of the matrices side by side, (last - first, in), of one matrix or of whole ones."""
         found = []
@@ -194,8 +202,11 @@ class Linear:
 
 
 def dense_matrix(weights: Sequence[mx.array], dtype: mx.Dtype) -> DenseMatrix:
-    """One matrix from the checkpoint's (out, in) matrices, their rows side by side, stored as the device likes it."""
-    weight = mx.concatenate(list(weights), axis=0).astype(dtype).T  # (out, in) -> (in, out)
+    """One matrix from the checkpoint's (out, in) matrices, their rows side by side, stored as the device likes it.
+
+    Those of experts, (experts, out, in), are side by side expert by expert.
+    """
+    weight = mx.concatenate(list(weights), axis=-2).astype(dtype).swapaxes(-1, -2)  # (out, in) -> (in, out)
     if mx.default_device().type == mx.cpu:
         weight = mx.contiguous(weight)  # other devices multiply the transposed view best
     mx.eval(weight)  # matrix by matrix: its sources, up to twice its bytes, are not held for a whole layer
@@ -207,7 +218,7 @@ def quantized_matrix(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     if len(parts) == 1:
         return parts[0]
     weight, scales, *biases = (
-        mx.concatenate(list(rows), axis=0) for rows in zip(*(m.arrays for m in parts), strict=True)
+        mx.concatenate(list(rows), axis=-2) for rows in zip(*(m.arrays for m in parts), strict=True)
     )
     return QuantizedMatrix(weight, scales, biases[0] if biases else None, parts[0].quantization)
 
@@ -225,7 +236,12 @@ def check_device(quantization: Quantization) -> None:
         matrix = QuantizedMatrix(weight, scales, biases[0] if biases else None, quantization)
         mx.eval([matrix.project(mx.ones((rows, 512))) for rows in (1, 32)], matrix.rows(mx.array([0])))
     except (RuntimeError, ValueError) as error:
-        raise ModelError(
-            f"MLX cannot use {quantization.bits}-bit {quantization.mode} weights in groups of "
-            f"{quantization.group_size} on this device ({mx.default_device().type}): {one_line(error)}"
-        ) from error
+        raise unusable(quantization, error) from error
+
+
+def unusable(quantization: Quantization, error: Exception) -> ModelError:
+    """The error of a format that MLX does not multiply with on this device."""
+    return ModelError(
+        f"MLX cannot use {quantization.bits}-bit {quantization.mode} weights in groups of "
+        f"{quantization.group_size} on this device ({mx.default_device().type}): {one_line(error)}"
+    )

@@ -22,6 +22,7 @@ from support.checkpoints import (
     reference_logits,
     reference_model,
     save_checkpoint,
+    stored_by_transformers,
 )
 from support.command import COMMAND, QUESTION, call, run
 from support.numbers import relative_error
@@ -122,6 +123,39 @@ def test_every_architecture(tmp_path: Path, pocket_folder: Path, kind: str) -> N
     config = CONFIGS[kind] | {"vocab_size": 1280}
     source = _source(tmp_path / "source", config, reference_model(config), pocket_folder)
     convert_folder(source, tmp_path / "dest", FOUR_BITS)
+    _check_loads(tmp_path / "dest")
+
+
+@pytest.mark.parametrize("way", ["each", "joined"])
+@pytest.mark.parametrize("to", [FOUR_BITS, WeightFormat.choose(mode="mxfp4"), WeightFormat.choose(0, dtype="bfloat16")])
+def test_experts_as_transformers_stores_them(tmp_path: Path, pocket_folder: Path, way: str, to: WeightFormat) -> None:
+    """They are stacked as mlx-lm has them; its router keeps the bits that mlx-lm gives it, or its own dtype."""
+    config = CONFIGS["qwen3_moe"] | {"vocab_size": 1280}
+    stacked = _source(tmp_path / "stacked", config, reference_model(config), pocket_folder)
+    del config["num_experts"], config["decoder_sparse_step"]
+    source = _source(tmp_path / "source", config | {"num_local_experts": 8}, nn.Module(), pocket_folder)
+    weights = mx.load(str(stacked / "model.safetensors"))
+    assert isinstance(weights, dict)
+    mx.save_safetensors(str(source / "model.safetensors"), stored_by_transformers(weights, way))
+    done = convert_folder(source, tmp_path / "dest", to)
+    assert mx.array_equal(_check_loads(tmp_path / "dest"), _converted_logits(stacked, tmp_path / "other", to))
+    assert done.unquantized == ()
+    if to.bits:
+        said = json.loads((tmp_path / "dest" / "config.json").read_text())["quantization"]
+        assert said["model.layers.1.mlp.gate"] == {"group_size": 64, "bits": 8}
+
+
+def _converted_logits(source: Path, dest: Path, to: WeightFormat) -> mx.array:
+    convert_folder(source, dest, to)
+    return kvant.load(dest)[0](mx.array([IDS]))[0]
+
+
+def test_a_router_that_its_own_groups_do_not_divide(tmp_path: Path, pocket_folder: Path) -> None:
+    """Groups of 32 divide a width of 96; those of 64 that mlx-lm takes for a router do not."""
+    config = CONFIGS["qwen3_moe"] | {"vocab_size": 1280, "hidden_size": 96, "head_dim": 32}
+    source = _source(tmp_path / "source", config, reference_model(config), pocket_folder)
+    done = convert_folder(source, tmp_path / "dest", FOUR_BITS)
+    assert done.unquantized == ("model.layers.1.mlp.gate",)
     _check_loads(tmp_path / "dest")
 
 

@@ -63,6 +63,12 @@ def olmo2(*sizes: Any) -> Shape:
     return replace(qwen2(*sizes), model_type="olmo2", large_key_bias=False)
 
 
+def qwen3_moe(experts: int, per_token: int, inner: int, *sizes: Any) -> Shape:
+    """The same as :func:`qwen3`, with experts."""
+    shape = replace(qwen3(*sizes), model_type="qwen3_moe", num_experts=experts)
+    return replace(shape, num_experts_per_tok=per_token, moe_intermediate_size=inner)
+
+
 # docs/memory-plan.md records these cases in their long form; the gate reads shorter prompts.
 LAYERS, TOKENS = count(4, 16), count(200, 448)
 MANY_KEYS = (32, LAYERS, 32, 32, 64, 32, 500, True)  # keys and values outweigh everything else
@@ -82,6 +88,11 @@ CASES = {
     "windows": Case(qwen2(*MANY_KEYS), 3 * TOKENS, step=64, window=TOKENS),
     "windows, 4 bits": Case(qwen3(*MANY_KEYS), 2 * TOKENS, kv_bits=4, step=64, window=TOKENS // 2),
     "norms of whole projections": Case(olmo2(256, 2, 4, 2, 64, 2048, 1000, True), 770, step=768),
+    "experts, one for each row": Case(qwen3_moe(64, 4, 128, 512, 2, 8, 2, 64, 512, 1000, True), 50, step=48),
+    "experts in turn": Case(qwen3_moe(16, 4, 256, 512, 2, 8, 2, 64, 512, 1000, True), 770, step=768),
+    "4-bit experts in turn": Case(
+        qwen3_moe(16, 2, 1024, 1024, 2, 8, 2, 64, 512, 1000, False), 300, weight_bits=4, step=256
+    ),
     "few queries, whose scores take the keys' bias": Case(qwen2(64, 1, 16, 2, 64, 64, 100, True), 1000, step=8),
 }
 
@@ -146,7 +157,8 @@ def test_a_plan_has_no_slack_to_hide_in() -> None:
     assert made.total == made.arrays + made.process
     record = as_record(made)
     assert record["total"] == made.total
-    assert sorted(record) == sorted(["weights", "cache", "state", "scratch", "loading", "process", "arrays", "total"])
+    parts = ["weights", "weights_read", "cache", "state", "scratch", "loading", "process", "arrays", "total"]
+    assert sorted(record) == sorted(parts)
 
 
 @pytest.mark.parametrize("make", [qwen2_config, qwen3_config, llama_config])

@@ -18,10 +18,15 @@ class Parameter:
         path: its module in the checkpoint, or in each layer.
         role: its place in the decoder. Projections of one role share their input. They are held as one matrix, their
             outputs side by side in the order of the table.
-        shape: (outputs, inputs) of a projection, (size,) of a norm, by the names in :meth:`ModelConfig.shape`.
+        shape: (outputs, inputs) of a projection, (experts, outputs, inputs) of one for each expert, (size,) of a norm,
+            by the names in :meth:`ModelConfig.shape`.
         shard: the axis of the weight that ranks would divide, whole heads to each; None: each holds all of it. The
             bias goes with the outputs. Where ranks divide the inputs, one of them adds it.
         bias: the flag under which a projection has a bias (outputs,), the same for all of a role; None: it has none.
+        each: of experts: the path of one expert's matrix, ``{}`` its number, in checkpoints that do not stack them.
+        joined: of experts: the tensor with all matrices of the role, outputs side by side, in checkpoints that join
+            them.
+        converted: (bits, group size) that mlx-lm's converter takes for it, whatever it takes for the others.
     """
 
     path: str
@@ -29,6 +34,9 @@ class Parameter:
     shape: tuple[str, ...]
     shard: int | None = None
     bias: str | None = None
+    each: str | None = None
+    joined: str | None = None
+    converted: tuple[int, int] | None = None
 
 
 QKV = (
@@ -55,8 +63,27 @@ def sliding(window: int, types: Sequence[str]) -> tuple[int | None, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertSettings:
+    """The experts of a model: MLPs of which each token takes a few.
+
+    Attributes:
+        count: of the experts in a layer.
+        per_token: the experts that a token takes.
+        inner_size: of one expert's MLP.
+        normalized: a token's shares of its experts add up to 1; otherwise they are parts of a softmax over all.
+        layers: whether each layer has experts. The others have one MLP.
+    """
+
+    count: int
+    per_token: int
+    inner_size: int
+    normalized: bool
+    layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
-    """A dense decoder. Defaults are those that transformers takes where config.json says nothing.
+    """A decoder, dense or with experts. Defaults are those that transformers takes where config.json says nothing.
 
     Attributes:
         name: in config.json's ``architectures``.
@@ -73,6 +100,8 @@ class Architecture:
         windows: of config.json, the number of layers and its checked ``layer_types``: of each layer, the number of last
             tokens that a query sees, itself included; None: it sees all.
         rotates: of config.json and the number of layers: whether each layer turns its queries and keys.
+        experts: the parameters of a layer with experts in place of those of :data:`MLP`; none: the model is dense.
+        expert_settings: of config.json and the number of layers; None: the model is dense.
     """
 
     name: str
@@ -90,6 +119,8 @@ class Architecture:
         sliding(size(raw, "sliding_window"), types) if "sliding_attention" in types else (None,) * layers
     )
     rotates: Callable[[Mapping[str, Any], int], tuple[bool, ...]] = lambda raw, layers: (True,) * layers
+    experts: tuple[Parameter, ...] = ()
+    expert_settings: Callable[[Mapping[str, Any], int], ExpertSettings | None] = lambda raw, layers: None
     embedding: Parameter = Parameter("model.embed_tokens", "embedding", ("vocabulary", "hidden"))
     layers: str = "model.layers.{}."
     final_norm: Parameter = Parameter("model.norm", "final_norm", ("hidden",))
@@ -97,4 +128,11 @@ class Architecture:
 
     def of_role(self, role: str) -> list[Parameter]:
         """A layer's parameters with this role; none where the architecture has no such part."""
-        return [parameter for parameter in self.layer if parameter.role == role]
+        return [parameter for parameter in (*self.layer, *self.experts) if parameter.role == role]
+
+    def of_layer(self, has_experts: bool) -> tuple[Parameter, ...]:
+        """The parameters of a layer that has experts, or of one that has an MLP."""
+        if not has_experts:
+            return self.layer
+        in_mlp = {parameter.role for parameter in MLP}
+        return (*(parameter for parameter in self.layer if parameter.role not in in_mlp), *self.experts)

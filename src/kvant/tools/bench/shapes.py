@@ -31,7 +31,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a model, counts of elements, by their names in config.json. Its other settings are the defaults."""
+    """The sizes of a model, counts of elements, by their names in config.json. Its other settings are the defaults.
+
+    A model with experts has them in every layer, and a token's shares of them add up to 1.
+    """
 
     name: str
     model_type: str
@@ -47,6 +50,9 @@ class Shape:
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
     large_key_bias: bool = False
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
 
 
 # As in the config.json of Qwen/Qwen2.5-{0.5B,1.5B,7B}-Instruct and Qwen/Qwen3-0.6B, and of the embedded model, whose
@@ -150,7 +156,7 @@ def shape_bytes(shape: Shape, bits: int, group_size: int = 64) -> int:
     _check_quantization(shape, bits, group_size)
     total = 0
     for dims in (dims for part in _parts(shape) for dims in part.values()):
-        if len(dims) == 2 and bits:  # quantized values, and a bfloat16 scale and bias a group
+        if len(dims) > 1 and bits:  # quantized values, and a bfloat16 scale and bias a group
             total += math.prod(dims) * bits // 8 + math.prod(dims) // group_size * 2 * 2
         else:
             total += math.prod(dims) * 2
@@ -160,9 +166,10 @@ def shape_bytes(shape: Shape, bits: int, group_size: int = 64) -> int:
 def _check_quantization(shape: Shape, bits: int, group_size: int) -> None:
     if bits not in (0, 4, 8):
         raise ValueError(f"bits is {bits!r}; expected 0, 4 or 8")
-    widths = (shape.hidden_size, shape.intermediate_size, shape.num_attention_heads * shape.head_dim)
+    widths = {shape.hidden_size, shape.intermediate_size, shape.num_attention_heads * shape.head_dim}
+    widths |= {shape.moe_intermediate_size or shape.hidden_size}
     if bits and (group_size not in (32, 64, 128) or any(width % group_size for width in widths)):
-        raise ValueError(f"group_size is {group_size!r}; expected 32, 64 or 128, a divisor of {widths}")
+        raise ValueError(f"group_size is {group_size!r}; expected 32, 64 or 128, a divisor of {sorted(widths)}")
 
 
 def _parts(shape: Shape) -> list[dict[str, tuple[int, ...]]]:
@@ -188,6 +195,9 @@ def _config(shape: Shape, bits: int, group_size: int, context: int | None) -> di
     config = asdict(shape) | {"architectures": [ARCHITECTURES[shape.model_type].name]}
     config |= {"hidden_act": "silu", "torch_dtype": "bfloat16"}
     del config["name"], config["large_key_bias"]  # not of the model's
+    config = {key: value for key, value in config.items() if value is not None}
+    if shape.num_experts is not None:  # mlx-lm asks for all of these
+        config |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
     if context is not None:
         config["max_position_embeddings"] = context
     if bits:
@@ -218,17 +228,17 @@ class _RandomWeights:
                 found |= {f"{name}.{kind}": tensor for kind, tensor in self._matrix(*dims).items()}
         return found
 
-    def _matrix(self, out: int, width: int) -> dict[str, mx.array]:
-        bits = self._bits
+    def _matrix(self, *dims: int) -> dict[str, mx.array]:
+        bits, width = self._bits, dims[-1]
         if not bits:
-            return {"weight": self._normals(out * width, width**-0.5).reshape(out, width)}
-        words = self._integers(out * width * bits // 32, mx.uint32)
+            return {"weight": self._normals(math.prod(dims), width**-0.5).reshape(dims)}
+        words = self._integers(math.prod(dims) * bits // 32, mx.uint32)
         levels = 2**bits  # values are uniform in 0 .. levels - 1: their variance is (levels^2 - 1) / 12
         scale = mx.array((12 / (levels**2 - 1) / width) ** 0.5).astype(mx.bfloat16)
         bias = (scale.astype(mx.float32) * (1 - levels) / 2).astype(mx.bfloat16)
-        groups = (out, width // self._group_size)
+        groups = (*dims[:-1], width // self._group_size)
         return {
-            "weight": words.reshape(out, width * bits // 32),
+            "weight": words.reshape(*dims[:-1], width * bits // 32),
             "scales": mx.broadcast_to(scale, groups),
             "biases": mx.broadcast_to(bias, groups),
         }

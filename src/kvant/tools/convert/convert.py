@@ -7,7 +7,7 @@ tokenizer's files anew and copies the folder's Python files.
 
 import importlib
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from kvant.files import read_json
 from kvant.models.checkpoint import Progress, expected_tensors
 from kvant.models.config import ModelConfig
 from kvant.models.parameters import matrices
+from kvant.models.stacking import expert_roles, expert_tensors, take_stacked
 from kvant.models.tensors import TensorFiles
 from kvant.text.tokenizer import load_tokenizer
 from kvant.tools.convert.new_folder import appearing, carried_files, check_new, check_room, copy_files
@@ -117,6 +118,11 @@ def _explicit(raw: Mapping[str, Any], config: ModelConfig, tied: bool) -> dict[s
         "num_key_value_heads": config.num_key_value_heads,
         "rms_norm_eps": config.rms_norm_eps,
     }
+    experts = config.experts
+    if experts is not None:  # transformers 5 writes num_local_experts
+        understood |= {"num_experts": experts.count, "num_experts_per_tok": experts.per_token}
+        understood |= {"moe_intermediate_size": experts.inner_size, "norm_topk_prob": experts.normalized}
+        understood |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     missing = {key: value for key, value in understood.items() if raw.get(key) is None and value is not None}
     # mlx-lm's qwen2 and llama don't look into rope_parameters (0.32.2), where transformers 5 puts all of this.
     if raw.get("rope_parameters"):
@@ -131,7 +137,14 @@ def _build(
     from mlx_lm.utils import MODEL_REMAPPING, quantize_model
 
     tensors = TensorFiles(source)
-    weights = {name: tensors.take(name, shape) for name, shape in _expected(config, tensors).items()}
+    expected = _expected(config, tensors)
+    weights = {  # mlx-lm stacks experts
+        f"{prefix}{row.path}.weight": stack
+        for prefix, rows in expert_roles(config)
+        for row, stack in zip(rows, take_stacked(config, tensors, prefix, rows), strict=True)
+    }
+    experts = {name for prefix, rows in expert_roles(config) for name in expert_tensors(config, prefix, rows)}
+    weights |= {name: tensors.take(name, shape) for name, shape in expected.items() if name not in experts}
     settings = _explicit(raw, config, tied=f"{config.architecture.head.path}.weight" not in weights)
     kind = config.model_type
     arch = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
@@ -145,8 +158,22 @@ def _build(
         settings["dtype" if "dtype" in settings else "torch_dtype"] = to.dtype
     if to.bits:
         with redirect_stdout(io.StringIO()):  # it prints
-            model, settings = quantize_model(model, settings, to.group_size, to.bits, mode=to.mode)
+            model, settings = quantize_model(
+                model, settings, to.group_size, to.bits, mode=to.mode, quant_predicate=_predicate(model)
+            )
     return model, settings, sum(array.nbytes for array in weights.values())
+
+
+def _predicate(model: Any) -> Callable[[str, Any], bool | dict[str, Any]]:
+    """mlx-lm's own choice for each module, but for one whose width its own group size does not divide: it stays."""
+    chosen = getattr(model, "quant_predicate", None) or (lambda path, module: True)
+
+    def predicate(path: str, module: Any) -> bool | dict[str, Any]:
+        found: bool | dict[str, Any] = chosen(path, module)
+        left = isinstance(found, dict) and module.weight.shape[-1] % found["group_size"]
+        return False if left else found
+
+    return predicate
 
 
 def _bits_per_weight(model: Any) -> float:

@@ -30,6 +30,7 @@ class BridgedNeeds:
     """Bytes of a run; as the attributes of :class:`kvant.tools.plan.MemoryPlan`."""
 
     weights: int
+    weights_read: int
     cache: int
     state: int
     scratch: int
@@ -115,14 +116,14 @@ class BridgedCheckpoint:
             ValueError: a cache format that is none, or a cache that kvant has nothing for.
         """
         from kvant.bridge.cache import entries_bytes
-        from kvant.bridge.model import by_layer
+        from kvant.bridge.model import by_layer, bytes_read
         from kvant.bridge.probe import Attention, State, probe
 
         module = self._module(on_cpu)
         entries = probe(module)
         leaves = [leaf for entry in entries for leaf in (entry if isinstance(entry, tuple) else (entry,))]
         layers = [sum(array.nbytes for array in own.values()) for own in by_layer(module).values()]
-        weights = sum(layers)
+        weights, read = sum(layers), bytes_read(module, self.config.experts_used)
         loading = weights + 2 * max(layers, default=0)  # a layer's tensors as stored, put together, and cast
         row = max((a.num_kv_heads * (a.key_dim + a.value_dim) for a in leaves if isinstance(a, Attention)), default=0)
         state = max((leaf.nbytes for leaf in leaves if isinstance(leaf, State)), default=0)
@@ -137,7 +138,7 @@ class BridgedCheckpoint:
             cache = entries_bytes(entries, tokens, quant_bit=kv_bits, quant_group=kv_group_size)
             logits = LOGITS_COPIES * FLOAT32 * self.config.vocab_size
             scratch = max(chunk(min(prefill_step_size, tokens), tokens), chunk(1, tokens) + logits)
-            return BridgedNeeds(weights, cache.keys_values, cache.state, scratch + cache.state, loading)
+            return BridgedNeeds(weights, read, cache.keys_values, cache.state, scratch + cache.state, loading)
 
         return needed
 

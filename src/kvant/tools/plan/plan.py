@@ -52,6 +52,7 @@ class MemoryPlan:
         max_kv_size: tokens reserved in the cache.
         settings: of the run.
         weights: as they are held, whatever is held twice counted twice.
+        weights_read: the part of them that one token reads: of the experts a few.
         cache: quantized values, scales and bias tables of all layers; reserved before the first token.
         scratch: an upper bound of what a chunk of the prompt, or a step of decoding, takes beside them.
         loading: the most while the weights are loaded, before there is a cache.
@@ -62,6 +63,7 @@ class MemoryPlan:
     max_kv_size: int
     settings: Settings
     weights: int
+    weights_read: int
     cache: int
     scratch: int
     loading: int
@@ -174,6 +176,7 @@ def _bridged_planner(checkpoint: BridgedCheckpoint, settings: Settings, on_cpu: 
             max_kv_size=tokens,
             settings=settings,
             weights=needed.weights,
+            weights_read=needed.weights_read,
             cache=needed.cache,
             scratch=needed.scratch,
             loading=needed.loading,
@@ -200,7 +203,7 @@ def _planner(
     on_cpu = (device or default_device()) == "cpu"
     itemsize = FLOAT32 if on_cpu else checkpoint.float_bytes
     pairs = _pairs(config, settings, split_pairs)
-    weights = checkpoint.held_bytes(itemsize)
+    weights, weights_read = checkpoint.held_bytes(itemsize), checkpoint.read_bytes(itemsize)
     loading = checkpoint.loading_bytes(itemsize, on_cpu=on_cpu)
     widest = max(pairs) if pairs else None
     row = _row_bytes(config, settings, itemsize)
@@ -233,6 +236,7 @@ def _planner(
             max_kv_size=tokens,
             settings=settings,
             weights=weights,
+            weights_read=weights_read,
             cache=cache,
             scratch=scratch,
             loading=loading,

@@ -9,9 +9,13 @@ terms.
 S new tokens, T cached tokens read, H query heads, K kv heads, D head_dim.
 """
 
+from collections.abc import Sequence
+
 from kvant.cache.window import SLACK
 from kvant.models.config import ModelConfig
+from kvant.models.experts import takes_turns
 from kvant.models.linear import DEQUANTIZE_FROM_ROWS, DEQUANTIZED_ELEMENTS, PARALLEL_ELEMENTS
+from kvant.models.quantization import Quantization
 from kvant.operators.attention import BLOCK_SCORE_BYTES, GPU_FUSED_HEAD_DIMS
 from kvant.operators.bias_split import MAX_SCORE_QUERIES
 from kvant.operators.streams import cpu_streams
@@ -51,7 +55,7 @@ def scratch_bytes(
         tokens: T.
         window: the last tokens that the layer's queries see; None: all.
     """
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     Q, KV = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     dequantized = on_cpu and config.quantization is not None and new >= DEQUANTIZE_FROM_ROWS
     made = 1 + dequantized + adapted  # a product is made in parts, joined, and added to an adapter's
@@ -60,7 +64,7 @@ def scratch_bytes(
     qkv = 3 * hidden + made * (Q + 2 * KV) + 2 * (Q + KV) * (1 + config.query_key_norm)
     append = 2 * KV * (4 if kv_bits else 1)  # joined; with bits also their magnitudes, quotients and quantized values
     attention = (Q + KV) + 3 * Q + (made + 1) * hidden  # rotated; outputs of blocks, joined, transposed; o_proj; sum
-    mlp = 3 * hidden + made * (2 * inner + hidden) + inner  # norm; gate and up, down; the gate's sigmoid
+    mlp = 3 * hidden + _mlp(config, made)  # norm
 
     windowed = window is not None and window < tokens
     if windowed and window is not None:  # the rows of its ring and the new ones
@@ -86,11 +90,28 @@ def scratch_bytes(
         between += tokens * (row + 2 * KV // kv_group_size * 2) + MASK_BYTES * new * tokens
     if pairs and new > MAX_SCORE_QUERIES:
         between += cached // 2 * FLOAT32  # the keys with their bias
-    if dequantized:  # o_proj and gate_up take longer than the queue is
-        return max(before + between, after) + _dequantized(config)
+    experts, ended = config.experts, 0
+    if on_cpu and experts is not None and takes_turns(new * experts.per_token, experts.count):
+        # The last forms of a layer's rows, joined, in order, times their shares, may be held while the next begins.
+        ended = 3 * new * experts.per_token * hidden * itemsize
+    # o_proj and gate_up take longer than the queue is. The choice of experts is waited for.
+    if dequantized or (ended and experts is not None and all(experts.layers)):
+        return max(ended + before + between, after) + (_dequantized(config) if dequantized else 0)
     if on_cpu and blocks > AHEAD:  # so do the blocks
         return between + max(before, after)
     return before + between + after
+
+
+def _mlp(config: ModelConfig, made: int) -> int:
+    """Numbers for each new token in an MLP, or in the experts that it goes through; the larger where both are there."""
+    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.experts
+    mlp = made * (2 * inner + hidden) + inner  # gate and up, down; the gate's sigmoid
+    if experts is None or not any(experts.layers):
+        return mlp
+    # For each expert of a token: its row, as for an MLP, outputs joined, back in order, times their shares; the order.
+    row = hidden + made * (2 * experts.inner_size + hidden) + experts.inner_size + 3 * hidden + 8
+    routed = 4 * experts.count + experts.per_token * row + hidden
+    return routed if all(experts.layers) else max(mlp, routed)
 
 
 def _scores(config: ModelConfig, on_cpu: bool, new: int, tokens: int) -> tuple[int, int]:
@@ -104,11 +125,21 @@ def _scores(config: ModelConfig, on_cpu: bool, new: int, tokens: int) -> tuple[i
 
 def _dequantized(config: ModelConfig) -> int:
     """Bytes of the floating-point weights made of quantized matrices that are held, and of unpacking them."""
-    quantization = config.quantization
-    assert quantization is not None
-    hidden, inner = config.hidden_size, config.intermediate_size
+    assert config.quantization is not None
+    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.experts
     Q, KV = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    matrices = sorted([(Q + 2 * KV) * hidden, Q * hidden, 2 * inner * hidden, inner * hidden])
+    attention, mlp = [(Q + 2 * KV) * hidden, Q * hidden], [2 * inner * hidden, inner * hidden]
+    if experts is None or not any(experts.layers):
+        return _unpacked(config.quantization, attention + mlp)
+    largest = 2 * experts.inner_size * hidden
+    at_work = 1 if largest >= PARALLEL_ELEMENTS else len(cpu_streams())  # an expert for all cores, or one for each
+    expert = _unpacked(config.quantization, [largest, largest // 2])
+    return max(_unpacked(config.quantization, attention if all(experts.layers) else attention + mlp), at_work * expert)
+
+
+def _unpacked(quantization: Quantization, matrices: Sequence[int]) -> int:
+    """The same of matrices of so many numbers, one after the other."""
+    matrices = sorted(matrices)
     if not quantization.has_biases:  # small floats, looked up
         unpacking, at_once = (5 if quantization.bits == 4 else 1), len(matrices)
     elif 32 % quantization.bits:  # a word for every bit

@@ -1,5 +1,6 @@
 """The bytes of a checkpoint, from its config.json and the sizes of its files: nothing else is read."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -83,7 +84,9 @@ class Checkpoint:
         return replace(self, adapter_bytes=tensors_file(folder).stat().st_size)
 
     def quantized(self, bits: int, group_size: int) -> "Checkpoint":
-        """As if converted by mlx-lm: every matrix, the embedding and the head too, but where a group does not divide.
+        """As if converted: every matrix, the embedding and the head too, but where a group does not divide.
+
+        A router has the bits that mlx-lm gives it.
 
         Raises:
             ModelError: a checkpoint that is quantized already, or bits or a group MLX does not have.
@@ -91,8 +94,16 @@ class Checkpoint:
         if self.config.quantization is not None:
             bits_now = self.config.quantization.bits
             raise ModelError(f"the weights are quantized already, to {bits_now} bits; only float ones can be")
-        left = {path: None for path, (_, width) in matrices(self.config).items() if width % group_size}
+        others: dict[str, Quantization | None] = {}
+        for path, _, row in parameters(self.config):
+            width = self.config.shape(row)[-1]
+            own_bits, own_group = row.converted or (bits, group_size)
+            if width % group_size or width % own_group:
+                others[path] = None
+            elif row.converted is not None:
+                others[path] = Quantization(bits=own_bits, group_size=own_group)
         quantization = Quantization(bits=bits, group_size=group_size)
+        left = {path: other for path, other in others.items() if path in matrices(self.config)}
         return replace(self, config=replace(self.config, quantization=quantization, quantization_overrides=left))
 
     @property
@@ -109,6 +120,18 @@ class Checkpoint:
         """
         kept = sum(kept for kept, _ in self._loaded(itemsize))
         return kept + self._vector_bytes(itemsize) + ADAPTER_COPIES * self.adapter_bytes
+
+    def read_bytes(self, itemsize: int) -> int:
+        """Bytes of the weights that one token reads: of the experts a few, and not a table that only embeds."""
+        total, experts = self.held_bytes(itemsize), self.config.experts
+        for path, _, row in parameters(self.config):
+            size = self.config.shape(row)
+            if row.role == "embedding" and not self.tied:
+                total -= self._matrix_bytes(path, size, itemsize)
+            elif len(size) > 2 and experts is not None:
+                idle = experts.count - experts.per_token
+                total -= self._matrix_bytes(path, size, itemsize) * idle // experts.count
+        return total
 
     def loading_bytes(self, itemsize: int, *, on_cpu: bool) -> int:
         """The most bytes held while loading: the weights so far, and a matrix in the forms it goes through.
@@ -139,22 +162,24 @@ class Checkpoint:
                     passing += floats * (itemsize != self.float_bytes) + held * fused
             yield kept, passing
 
-    def _in_order(self) -> Iterator[tuple[str, str, tuple[int, int], bool]]:
+    def _in_order(self) -> Iterator[tuple[str, str, tuple[int, ...], bool]]:
         """(a key that those evaluated together share, path, size, fused or not) of each matrix, in loading order."""
         sizes = dict(self._matrices())
         rows = [(path, layer, row) for path, layer, row in parameters(self.config) if path in sizes]
         for path, layer, row in sorted(rows, key=lambda entry: entry[1] is not None):  # the head before the layers
             quantized = self.config.quantization_of(path) is not None
             together = f"{layer}" if layer is not None and quantized else f"{layer} {row.role}"
-            yield together, path, sizes[path], len(self.config.architecture.of_role(row.role)) > 1
+            # Experts are put into one stack, which is as much as being fused with another matrix.
+            fused = len(self.config.architecture.of_role(row.role)) > 1 or len(sizes[path]) > 2
+            yield together, path, sizes[path], fused
 
-    def _matrices(self) -> Iterator[tuple[str, tuple[int, int]]]:
+    def _matrices(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         head = self.config.architecture.head.path
         return ((path, size) for path, size in matrices(self.config).items() if path != head or not self.tied)
 
-    def _matrix_bytes(self, path: str, size: tuple[int, int], itemsize: int) -> int:
+    def _matrix_bytes(self, path: str, size: tuple[int, ...], itemsize: int) -> int:
         quantization = self.config.quantization_of(path)
-        elements = size[0] * size[1]
+        elements = math.prod(size)
         if quantization is None:
             return elements * itemsize
         # Quantized values, and for each group a scale and a bias, or a scale of one byte.

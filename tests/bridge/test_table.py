@@ -7,6 +7,7 @@ from importlib.metadata import version
 import architectures as table
 import mlx.core as mx
 import pytest
+from support.counts import count
 from support.tiny_models import build
 
 from kvant.bridge.architectures import NEEDS_METAL
@@ -38,6 +39,11 @@ def test_an_architecture_through_kvant_s_cache(name: str) -> None:
         assert table.worst(table.errors(table.in_one_call(model, tokens), expected)) < AGREE
     alone = table.finite(model(mx.array([tokens[-1:]]))[0, -1:])
     assert table.worst(table.errors(alone, expected[-1:])) > 0.1  # what is cached decides the logits
+    assert table.kinds(model) == FIGURES[name]["caches"]
+    assert table.has_sinks(model) == FIGURES[name]["sinks"]
+    assert all(window < table.FEEDS[0] for window in table.windows(model))  # the text runs past them
+    if count(False, True):
+        check_figure(table.their_quantized(model, tokens, expected), FIGURES[name]["mlx-lm at 8 bits"])
     reserved = {}
     for bits in (0, 8, 4):
         cache = table.kvant_cache(model, bits)
@@ -50,12 +56,20 @@ def test_an_architecture_through_kvant_s_cache(name: str) -> None:
             assert table.worst(found) < AGREE
             assert logits.argmax(axis=-1).tolist() == expected.argmax(axis=-1).tolist()
         else:
-            recorded = max(FIGURES[name][f"error at {bits} bits"], table.TINY)
-            assert recorded / SAME_FIGURE < max(table.median(found), table.TINY) < recorded * SAME_FIGURE
+            check_figure(table.median(found), FIGURES[name][f"error at {bits} bits"])
     if table.has_rows(FIGURES[name]):
         assert reserved[0] > reserved[8] > reserved[4] > 0
     else:
         assert not any(reserved.values())
+
+
+def check_figure(found: float | str, recorded: float | str) -> None:
+    """Hold an error against the recorded one, or a text against its own."""
+    if isinstance(found, str) or isinstance(recorded, str):
+        assert found == recorded
+    else:
+        low, high = sorted(max(error, table.TINY) for error in (found, recorded))
+        assert high < low * SAME_FIGURE
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="a machine with Metal runs them")

@@ -1,0 +1,177 @@
+"""A bridged cache in a compiled step: one append, in operations that are the same for any offset.
+
+A step of one token is a function of the token, the offset and the cache's arrays, which are its results too:
+
+    def step(token, offset):
+        return model(token[None], cache=cache.compiled_views(offset, num_tokens))[:, -1]
+
+    compiled = mx.compile(step, inputs=cache.compiled_state, outputs=cache.compiled_state)
+
+Nothing is checked, and lengths stay as they are: begin and commit are the caller's, as in
+:class:`kvant.engine.step.CompiledStep`.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import mlx.core as mx
+
+from kvant.bridge import hook
+from kvant.bridge.layers import BridgedKVCache, Mask
+from kvant.operators.cached_attention import attend_fused, stored_tokens
+
+AGREE = 0.05  # of the largest logit. In half precision steps differ by a hundredth; a wrong one is far off
+
+
+class TracedLayer:
+    """A layer's cache as mlx-lm's model sees it in a step of one token.
+
+    Attributes:
+        layer: appended to; its arrays are replaced.
+        offset: integer array (): tokens so far.
+        num_tokens: rows that are read. Those that the token does not see are masked.
+    """
+
+    def __init__(
+        self, layer: BridgedKVCache, offset: mx.array, num_tokens: int, masks: dict[Hashable, mx.array]
+    ) -> None:
+        """``offset``: below the layer's max_seq_len. ``num_tokens``: more than it. ``masks``: shared by all layers."""
+        self.layer = layer
+        self.offset = offset
+        self.num_tokens = min(num_tokens, layer.num_rows) if layer.window is None else layer.num_rows
+        self._position = offset
+        self._masks = masks
+        self._fetched: tuple[mx.array, mx.array] | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """As :meth:`BridgedKVCache.update_and_fetch`, of one token; rows that are not live are fetched too."""
+        layer = self.layer
+        if keys.shape[2] != 1:
+            raise ValueError(f"keys have {keys.shape[2]} tokens; a compiled step appends one")
+        new = stored_tokens(
+            keys,
+            values if layer.value_head_dim else values[..., :0],
+            layer.arrays,
+            quant_bit=layer.quant_bit,
+            quant_group=layer.quant_group,
+            backend=layer.backend_for(keys),
+        )
+        row = layer.row_of(self._position).reshape(1)
+        layer.arrays[:] = [
+            mx.slice_update(array, part[None], row, axes=(4,)) for array, part in zip(layer.arrays, new, strict=True)
+        ]
+        held = [array[0, :, :, :, : self.num_tokens] for array in layer.arrays]
+        fetched_keys, fetched_values = layer.read(held, keys.dtype)
+        self._fetched = fetched_keys, fetched_keys if values is keys else fetched_values
+        self.offset = self._position + 1
+        hook.remember(self, *self._fetched)
+        return self._fetched
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What was fetched in this step."""
+        assert self._fetched is not None
+        return self._fetched
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        """Which rows the token sees: (1, rows)."""
+        if N != 1:
+            raise ValueError(f"a mask of {N} tokens is asked for; a compiled step has one")
+        kind = (self.layer.window, self.num_tokens, window_size)
+        if kind not in self._masks:
+            self._masks[kind] = self.layer.live_rows(self._position, self.num_tokens, window_size)[None]
+        return self._masks[kind]
+
+    def attend_fetched(
+        self,
+        query: mx.array,
+        key: mx.array,
+        value: mx.array,
+        *,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None,
+    ) -> mx.array | None:
+        """As :meth:`BridgedKVCache.attend_fetched`."""
+        layer = self.layer
+        live = self.make_mask(1)
+        seen = live if mask is None else mask
+        assert isinstance(seen, mx.array)
+        backend = layer.backend_for(query)
+        if backend is None or sinks is not None:
+            options = {"cache": None, "scale": scale, "mask": seen, "sinks": sinks}
+            return hook.mlx_lm_attention(query, key, value, **options)
+        # Without a window the kernel finds the last row by the position.
+        whole = layer.window is None and seen is live
+        return attend_fused(
+            layer.scaled(query, scale),
+            layer.cache,
+            layer.scale,
+            self._position if whole else mx.array(self.num_tokens - 1, mx.int32),
+            quant_bit=layer.quant_bit,
+            quant_group=layer.quant_group,
+            mask=None if whole else seen,
+            backend=backend,
+        )
+
+    @property
+    def keys(self) -> mx.array:
+        """As :attr:`BridgedKVCache.keys`."""
+        return self.layer.keys
+
+    @keys.setter
+    def keys(self, array: mx.array) -> None:
+        self.layer.keys = array
+
+    @property
+    def values(self) -> mx.array:
+        """As :attr:`BridgedKVCache.values`."""
+        return self.layer.values
+
+    @values.setter
+    def values(self, array: mx.array) -> None:
+        self.layer.values = array
+
+
+def can_trace(model: Callable[..., mx.array], cache: Any) -> bool:
+    """Whether a step of an mlx-lm model can be compiled. It takes the time of two steps.
+
+    The model is traced, which fails for those that ask for the offset as a Python number. Then a step is computed both
+    ways: some models take the position from the number of rows that they fetch, or add a boolean mask to the scores.
+
+    Args:
+        model: mlx-lm's.
+        cache: its :class:`kvant.bridge.BridgedCache`, with at least one token and room for another. It is as before
+            when this returns.
+
+    Raises:
+        ContextError: no room.
+        ValueError: a cache without a token: its states have no arrays yet.
+    """
+    if not cache.offset:
+        raise ValueError("the cache is empty; expected one that holds a token")
+    inputs = mx.zeros((len(cache.lengths), 1), mx.int32)
+    cache.begin(inputs)
+
+    def step(token: mx.array, offset: mx.array) -> mx.array:
+        return model(token, cache=cache.compiled_views(offset, cache.max_seq_len))[:, -1]
+
+    try:
+        expected = model(inputs, cache=cache)[:, -1].astype(mx.float32)
+        mx.eval(expected, cache.state)
+        cache.begin(inputs)
+        held = [list(arrays) for arrays in cache.compiled_state]
+        try:
+            mx.compile(step, inputs=cache.compiled_state, outputs=cache.compiled_state)(inputs, mx.array(0))
+        finally:  # what was traced is dropped, with the placeholders that it left in the cache
+            for arrays, before in zip(cache.compiled_state, held, strict=True):
+                arrays[:] = before
+        del held, before, arrays  # the step below writes in place
+        given = step(inputs, mx.array(cache.offset)).astype(mx.float32)
+        mx.eval(given, cache.compiled_state)
+    except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError):
+        return False
+    finally:
+        cache.end_step()
+    finite = mx.isfinite(expected)
+    difference = mx.abs(mx.where(finite, given - expected, 0)).max()
+    return bool((difference <= AGREE * mx.abs(mx.where(finite, expected, 0)).max()).item())

@@ -1,0 +1,95 @@
+"""Qwen3-MoE: a Qwen3 whose layers have experts. mlp_only_layers and decoder_sparse_step leave some with one MLP."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvant.errors import ModelError
+from kvant.fields import flag, shown, size
+from kvant.models.architectures.qwen3 import ARCHITECTURE as QWEN3
+from kvant.models.architectures.table import Architecture, ExpertSettings, Parameter
+
+MAX_EXPERTS = 4096
+EXPERTS, PER_TOKEN, INNER_SIZE = 128, 8, 768  # where config.json says nothing
+WINDOW = 4096
+
+# Paths are those of mlx-lm's stacks. Published files have each expert by itself; transformers can write them joined.
+GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+ROUTER_AND_EXPERTS = (
+    Parameter("mlp.gate", "router", ("experts", "hidden"), converted=(8, 64)),
+    Parameter(
+        "mlp.switch_mlp.gate_proj",
+        "experts_gate_up",
+        ("experts", "expert_inner", "hidden"),
+        shard=1,
+        each="mlp.experts.{}.gate_proj",
+        joined=GATE_UP,
+    ),
+    Parameter(
+        "mlp.switch_mlp.up_proj",
+        "experts_gate_up",
+        ("experts", "expert_inner", "hidden"),
+        shard=1,
+        each="mlp.experts.{}.up_proj",
+        joined=GATE_UP,
+    ),
+    Parameter(
+        "mlp.switch_mlp.down_proj",
+        "experts_down",
+        ("experts", "hidden", "expert_inner"),
+        shard=2,
+        each="mlp.experts.{}.down_proj",
+        joined=DOWN,
+    ),
+)
+
+
+def expert_settings(raw: Mapping[str, Any], layers: int) -> ExpertSettings:
+    """As :attr:`Architecture.expert_settings`. transformers 5 writes num_local_experts for num_experts."""
+    names = [name for name in ("num_experts", "num_local_experts") if raw.get(name) is not None]
+    counts = {name: size(raw, name, limit=MAX_EXPERTS) for name in names}
+    if len({*counts.values()}) > 1:
+        said = " and ".join(f"{name} {count}" for name, count in counts.items())
+        raise ModelError(f"config.json: {said}; expected one number of experts")
+    count = next(iter(counts.values()), EXPERTS)
+    per_token = size(raw, "num_experts_per_tok", default=PER_TOKEN)
+    if per_token > count:
+        raise ModelError(f"config.json: num_experts_per_tok is {per_token}; expected at most num_experts, {count}")
+    step, dense = size(raw, "decoder_sparse_step", default=1), _dense_layers(raw, layers)
+    return ExpertSettings(
+        count=count,
+        per_token=per_token,
+        inner_size=size(raw, "moe_intermediate_size", default=INNER_SIZE),
+        normalized=bool(flag(raw, "norm_topk_prob")),
+        layers=tuple((layer + 1) % step == 0 and layer not in dense for layer in range(layers)),
+    )
+
+
+def _dense_layers(raw: Mapping[str, Any], layers: int) -> list[int]:
+    found = raw.get("mlp_only_layers")
+    if found is None:
+        return []
+    if not isinstance(found, list) or any(type(layer) is not int or not 0 <= layer < layers for layer in found):
+        raise ModelError(
+            f"config.json: mlp_only_layers is {shown(found)}; expected a list of layers from 0 to {layers - 1}"
+        )
+    return found
+
+
+def windows(raw: Mapping[str, Any], layers: int, types: Sequence[str]) -> tuple[int | None, ...]:
+    """As :attr:`Architecture.windows`: if it is on, it is for every layer, whatever max_window_layers says."""
+    if not flag(raw, "use_sliding_window") or raw.get("sliding_window", WINDOW) is None:
+        return (None,) * layers
+    return (size(raw, "sliding_window", default=WINDOW),) * layers
+
+
+ARCHITECTURE = Architecture(
+    name="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    layer=QWEN3.layer,
+    max_position_embeddings=32768,
+    context_default=True,
+    num_key_value_heads=4,
+    windows=windows,
+    experts=ROUTER_AND_EXPERTS,
+    expert_settings=expert_settings,
+)

@@ -1,0 +1,198 @@
+"""A layer of experts: a router sends each token through a few of many MLPs, and adds up what they say.
+
+T tokens, E experts, k of them a token, N = T k rows: each row is a token for one of its experts.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from kvant.models.linear import PARALLEL_ELEMENTS, AdaptedMatrix, DenseMatrix, Linear, Matrix, QuantizedMatrix, unusable
+from kvant.models.mlp import MLP, gated
+from kvant.models.quantization import Quantization
+from kvant.operators.streams import cpu_streams
+
+SORT_FROM = 64  # rows; sorting fewer costs more than it saves (mlx-lm has the same number)
+# On a CPU, measured on 2 cores (scripts/bench_experts.py): from as many rows an expert one product for each expert is
+# faster than one for each row, 3 to 5 times with 32 rows; with quantized weights it dequantizes an expert once.
+IN_TURN_FROM = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a layer and their router.
+
+    Attributes:
+        router: (hidden) -> (E).
+        gate_up_proj, down_proj: of every expert; their arrays have an axis of experts first.
+        per_token: k.
+        normalized: a token's shares of its experts add up to 1.
+    """
+
+    router: Linear
+    gate_up_proj: Linear
+    down_proj: Linear
+    per_token: int
+    normalized: bool
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """(B, S, hidden) -> (B, S, hidden)."""
+        tokens = x.reshape(-1, x.shape[-1])  # (B, S, hidden) -> (T, hidden)
+        chosen, shares = self.route(tokens)
+        experts = chosen.reshape(-1)  # (T, k) -> (N,)
+        if experts.size < SORT_FROM:
+            outputs = self._all_at_once(mx.repeat(tokens, self.per_token, axis=0), experts, in_order=False)
+        else:  # the rows of an expert side by side
+            order = mx.argsort(experts)
+            outputs = self._sorted(tokens[order // self.per_token], experts[order])[mx.argsort(order)]
+        outputs = outputs.reshape(*chosen.shape, -1)  # (N, hidden) -> (T, k, hidden)
+        return (outputs * shares[..., None]).sum(axis=1).reshape(x.shape)
+
+    def route(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
+        """Each token's experts and their shares of its output: (T, hidden) -> (T, k), (T, k).
+
+        The softmax is over all experts, in float32.
+        """
+        k = self.per_token
+        likely = mx.softmax(self.router(tokens).astype(mx.float32), axis=-1)  # (T, E)
+        chosen = mx.argpartition(likely, kth=-k, axis=-1)[:, -k:]
+        shares = mx.take_along_axis(likely, chosen, axis=-1)
+        if self.normalized:
+            shares /= shares.sum(axis=-1, keepdims=True)
+        return chosen, shares.astype(tokens.dtype)
+
+    def _sorted(self, rows: mx.array, experts: mx.array) -> mx.array:
+        """Rows in the order of their experts: (N, hidden), (N,) -> (N, hidden)."""
+        if mx.default_device().type == mx.cpu and takes_turns(experts.size, self.num_experts):
+            return self._in_turn(rows, experts)
+        return self._all_at_once(rows, experts, in_order=True)
+
+    def _all_at_once(self, rows: mx.array, experts: mx.array, *, in_order: bool) -> mx.array:
+        """Through products that look up each row's expert. On a CPU each core takes a part of the rows."""
+        num_rows = experts.size
+        elements = num_rows * self.down_proj.num_rows * self.gate_up_proj.num_rows
+        if mx.default_device().type != mx.cpu or elements < PARALLEL_ELEMENTS:
+            return self._gathered(rows, experts, in_order)
+        cores = cpu_streams()[:num_rows]
+        bounds = [num_rows * i // len(cores) for i in range(len(cores) + 1)]
+        parts = []
+        for first, last, core in zip(bounds, bounds[1:], cores, strict=False):
+            with mx.stream(core):
+                parts.append(self._gathered(rows[first:last], experts[first:last], in_order))
+        return mx.concatenate(parts, axis=0)
+
+    def _gathered(self, rows: mx.array, experts: mx.array, in_order: bool) -> mx.array:
+        inner = gated(gather(self.gate_up_proj, rows[:, None], experts, in_order))  # (N, 1, hidden) to (N, 1, I)
+        return gather(self.down_proj, inner, experts, in_order)[:, 0]  # (N, 1, hidden) -> (N, hidden)
+
+    def _in_turn(self, rows: mx.array, experts: mx.array) -> mx.array:
+        """Each expert's rows through its own MLP, the cores taking turns.
+
+        The number of an expert's rows is a shape, so the router's choice is computed here and now.
+        """
+        counts: list[int] = mx.zeros(self.num_experts, mx.int32).at[experts].add(1).tolist()  # type: ignore[assignment]
+        cores, first = cpu_streams(), 0
+        outputs: list[mx.array] = []
+        for expert, count in enumerate(counts):
+            if not count:
+                continue
+            x = rows[first : first + count]
+            first += count
+            if len(outputs) >= len(cores):  # so that MLX dequantizes no more experts at a time than there are cores
+                (x,) = mx.depends([x], [outputs[-len(cores)]])
+            mlp = MLP(one_expert(self.gate_up_proj, expert), one_expert(self.down_proj, expert))
+            with mx.stream(cores[len(outputs) % len(cores)]):
+                outputs.append(mlp(x))
+        return mx.concatenate(outputs, axis=0)
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.router.num_rows
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Every array of the router and the experts."""
+        return [*self.router.arrays, *self._stacked]
+
+    @property
+    def nbytes_idle(self) -> int:
+        """Bytes of the experts that one token does not read."""
+        return sum(a.nbytes for a in self._stacked) * (self.num_experts - self.per_token) // self.num_experts
+
+    @property
+    def _stacked(self) -> list[mx.array]:
+        return [*self.gate_up_proj.arrays, *self.down_proj.arrays]
+
+
+def takes_turns(num_rows: int, num_experts: int) -> bool:
+    """Whether so many rows go through one expert after the other, on a CPU."""
+    return num_rows >= max(SORT_FROM, IN_TURN_FROM * num_experts)
+
+
+def one_expert(stacked: Linear, number: int) -> Linear:
+    """The projections of one expert."""
+    return Linear(tuple(_one_matrix(matrix, number) for matrix in stacked.matrices))
+
+
+def gather(stacked: Linear, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
+    """Each row through the projections of its own expert: (N, 1, in), (N,) -> (N, 1, out).
+
+    Args:
+        experts: the numbers of experts.
+        in_order: they do not decrease from row to row.
+    """
+    parts = [_gather(matrix, x, experts, in_order) for matrix in stacked.matrices]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+
+def check_gather(quantization: Quantization) -> None:
+    """Multiply a little in this format, as experts do.
+
+    Raises:
+        ModelError: MLX has no such product on this device.
+    """
+    try:
+        weight, scales, *biases = mx.quantize(
+            mx.ones((2, 32, 512)), group_size=quantization.group_size, bits=quantization.bits, mode=quantization.mode
+        )
+        stack = QuantizedMatrix(weight, scales, biases[0] if biases else None, quantization)
+        mx.eval(_gather(stack, mx.ones((2, 1, 512)), mx.array([0, 1], mx.uint32), True))
+    except (RuntimeError, ValueError) as error:
+        raise unusable(quantization, error) from error
+
+
+def _one_matrix(stack: Matrix, number: int) -> Matrix:
+    match stack:
+        case DenseMatrix():
+            return DenseMatrix(stack.weight[number])
+        case QuantizedMatrix():
+            biases = None if stack.biases is None else stack.biases[number]
+            return QuantizedMatrix(stack.weight[number], stack.scales[number], biases, stack.quantization)
+        case AdaptedMatrix():
+            base = _one_matrix(stack.base, number)
+            assert not isinstance(base, AdaptedMatrix)
+            return AdaptedMatrix(base, stack.down[number], stack.up[number])
+
+
+def _gather(stack: Matrix, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
+    match stack:
+        case DenseMatrix():
+            return mx.gather_mm(x, stack.weight, rhs_indices=experts, sorted_indices=in_order)
+        case QuantizedMatrix():
+            return mx.gather_qmm(
+                x,
+                stack.weight,
+                stack.scales,
+                stack.biases,
+                rhs_indices=experts,
+                transpose=True,
+                group_size=stack.quantization.group_size,
+                bits=stack.quantization.bits,
+                mode=stack.quantization.mode,
+                sorted_indices=in_order,
+            )
+        case AdaptedMatrix():
+            low = mx.gather_mm(x, stack.down, rhs_indices=experts, sorted_indices=in_order)
+            added = mx.gather_mm(low, stack.up, rhs_indices=experts, sorted_indices=in_order)
+            return _gather(stack.base, x, experts, in_order) + added

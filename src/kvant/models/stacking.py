@@ -1,0 +1,86 @@
+"""Experts as checkpoints store them: stacked as mlx-lm has them, each by itself, or stacked and joined.
+
+Published checkpoints have each by itself, mlx-lm's are stacked, and transformers 5 may join gate and up of a stack.
+Quantized experts are mlx-lm's, and stacked.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import mlx.core as mx
+
+from kvant.errors import CheckpointError
+from kvant.models.architectures.table import Parameter
+from kvant.models.config import ModelConfig
+from kvant.models.tensors import FLOATS, Expected, TensorFiles
+
+
+def stored_otherwise(config: ModelConfig, tensors: TensorFiles, path: str, row: Parameter) -> Expected | None:
+    """The tensors of one projection of a layer's experts; None: it is stacked, as any matrix is stored.
+
+    Args:
+        path: the module path of the stack.
+        row: its row of the table.
+
+    Raises:
+        CheckpointError: some experts of a layer are there, and others are not.
+    """
+    prefix = path.removesuffix(row.path)
+    if row.joined is not None and prefix + row.joined in tensors:
+        return {prefix + row.joined: (_joined_shape(config, config.architecture.of_role(row.role)), FLOATS)}
+    names = _each(config, prefix, row)
+    if not any(name in tensors for name in names):
+        return None
+    for name in names:  # before many more names are made: the number of experts is only config.json's word
+        if name not in tensors:
+            raise CheckpointError(f"tensor {name} is missing")
+    return dict.fromkeys(names, (config.shape(row)[1:], FLOATS))
+
+
+def take_stacked(config: ModelConfig, tensors: TensorFiles, prefix: str, rows: Sequence[Parameter]) -> list[mx.array]:
+    """The floating-point stacks (experts, out, in) of all projections of a role, however they are stored.
+
+    Args:
+        prefix: stands before the paths of the layer.
+        rows: of the role.
+    """
+    joined = rows[0].joined
+    if joined is not None and prefix + joined in tensors:
+        whole = tensors.take(prefix + joined, _joined_shape(config, rows))
+        bounds = [sum(config.shape(row)[1] for row in rows[:i]) for i in range(1, len(rows))]
+        return [*mx.split(whole, bounds, axis=1)] if bounds else [whole]
+    return [_stack(config, tensors, prefix, row) for row in rows]
+
+
+def expert_roles(config: ModelConfig) -> Iterator[tuple[str, list[Parameter]]]:
+    """The prefix of each layer with experts, with the rows of each role that experts have."""
+    table = config.architecture
+    roles = dict.fromkeys(row.role for row in table.experts if row.each is not None)
+    for layer in range(config.num_hidden_layers):
+        if config.has_experts(layer):
+            yield from ((table.layers.format(layer), table.of_role(role)) for role in roles)
+
+
+def expert_tensors(config: ModelConfig, prefix: str, rows: Sequence[Parameter]) -> Iterator[str]:
+    """Every name that a tensor of these projections of a layer's experts may have."""
+    for row in rows:
+        yield from (f"{prefix}{row.path}.weight", *_each(config, prefix, row))
+        if row.joined is not None:
+            yield prefix + row.joined
+
+
+def _stack(config: ModelConfig, tensors: TensorFiles, prefix: str, row: Parameter) -> mx.array:
+    shape, names = config.shape(row), _each(config, prefix, row)
+    if names and names[0] in tensors:
+        return mx.stack([tensors.take(name, shape[1:]) for name in names])
+    return tensors.take(f"{prefix}{row.path}.weight", shape)
+
+
+def _each(config: ModelConfig, prefix: str, row: Parameter) -> list[str]:
+    if row.each is None:
+        return []
+    return [f"{prefix}{row.each.format(number)}.weight" for number in range(config.shape(row)[0])]
+
+
+def _joined_shape(config: ModelConfig, rows: Sequence[Parameter]) -> tuple[int, ...]:
+    experts, _, width = config.shape(rows[0])
+    return experts, sum(config.shape(row)[1] for row in rows), width

@@ -1,0 +1,201 @@
+"""The cache of a bridged model in kvant's loop: steps that count when they are committed, exact bytes, trims."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+from support.numbers import relative_error
+from support.tiny_models import build
+
+from kvant.bridge import BridgedCache, CacheBytes, cache_bytes, make_model_cache
+from kvant.bridge.layers import BridgedKVCache, StateCache
+from kvant.errors import ContextError
+
+PROMPT = [(7 + 31 * i) % 97 for i in range(30)]
+KINDS = ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "deepseek_v32", "llama4", "gemma3n", "falcon_h1"]
+WITH_STATE = ["qwen3_next", "falcon_h1"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_compilation() -> Iterator[None]:
+    """It would call a C++ compiler, the first time."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def _begin(model: nn.Module, cache: BridgedCache, tokens: list[int]) -> mx.array:
+    inputs = mx.array([tokens])
+    cache.begin(inputs)
+    logits = model(inputs, cache=cache)
+    mx.eval(logits, cache.state)
+    return logits
+
+
+def _feed(model: nn.Module, cache: BridgedCache, tokens: list[int]) -> mx.array:
+    logits = _begin(model, cache, tokens)
+    cache.commit()
+    return logits
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_mlx_lms_model_takes_it(name: str) -> None:
+    model, _ = build(name)
+    cache = make_model_cache(model, 64, quant_bit=0)
+    theirs = mlx_lm_cache.make_prompt_cache(model)
+    assert len(cache) == len(theirs)
+    for tokens in (PROMPT[:13], PROMPT[13:29], PROMPT[29:]):
+        assert relative_error(_feed(model, cache, tokens), model(mx.array([tokens]), cache=theirs)) < 1e-5
+    assert (cache.offset, cache.ids) == (30, [PROMPT])
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("bits", [0, 8, 4])
+def test_a_step_that_is_not_committed_leaves_no_trace(name: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from the first token, past the windows' ring, in a prefill or in a decode step; nor one that failed."""
+    model, _ = build(name)
+    disturbed, quiet = (make_model_cache(model, 64, quant_bit=bits) for _ in range(2))
+    last = [layer for layer in disturbed.layers if isinstance(layer, BridgedKVCache)][-1]
+
+    def broken(*_: Any) -> None:
+        raise InterruptedError
+
+    for tokens in (PROMPT[:20], PROMPT[20:29], PROMPT[29:], [5], [6, 7, 8], [9]):
+        _begin(model, disturbed, [90] * len(tokens))
+        _begin(model, disturbed, [91, 92, 93])
+        with monkeypatch.context() as patch:
+            patch.setattr(last, "update_and_fetch", broken)
+            with pytest.raises(InterruptedError):
+                _begin(model, disturbed, [94] * 18)
+        disturbed.end_step()
+        assert disturbed.offset == quiet.offset
+        assert mx.array_equal(_feed(model, disturbed, tokens), _feed(model, quiet, tokens))
+    assert disturbed.ids == quiet.ids
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "deepseek_v32", "llama4"])
+def test_a_part_of_a_step_can_be_committed(name: str) -> None:
+    model, _ = build(name)
+    drafted, plain = (make_model_cache(model, 64) for _ in range(2))
+    for cache in (drafted, plain):
+        _feed(model, cache, PROMPT)
+    _begin(model, drafted, [5, 6, 70, 71])
+    drafted.commit(2)
+    for token in (5, 6):
+        _feed(model, plain, [token])
+    assert relative_error(_feed(model, drafted, [7]), _feed(model, plain, [7])) < 2e-2  # one batch or two steps
+    assert drafted.ids == plain.ids
+
+
+@pytest.mark.parametrize("name", WITH_STATE)
+def test_a_state_takes_all_of_a_step_or_nothing(name: str) -> None:
+    model, _ = build(name)
+    cache, fresh = (make_model_cache(model, 64) for _ in range(2))
+    _begin(model, cache, PROMPT)
+    with pytest.raises(ValueError, match="num_tokens is 2; the step has 30, and the state of a linear layer"):
+        cache.commit(2)
+    cache.commit(30)
+    assert not can_trim_prompt_cache(cache)
+    with pytest.raises(ValueError, match="of 30 tokens the cache can forget all, or the last 0"):
+        cache.trim(1)
+    assert not cache.can_trim_to(29)
+    cache.reset()
+    assert not any(isinstance(layer, StateCache) and layer.state for layer in cache.layers)
+    assert mx.array_equal(*(_feed(model, c, PROMPT[:7]) for c in (cache, fresh)))
+    assert cache.trim(7) == 7
+    fresh.reset()
+    assert mx.array_equal(*(_feed(model, c, PROMPT[:9]) for c in (cache, fresh)))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "llama4", "gemma3n"])
+def test_trims(name: str) -> None:
+    model, _ = build(name)
+    cache, fresh = (make_model_cache(model, 64) for _ in range(2))
+    for c in (cache, fresh):
+        _feed(model, c, PROMPT)
+    _feed(model, cache, [90, 91, 92])
+    assert trim_prompt_cache(cache, 2) == 2
+    cache.trim_to(30)
+    assert mx.array_equal(*(_feed(model, c, [5, 6]) for c in (cache, fresh)))
+
+
+@pytest.mark.parametrize("name", [*KINDS, "mamba", "minimax_m3_vl", "plamo3", "longcat_flash_ngram", "jamba"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_bytes_are_known_before_and_the_same_after(name: str, batch: int) -> None:
+    model, _ = build(name)
+    for bits, group in ((0, 32), (8, 16), (4, 32)):
+        options = {"batch": batch, "quant_bit": bits, "quant_group": group}
+        mx.synchronize()
+        resting = mx.get_active_memory()
+        mx.reset_peak_memory()
+        planned = cache_bytes(model, 40, **options)
+        assert mx.get_peak_memory() - resting < 2**16  # constants; nothing of the model was computed
+        cache = make_model_cache(model, 40, **options)
+        assert cache.used == CacheBytes(planned.keys_values, 0)
+        for tokens in (PROMPT[:25], PROMPT[25:], [5]):
+            inputs = mx.array([tokens] * batch)
+            cache.begin(inputs)
+            mx.eval(model(inputs, cache=cache), cache.state)
+            cache.commit()
+            assert cache.used == planned
+        assert cache.nbytes == planned.total
+
+
+def test_a_step_is_begun_before_the_model_is_called() -> None:
+    model, _ = build("qwen3")
+    cache = make_model_cache(model, 8)
+    with pytest.raises(RuntimeError, match="no step was begun"):
+        model(mx.array([[1]]), cache=cache)
+    cache.begin(mx.array([[1, 2]]))
+    model(mx.array([[1, 2]]), cache=cache)
+    with pytest.raises(RuntimeError, match="no step was begun"):
+        model(mx.array([[1, 2]]), cache=cache)
+    cache.commit(2)
+    with pytest.raises(ContextError, match="7 more tokens do not fit: 2 of the 8"):
+        cache.begin(mx.array([[1] * 7]))
+    pair = make_model_cache(model, 8, batch=2)
+    pair.begin(mx.array([[1, 2], [3, 4]]))
+    mx.eval(model(mx.array([[1, 2], [3, 4]]), cache=pair))
+    pair.commit([1, 2])
+    with pytest.raises(ValueError, match="sequences of one length"):
+        pair.begin(mx.array([[1], [2]]))
+
+
+def test_a_model_of_states_alone_has_a_limit_too() -> None:
+    model, _ = build("mamba")
+    cache = make_model_cache(model, 8)
+    _feed(model, cache, [1] * 6)
+    with pytest.raises(ContextError, match="3 more tokens do not fit: 6 of the 8"):
+        cache.begin(mx.array([[1] * 3]))
+    assert cache.max_seq_len == 8
+
+
+def test_it_says_what_it_is_made_of() -> None:
+    model, _ = build("qwen3_next")
+    cache = make_model_cache(model, 100, quant_group=48)
+    lines = cache.describe()
+    assert lines[-1] == "groups of 16 in 2 layers: 48 does not divide every width there"
+    assert any("100 rows, 8 bits in groups of 16" in line for line in lines)
+    assert any("state, mlx-lm's own" in line for line in lines)
+    model, _ = build("gemma3_text")
+    assert any("24 rows for a window of 8 tokens" in line for line in make_model_cache(model, 100).describe())
+    model, _ = build("llama4")
+    assert any("24 rows for chunks of 8 tokens" in line for line in make_model_cache(model, 100).describe())
+
+
+def test_released_memory_is_given_back() -> None:
+    model, _ = build("falcon_h1")
+    mx.synchronize()
+    before = mx.get_active_memory()
+    cache = make_model_cache(model, 4096)
+    _feed(model, cache, PROMPT)
+    assert mx.get_active_memory() - before >= cache.nbytes
+    cache.release()
+    mx.clear_cache()
+    assert mx.get_active_memory() - before < 2**16
+    with pytest.raises(RuntimeError, match="the cache was released"):
+        cache.begin(mx.array([[1]]))

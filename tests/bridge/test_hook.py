@@ -1,0 +1,200 @@
+"""The hook on mlx-lm's attention: what it takes, what it leaves, and the fused kernel under mlx-lm's models."""
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import base, llama, llama4_text
+from mlx_lm.models import cache as mlx_lm_cache
+from support.numbers import relative_error
+from support.tiny_models import build
+
+from kvant.bridge import hook, make_model_cache
+from kvant.bridge.layers import BridgedKVCache
+
+PROMPT = [(7 + 31 * i) % 97 for i in range(30)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_compilation() -> Iterator[None]:
+    """It would call a C++ compiler, the first time."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def _normal(seed: int, *shape: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+def _fetched(layer: BridgedKVCache, count: int) -> tuple[mx.array, mx.array]:
+    return layer.update_and_fetch(_normal(1, 1, 2, count, 64), _normal(2, 1, 2, count, 64))
+
+
+def test_it_is_in_every_model_s_module() -> None:
+    hook.install()
+    hook.install()
+    assert base.scaled_dot_product_attention is llama.scaled_dot_product_attention is hook.attention
+    assert hook.mlx_lm_attention is not hook.attention
+    assert llama4_text.mx.fast.scaled_dot_product_attention is mx.fast.scaled_dot_product_attention
+
+
+def test_other_arrays_are_mlx_lms_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(hook, "mlx_lm_attention", lambda *given, **named: seen.append((given, named)))
+    layer = BridgedKVCache(16, 2, 64)
+    key, value = _fetched(layer, 4)
+    query, theirs = _normal(3, 1, 4, 1, 64), mlx_lm_cache.KVCache()
+    for keys, values in ((key[:], value), (key, value[:]), (value, key), (mx.array(key), mx.array(value))):
+        hook.attention(query, keys, values, cache=theirs, scale=0.5, mask=None)
+        ((given, named),) = seen
+        assert given[0] is query
+        assert given[1] is keys
+        assert named["cache"] is theirs
+        seen.clear()
+    assert hook.attention(query, key, value, cache=None, scale=0.5, mask=None) is not None
+    assert not seen
+
+
+def test_nothing_is_held() -> None:
+    layer = BridgedKVCache(16, 2, 64)
+    key, value = _fetched(layer, 4)
+    assert hook.owner_of(key, value) is layer
+    before = len(hook._fetched)
+    del key, value
+    assert len(hook._fetched) == before - 1
+    key, value = _fetched(layer, 4)
+    del layer
+    gc.collect()
+    assert hook.owner_of(key, value) is None
+
+
+@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize("new", [1, 5])
+@pytest.mark.parametrize("mask", ["none", "causal", "boolean", "added"])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_attention_is_mlx_lms(bits: int, new: int, mask: str, with_sinks: bool) -> None:
+    """Any scale, mask and sinks: as mlx-lm's attention to the same dequantized tokens."""
+    layer = BridgedKVCache(64, 2, 64, quant_bit=bits, dtype=mx.float32)
+    mx.eval(_fetched(layer, 20))
+    key, value = _fetched(layer, new)
+    query = _normal(3, 1, 6, new, 64)
+    masks: dict[str, Any] = {
+        "none": None,
+        "causal": "causal",
+        "boolean": (_normal(4, new, 20 + new) > 0) | (mx.arange(20 + new) == 3),
+        "added": _normal(5, 1, 6, new, 20 + new),
+    }
+    options = {"scale": 0.3, "mask": masks[mask], "sinks": _normal(6, 6) if with_sinks else None}
+    given = hook.attention(query, key, value, cache=layer, **options)
+    expected = mx.fast.scaled_dot_product_attention(query, mx.array(key), mx.array(value), **options)
+    assert relative_error(given, expected) < 1e-5
+
+
+def _model(kind: str) -> nn.Module:
+    """One layer, whose attention the kernel takes: llama, its window, or llama 4's chunks."""
+    shape = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 128, "rms_norm_eps": 1e-5, "head_dim": 64}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    mx.random.seed(3)
+    args = llama.ModelArgs(
+        model_type="llama",
+        num_hidden_layers=2,
+        layer_types=["full_attention", "sliding_attention" if kind == "window" else "full_attention"],
+        sliding_window=8,
+        **shape,
+        **heads,
+    )
+    model = llama.Model(args)
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.mark.parametrize("kind", ["full", "window"])
+@pytest.mark.parametrize("bits", [0, 8, 4])
+def test_the_kernel_serves_a_model(kind: str, bits: int, launches: list[Any]) -> None:
+    """The kernel's text, run on the host: decode steps and drafts, past the window; a prefill goes without it."""
+    model = _model(kind)
+    fused = make_model_cache(model, 64, quant_bit=bits)
+    unfused = make_model_cache(model, 64, quant_bit=bits, kernels="unfused")
+    for tokens in (PROMPT, [5], [6, 7, 8], [9]):
+        launches.clear()
+        logits = []
+        for cache in (fused, unfused):
+            cache.begin(mx.array([tokens]))
+            logits.append(model(mx.array([tokens]), cache=cache))
+            mx.eval(logits[-1], cache.state)
+            cache.commit()
+        assert relative_error(*logits) < 1e-4
+        of_a_layer = [*(["append"] if bits else []), "attend", "combine"]
+        assert [name for name, _ in launches] == ([] if len(tokens) > 8 else 2 * of_a_layer)
+
+
+@pytest.mark.parametrize("bits", [0, 8])
+def test_the_kernel_serves_chunks(bits: int, launches: list[Any]) -> None:
+    """A chunk's rows lie in a ring and the model's mask is in order."""
+    from kvant.bridge.layers import BridgedChunkCache
+
+    caches = [
+        BridgedChunkCache(256, 2, 64, window=32, quant_bit=bits, dtype=mx.float32, kernels=kernels)
+        for kernels in (None, "unfused")
+    ]
+    for seed, new in enumerate((40, 1, 7, 1, 20, 1, 3, 8, 1, 30, 1)):
+        key, value, query = (_normal(10 * seed + i, 1, heads, new, 64) for i, heads in enumerate((2, 2, 6)))
+        offset, start = caches[0].offset, caches[0].start_position
+        token, position = mx.arange(start, offset + new), mx.arange(offset, offset + new)[:, None]
+        mask = (token // 32 == position // 32) & (token <= position)
+        launches.clear()
+        outputs = []
+        for cache in caches:
+            fetched = cache.update_and_fetch(key, value)
+            assert fetched[0].shape[2] == offset + new - start
+            outputs.append(hook.attention(query, *fetched, cache=cache, scale=0.125, mask=mask))
+            mx.eval(outputs[-1], cache.state)
+            del fetched
+        assert relative_error(*outputs) < 1e-4
+        assert any(name == "attend" for name, _ in launches) == (new <= 8)
+
+
+def test_rows_that_the_kernel_serves_are_not_computed(launches: list[Any]) -> None:
+    layer = BridgedKVCache(4096, 2, 64)
+    mx.eval(_fetched(layer, 4000)[0].shape, layer.arrays)
+    key, value = _fetched(layer, 1)
+    query = _normal(3, 1, 6, 1, 64)
+    mx.eval(query)
+    mx.synchronize()
+    resting = mx.get_active_memory()
+    mx.reset_peak_memory()
+    output = hook.attention(query, key, value, cache=layer, scale=0.125, mask=None)
+    mx.eval(output)
+    assert launches[-1][0] == "combine"
+    assert mx.get_peak_memory() - resting < key.nbytes / 2
+
+
+def test_a_prefill_makes_no_score_matrix() -> None:
+    """Queries are taken in blocks on a CPU."""
+    layer = BridgedKVCache(8192, 2, 64)
+    _fetched(layer, 7680)
+    mx.eval(layer.arrays)
+    key, value = _fetched(layer, 512)
+    query = _normal(3, 1, 8, 512, 64)
+    mx.eval(query, layer.arrays)
+    mx.synchronize()
+    resting = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(hook.attention(query, key, value, cache=layer, scale=0.125, mask="causal"))
+    used = mx.get_peak_memory() - resting
+    assert key.nbytes < used < 8 * 512 * 8192 * 4 / 2  # the bytes of one score matrix
+    assert layer.nbytes == 2 * 2 * 8192 * (64 + 2 * 2)
+
+
+def test_models_with_attention_of_their_own_take_rows() -> None:
+    """Gemma 2 composes attention itself, to cap the scores: it gets the tokens, and they are right."""
+    model, _ = build("gemma2")
+    cache, theirs = kvant.make_prompt_cache(model, 64, kv_bits=0), mlx_lm_cache.make_prompt_cache(model)
+    for tokens in (PROMPT, [5], [6, 7]):
+        given, expected = (model(mx.array([tokens]), cache=c) for c in (cache, theirs))
+        assert relative_error(given, expected) < 1e-5

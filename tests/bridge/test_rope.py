@@ -1,0 +1,66 @@
+"""Positions turned by a matrix on a CPU, against the modules of mlx and mlx-lm that they replace."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models import rope_utils
+from support.numbers import relative_error
+from support.tiny_models import build
+
+from kvant.bridge.rope import MatrixRoPE, _Matrices, rotate_by_matrices
+
+KINDS: dict[str, Any] = {
+    "plain": lambda: nn.RoPE(64, base=10000.0),
+    "in pairs": lambda: nn.RoPE(64, traditional=True, base=5000.0, scale=0.5),
+    "a part": lambda: nn.RoPE(32, base=10000.0),
+    "llama 3": lambda: rope_utils.Llama3RoPE(64, scaling_config={"factor": 8.0}),
+    "yarn": lambda: rope_utils.YarnRoPE(64, scaling_factor=4.0, original_max_position_embeddings=256),
+    "su": lambda: rope_utils.SuScaledRoPE(64, long_factor=[1.0 + i / 8 for i in range(32)]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_turns_as_before(kind: str) -> None:
+    own, matrix = KINDS[kind](), MatrixRoPE(KINDS[kind](), _Matrices())
+    x = mx.random.normal((2, 3, 1, 64), key=mx.random.key(0))
+    for offset in (0, 1, 77, 77, 4095, 100_000):
+        expected = own(x, offset=offset)
+        assert relative_error(matrix(x, offset=offset), expected) < 1e-6
+        assert offset == 0 or relative_error(x, expected) > 0.1
+    wide = mx.random.normal((1, 3, 1, 128), key=mx.random.key(1))
+    if kind in ("plain", "a part"):
+        assert relative_error(matrix(wide, offset=77), own(wide, offset=77)) < 1e-6
+
+
+def test_all_else_goes_through_the_models_own() -> None:
+    own, matrix = KINDS["plain"](), MatrixRoPE(KINDS["plain"](), _Matrices())
+    x = mx.random.normal((1, 2, 5, 64), key=mx.random.key(0))
+    assert mx.array_equal(matrix(x, offset=3), own(x, offset=3))
+    one = x[:, :, :1]
+    assert mx.array_equal(matrix(one, offset=mx.array(3)), own(one, offset=mx.array(3)))
+    half = one.astype(mx.float16)
+    assert mx.array_equal(matrix(half, offset=3), own(half, offset=3))
+
+
+@pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="on a GPU nothing is replaced")
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "phi3", "gpt_oss"])
+def test_a_model_with_them_is_the_same(name: str) -> None:
+    mx.disable_compile()
+    try:
+        model, _ = build(name)
+        plain, _ = build(name)
+        names = [name for name, _ in plain.named_modules()]
+        parameters = dict(nn.utils.tree_flatten(plain.parameters()))
+        assert rotate_by_matrices(model) > 0
+        assert rotate_by_matrices(model) == 0
+        assert dict(nn.utils.tree_flatten(model.parameters())).keys() == parameters.keys()
+        assert set(names) <= {name for name, _ in model.named_modules()}
+        caches = [mlx_lm_cache.make_prompt_cache(m) for m in (model, plain)]
+        for tokens in ([5, 6, 7, 8], [9], [10], [11, 12], [13]):
+            given, expected = (m(mx.array([tokens]), cache=c) for m, c in zip((model, plain), caches, strict=True))
+            assert relative_error(given, expected) < 1e-5
+    finally:
+        mx.enable_compile()

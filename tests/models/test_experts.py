@@ -1,0 +1,343 @@
+"""Layers of experts: against float64, against mlx-lm's model in every format, in every way that they are stored.
+
+tests/models/test_golden.py has transformers' logits, tests/models/test_offsets.py sequences of different lengths.
+"""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from support.adapters import adapted_reference, adapter_config, save_adapter
+from support.checkpoints import (
+    quantize_reference,
+    qwen3_moe_config,
+    reference_logits,
+    reference_model,
+    save_checkpoint,
+    stored_by_transformers,
+)
+from support.counts import count
+from support.numbers import relative_error
+
+from kvant.errors import CheckpointError, ModelError
+from kvant.models import ModelConfig, load_decoder
+from kvant.models import experts as experts_module
+from kvant.models.experts import Experts, takes_turns
+from kvant.models.linear import AdaptedMatrix, DenseMatrix, Linear, Matrix, QuantizedMatrix
+from kvant.models.quantization import Quantization
+from kvant.tools.plan import Checkpoint, plan
+
+TOLERANCE = 1e-4  # of the largest number
+IDS = [(7 + 31 * i) % 300 for i in range(40)]
+FEW = IDS[:10]  # so few rows that none are sorted
+SPARSE = qwen3_moe_config(mlp_only_layers=[])
+LAYERS = "model.layers"
+HIDDEN, INNER = 64, 32
+
+
+# The layer alone.
+
+
+def _random_layer(seed: int, count: int, per_token: int, normalized: bool, form: str) -> tuple[Experts, list[Any]]:
+    """A layer and its float64 weights: router (E, hidden), gate, up (E, I, hidden), down (E, hidden, I)."""
+    rng = np.random.default_rng(seed)
+    shapes = {"router": (count, HIDDEN), "gate_up": (count, 2 * INNER, HIDDEN), "down": (count, HIDDEN, INNER)}
+    weights = {name: rng.normal(size=shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
+
+    def stored(name: str) -> Linear:
+        weight = mx.array(weights[name].astype(np.float32))
+        dense = DenseMatrix(mx.contiguous(weight.swapaxes(-1, -2)))
+        matrix: Matrix = dense
+        if form == "quantized" and name != "router":
+            quantized, scales, biases = mx.quantize(weight, 32, 8)
+            matrix = QuantizedMatrix(quantized, scales, biases, Quantization(8, 32))
+            weights[name] = np.array(mx.dequantize(quantized, scales, biases, 32, 8), np.float64)
+        elif form == "adapted" and name != "router":
+            down = rng.normal(size=(count, weight.shape[-1], 3)) / 8
+            up = rng.normal(size=(count, 3, weight.shape[-2])) / 2
+            matrix = AdaptedMatrix(dense, mx.array(down.astype(np.float32)), mx.array(up.astype(np.float32)))
+            weights[name] = weights[name] + (down @ up).swapaxes(-1, -2)
+        return Linear((matrix,))
+
+    layer = Experts(stored("router"), stored("gate_up"), stored("down"), per_token, normalized)
+    return layer, [weights["router"], *np.split(weights["gate_up"], 2, axis=1), weights["down"]]
+
+
+def _oracle(x: Any, weights: list[Any], per_token: int, normalized: bool) -> Any:
+    """(T, hidden) in float64, token by token, expert by expert."""
+    router, gate, up, down = weights
+    outputs = []
+    for token in x:
+        scores = np.exp(router @ token - (router @ token).max())
+        shares = scores / scores.sum()
+        chosen = np.argsort(-shares)[:per_token]
+        total = shares[chosen].sum() if normalized else 1.0
+        output = np.zeros(HIDDEN)
+        for e in chosen:
+            inner = gate[e] @ token
+            output += shares[e] / total * (down[e] @ (inner / (1 + np.exp(-inner)) * (up[e] @ token)))
+        outputs.append(output)
+    return np.array(outputs)
+
+
+@pytest.mark.parametrize("form", ["dense", "quantized", "adapted"])
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize(("number", "per_token"), [(8, 2), (5, 5), (3, 1), (60, 3)])
+def test_a_layer_is_its_definition(number: int, per_token: int, normalized: bool, form: str) -> None:
+    """With few rows, with sorted rows through one product, and through one expert after the other."""
+    layer, weights = _random_layer(number, number, per_token, normalized, form)
+    rng = np.random.default_rng(1)
+    ways = set()
+    for batch, length in ((1, 1), (2, 3), (1, 64), (2, count(40, 150))):
+        x = rng.normal(size=(batch, length, HIDDEN))
+        expected = _oracle(x.reshape(-1, HIDDEN), weights, per_token, normalized).reshape(x.shape)
+        given = layer(mx.array(x.astype(np.float32)))
+        assert relative_error(given, mx.array(expected.astype(np.float32))) < TOLERANCE
+        rows = batch * length * per_token
+        ways.add("in turn" if takes_turns(rows, number) else "sorted" if rows >= experts_module.SORT_FROM else "few")
+    assert ways == {"few", "in turn"} | ({"sorted"} if number == 60 else set())
+
+
+@pytest.mark.parametrize("form", ["dense", "quantized", "adapted"])
+def test_every_way_to_multiply_is_the_same(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does with many rows, what one core does alone, and experts that no token takes."""
+    layer, _ = _random_layer(0, 8, 2, True, form)
+    experts = mx.array(sorted([0] * 50 + [3] * 29 + [7]), mx.uint32)
+    rows = mx.random.normal((80, HIDDEN))
+    expected = layer._gathered(rows, experts, False)
+    assert relative_error(layer._in_turn(rows, experts), expected) < 1e-5
+    assert relative_error(layer._all_at_once(rows, experts, in_order=True), expected) < 1e-5
+    monkeypatch.setattr(experts_module, "PARALLEL_ELEMENTS", 1)
+    for length in (1, 3, 80):
+        divided = layer._all_at_once(rows[:length], experts[:length], in_order=False)
+        assert relative_error(divided, expected[:length]) < 1e-5
+
+
+def test_the_softmax_is_in_float32() -> None:
+    """In float16 the logits 12 and 12.004 are the same number, and the sum of 40,000 parts ends early."""
+    layer, _ = _random_layer(0, 4, 2, False, "dense")
+    router = Linear((DenseMatrix(mx.eye(4).astype(mx.float16)),))
+    half = Experts(router, layer.gate_up_proj, layer.down_proj, 2, False)
+    chosen, shares = half.route(mx.array([[11.0, 12.0, -3.0, 11.5]], mx.float16))
+    expected = np.exp([11.0, 12.0, -3.0, 11.5]) / np.exp([11.0, 12.0, -3.0, 11.5]).sum()
+    found = dict(zip(chosen[0].tolist(), shares[0].tolist(), strict=True))  # type: ignore[arg-type]
+    assert {*found} == {1, 3}
+    assert shares.dtype == mx.float16
+    assert all(abs(found[e] - expected[e]) < 5e-4 for e in found)
+
+
+# Models, against mlx-lm's.
+
+
+def _check(folder: Path, reference: nn.Module) -> None:
+    model = load_decoder(folder)
+    for ids in (FEW, IDS):
+        expected = reference_logits(reference, ids)
+        assert relative_error(model(mx.array([ids]))[0], expected) < TOLERANCE
+        cache = model.make_cache(len(ids), quant_bit=0)
+        steps = [model(mx.array([ids[a:b]]), cache=cache)[0] for a, b in pairwise([0, 3, len(ids) - 1, len(ids)])]
+        assert relative_error(mx.concatenate(steps), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("weights", [None, (4, 64, "affine"), (8, 32, "affine"), (4, 32, "mxfp4"), (4, 16, "nvfp4")])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"mlp_only_layers": []}, id="experts in each layer"),
+        pytest.param({"mlp_only_layers": [1], "norm_topk_prob": False}, id="but the second"),
+        pytest.param(
+            {"mlp_only_layers": [], "decoder_sparse_step": 2, "num_hidden_layers": 3}, id="every second layer"
+        ),
+        pytest.param({"mlp_only_layers": [0, 1]}, id="in none"),
+        pytest.param({"num_experts": 3, "num_experts_per_tok": 3, "norm_topk_prob": False}, id="all of them"),
+    ],
+)
+def test_logits_are_mlx_lms(tmp_path: Path, changes: dict[str, Any], weights: tuple[int, int, str] | None) -> None:
+    config = qwen3_moe_config(**changes)
+    reference = reference_model(config)
+    if weights is not None:
+        config = quantize_reference(config, reference, *weights)
+    _check(save_checkpoint(tmp_path, config, reference), reference)
+
+
+def test_formats_that_differ(tmp_path: Path) -> None:
+    """The router as mlx-lm's converter quantizes it, gate and up that do not agree, down in floating point."""
+    reference = reference_model(SPARSE)
+    formats = {"mlp.gate": (8, 64), "switch_mlp.gate_proj": (4, 64), "switch_mlp.up_proj": (6, 32)}
+    said: dict[str, Any] = {"bits": 4, "group_size": 64}
+
+    def choose(path: str, module: nn.Module) -> bool | dict[str, int]:
+        for name, (bits, group_size) in formats.items():
+            if path.endswith(name):
+                said[path] = {"bits": bits, "group_size": group_size}
+                return {"bits": bits, "group_size": group_size}
+        return False
+
+    nn.quantize(reference, class_predicate=choose)
+    folder = save_checkpoint(tmp_path, SPARSE | {"quantization": said}, reference)
+    _check(folder, reference)
+    mlp = load_decoder(folder).layers[0].mlp
+    assert isinstance(mlp, Experts)
+    assert [len(part.matrices) for part in (mlp.router, mlp.gate_up_proj, mlp.down_proj)] == [1, 2, 1]
+    assert isinstance(mlp.router.matrices[0], QuantizedMatrix)
+    assert isinstance(mlp.down_proj.matrices[0], DenseMatrix)
+
+
+# The three ways to store experts.
+
+
+def _write(folder: Path, config: dict[str, Any], weights: dict[str, mx.array]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, mx.array]:
+    """A checkpoint of mlx-lm's with experts in the second layer."""
+    return dict(tree_flatten(reference_model(qwen3_moe_config()).parameters()))
+
+
+@pytest.mark.parametrize("way", ["each", "joined"])
+def test_every_way_to_store_them_is_the_same(tmp_path: Path, weights: dict[str, mx.array], way: str) -> None:
+    config = qwen3_moe_config()
+    stacked = load_decoder(_write(tmp_path / "stacked", config, weights))
+    folder = _write(tmp_path / way, config, stored_by_transformers(weights, way))
+    other = load_decoder(folder)
+    assert mx.array_equal(stacked(mx.array([IDS])), other(mx.array([IDS])))
+    assert other.nbytes == stacked.nbytes == plan(Checkpoint.from_folder(folder), max_kv_size=8).weights
+    del config["num_experts"]
+    said_otherwise = load_decoder(
+        _write(tmp_path / "5", config | {"num_local_experts": 8}, stored_by_transformers(weights, way))
+    )
+    assert mx.array_equal(stacked(mx.array([IDS])), said_otherwise(mx.array([IDS])))
+
+
+EXPERTS = f"{LAYERS}.1.mlp.experts"
+WRONG = [
+    ("each", {f"{EXPERTS}.3.up_proj.weight": None}, rf"tensor {EXPERTS}.3.up_proj.weight is missing"),
+    ("each", {f"{EXPERTS}.0.up_proj.weight": None}, rf"tensor {EXPERTS}.0.up_proj.weight is missing"),
+    ("each", {f"{EXPERTS}.7.down_proj.weight": mx.ones((128, 127))}, r"7.down_proj.weight has shape \(128, 127\)"),
+    ("each", {f"{EXPERTS}.7.down_proj.weight": mx.ones((128, 128), mx.int32)}, "7.down_proj.weight has dtype I32"),
+    ("each", {f"{EXPERTS}.8.up_proj.weight": mx.ones((128, 128))}, rf"unexpected tensor {EXPERTS}.8.up_proj.weight"),
+    ("each", {f"{EXPERTS}.7.up_proj.scales": mx.ones((128, 4))}, rf"unexpected tensor {EXPERTS}.7.up_proj.scales"),
+    ("each", {f"{EXPERTS}.gate_up_proj": mx.ones((8, 256, 128))}, rf"unexpected tensor {EXPERTS}.0.gate_proj.weight"),
+    ("joined", {f"{EXPERTS}.down_proj": None}, "mlp.switch_mlp.down_proj.weight is missing"),
+    ("joined", {f"{EXPERTS}.gate_up_proj": mx.ones((8, 128, 128))}, r"gate_up_proj has shape .* \(8, 256, 128\)"),
+    ("joined", {f"{EXPERTS}.down_proj": mx.ones((7, 128, 128))}, r"down_proj has shape \(7, 128, 128\)"),
+    ("joined", {f"{LAYERS}.1.mlp.gate.weight": None}, "mlp.gate.weight is missing"),
+    ("joined", {f"{LAYERS}.0.mlp.experts.down_proj": mx.ones((8, 128, 128))}, "unexpected tensor .*0.mlp.experts"),
+]
+
+
+@pytest.mark.parametrize(("way", "changes", "message"), WRONG)
+def test_what_is_missing_or_wrong_is_named(
+    tmp_path: Path, weights: dict[str, mx.array], way: str, changes: dict[str, mx.array | None], message: str
+) -> None:
+    changed = {
+        name: array for name, array in (stored_by_transformers(weights, way) | changes).items() if array is not None
+    }
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_decoder(_write(tmp_path / way, qwen3_moe_config(), changed))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_huge_number_of_experts_is_refused_at_the_first_that_is_missing(
+    tmp_path: Path, weights: dict[str, mx.array]
+) -> None:
+    folder = _write(tmp_path / "each", qwen3_moe_config(num_experts=4096), stored_by_transformers(weights, "each"))
+    with pytest.raises(CheckpointError, match=rf"tensor {EXPERTS}.8.gate_proj.weight is missing"):
+        load_decoder(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 0}, "num_experts is 0; expected an int from 1 to 4096"),
+        ({"num_experts": 5000}, "num_experts is 5000; expected an int from 1 to 4096"),
+        ({"num_local_experts": 4}, "num_experts 8 and num_local_experts 4; expected one number of experts"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; expected at most num_experts, 8"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        ({"moe_intermediate_size": -1}, "moe_intermediate_size is -1"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes'; expected true or false"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ({"mlp_only_layers": [2]}, r"mlp_only_layers is \[2\]; expected a list of layers from 0 to 1"),
+        ({"mlp_only_layers": [True]}, r"mlp_only_layers is \[True\]"),
+        ({"mlp_only_layers": "0"}, "mlp_only_layers is '0'"),
+    ],
+)
+def test_a_config_that_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_dict(qwen3_moe_config(**changes))
+
+
+# What reads the table.
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_token_reads_few_of_them(tmp_path: Path, tied: bool, bits: int | None) -> None:
+    """All are held. Of 2 layers' experts, 2 of 8 are read; of an untied embedding one row."""
+    config = qwen3_moe_config(mlp_only_layers=[], tie_word_embeddings=tied)
+    reference = reference_model(config)
+    if bits is not None:
+        config = quantize_reference(config, reference, bits, 64)
+    model = load_decoder(save_checkpoint(tmp_path, config, reference))
+    of_experts = 2 * 3 * 8 * 128 * 128 * 4 if bits is None else 2 * 3 * 8 * 128 * (128 // 2 + 2 * 2 * 4)
+    embedding = 0 if tied else 300 * (128 * 4 if bits is None else 128 // 2 + 2 * 2 * 4)
+    assert model.nbytes - model.nbytes_read == of_experts * 6 // 8 + embedding
+    planned = plan(Checkpoint.from_folder(tmp_path), max_kv_size=8, device="cpu")
+    assert (planned.weights, planned.weights_read) == (model.nbytes, model.nbytes_read)
+
+
+def test_as_if_converted_the_router_has_its_own_bits() -> None:
+    checkpoint = Checkpoint.from_facts(qwen3_moe_config(torch_dtype="bfloat16")).quantized(4, 32)
+    assert checkpoint.config.quantization_of(f"{LAYERS}.1.mlp.gate") == Quantization(8, 64)
+    assert checkpoint.config.quantization_of(f"{LAYERS}.1.mlp.switch_mlp.up_proj") == Quantization(4, 32)
+    narrow = Checkpoint.from_facts(qwen3_moe_config(hidden_size=96, head_dim=32)).quantized(4, 32)
+    assert narrow.config.quantization_of(f"{LAYERS}.1.mlp.gate") is None
+
+
+SOME = ["self_attn.q_proj", "mlp.switch_mlp.gate_proj", "mlp.switch_mlp.down_proj", "mlp.gate"]
+
+
+@pytest.mark.parametrize("keys", [SOME, None], ids=["some", "every projection"])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_adapters(tmp_path: Path, keys: list[str] | None, bits: int | None) -> None:
+    """Fused with floating-point experts, beside quantized ones."""
+
+    def base() -> tuple[dict[str, Any], nn.Module]:
+        model = reference_model(SPARSE)
+        return (SPARSE if bits is None else quantize_reference(SPARSE, model, bits, 64)), model
+
+    config, plain = base()
+    folder = save_checkpoint(tmp_path / "model", config, plain)
+    adapter = save_adapter(tmp_path / "adapter", adapter_config(keys), base()[1])
+    adapted = adapted_reference(base()[1], adapter)
+    model = load_decoder(folder, adapter=adapter)
+    for ids in (FEW, IDS):
+        expected = reference_logits(adapted, ids)
+        assert relative_error(expected, reference_logits(plain, ids)) > 100 * TOLERANCE
+        assert relative_error(model(mx.array([ids]))[0], expected) < TOLERANCE
+
+
+def test_a_dora_adapter_of_experts_is_refused(tmp_path: Path) -> None:
+    """mlx-lm makes none."""
+    folder = save_checkpoint(tmp_path / "model", SPARSE, reference_model(SPARSE))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    path = f"{LAYERS}.0.mlp.switch_mlp.up_proj"
+    parts = {"lora_a": (8, 4, 128), "lora_b": (8, 128, 4), "m": (8, 128)}
+    mx.save_safetensors(
+        str(adapter / "adapters.safetensors"), {f"{path}.{name}": mx.ones(shape) for name, shape in parts.items()}
+    )
+    (adapter / "adapter_config.json").write_text(json.dumps(adapter_config(kind="dora")))
+    with pytest.raises(ModelError, match=f"{path} has experts; a DoRA adapter"):
+        load_decoder(folder, adapter=adapter)
