@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model as load_mlx_lm
-from support.bridged import BRIDGED, IDS, NAMES, copy_folder, write_mlx_lm
+from support.bridged import IDS, NAMES, copy_folder, write_mlx_lm
 from support.command import call
 
 from kvant.bridge.cache import BridgedCache
@@ -187,4 +187,3 @@ def test_the_engines_of_bench(tmp_path: Path) -> None:
     assert ours.weight_bytes[1] < ours.weight_bytes[0]  # half of the experts are not read
     assert ours.cache_size()[1] == theirs.cache_size()[1] == len(prompt) + 10
     assert ours.dtype == theirs.dtype == "float32"
-    assert BRIDGED.is_dir()
