@@ -2,7 +2,8 @@
 
 Run: python scripts/golden_bridged.py (needs the extra ``train`` for torch)
 
-    NAME/config.json, NAME/model.safetensors   as save_pretrained writes them, weights in bfloat16
+    NAME/config.json, NAME/model.safetensors   as save_pretrained writes them, weights in bfloat16; gpt-oss' experts in
+                                               mxfp4, as they are published
     NAME/logits.npy                            (tokens, vocab) of one pass over the ids, in float32, without a cache
     ids.json                                   the ids, and the versions that computed all this
 """
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 BRIDGED = Path(__file__).parents[1] / "tests" / "data" / "bridged"
@@ -35,6 +37,7 @@ SIZES = {
     "pad_token_id": 0,
 }
 WINDOW = 8
+PLAIN = {"rope_type": "default", "rope_theta": 150000.0}  # mlx-lm does not look at gpt-oss' yarn "truncate"
 TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LINEAR = {
@@ -48,7 +51,11 @@ LINEAR = {
 VISION: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1}
 # Name -> model_type, settings of the part for text, and of the part that sees, where the folder has one.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
-    "gpt-oss": ("gpt_oss", TWO_KINDS | {"num_local_experts": 4, "num_experts_per_tok": 2}, None),
+    "gpt-oss": (
+        "gpt_oss",
+        TWO_KINDS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": PLAIN},
+        None,
+    ),
     "gemma3": (  # mlx-lm takes every sixth layer for one that sees all
         "gemma3_text",
         {
@@ -143,9 +150,35 @@ def write(name: str) -> None:
     # From the file: what is not in it is not in the logits.
     loader = AutoModelForCausalLM if vision is None else AutoModelForImageTextToText
     model = loader.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    if name == "gpt-oss":
+        pack_experts(folder, model)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([IDS]), use_cache=False).logits[0]
     np.save(folder / "logits.npy", logits.numpy().astype(np.float32))
+
+
+def pack_experts(folder: Path, model: torch.nn.Module) -> None:
+    """Give a gpt-oss random experts in mxfp4, as it is published: blocks of 32 with a scale of a power of 2.
+
+    In the file they are packed, (experts, outputs, blocks, 16) and (experts, outputs, blocks). In the model they are
+    the numbers that the OCP microscaling specification says, (experts, inputs, outputs).
+    """
+    magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    values = torch.tensor([*magnitudes, *(-x for x in magnitudes)])
+    tensors = load_file(folder / "model.safetensors")
+    parameters = dict(model.named_parameters())
+    for path in [path for path in tensors if path.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(path).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(121, 125, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        tensors |= {f"{path}_blocks": blocks, f"{path}_scales": scales}
+        numbers = torch.stack([values[blocks.long() % 16], values[blocks.long() // 16]], dim=-1).flatten(-2)
+        numbers = numbers * 2.0 ** (scales.float()[..., None] - 127)
+        parameters[path].data = numbers.flatten(-2).transpose(1, 2).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ Nothing of the folder is executed. Modules are made lazily: an array is computed
 known to be right. What mlx-lm's code raises on the way becomes one line of kvant's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from mlx.nn.layers.quantized import QuantizedEmbedding, quantize
 from kvant.bridge.architectures import NEEDS_METAL, module_name
 from kvant.bridge.config import BridgedConfig, for_mlx_lm, read_config, read_folder
 from kvant.bridge.model import BridgedModel, by_layer, parameters
-from kvant.bridge.probe import probe
+from kvant.bridge.probe import Attention, Entry, probe
 from kvant.bridge.rope import rotate_by_matrices
 from kvant.bridge.translation import translated
 from kvant.errors import CheckpointError, ModelError, library_errors
+from kvant.fields import shown
 from kvant.models.linear import check_device
 from kvant.models.quantization import FLOAT_MODES, Quantization, read_quantization
 from kvant.models.tensors import BITS, TensorFiles
@@ -99,9 +100,23 @@ def build(raw: Mapping[str, Any]) -> tuple[Module, BridgedConfig]:
         module = import_module(f"mlx_lm.models.{name}")
         args = module.ModelArgs.from_dict(translated(for_mlx_lm(raw), name))
         model: Module = module.Model(args)
-        probe(model)  # a call that is never evaluated: settings that fit each other badly show there
+        entries = probe(model)  # a call that is never evaluated: settings that fit each other badly show there
+    _check_layers(entries)
     model.eval()
     return model, read_config(raw, args)
+
+
+def _check_layers(entries: Sequence[Entry]) -> None:
+    """Refuse windows that are no numbers of tokens, and keys without heads or width."""
+    leaves = [leaf for entry in entries for leaf in (entry if isinstance(entry, tuple) else (entry,))]
+    for leaf in leaves:
+        if not isinstance(leaf, Attention):
+            continue
+        for what, value in (("window", leaf.window), ("chunk", leaf.chunk)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ModelError(f"config.json: a layer has a {what} of {shown(value)} tokens; expected an int from 1")
+        if leaf.num_kv_heads < 1 or leaf.key_dim < 1:
+            raise ModelError(f"config.json: a layer has {leaf.num_kv_heads} kv heads of {leaf.key_dim} numbers")
 
 
 def describe_formats(raw: Mapping[str, Any]) -> str:

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 FLOAT32 = 4  # bytes
 # What one call of attention on a CPU may hold: scores, with the mask, and their softmax.
 SCORE_COPIES = 3
-# Of each projection's output: as it came, and as it goes on.
-OUTPUT_COPIES = 2
+# Of each projection's output: as it came, as it goes on, and sums of it.
+OUTPUT_COPIES = 3
+# A linear layer goes from token to token. So many of its states are held by what MLX has queued.
+QUEUED_STATES = 64
 # A layer's keys and values are dequantized to float32, through as much again.
 DEQUANTIZED_COPIES = 2
 LOGITS_COPIES = 5
@@ -115,7 +117,7 @@ class BridgedCheckpoint:
         """
         from kvant.bridge.cache import entries_bytes
         from kvant.bridge.model import by_layer, bytes_read
-        from kvant.bridge.probe import Attention, probe
+        from kvant.bridge.probe import Attention, State, probe
 
         module = self._module(on_cpu)
         entries = probe(module)
@@ -124,12 +126,13 @@ class BridgedCheckpoint:
         weights, read = sum(layers), bytes_read(module, self.config.experts_used)
         loading = weights + 2 * max(layers, default=0)  # a layer's tensors as stored, put together, and cast
         row = max((a.num_kv_heads * (a.key_dim + a.value_dim) for a in leaves if isinstance(a, Attention)), default=0)
+        state = max((leaf.nbytes for leaf in leaves if isinstance(leaf, State)), default=0)
         heads = self._heads()
         outputs = _widest_layer(module, self.config.experts_used)
 
         def chunk(new: int, tokens: int) -> int:
             numbers = OUTPUT_COPIES * outputs * new + SCORE_COPIES * heads * new * tokens
-            return FLOAT32 * (numbers + DEQUANTIZED_COPIES * row * tokens)
+            return FLOAT32 * (numbers + DEQUANTIZED_COPIES * row * tokens) + min(new, QUEUED_STATES) * state
 
         def needed(tokens: int) -> BridgedNeeds:
             cache = entries_bytes(entries, tokens, quant_bit=kv_bits, quant_group=kv_group_size)

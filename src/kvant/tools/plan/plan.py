@@ -20,7 +20,8 @@ SCALE_BYTES = 2  # float16
 # for reuse; and while it is read, a tokenizer for each of its tokens. Measured, docs/memory-plan.md.
 PROCESS_BYTES = 170_000_000
 TOKENIZER_BYTES = 1_700
-BRIDGED_PROCESS_BYTES = 400_000_000  # with mlx-lm, and the libraries that it imports
+# With mlx-lm and the libraries that it imports: 300 MB with a tiny model, where a decoder takes 70.
+BRIDGED_PROCESS_BYTES = 400_000_000
 # Copies of the logits in sampling: float32, log-probabilities and what they are made from.
 LOGITS_COPIES = 5
 # Rotary pairs a layer whose key bias stays out of the cache, where the weights that decide it were not read: 1 in 16.

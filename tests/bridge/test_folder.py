@@ -1,0 +1,189 @@
+"""Folders of architectures that only mlx-lm has: loaded, run and planned as native ones are."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.utils import load_model as load_mlx_lm
+from support.bridged import IDS, NAMES, copy_folder, write_mlx_lm
+from support.command import call
+
+from kvant.bridge.cache import BridgedCache
+from kvant.bridge.model import BridgedModel
+from kvant.cache import ModelCache
+from kvant.engine.load import load_model
+from kvant.engine.run import Run
+from kvant.models import LanguageModel
+from kvant.tools.bench.adapters import MLXLM, Kvant
+from kvant.tools.bench.engines import EngineSpec
+from kvant.tools.plan import BridgedCheckpoint, MemoryPlan, Settings, plan, read_facts, read_folder
+
+PROMPT = " ".join(f"w{token}" for token in IDS if token > 1)
+QUANTIZED = ["gpt_oss", "gemma3_text", "gemma4_text", "qwen3_next", "qwen3_5", "deepseek_v3", "llama4"]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that transformers saved, with a tokenizer."""
+    return copy_folder(request.param, tmp_path_factory.mktemp("bridged"), tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LanguageModel:
+    return load_model(folder)
+
+
+def _keys_values(cache: ModelCache) -> int:
+    return cache.used.keys_values if isinstance(cache, BridgedCache) else cache.nbytes
+
+
+def test_logits_are_those_of_transformers(folder: Path, model: LanguageModel) -> None:
+    """Of a pass without a cache, in one chunk, in several, and of generation's own steps."""
+    expected = np.load(folder / "logits.npy")
+    limit = 1e-5 * max(1.0, float(np.abs(expected).max()))
+    assert np.abs(np.array(model(mx.array([IDS])))[0] - expected).max() < limit
+    for size in (len(IDS), 5):
+        cache = model.make_cache(len(IDS), quant_bit=0)
+        pieces = [model(mx.array([IDS[i : i + size]]), cache=cache) for i in range(0, len(IDS), size)]
+        assert np.abs(np.concatenate([np.array(piece)[0] for piece in pieces]) - expected).max() < limit
+    cache = model.make_cache(len(IDS), quant_bit=0)
+    mx.eval(model.feed(mx.array([IDS[:9]]), cache))
+    cache.commit()
+    for place, token in enumerate(IDS[9:], start=9):
+        logits = model.next_logits(mx.array([[token]]), cache)
+        mx.eval(logits)
+        cache.commit()
+        assert np.abs(np.array(logits)[0] - expected[place]).max() < limit
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_generate(folder: Path, model: LanguageModel, bits: int) -> None:
+    """The command gives the tokens of the API, and names the bytes before the first and after the last."""
+    done = call("generate", "--model", str(folder), "--kv-bits", str(bits), "-m", "20", "--json", PROMPT)
+    assert done.returncode == 0, done.stderr
+    tokens = [json.loads(line)["token"] for line in done.stdout.splitlines()]
+    cache = model.make_cache(128, quant_bit=bits)
+    prompt = [token for token in IDS if token > 1]
+    assert tokens == [token for token, _ in Run(model, prompt, cache, max_tokens=20, stop_tokens=[1])]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("cache: 128 tokens reserved")]
+    assert len(lines) == 2
+    assert lines[0] == lines[1]
+    assert ("for the state of linear layers" in lines[0]) == (folder.name in ("qwen3-next", "qwen3.5"))
+
+
+@pytest.mark.parametrize("bits", [0, 8, 4])
+def test_the_plan_is_what_is_held(folder: Path, bits: int) -> None:
+    """Keys and values before the first token and after the last, the state, the weights; the rest is enough."""
+    made = plan(read_folder(folder), max_kv_size=100, settings=Settings(kv_bits=bits), device="cpu")
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    model = load_model(folder)
+    mx.reset_peak_memory()
+    assert made.weights == model.nbytes == sum(array.nbytes for array in model.arrays)
+    assert model.nbytes_read <= model.nbytes
+    cache = model.make_cache(100, quant_bit=bits)
+    assert _keys_values(cache) == made.cache
+    assert cache.nbytes == made.cache  # nothing of a state yet
+    tokens = list(Run(model, [token % 60 + 2 for token in range(90)], cache, max_tokens=-1))
+    assert len(tokens) == 11
+    assert _keys_values(cache) == made.cache
+    assert cache.nbytes - _keys_values(cache) == made.state
+    assert mx.get_peak_memory() - before <= made.arrays
+
+
+def test_what_differs_from_a_decoder(tmp_path: Path) -> None:
+    model = load_model(copy_folder("gpt-oss", tmp_path))
+    assert isinstance(model, BridgedModel)
+    assert model.dtype == mx.float32
+    with pytest.raises(ValueError, match="token ids 0 to 64; the model knows 0 to 63"):
+        model(mx.array([[0, 64]]))
+    with pytest.raises(ValueError, match="offset is 3; the cache holds 0 tokens"):
+        model(mx.array([[1]]), 3, model.make_cache(8))
+    with pytest.raises(ValueError, match=r"expected what model\.make_cache returns"):
+        model.check_cache([])
+    with pytest.raises(ValueError, match="a batch of 2; given 1"):
+        Run(model, [1], model.make_cache(8, batch=2))
+    with pytest.raises(kvant.errors.ContextError, match="this machine has"):
+        model.make_cache(2**40)
+    both = model(mx.array([IDS, IDS[::-1]]), cache=model.make_cache(64, batch=2, quant_bit=0))
+    alone = model(mx.array([IDS[::-1]]), cache=model.make_cache(64, quant_bit=0))
+    assert mx.abs(both[1] - alone[0]).max().item() < 1e-5  # type: ignore[operator]
+
+
+def test_the_context_is_the_class_s_own_where_the_folder_has_none(tmp_path: Path) -> None:
+    """Of gpt-oss mlx-lm's class has none: the reservation is the only limit."""
+    limits = {
+        name: load_model(copy_folder(name, tmp_path, max_position_embeddings=None, architectures=None)).config
+        for name in ("gemma3", "gpt-oss")
+    }
+    assert limits["gemma3"].max_position_embeddings == 32768
+    assert limits["gpt-oss"].max_position_embeddings is None
+    made = plan(read_folder(tmp_path / "gpt-oss"), max_kv_size=10**6, device="cpu")
+    assert made.cache > 10**6
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_mlx_lm_s_own_folders(name: str, tmp_path: Path) -> None:
+    """Quantized to 4 bits: the tokens are mlx-lm's own."""
+    folder = write_mlx_lm(tmp_path / name, name, bits=4)
+    prompt = [token + 30 for token in IDS]
+    theirs, _ = load_mlx_lm(folder)
+    expected = [token for token, _ in generate_step(mx.array(prompt), theirs, max_tokens=12)]
+    model = load_model(folder)
+    cache = model.make_cache(64, quant_bit=0)
+    assert [token for token, _ in Run(model, prompt, cache, max_tokens=12)] == expected
+
+
+def test_facts_without_tensors(tmp_path: Path) -> None:
+    """A plan of config.json alone, as the hub has it, is that of the folder."""
+    for name, bits in (("qwen3_next", 0), ("gpt_oss", 4)):
+        folder = write_mlx_lm(tmp_path / name, name, bits)
+        known = read_facts(json.loads((folder / "config.json").read_text()))
+        assert isinstance(known, BridgedCheckpoint)
+        plans: list[MemoryPlan] = [plan(facts, max_kv_size=300, device="cpu") for facts in (known, read_folder(folder))]
+        assert (plans[0].cache, plans[0].state) == (plans[1].cache, plans[1].state)
+        # The converter leaves routers in other formats, which config.json says.
+        assert plans[0].weights == pytest.approx(plans[1].weights, rel=0.02)
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    folder = str(copy_folder("qwen3-next", tmp_path, tokenizer=True))
+    table = call("plan", folder)
+    assert table.returncode == 0
+    assert "state" in table.stdout
+    assert "an estimate" in table.stdout
+    record = json.loads(call("plan", folder, "--json", "--max-kv-size", "100").stdout)
+    cache = load_model(Path(folder)).make_cache(100)
+    assert record["bytes"]["cache"] == cache.nbytes
+    assert record["bytes"]["state"] > 0
+    chat = call("chat", "--model", folder, "-m", "5", stdin="w5 w6\nw7\n/stats\n/quit\n")
+    assert chat.returncode == 0
+    assert "tokens were in the cache" in chat.stderr
+    report = call("report", "--model", folder, "--tokens", "40", "--formats", "8g32,4g32", "--text", _text(tmp_path))
+    assert report.returncode == 0, report.stderr
+    assert "the model is mlx-lm's" in report.stdout
+    ways = {row["model_type"]: row["way"] for row in json.loads(call("models", "--architectures", "--json").stdout)}
+    assert (ways["llama"], ways["gpt_oss"], ways["olmo"]) == ("native", "bridged", "refused")
+
+
+def _text(place: Path) -> str:
+    (place / "text.txt").write_text(" ".join(f"w{number % 60 + 2}" for number in range(45)))
+    return str(place / "text.txt")
+
+
+def test_the_engines_of_bench(tmp_path: Path) -> None:
+    folder = write_mlx_lm(tmp_path / "model", "gpt_oss")
+    ours = Kvant(EngineSpec("kvant", 0, None), folder, 512)
+    theirs = MLXLM(EngineSpec("mlx-lm", 0, None), folder, 512)
+    prompt: list[Any] = [token + 30 for token in IDS]
+    first = list(ours.tokens(prompt, 10))[:10]
+    assert first == list(theirs.tokens(prompt, 10))[:10]
+    assert ours.weight_bytes == (theirs.weight_bytes[0], ours.weight_bytes[1])
+    assert ours.weight_bytes[1] < ours.weight_bytes[0]  # half of the experts are not read
+    assert ours.cache_size()[1] == theirs.cache_size()[1] == len(prompt) + 10
+    assert ours.dtype == theirs.dtype == "float32"

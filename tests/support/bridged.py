@@ -1,0 +1,57 @@
+"""Folders of bridged models: those recorded from transformers (scripts/golden_bridged.py), and mlx-lm's own."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.utils import quantize_model
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+from support.tiny_models import build
+
+BRIDGED = Path(__file__).parents[1] / "data" / "bridged"
+NAMES = sorted(path.name for path in BRIDGED.iterdir() if path.is_dir())
+IDS: list[int] = json.loads((BRIDGED / "ids.json").read_text())["ids"]
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+
+
+def copy_folder(name: str, place: Path, *, tokenizer: bool = False, **changes: Any) -> Path:
+    """A recorded folder somewhere else, with changes of its config.json (None takes a key out) and a tokenizer."""
+    folder = place / name
+    shutil.copytree(BRIDGED / name, folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    write_config(folder, {key: value for key, value in config.items() if value is not None or key not in changes})
+    if tokenizer:
+        write_words(folder, 64)
+    return folder
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    """config.json."""
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_words(folder: Path, size: int) -> None:
+    """A tokenizer of ``size`` words, w2 and so on, with a chat template."""
+    words = ["<unk>", "<end>", *(f"w{number}" for number in range(2, size))]
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens([AddedToken("<end>", special=True)])
+    made.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write_mlx_lm(folder: Path, name: str, bits: int = 0) -> Path:
+    """A tiny model as mlx-lm saves it, its matrices quantized where ``bits`` is not 0."""
+    model, config = build(name)
+    if bits:
+        model, config = quantize_model(model, config, 32, bits)
+    folder.mkdir()
+    write_config(folder, config)
+    weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder
