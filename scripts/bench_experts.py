@@ -1,4 +1,5 @@
-"""A decode step and a prefill of 256 tokens through layers of experts: kvant's native Qwen3-MoE and mlx-lm's model.
+"""A decode step and a prefill of 256 tokens through experts: kvant's native Qwen3-MoE, mlx-lm's
+model with kvant's cache (bridged), and mlx-lm's model with its own.
 
 Run: python scripts/bench_experts.py [rounds]    (default: 5)
 
@@ -23,6 +24,7 @@ import mlx_lm
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
+from kvant.bridge.rope import rotate_by_matrices
 from kvant.models import load_decoder
 from kvant.tools.bench.shapes import Shape, write_random
 
@@ -74,8 +76,20 @@ class MLXLM:
         return lambda ids: self._model(ids, cache=cache)
 
 
-# A third engine, such as mlx-lm's model with kvant's cache, is one more line here.
-ENGINES: dict[str, Callable[[Path], Engine]] = {BASELINE: MLXLM, "kvant": Native}
+class Bridged(MLXLM):
+    """mlx-lm's model as kvant bridges a folder: its cache, and positions turned by matrices."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        rotate_by_matrices(self._model)
+
+    def start(self) -> Callable[[mx.array], mx.array]:
+        """As :class:`Engine`."""
+        cache = kvant.make_prompt_cache(self._model, PROMPT + STEPS, kv_bits=0)
+        return lambda ids: self._model(ids, cache=cache)
+
+
+ENGINES: dict[str, Callable[[Path], Engine]] = {BASELINE: MLXLM, "bridged": Bridged, "kvant": Native}
 
 
 def one_round(engine: Engine) -> tuple[float, float]:

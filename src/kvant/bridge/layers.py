@@ -12,7 +12,7 @@ from kvant.cache import KVCache, QuantizedKVCache, WindowKVCache
 from kvant.cache.sequences import TrimLimit
 from kvant.errors import ContextError
 from kvant.operators.attention import attend_tokens
-from kvant.operators.cached_attention import attend_fused
+from kvant.operators.cached_attention import attend_fused, first_rows
 
 Mask = mx.array | str | None
 
@@ -186,7 +186,7 @@ class BridgedKVCache(QuantizedKVCache):
     def _read_in_order(self, stored: list[mx.array], keys: mx.array) -> tuple[mx.array, mx.array]:
         """What was appended to, dequantized in the keys' dtype, in the order of the model's masks."""
         if keys.shape[2] == 1 and self.quant_bit and stored[0].shape[3] < self.num_rows:
-            stored = [_side_by_side(self.cache, stored[0].shape[3]), *stored[1:]]
+            stored = [first_rows(self.cache, stored[0].shape[3]), *stored[1:]]
         return self.read(stored, keys.dtype)
 
     def _placed(self, key: mx.array, mask: Mask) -> tuple[int, mx.array | None] | None:
@@ -350,15 +350,3 @@ class StateCache(KVCache):
         self.sequences.reset()
         self.begin()
         self._released = True
-
-
-def _side_by_side(cache: mx.array, rows: int) -> mx.array:
-    """The first rows of every head of quantized values (1, ...), on a CPU copied side by side, eight bytes at a time.
-
-    MLX converts rows that are apart to float three times as slowly there. The copy and the conversion of rows side by
-    side take two thirds of that (1,500 rows of 8 heads of 64: 225 us; 70 and 76).
-    """
-    if mx.default_device().type != mx.cpu or cache.shape[-1] % 8:
-        return cache[0, :, :, :, :rows]
-    words = mx.view(cache, mx.uint64)[0, :, :, :, :rows]
-    return mx.view(mx.contiguous(words), cache.dtype)

@@ -57,6 +57,9 @@ def append_and_attend(
     S = key.shape[2]
     options["sinks"] = sinks
     if isinstance(start, int):
+        if S == 1 and scale is not None:
+            stored = [first_rows(cache, start + S), scale[0, :, :, :, : start + S]]
+            return attend_tokens(query, *float_tokens(stored, quant_bit=quant_bit, dtype=query.dtype), **options)
         tokens = read_tokens(start + S, cache, scale, quant_bit=quant_bit, dtype=query.dtype)
         return attend_tokens(query, *tokens, **options)
     ends = [offset + S for offset in start]
@@ -125,6 +128,18 @@ def read_tokens(
     """Tokens 0 to ``end`` of every sequence as keys and values (B, K, T, D) in ``dtype``."""
     stored = [x[0, :, :, :, :end] for x in (cache, scale) if x is not None]
     return float_tokens(stored, quant_bit=quant_bit, dtype=dtype)
+
+
+def first_rows(cache: mx.array, rows: int) -> mx.array:
+    """The first rows (B, 2, K, rows, D') of every head of quantized values, on a CPU copied to lie side by side.
+
+    MLX converts rows that are apart to float three times as slowly there. The copy, eight bytes at a time, and the
+    conversion take two thirds of that (1,500 rows of 8 heads of 64: 225 us; 70 and 76).
+    """
+    if mx.default_device().type != mx.cpu or cache.shape[-1] % 8:
+        return cache[0, :, :, :, :rows]
+    words = mx.view(cache, mx.uint64)[0, :, :, :, :rows]
+    return mx.view(mx.contiguous(words), cache.dtype)
 
 
 def read_sequences(

@@ -81,6 +81,8 @@ def scratch_bytes(
             between += cached * itemsize
     if kv_bits == 4:
         between += cached * 2  # unpacked to a byte each, then made signed
+    if on_cpu and kv_bits and new == 1:  # copied side by side
+        between += cached * kv_bits // 8
     if not on_cpu and pairs is not None and itemsize != FLOAT32:
         between += cached * FLOAT32
     if windowed:
