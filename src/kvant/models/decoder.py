@@ -15,8 +15,9 @@ from kvant.models.config import ModelConfig
 from kvant.models.experts import Experts
 from kvant.models.linear import Linear, Matrix
 from kvant.models.mlp import MLP
-from kvant.operators.attention import attend_tokens, window_mask
+from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
+from kvant.operators.masks import window_mask
 from kvant.operators.normalization import rms_norm
 from kvant.operators.rotary import Rotate
 from kvant.sizes import format_bytes, physical_memory
