@@ -12,7 +12,7 @@ import mlx.core as mx
 from compile_cuda import compile_cuda, recording
 
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.cached_attention import attend_fused
+from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels import launch
 from kvant.operators.kernels.attend import quantize_tokens
 

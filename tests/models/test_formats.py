@@ -22,7 +22,8 @@ from support.numbers import relative_error
 
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import Quantization, linear, load_decoder
-from kvant.models.linear import QuantizedMatrix, quantized_matrix
+from kvant.models.linear import QuantizedMatrix
+from kvant.models.matrix_loading import quantized_matrix
 
 TOLERANCE = 1e-4  # of the largest logit
 IDS = [(7 + 31 * i) % 300 for i in range(24)]

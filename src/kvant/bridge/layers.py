@@ -12,7 +12,8 @@ from kvant.cache import KVCache, QuantizedKVCache, WindowKVCache
 from kvant.cache.sequences import TrimLimit
 from kvant.errors import ContextError
 from kvant.operators.attention import attend_tokens
-from kvant.operators.cached_attention import attend_fused, first_rows
+from kvant.operators.cached_attention import first_rows
+from kvant.operators.fused_attention import attend_fused
 
 Mask = mx.array | str | None
 

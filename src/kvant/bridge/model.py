@@ -16,9 +16,8 @@ from kvant.bridge.cache import BridgedCache, cache_bytes, make_model_cache
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.traced import can_trace
 from kvant.cache import KVCache, ModelCache
-from kvant.errors import ContextError
-from kvant.models.decoder import DEFAULT_RESERVATION, check_ids, check_offset
-from kvant.sizes import format_bytes, physical_memory
+from kvant.models.inputs import check_ids, check_offset
+from kvant.models.reservation import check_memory, default_reservation
 from kvant.threads import check_process
 
 
@@ -127,13 +126,9 @@ class BridgedModel:
         """
         check_process()
         if max_seq_len is None:
-            max_seq_len = min(self.config.max_position_embeddings or DEFAULT_RESERVATION, DEFAULT_RESERVATION)
+            max_seq_len = default_reservation(self.config)
         options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
-        needed = cache_bytes(self.module, max_seq_len, **options).total
-        if needed > (memory := physical_memory()):
-            raise ContextError(
-                f"a cache of {max_seq_len} tokens needs {format_bytes(needed)}; this machine has {format_bytes(memory)}"
-            )
+        check_memory(max_seq_len, cache_bytes(self.module, max_seq_len, **options).total)
         return make_model_cache(self.module, max_seq_len, kernels=kernels, **options)
 
     @property

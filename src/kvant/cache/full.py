@@ -3,7 +3,8 @@
 import mlx.core as mx
 
 from kvant.cache.layer import KVCache
-from kvant.operators.attention import attend_tokens, both_masks, window_mask
+from kvant.operators.attention import attend_tokens
+from kvant.operators.masks import both_masks, window_mask
 from kvant.operators.validation import check_tokens
 
 

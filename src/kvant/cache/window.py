@@ -8,10 +8,12 @@ import mlx.core as mx
 
 from kvant.cache.quantized import QuantizedKVCache
 from kvant.cache.sequences import TrimLimit
-from kvant.operators.attention import attend_tokens, both_masks
+from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
-from kvant.operators.cached_attention import attend_fused, stored_tokens
+from kvant.operators.cached_attention import stored_tokens
+from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels.launch import Backend
+from kvant.operators.masks import both_masks
 from kvant.operators.rotary import Rotary
 from kvant.operators.validation import check_tokens
 

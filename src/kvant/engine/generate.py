@@ -8,11 +8,10 @@ import mlx.core as mx
 
 from kvant.cache import KVCache
 from kvant.engine.draw import Sampler
+from kvant.engine.limits import reservation
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.run import PREFILL_STEP_SIZE, FinishReason, PromptProgress, Run, check_count
-from kvant.errors import ContextError
+from kvant.engine.run import PREFILL_STEP_SIZE, FinishReason, PromptProgress, Run
 from kvant.models import LanguageModel
-from kvant.models.language_model import context_limit
 from kvant.text.prompt import encode_prompt
 from kvant.text.stream import TextStream
 from kvant.text.tokenizer import Tokenizer
@@ -100,16 +99,7 @@ def stream_generate(
     ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)
     cache = prompt_cache
     if cache is None:
-        context = model.config.max_position_embeddings
-        if context is not None and len(ids) > context:
-            raise ContextError(f"the prompt has {len(ids)} tokens; the model's context is {context}")
-        check_count("max_tokens", max_tokens, or_minus_one=True)
-        needed = context_limit(model, None if max_tokens == -1 else len(ids) + max_tokens)
-        if needed is None:
-            raise ValueError(
-                "max_tokens is -1, and the model has no context limit; expected a number or a prompt_cache"
-            )
-        cache = model.make_cache(needed)
+        cache = model.make_cache(reservation(model, len(ids), max_tokens))
     run = Run(
         model,
         ids,

@@ -1,6 +1,5 @@
 """One request on a cache: its prompt is fed in chunks, then token by token what was sampled."""
 
-import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
@@ -8,11 +7,10 @@ import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
 from kvant.engine.draw import Sampler, draw_key, for_a_run, greedy, sample
+from kvant.engine.limits import check_count, room_after
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.step import CompiledStep, should_compile
-from kvant.errors import ContextError
 from kvant.models import LanguageModel
-from kvant.models.language_model import context_limit
 from kvant.threads import check_process
 
 FinishReason = Literal["stop", "length", "context"]
@@ -94,7 +92,7 @@ class Run:
         self._step_function: CompiledStep | None = None
         with cache.turn:
             self._can_compile()
-            room = _room(model, cache, len(self.prompt))
+            room = room_after(model, cache, len(self.prompt))
             cache.end_step()  # a run that was left suspended here does not go on
             self._lengths = cache.lengths
         # One more than there is room for: the last one is sampled and not fed.
@@ -249,25 +247,3 @@ def go_back(cache: ModelCache, num_tokens: int) -> bool:
         return False
     cache.trim_to(num_tokens)
     return True
-
-
-def check_count(name: str, value: int, *, or_minus_one: bool = False) -> None:
-    """Raise a ValueError unless the argument is at least 1, or -1 where that is allowed."""
-    if or_minus_one and value == -1:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        also = ", or -1 for as many as the context holds" if or_minus_one else ""
-        raise ValueError(f"{name} is {value!r}; expected at least 1{also}")
-
-
-def _room(model: LanguageModel, cache: ModelCache, prompt_tokens: int) -> int:
-    """The tokens that fit after the prompt, or an error that says why the cache cannot take it."""
-    reserved = cache.max_seq_len
-    limit = context_limit(model, reserved)
-    if limit is None:
-        return sys.maxsize
-    if cache.offset + prompt_tokens > limit:
-        held = f", {cache.offset} of them used" if cache.offset else ""
-        kind = "are reserved" if limit == reserved else "are the model's context"
-        raise ContextError(f"the prompt has {prompt_tokens} tokens; {limit} {kind}{held}")
-    return limit - cache.offset - prompt_tokens

@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from kvant.models.config import ModelConfig
 from kvant.models.linear import Linear
+from kvant.operators.bias_split import BiasSplit, rotation_table
 
 # A rotary pair's key bias stays out of the cache where it is more than this many times the root mean square of the
 # keys in the pairs of that head, without a bias. The quantized values of a group reach to about three times that
@@ -32,6 +33,18 @@ class ProjectionBias:
     def arrays(self) -> list[mx.array]:
         """Both biases."""
         return [self.whole, self.stored]
+
+    def split(self, config: ModelConfig, max_seq_len: int) -> BiasSplit:
+        """What the layer's cache leaves out, with angles for ``max_seq_len`` tokens."""
+        H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        missing = (self.whole - self.stored).astype(mx.float32)
+        key_bias = missing[H * D : (H + K) * D].reshape(K, 2, D // 2)  # the pair's first elements, then its second
+        return BiasSplit(
+            key_bias=key_bias[..., mx.array(self.pairs, mx.int32)],
+            pairs=self.pairs,
+            rotation=rotation_table(config.rope.rotary(D), self.pairs, max_seq_len),
+            value_bias=missing[(H + K) * D :].reshape(K, D),
+        )
 
 
 def divide_bias(config: ModelConfig, qkv_proj: Linear, bias: mx.array, norm: mx.array) -> ProjectionBias:

@@ -12,16 +12,8 @@ from kvant.models.bias import divide_bias
 from kvant.models.config import ModelConfig
 from kvant.models.decoder import Attention, Block, Decoder
 from kvant.models.experts import Experts, check_gather
-from kvant.models.linear import (
-    AdaptedMatrix,
-    DenseMatrix,
-    Linear,
-    Matrix,
-    QuantizedMatrix,
-    check_device,
-    dense_matrix,
-    quantized_matrix,
-)
+from kvant.models.linear import AdaptedMatrix, DenseMatrix, Linear, Matrix, QuantizedMatrix
+from kvant.models.matrix_loading import check_device, dense_matrix, quantized_matrix
 from kvant.models.mlp import MLP
 from kvant.models.parameters import matrices, parameters, vectors
 from kvant.models.stacking import stored_otherwise, take_stacked

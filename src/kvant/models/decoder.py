@@ -9,20 +9,18 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.cache import AttentionCache, KVCache, ModelCache, QuantizedKVCache, WindowKVCache
-from kvant.errors import ContextError
 from kvant.models.bias import ProjectionBias
 from kvant.models.config import ModelConfig
 from kvant.models.experts import Experts
+from kvant.models.inputs import check_ids, check_offset
 from kvant.models.linear import Linear, Matrix
 from kvant.models.mlp import MLP
-from kvant.operators.attention import attend_tokens, window_mask
-from kvant.operators.bias_split import BiasSplit, rotation_table
+from kvant.models.reservation import check_memory, default_reservation
+from kvant.operators.attention import attend_tokens
+from kvant.operators.masks import window_mask
 from kvant.operators.normalization import rms_norm
 from kvant.operators.rotary import Rotate
-from kvant.sizes import format_bytes, physical_memory
 from kvant.threads import check_process
-
-DEFAULT_RESERVATION = 4096  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,29 +72,15 @@ class Attention:
             output = attend_tokens(query, key, value, mask=mask)
         return self.o_proj(output.transpose(0, 2, 1, 3).reshape(B, S, H * D))  # (B, H, S, D) -> (B, S, H D)
 
-    def bias_split(self, max_seq_len: int) -> BiasSplit | None:
-        """The biases that this layer's cache leaves out, with angles for ``max_seq_len`` tokens; None: it has none."""
-        if self.qkv_bias is None:
-            return None
-        config, pairs = self.config, self.qkv_bias.pairs
-        H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        missing = (self.qkv_bias.whole - self.qkv_bias.stored).astype(mx.float32)
-        key_bias = missing[H * D : (H + K) * D].reshape(K, 2, D // 2)  # the pair's first elements, then its second
-        return BiasSplit(
-            key_bias=key_bias[..., mx.array(pairs, mx.int32)],
-            pairs=pairs,
-            rotation=rotation_table(config.rope.rotary(D), pairs, max_seq_len),
-            value_bias=missing[(H + K) * D :].reshape(K, D),
-        )
-
     def cache(self, max_seq_len: int, bias_split: bool, options: Mapping[str, Any]) -> QuantizedKVCache:
         """An empty cache for this layer, with ``options`` of :class:`kvant.cache.QuantizedKVCache`."""
         config = self.config
         sizes = (max_seq_len, config.num_key_value_heads, config.head_dim)
+        bias = self.qkv_bias if bias_split else None
         if self.window is None or self.window >= max_seq_len:
-            split = self.bias_split(max_seq_len) if bias_split else None
+            split = None if bias is None else bias.split(config, max_seq_len)
             return QuantizedKVCache(*sizes, bias_split=split, **options)
-        split = self.bias_split(0) if bias_split else None
+        split = None if bias is None else bias.split(config, 0)  # the ring has angles of its own
         rotary = config.rope.rotary(config.head_dim)
         return WindowKVCache(*sizes, window=self.window, bias_split=split, rotary=rotary, **options)
 
@@ -311,13 +295,10 @@ class Decoder:
         check_process()
         config = self.config
         if max_seq_len is None:
-            max_seq_len = min(config.max_position_embeddings or DEFAULT_RESERVATION, DEFAULT_RESERVATION)
+            max_seq_len = default_reservation(config)
         row_bits = config.head_dim * (quant_bit or 8 * self.dtype.size)  # without scales: a lower bound is enough here
         least = max_seq_len * batch * len(self.layers) * 2 * config.num_key_value_heads * row_bits // 8
-        if least > (memory := physical_memory()):
-            raise ContextError(
-                f"a cache of {max_seq_len} tokens needs {format_bytes(least)}; this machine has {format_bytes(memory)}"
-            )
+        check_memory(max_seq_len, least)
         options: dict[str, Any] = {
             "batch": batch,
             "quant_bit": quant_bit,
@@ -344,35 +325,3 @@ class Decoder:
         """Every weight array."""
         head = [] if self._lm_head is None else self._lm_head.arrays
         return [*self._embed_tokens.arrays, *(a for layer in self.layers for a in layer.arrays), self._norm, *head]
-
-
-def check_ids(inputs: mx.array, vocab_size: int) -> None:
-    """Raise a ValueError unless ``inputs`` are token ids of a vocabulary."""
-    if not mx.issubdtype(inputs.dtype, mx.integer):
-        raise ValueError(f"inputs has dtype {inputs.dtype}; expected integer token ids")
-    if inputs.size:
-        low, high = inputs.min().item(), inputs.max().item()
-        if low < 0 or high >= vocab_size:  # type: ignore[operator]
-            raise ValueError(f"inputs has token ids {low} to {high}; the model knows 0 to {vocab_size - 1}")
-
-
-def check_offset(offset: int | mx.array | None, lengths: tuple[int, ...]) -> None:
-    """Raise a ValueError unless ``offset`` says what the lengths of the sequences say, or nothing."""
-    if offset is None:
-        return
-    batch = len(lengths)
-    if isinstance(offset, mx.array):
-        if tuple(offset.shape) != (batch,) or not mx.issubdtype(offset.dtype, mx.integer):
-            raise ValueError(
-                f"offset is an array of {offset.dtype} {tuple(offset.shape)}; "
-                f"expected an int or an array of integers ({batch},)"
-            )
-        given = tuple(offset.tolist())  # type: ignore[arg-type]
-    elif type(offset) is int:
-        given = (offset,) * batch
-    else:
-        raise ValueError(f"offset is {offset!r}; expected an int or an array of integers ({batch},)")
-    if given != lengths:
-        said = list(given) if isinstance(offset, mx.array) else offset
-        held = lengths[0] if len(set(lengths)) == 1 else list(lengths)
-        raise ValueError(f"offset is {said}; the cache holds {held} tokens")

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvant.models.linear import PARALLEL_ELEMENTS, AdaptedMatrix, DenseMatrix, Linear, Matrix, QuantizedMatrix, unusable
+from kvant.models.linear import PARALLEL_ELEMENTS, AdaptedMatrix, DenseMatrix, Linear, Matrix, QuantizedMatrix
+from kvant.models.matrix_loading import unusable
 from kvant.models.mlp import MLP, gated
 from kvant.models.quantization import Quantization
 from kvant.operators.streams import cpu_streams

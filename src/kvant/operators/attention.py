@@ -1,20 +1,17 @@
 """Scaled dot-product attention over floating-point keys and values: the unfused path of every cache."""
 
 import math
-from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from kvant.operators.bias_split import MAX_SCORE_QUERIES, BiasSplit, rotated_bias, score_bias
+from kvant.operators.bias_split import MAX_SCORE_QUERIES, BiasSplit, rotated_bias, score_bias, value_bias_of
+from kvant.operators.masks import mask_by_kv_head, score_terms
 
 # Bytes of scores that one block of queries may make on a CPU, whose attention makes a score matrix. MLX queues ahead:
 # up to five blocks were alive at once, 10 MiB in all. A chunk's time does not depend on the block. (Both measured.)
 BLOCK_SCORE_BYTES = 2 * 1024 * 1024
 # head_dim for which MLX's GPU attention accumulates in float32 without making scores.
 GPU_FUSED_HEAD_DIMS = (64, 80, 96, 128, 256)
-
-# (first query, last query + 1, keys) -> a term for their scores: float32, broadcast to (B, H, queries, keys)
-Bias = Callable[[int, int, int], mx.array]
 
 
 def attend_tokens(
@@ -67,7 +64,7 @@ def attend_tokens(
         sinks = sinks.astype(query.dtype)
         if bias_split is not None:  # the weights of the values sum to less than 1: each takes its bias along
             value = value + bias_split.value_bias[:, None]
-    bias = _bias_maker(H, S, T, causal, is_alibi, mask, key_bias_scores)
+    terms = score_terms(H, S, T, causal, is_alibi, mask, key_bias_scores)
     block = S
     if on_cpu:
         block = max(1, min(S, BLOCK_SCORE_BYTES // (B * H * T * 4)))
@@ -77,8 +74,8 @@ def attend_tokens(
         keys = T - S + last if causal else T  # later keys follow every query of this block
         block_mask: mx.array | str | None = "causal" if causal else None
         alive = None
-        if bias is not None:
-            block_mask = bias(first, last, keys)
+        if terms is not None:
+            block_mask = terms(first, last, keys)
             if mask is not None:
                 alive = (block_mask > -math.inf).any(axis=-1, keepdims=True)
                 block_mask = mx.where(alive, block_mask, 0.0)
@@ -117,7 +114,7 @@ def _attend_newest(
         scores = scores + score_bias(query, bias_split, T).reshape(B, K, H // K, T)
     alive = None
     if mask is not None:
-        mask = _of_heads(mask, K)
+        mask = mask_by_kv_head(mask, K)
         scores = mx.where(mask, scores, -math.inf) if mask.dtype == mx.bool_ else scores + mask
         alive = (scores > -math.inf).any(axis=-1, keepdims=True)
         scores = mx.where(alive, scores, 0.0)
@@ -132,99 +129,3 @@ def _attend_newest(
     if alive is not None:
         output = mx.where(alive, output, 0.0)
     return output.reshape(B, H, 1, -1).astype(dtype)
-
-
-def _of_heads(mask: mx.array, num_kv_heads: int) -> mx.array:
-    """A mask of one query, broadcastable to (B, H, 1, T), as one that is to (B, K, H/K, T)."""
-    mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
-    B, H, _, T = mask.shape
-    return mask if H == 1 else mask.reshape(B, num_kv_heads, H // num_kv_heads, T)
-
-
-def attend_sequences(
-    query: mx.array,
-    sequences: Sequence[tuple[mx.array, mx.array]],
-    *,
-    is_causal: bool = True,
-    is_alibi: bool = False,
-    mask: mx.array | None = None,
-    bias_split: BiasSplit | None = None,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """:func:`attend_tokens` for sequences of different lengths.
-
-    Args:
-        query: (B, H, S, D).
-        sequences: key and value (1, K, T, D) of each of the B sequences. Each has its own T.
-        mask: as ``attend_tokens`` takes it, for the largest T. A shorter sequence reads its first columns only.
-
-    Returns:
-        (B, H, S, D) in the query's dtype.
-    """
-    outputs = []
-    for b, (key, value) in enumerate(sequences):
-        own_mask = mask
-        if mask is not None:
-            own_mask = mask[b : b + 1] if mask.ndim == 4 and mask.shape[0] > 1 else mask
-            own_mask = own_mask[..., : key.shape[2]]
-        output = attend_tokens(
-            query[b : b + 1],
-            key,
-            value,
-            is_causal=is_causal,
-            is_alibi=is_alibi,
-            mask=own_mask,
-            bias_split=bias_split,
-            sinks=sinks,
-        )
-        outputs.append(output)
-    return mx.concatenate(outputs)
-
-
-def window_mask(new_tokens: int, tokens: int, window: int) -> mx.array:
-    """Which of T tokens the last S of them see where each sees the last ``window``, its own included: (S, T)."""
-    query = mx.arange(tokens - new_tokens, tokens)[:, None]
-    token = mx.arange(tokens)
-    return (token <= query) & (token > query - window)
-
-
-def both_masks(seen: mx.array, mask: mx.array) -> mx.array:
-    """A mask as attention takes it, boolean or added, that keeps only what the boolean ``seen`` keeps."""
-    return seen & mask if mask.dtype == mx.bool_ else mx.where(seen, mask.astype(mx.float32), -math.inf)
-
-
-def value_bias_of(bias_split: BiasSplit, num_heads: int) -> mx.array:
-    """The values' bias for each query head, (H, 1, D)."""
-    bias = bias_split.value_bias  # (K, D)
-    return mx.repeat(bias, num_heads // bias.shape[0], axis=0)[:, None]  # (H, 1, D)
-
-
-def alibi_slopes(num_heads: int) -> list[float]:
-    """The slope of each head: 2^(-8n/c) for the first c = 2^floor(log2 H) heads, then every other slope of 2c heads."""
-    c = 2 ** int(math.log2(num_heads))
-    slopes = [2 ** (-8 * n / c) for n in range(1, c + 1)]
-    return slopes + [2 ** (-4 * n / c) for n in range(1, 2 * (num_heads - c), 2)]
-
-
-def _bias_maker(
-    H: int, S: int, T: int, causal: bool, is_alibi: bool, mask: mx.array | None, scores: mx.array | None
-) -> Bias | None:
-    """A function that makes the sum of all terms for one block of queries. None: nothing but causal is needed."""
-    if mask is None and scores is None and not is_alibi:
-        return None
-    slopes = mx.array(alibi_slopes(H))[:, None, None] if is_alibi else None
-
-    def bias(first: int, last: int, keys: int) -> mx.array:
-        query_position = mx.arange(T - S + first, T - S + last)[:, None]
-        distance = mx.arange(keys)[None] - query_position  # (queries, keys)
-        total = mx.zeros((), mx.float32) if scores is None else scores[:, :, first:last, :keys]
-        if causal:
-            total = mx.where(distance > 0, -math.inf, total)
-        if slopes is not None:
-            total = total + slopes * distance.astype(mx.float32)  # (H, queries, keys)
-        if mask is not None:
-            part = mask[..., first:last, :keys]
-            total = total + (mx.where(part, 0.0, -math.inf) if part.dtype == mx.bool_ else part.astype(mx.float32))
-        return total
-
-    return bias

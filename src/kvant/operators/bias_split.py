@@ -86,3 +86,9 @@ def rotated_bias(split: BiasSplit, head_dim: int, tokens: int) -> mx.array:
     weights = mx.concatenate([mx.concatenate([b1, b2], axis=-1), mx.concatenate([-b2, b1], axis=-1)], axis=1)
     table = split.rotation[..., :tokens].reshape(2 * P, tokens)
     return table.T @ weights
+
+
+def value_bias_of(bias_split: BiasSplit, num_heads: int) -> mx.array:
+    """The values' bias for each query head, (H, 1, D)."""
+    bias = bias_split.value_bias  # (K, D)
+    return mx.repeat(bias, num_heads // bias.shape[0], axis=0)[:, None]  # (H, 1, D)

@@ -9,11 +9,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.operators.attention import alibi_slopes, attend_sequences, attend_tokens
+from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.kernels.attend import attend, quantize_tokens
+from kvant.operators.fused_attention import attend_fused
+from kvant.operators.kernels.attend import quantize_tokens
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.quantization import multiply_scale, quantize
+from kvant.operators.ragged import attend_sequences, put_tokens
 
 
 def append_and_attend(
@@ -65,40 +67,6 @@ def append_and_attend(
     ends = [offset + S for offset in start]
     sequences = read_sequences(ends, cache, scale, quant_bit=quant_bit, dtype=query.dtype)
     return attend_sequences(query, sequences, **options)
-
-
-def attend_fused(
-    query: mx.array,
-    cache: mx.array,
-    scale: mx.array | None,
-    offset: mx.array,
-    *,
-    quant_bit: int,
-    quant_group: int,
-    is_causal: bool = True,
-    is_alibi: bool = False,
-    mask: mx.array | None = None,
-    bias_split: BiasSplit | None = None,
-    backend: Backend,
-) -> mx.array:
-    """:func:`kvant.operators.kernels.attend.attend` with ALiBi and the bias split as the other functions take them."""
-    split = bias_split
-    return attend(
-        query,
-        cache,
-        scale,
-        offset,
-        quant_bit=quant_bit,
-        quant_group=quant_group,
-        is_causal=is_causal,
-        slopes=tuple(alibi_slopes(query.shape[1])) if is_alibi else (),
-        mask=mask,
-        key_bias=None if split is None else split.key_bias,
-        pairs=() if split is None else split.pairs,
-        rotation=None if split is None else split.rotation,
-        value_bias=None if split is None else split.value_bias,
-        backend=backend,
-    )
 
 
 def write_tokens(
@@ -206,13 +174,3 @@ def float_tokens(
     if both.shape[1] == 2:
         return both[:, 0], both[:, 1]
     return both[:, 0, :, :, :key_dim], both[:, 0, :, :, key_dim:]
-
-
-def put_tokens(array: mx.array, tokens: mx.array, offset: mx.array) -> mx.array:
-    """A cache or scale with (B, 2, K, S, last) tokens written at ``offset`` (B,), in one operation for all sequences.
-
-    MLX writes in place where nothing else holds ``array``.
-    """
-    B, _, _, S, _ = tokens.shape
-    place = offset[:, None] + mx.arange(S)  # (B, S)
-    return mx.put_along_axis(array, place.reshape(1, B, 1, 1, S, 1), tokens[None], axis=4)

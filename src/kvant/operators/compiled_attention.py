@@ -4,10 +4,12 @@ import math
 
 import mlx.core as mx
 
-from kvant.operators.attention import GPU_FUSED_HEAD_DIMS, value_bias_of
-from kvant.operators.bias_split import BiasSplit, score_bias
-from kvant.operators.cached_attention import attend_fused, put_tokens, read_tokens, stored_tokens
+from kvant.operators.attention import GPU_FUSED_HEAD_DIMS
+from kvant.operators.bias_split import BiasSplit, score_bias, value_bias_of
+from kvant.operators.cached_attention import read_tokens, stored_tokens
+from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels.launch import Backend
+from kvant.operators.ragged import put_tokens
 
 
 def append_and_attend_static(

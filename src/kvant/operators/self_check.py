@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvant.operators.attention import attend_sequences
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.cached_attention import append_and_attend, read_sequences, stored_tokens, write_tokens
 from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, MAX_NEW_TOKENS
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.quantization import FLOAT_DTYPES, multiply_scale, quantized_dtype
+from kvant.operators.ragged import attend_sequences
 from kvant.operators.rotary import Rotary
 
 # Of an output, relative to 1 + its expected magnitude: a few roundings of its dtype.

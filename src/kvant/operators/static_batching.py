@@ -6,8 +6,9 @@ import mlx.core as mx
 
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.cached_attention import attend_fused, float_tokens, stored_tokens
+from kvant.operators.cached_attention import float_tokens, stored_tokens
 from kvant.operators.dispatch import resolve
+from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels.attend import unsupported_reason
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.validation import (

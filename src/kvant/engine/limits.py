@@ -1,0 +1,47 @@
+"""How many tokens a request may have: its own limit, the model's context, and the cache's reservation."""
+
+import sys
+
+from kvant.cache import ModelCache
+from kvant.errors import ContextError
+from kvant.models import LanguageModel
+from kvant.models.language_model import context_limit
+
+
+def check_count(name: str, value: int, *, or_minus_one: bool = False) -> None:
+    """Raise a ValueError unless the argument is at least 1, or -1 where that is allowed."""
+    if or_minus_one and value == -1:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        also = ", or -1 for as many as the context holds" if or_minus_one else ""
+        raise ValueError(f"{name} is {value!r}; expected at least 1{also}")
+
+
+def reservation(model: LanguageModel, prompt_tokens: int, max_tokens: int) -> int:
+    """The tokens that a cache is reserved for where the caller has none: prompt and answer, at most the context.
+
+    Raises:
+        ContextError: the prompt alone has more tokens than the context.
+        ValueError: max_tokens out of range, or -1 where no context limit is known.
+    """
+    context = model.config.max_position_embeddings
+    if context is not None and prompt_tokens > context:
+        raise ContextError(f"the prompt has {prompt_tokens} tokens; the model's context is {context}")
+    check_count("max_tokens", max_tokens, or_minus_one=True)
+    needed = context_limit(model, None if max_tokens == -1 else prompt_tokens + max_tokens)
+    if needed is None:
+        raise ValueError("max_tokens is -1, and the model has no context limit; expected a number or a prompt_cache")
+    return needed
+
+
+def room_after(model: LanguageModel, cache: ModelCache, prompt_tokens: int) -> int:
+    """The tokens that fit after the prompt, or an error that says why the cache cannot take it."""
+    reserved = cache.max_seq_len
+    limit = context_limit(model, reserved)
+    if limit is None:
+        return sys.maxsize
+    if cache.offset + prompt_tokens > limit:
+        held = f", {cache.offset} of them used" if cache.offset else ""
+        kind = "are reserved" if limit == reserved else "are the model's context"
+        raise ContextError(f"the prompt has {prompt_tokens} tokens; {limit} {kind}{held}")
+    return limit - cache.offset - prompt_tokens

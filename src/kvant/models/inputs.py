@@ -1,0 +1,35 @@
+"""Checks of what a model is called with: token ids and offsets."""
+
+import mlx.core as mx
+
+
+def check_ids(inputs: mx.array, vocab_size: int) -> None:
+    """Raise a ValueError unless ``inputs`` are token ids of a vocabulary."""
+    if not mx.issubdtype(inputs.dtype, mx.integer):
+        raise ValueError(f"inputs has dtype {inputs.dtype}; expected integer token ids")
+    if inputs.size:
+        low, high = inputs.min().item(), inputs.max().item()
+        if low < 0 or high >= vocab_size:  # type: ignore[operator]
+            raise ValueError(f"inputs has token ids {low} to {high}; the model knows 0 to {vocab_size - 1}")
+
+
+def check_offset(offset: int | mx.array | None, lengths: tuple[int, ...]) -> None:
+    """Raise a ValueError unless ``offset`` says what the lengths of the sequences say, or nothing."""
+    if offset is None:
+        return
+    batch = len(lengths)
+    if isinstance(offset, mx.array):
+        if tuple(offset.shape) != (batch,) or not mx.issubdtype(offset.dtype, mx.integer):
+            raise ValueError(
+                f"offset is an array of {offset.dtype} {tuple(offset.shape)}; "
+                f"expected an int or an array of integers ({batch},)"
+            )
+        given = tuple(offset.tolist())  # type: ignore[arg-type]
+    elif type(offset) is int:
+        given = (offset,) * batch
+    else:
+        raise ValueError(f"offset is {offset!r}; expected an int or an array of integers ({batch},)")
+    if given != lengths:
+        said = list(given) if isinstance(offset, mx.array) else offset
+        held = lengths[0] if len(set(lengths)) == 1 else list(lengths)
+        raise ValueError(f"offset is {said}; the cache holds {held} tokens")

@@ -1,0 +1,64 @@
+"""What attention adds to its scores: masks, windows, ALiBi. B batch, S of T tokens, H query heads, K kv heads."""
+
+import math
+from collections.abc import Callable
+
+import mlx.core as mx
+
+# (first query, last query + 1, keys) -> what is added to their scores: float32, broadcast to (B, H, queries, keys)
+ScoreTerms = Callable[[int, int, int], mx.array]
+
+
+def window_mask(new_tokens: int, tokens: int, window: int) -> mx.array:
+    """Which of T tokens the last S of them see where each sees the last ``window``, its own included: (S, T)."""
+    query = mx.arange(tokens - new_tokens, tokens)[:, None]
+    token = mx.arange(tokens)
+    return (token <= query) & (token > query - window)
+
+
+def both_masks(seen: mx.array, mask: mx.array) -> mx.array:
+    """A mask as attention takes it, boolean or added, that keeps only what the boolean ``seen`` keeps."""
+    return seen & mask if mask.dtype == mx.bool_ else mx.where(seen, mask.astype(mx.float32), -math.inf)
+
+
+def mask_by_kv_head(mask: mx.array, num_kv_heads: int) -> mx.array:
+    """A mask of one query, broadcastable to (B, H, 1, T), as one that is to (B, K, H/K, T)."""
+    mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
+    B, H, _, T = mask.shape
+    return mask if H == 1 else mask.reshape(B, num_kv_heads, H // num_kv_heads, T)
+
+
+def score_terms(
+    H: int, S: int, T: int, causal: bool, is_alibi: bool, mask: mx.array | None, scores: mx.array | None
+) -> ScoreTerms | None:
+    """A function that makes the sum of all terms for one block of queries. None: nothing but causal is needed.
+
+    Args:
+        mask: broadcastable to (B, H, S, T), boolean (True keeps) or added.
+        scores: (B, H, S, T) float32 that are added too.
+    """
+    if mask is None and scores is None and not is_alibi:
+        return None
+    slopes = mx.array(alibi_slopes(H))[:, None, None] if is_alibi else None
+
+    def of_block(first: int, last: int, keys: int) -> mx.array:
+        query_position = mx.arange(T - S + first, T - S + last)[:, None]
+        distance = mx.arange(keys)[None] - query_position  # (queries, keys)
+        total = mx.zeros((), mx.float32) if scores is None else scores[:, :, first:last, :keys]
+        if causal:
+            total = mx.where(distance > 0, -math.inf, total)
+        if slopes is not None:
+            total = total + slopes * distance.astype(mx.float32)  # (H, queries, keys)
+        if mask is not None:
+            part = mask[..., first:last, :keys]
+            total = total + (mx.where(part, 0.0, -math.inf) if part.dtype == mx.bool_ else part.astype(mx.float32))
+        return total
+
+    return of_block
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """The slope of each head: 2^(-8n/c) for the first c = 2^floor(log2 H) heads, then every other slope of 2c heads."""
+    c = 2 ** int(math.log2(num_heads))
+    slopes = [2 ** (-8 * n / c) for n in range(1, c + 1)]
+    return slopes + [2 ** (-4 * n / c) for n in range(1, 2 * (num_heads - c), 2)]
