@@ -81,7 +81,8 @@ def check_bridged(folder: Path, *, in_float32: bool = False) -> tuple[Module, Br
         tensors.check({})  # the memory they take
         _take_weights(model, raw, tensors, in_float32)
     except ModelError as error:
-        raise type(error)(f"{folder}: {error}") from error
+        named = str(error).startswith(str(folder))
+        raise type(error)(str(error) if named else f"{folder}: {error}") from error
     return model, config
 
 
