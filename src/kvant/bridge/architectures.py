@@ -76,6 +76,7 @@ def module_name(config: Mapping[str, Any]) -> str:
         raise ModelError(f"config.json: architecture {model_type} is not supported: {REFUSED[name]}")
     if name not in ALLOWED:
         raise ModelError(
-            f"config.json: architecture {model_type} is not supported; `kvant models --architectures` names those that are"
+            f"config.json: architecture {model_type} is not supported; "
+            "`kvant models --architectures` names those that are"
         )
     return name
