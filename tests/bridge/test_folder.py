@@ -115,6 +115,22 @@ def test_what_differs_from_a_decoder(tmp_path: Path) -> None:
     assert mx.abs(both[1] - alone[0]).max().item() < 1e-5  # type: ignore[operator]
 
 
+def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
+    """gpt-oss computed through Gemma's windows. One of the same shape serves: here that of a second load."""
+    model, second = (load_model(copy_folder("gpt-oss", tmp_path / part)) for part in ("a", "b"))
+    other = load_model(copy_folder("gemma3", tmp_path / "c"))
+    with pytest.raises(ValueError, match="for a model with other layers"):
+        model(mx.array([IDS]), cache=other.make_cache(64))
+    for batch in (1, 2):
+        assert model(mx.array([IDS] * batch), cache=second.make_cache(64, batch=batch)).shape[0] == batch
+
+
+def test_ids_that_are_no_batch(tmp_path: Path) -> None:
+    model = load_model(copy_folder("gpt-oss", tmp_path))
+    with pytest.raises(ValueError, match=r"inputs has shape \(1,\); expected \(B, S\) token ids"):
+        model(mx.array([1]), cache=model.make_cache(8))
+
+
 def test_the_context_is_the_class_s_own_where_the_folder_has_none(tmp_path: Path) -> None:
     """Of gpt-oss mlx-lm's class has none: the reservation is the only limit."""
     limits = {

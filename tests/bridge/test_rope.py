@@ -1,5 +1,6 @@
 """Positions turned by a matrix on a CPU, against the modules of mlx and mlx-lm that they replace."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
@@ -64,3 +65,21 @@ def test_a_model_with_them_is_the_same(name: str) -> None:
             assert relative_error(given, expected) < 1e-5
     finally:
         mx.enable_compile()
+
+
+def test_threads_share_no_matrix() -> None:
+    """Two that compute the same lazy array crash. The second thread asks the model's own rotation again."""
+    calls = []
+
+    class Counted(nn.RoPE):
+        def __call__(self, x: mx.array, offset: int | mx.array = 0, **options: Any) -> mx.array:
+            calls.append(offset)
+            return super().__call__(x, offset=offset, **options)
+
+    rope = MatrixRoPE(Counted(32), _Matrices())
+    x = mx.ones((1, 1, 1, 32))
+    for _ in range(2):
+        rope(x, offset=3)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(rope, x, offset=3).result()
+    assert calls == [3, 3]

@@ -19,6 +19,7 @@ from kvant.operators.quantization import QUANT_BITS
 from kvant.sizes import format_bytes
 
 Layer = BridgedKVCache | StateCache
+Layout = tuple[Entry, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,15 @@ class BridgedCache(ModelCache):
     trims and steps are those of all layers together. A step is :meth:`begin`, a call of the model, and :meth:`commit`.
     """
 
-    def __init__(self, entries: Sequence[Any], layers: Sequence[Layer], notes: Sequence[str] = ()) -> None:
-        """``entries``: for mlx-lm's model. ``layers``: those in them. ``notes``: what :meth:`describe` adds."""
+    def __init__(
+        self, entries: Sequence[Any], layers: Sequence[Layer], notes: Sequence[str] = (), layout: Layout = ()
+    ) -> None:
+        """``entries``: for mlx-lm's model, whose :func:`layout_of` is ``layout``. ``layers``: those in them.
+
+        ``notes``: what :meth:`describe` adds.
+        """
         super().__init__(layers)
+        self.layout = layout
         self._entries = tuple(entries)
         self._bridged = tuple(layers)
         self._notes = tuple(notes)
@@ -201,13 +208,19 @@ def make_model_cache(
     _check({"max_seq_len": max_seq_len, "quant_group": quant_group, "batch": batch}, "quant_bit", quant_bit)
     options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
     entries, layers = _make(model, max_seq_len, kernels=kernels, **options)
+    layout = layout_of(model)
     groups = Counter(layer.quant_group for layer in layers if isinstance(layer, BridgedKVCache) and quant_bit)
     notes = [
         f"groups of {group} in {_counted(count)}: {quant_group} does not divide every width there"
         for group, count in groups.items()
         if group != quant_group
     ]
-    return BridgedCache(entries, layers, notes)
+    return BridgedCache(entries, layers, notes, layout)
+
+
+def layout_of(model: Model) -> Layout:
+    """What a model asks of its caches; those of another layout are for another model."""
+    return tuple(probe(model))
 
 
 def cache_bytes(

@@ -12,7 +12,7 @@ from mlx.nn.layers.quantized import QuantizedEmbedding
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from kvant.bridge.cache import BridgedCache, cache_bytes, make_model_cache
+from kvant.bridge.cache import BridgedCache, Layout, cache_bytes, layout_of, make_model_cache
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.traced import can_trace
 from kvant.cache import KVCache, ModelCache
@@ -37,6 +37,7 @@ class BridgedModel:
         self.module = module
         self.config = config
         self.dtype = dtype
+        self._layout: Layout = ()
 
     def __call__(
         self, inputs: mx.array, offset: int | mx.array | None = None, cache: Sequence[KVCache] | None = None
@@ -47,6 +48,8 @@ class BridgedModel:
             ValueError: also sequences of different lengths: mlx-lm's models have one offset for all.
         """
         check_process()
+        if inputs.ndim != 2 or 0 in inputs.shape:
+            raise ValueError(f"inputs has shape {tuple(inputs.shape)}; expected (B, S) token ids")
         check_ids(inputs, self.config.vocab_size)
         if cache is None:
             check_offset(offset, (0,) * inputs.shape[0])
@@ -95,6 +98,11 @@ class BridgedModel:
         """
         if not isinstance(cache, BridgedCache):
             raise ValueError(f"the cache is a {type(cache).__name__}; expected what model.make_cache returns")
+        self._layout = self._layout or layout_of(self.module)
+        if cache.layout is not self._layout:
+            if cache.layout != self._layout:
+                raise ValueError("the cache is for a model with other layers; expected what model.make_cache returns")
+            cache.layout = self._layout  # not compared at every step
         if batch is not None and len(cache.lengths) != batch:
             raise ValueError(f"the cache is for a batch of {len(cache.lengths)}; given {batch}")
         return cache
@@ -150,8 +158,6 @@ class BridgedModel:
         return list(parameters(self.module).values())
 
     def _logits(self, inputs: mx.array, cache: BridgedCache | None) -> mx.array:
-        if inputs.ndim != 2 or 0 in inputs.shape:
-            raise ValueError(f"inputs has shape {tuple(inputs.shape)}; expected (B, S) token ids")
         logits: mx.array = self.module(inputs) if cache is None else self.module(inputs, cache=cache)
         return logits
 

@@ -4,6 +4,7 @@ MLX composes RoPE of some twenty operations on a CPU, for the queries and for th
 rotation is a matrix. It is made once a step, by the model's own rotation of a unit matrix, and serves all layers.
 """
 
+import threading
 from collections.abc import Hashable
 from typing import Any
 
@@ -60,12 +61,14 @@ class MatrixRoPE(Module):
         return x @ matrices.of_width[D]
 
 
-class _Matrices:
-    """One position's matrices (D, D), by D. No dict: mlx.nn would take it for a part of the model."""
+class _Matrices(threading.local):
+    """One position's matrices (D, D), by D. No dict: mlx.nn would take it for a part of the model.
 
-    position = -1
+    Each thread has its own: MLX crashes where two compute the same lazy array.
+    """
 
     def __init__(self) -> None:
+        self.position = -1
         self.of_width: dict[int, mx.array] = {}
 
 
