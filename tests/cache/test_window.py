@@ -49,7 +49,7 @@ class _Layer:
         self.key_bias, self.value_bias = np.zeros((K, 2, D // 2)), np.zeros((K, D))
         split = None
         if options.pop("split"):
-            self.key_bias[..., list(PAIRS)] = 5 * rng.standard_normal((K, 2, len(PAIRS))).astype(np.float32)
+            self.key_bias[..., list(PAIRS)] = 2 * rng.standard_normal((K, 2, len(PAIRS))).astype(np.float32)
             self.value_bias = rng.standard_normal((K, D)).astype(np.float32)
             split = BiasSplit(
                 mx.array(self.key_bias[..., list(PAIRS)].astype(np.float32)),
@@ -190,7 +190,7 @@ class _Machine(RuleBasedStateMachine):
             if most > ring and 0 < back < length:
                 each = [back if other == b else 0 for other in range(len(lengths))]
                 assert not self.cache.can_trim_to(length - back) or len(lengths) > 1
-                with pytest.raises(ValueError, match="its windows hold no more"):
+                with pytest.raises(ValueError, match="its windows or states go back no further"):
                     self.cache.trim(each)
         assert self.cache.lengths == lengths
 
@@ -343,3 +343,22 @@ def _wide(rng: np.random.Generator, bits: int, split: bool, kernels: str) -> Win
         rotary=Rotary.plain(64, THETA),
         kernels=kernels,
     )
+
+
+def test_a_split_without_pairs_does_not_grow() -> None:
+    """Its angles are read by nobody. Written all the same, they were a chain of arrays, one a token."""
+    split = BiasSplit(mx.zeros((K, 2, 0)), (), mx.zeros((2, 0, 0)), mx.ones((K, D)))
+    layer = WindowKVCache(RESERVED, K, D, window=8, bias_split=split, rotary=ROTARY)
+    query, key = mx.ones((1, H, 1, D)), mx.ones((1, K, 1, D))
+    mx.eval(query, key)
+    active = []
+    for _ in range(300):
+        mx.eval(layer.attend(query, key, key))
+        active.append(mx.get_active_memory())
+    assert active[-1] <= active[50]
+
+
+def test_a_length_below_zero() -> None:
+    layer = WindowKVCache(20, K, D, window=4)
+    with pytest.raises(ValueError, match="num_tokens is -1; expected an int, 0 or more"):
+        ModelCache([layer]).trim_to(-1)

@@ -15,6 +15,7 @@ from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, pro
 from kvant.bridge.traced import TracedLayer
 from kvant.cache import ModelCache
 from kvant.cache.window import SLACK
+from kvant.models.reservation import check_memory
 from kvant.operators.quantization import QUANT_BITS
 from kvant.sizes import format_bytes
 
@@ -181,8 +182,13 @@ def make_prompt_cache(
         a cache for each place where the model's ``make_cache`` has one.
 
     Raises:
+        ContextError: more than this machine's memory; nothing was allocated.
         ValueError: an argument out of range, or a model with a kind of cache that kvant has nothing for.
     """
+    if hasattr(model, "check_cache") or not (hasattr(model, "layers") or hasattr(model, "make_cache")):
+        raise ValueError(
+            f"model is a {type(model).__name__}; expected mlx-lm's own. A model of kvant.load has make_cache"
+        )
     _check({"max_kv_size": max_kv_size, "kv_group_size": kv_group_size, "batch": batch}, "kv_bits", kv_bits)
     entries, layers = _make(model, max_kv_size, batch=batch, quant_bit=kv_bits, quant_group=kv_group_size, kernels=None)
     # Each layer counts for itself. None goes back further than all of them can.
@@ -279,7 +285,10 @@ def _make(
     def entry(found: Entry) -> Any:
         return CacheList(*map(one, found)) if isinstance(found, tuple) else one(found)
 
-    entries = [entry(found) for found in probe(model, batch)]
+    found = probe(model, batch)
+    options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
+    check_memory(max_seq_len, entries_bytes(found, max_seq_len, **options).total)
+    entries = [entry(each) for each in found]
     hook.install()
     return entries, layers
 
@@ -289,6 +298,8 @@ def _check(sizes: dict[str, int], bits_name: str, bits: int) -> None:
     for name, number in sizes.items():
         if type(number) is not int or number < 1:
             raise ValueError(f"{name} is {number!r}; expected a positive int")
+        if "group" in name and number % 8:
+            raise ValueError(f"{name} is {number}; expected a multiple of 8")
     if type(bits) is not int or bits not in QUANT_BITS:
         raise ValueError(f"{bits_name} is {bits!r}; expected one of {', '.join(map(str, QUANT_BITS))}")
 

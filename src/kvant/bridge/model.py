@@ -12,12 +12,12 @@ from mlx.nn.layers.quantized import QuantizedEmbedding
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from kvant.bridge.cache import BridgedCache, Layout, cache_bytes, layout_of, make_model_cache
+from kvant.bridge.cache import BridgedCache, Layout, layout_of, make_model_cache
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.traced import can_trace
 from kvant.cache import KVCache, ModelCache
 from kvant.models.inputs import check_ids, check_offset
-from kvant.models.reservation import check_memory, default_reservation
+from kvant.models.reservation import default_reservation
 from kvant.threads import check_process
 
 
@@ -136,7 +136,6 @@ class BridgedModel:
         if max_seq_len is None:
             max_seq_len = default_reservation(self.config)
         options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
-        check_memory(max_seq_len, cache_bytes(self.module, max_seq_len, **options).total)
         return make_model_cache(self.module, max_seq_len, kernels=kernels, **options)
 
     @property

@@ -100,6 +100,12 @@ class ModelCache(Sequence[KVCache]):
         """Bytes of all layers."""
         return sum(layer.nbytes for layer in self._layers)
 
+    @property
+    def groups(self) -> list[int]:
+        """The sizes of the groups that share a scale, each once; none where nothing is quantized."""
+        found = {layer.quant_group for layer in self._layers if isinstance(layer, QuantizedKVCache) and layer.quant_bit}
+        return sorted(found)
+
     def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
         """Raise a ValueError unless every layer can hold keys and values (batch, num_kv_heads, S, head_dim)."""
         for layer in self._layers:
@@ -174,6 +180,8 @@ class ModelCache(Sequence[KVCache]):
     def trim_to(self, num_tokens: int | Sequence[int]) -> None:
         """Forget what sequences have past their first ``num_tokens`` tokens, an int for all or one each."""
         each = num_tokens if isinstance(num_tokens, Sequence) else [num_tokens] * len(self.lengths)
+        if any(type(kept) is not int or kept < 0 for kept in each):
+            raise ValueError(f"num_tokens is {num_tokens}; expected an int, 0 or more")
         self.trim([max(0, length - kept) for length, kept in zip(self.lengths, each, strict=True)])
 
     def can_trim_to(self, num_tokens: int) -> bool:

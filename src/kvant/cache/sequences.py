@@ -113,8 +113,8 @@ class Sequences:
                 if not self.can_return(b, length):
                     most = max(0, self._lengths[b] - self._oldest(b))
                     raise ValueError(
-                        f"num_tokens is {num_tokens}; of {self._lengths[b]} tokens the cache can forget all, or the "
-                        f"last {most}: its windows hold no more"
+                        f"{lost[b]} tokens are to be forgotten; of {self._lengths[b]} tokens the cache can forget all, "
+                        f"or the last {most}: its windows or states go back no further"
                     )
             self._lengths = lengths
             self._written = tuple(w if length else 0 for w, length in zip(self._written, lengths, strict=True))

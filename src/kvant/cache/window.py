@@ -75,8 +75,10 @@ class WindowKVCache(QuantizedKVCache):
         self._pending: list[tuple[slice, int, list[mx.array]]] = []  # sequences, their start, tokens as stored
         # Rows hold other positions in each sequence, so each has a rotation of its own, in the order of its rows.
         self._splits: list[BiasSplit] = []
+        self._turned = False
         if bias_split is not None:
             self.bias_split = bias_split
+            self._turned = bool(bias_split.pairs)  # what nobody reads would be a chain of arrays, one a token
             shape = (2, len(bias_split.pairs), self.num_rows)
             self._splits = [replace(bias_split, rotation=mx.zeros(shape)) for _ in self.lengths]
             mx.eval([split.rotation for split in self._splits], bias_split.key_bias, bias_split.value_bias)
@@ -212,7 +214,7 @@ class WindowKVCache(QuantizedKVCache):
         for row, first, n in self._runs(start, start + count):
             for array, tokens in zip(self.arrays, new, strict=True):
                 array[0, part, :, :, row : row + n] = tokens[:, :, :, first : first + n]
-            for split in self._splits[part]:
+            for split in self._splits[part] if self._turned else ():
                 split.rotation[..., row : row + n] = self._rotation(start + first, start + first + n)
 
     def _runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:

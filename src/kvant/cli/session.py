@@ -159,8 +159,8 @@ def open_session(run: RunOptions, process: TextProcess | None = None) -> Session
         raise BadValueError(
             f"--kv-bits {settings.kv_bits} --kv-group-size {settings.kv_group_size}: {error}"
         ) from error
-    bits, group = settings.kv_bits, settings.kv_group_size
-    kind = f"{bits} bits in groups of {group}" if bits else str(model.dtype).removeprefix("mlx.core.")
+    bits, groups = settings.kv_bits, " or ".join(map(str, cache.groups))
+    kind = f"{bits} bits in groups of {groups}" if bits else str(model.dtype).removeprefix("mlx.core.")
     session = Session(model, tokenizer, cache, time.perf_counter() - started, kind, planned.state)
     if not run.quiet:
         print("\n  ".join([f"cache: {session.describe_cache()}", *session.describe_layers()]), file=sys.stderr)
