@@ -9,8 +9,9 @@ from collections.abc import Generator, Iterator, Sequence
 from kvant.cache import KVCache
 from kvant.engine.draw import Sampler
 from kvant.engine.generate import GenerationResponse, check_stops, responses
+from kvant.engine.limits import go_back
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.run import PREFILL_STEP_SIZE, PromptProgress, Run, go_back
+from kvant.engine.run import PREFILL_STEP_SIZE, PromptProgress, Run
 from kvant.errors import ContextError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit

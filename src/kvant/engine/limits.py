@@ -1,4 +1,4 @@
-"""How many tokens a request may have: its own limit, the model's context, and the cache's reservation."""
+"""How many tokens a request may have, by its own limit, the context and the reservation; and the way back."""
 
 import sys
 
@@ -45,3 +45,16 @@ def room_after(model: LanguageModel, cache: ModelCache, prompt_tokens: int) -> i
         kind = "are reserved" if limit == reserved else "are the model's context"
         raise ContextError(f"the prompt has {prompt_tokens} tokens; {limit} {kind}{held}")
     return limit - cache.offset - prompt_tokens
+
+
+def go_back(cache: ModelCache, num_tokens: int) -> bool:
+    """Forget what sequences have past ``num_tokens`` tokens; everything, where some layer cannot go back so far.
+
+    Returns:
+        whether the tokens up to there are still held.
+    """
+    if not cache.can_trim_to(num_tokens):
+        cache.reset()
+        return False
+    cache.trim_to(num_tokens)
+    return True

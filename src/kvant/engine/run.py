@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
 from kvant.engine.draw import Sampler, draw_key, for_a_run, greedy, sample
-from kvant.engine.limits import check_count, room_after
+from kvant.engine.limits import check_count, go_back, room_after
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.step import CompiledStep, should_compile
 from kvant.models import LanguageModel
@@ -234,16 +234,3 @@ def prefill(
     if progress:
         progress(total, total)
     return logits
-
-
-def go_back(cache: ModelCache, num_tokens: int) -> bool:
-    """Forget what sequences have past ``num_tokens`` tokens; everything, where some layer cannot go back so far.
-
-    Returns:
-        whether the tokens up to there are still held.
-    """
-    if not cache.can_trim_to(num_tokens):
-        cache.reset()
-        return False
-    cache.trim_to(num_tokens)
-    return True
