@@ -1,11 +1,6 @@
 """A bridged step as a function of arrays: the same for any offset, and compiled once."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +9,7 @@ from mlx_lm.models import llama
 from support.bridged_compiled_runs import MODELS, REFUSED
 from support.numbers import relative_error
 from support.tiny_models import build
+from support.without_compiler import printed_by
 
 from kvant.bridge import make_model_cache
 
@@ -23,21 +19,7 @@ PROMPT = [(7 + 31 * i) % 97 for i in range(30)]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What tests/support/bridged_compiled_runs.py found."""
-    folder = tmp_path_factory.mktemp("bin")
-    compiler = folder / "g++"
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ]\n')  # is there, and makes nothing
-    compiler.chmod(0o755)
-    done = subprocess.run(
-        [sys.executable, "-m", "support.bridged_compiled_runs"],
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return printed_by("support.bridged_compiled_runs", tmp_path_factory.mktemp("bin"))
 
 
 @pytest.mark.parametrize("name", MODELS)

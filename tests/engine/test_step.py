@@ -1,18 +1,14 @@
 """The compiled decode step: compiled once a row bucket, the same tokens, no growth, no copy."""
 
 import gc
-import json
-import os
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from support import compiled_runs
 from support.numbers import relative_error
+from support.without_compiler import printed_by
 
 import kvant.engine.run as running
 from kvant.cache import CompiledCacheView, FullKVCache, ModelCache, QuantizedKVCache, WindowKVCache
@@ -28,21 +24,7 @@ from kvant.operators.rotary import Rotary
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What tests/support/compiled_runs.py found."""
-    folder = tmp_path_factory.mktemp("bin")
-    compiler = folder / "g++"
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ]\n')  # is there, and makes nothing
-    compiler.chmod(0o755)
-    done = subprocess.run(
-        [sys.executable, "-m", "support.compiled_runs"],
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return printed_by("support.compiled_runs", tmp_path_factory.mktemp("bin"))
 
 
 @pytest.mark.parametrize("bits", [8, 4, 0])

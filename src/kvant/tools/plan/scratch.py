@@ -86,10 +86,9 @@ def scratch_bytes(
     if not on_cpu and pairs is not None and itemsize != FLOAT32:
         between += cached * FLOAT32
     if windowed:
-        row = (
-            2 * KV * (kv_bits or 8 * itemsize) // 8
-        )  # the rows of the ring beside the new ones; the mask in the making
-        between += tokens * (row + 2 * KV // kv_group_size * 2) + MASK_BYTES * new * tokens
+        # The rows of the ring beside the new ones; the mask in the making.
+        row = 2 * KV * (kv_bits or 8 * itemsize) // 8 + 2 * KV // kv_group_size * 2
+        between += tokens * row + MASK_BYTES * new * tokens
     if pairs and new > MAX_SCORE_QUERIES:
         between += cached // 2 * FLOAT32  # the keys with their bias
     experts, ended = config.experts, 0
