@@ -49,7 +49,7 @@ class _Layer:
         self.key_bias, self.value_bias = np.zeros((K, 2, D // 2)), np.zeros((K, D))
         split = None
         if options.pop("split"):
-            self.key_bias[..., list(PAIRS)] = 2 * rng.standard_normal((K, 2, len(PAIRS))).astype(np.float32)
+            self.key_bias[..., list(PAIRS)] = rng.standard_normal((K, 2, len(PAIRS))).astype(np.float32)
             self.value_bias = rng.standard_normal((K, D)).astype(np.float32)
             split = BiasSplit(
                 mx.array(self.key_bias[..., list(PAIRS)].astype(np.float32)),
