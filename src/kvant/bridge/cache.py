@@ -190,7 +190,8 @@ def make_prompt_cache(
             f"model is a {type(model).__name__}; expected mlx-lm's own. A model of kvant.load has make_cache"
         )
     _check({"max_kv_size": max_kv_size, "kv_group_size": kv_group_size, "batch": batch}, "kv_bits", kv_bits)
-    entries, layers = _make(model, max_kv_size, batch=batch, quant_bit=kv_bits, quant_group=kv_group_size, kernels=None)
+    options = {"batch": batch, "quant_bit": kv_bits, "quant_group": kv_group_size}
+    entries, layers = _make(probe(model, batch), max_kv_size, kernels=None, **options)
     # Each layer counts for itself. None goes back further than all of them can.
     limits = frozenset(limit for layer in layers for limit in layer.limits)
     for layer in layers:
@@ -213,8 +214,9 @@ def make_model_cache(
     """
     _check({"max_seq_len": max_seq_len, "quant_group": quant_group, "batch": batch}, "quant_bit", quant_bit)
     options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
-    entries, layers = _make(model, max_seq_len, kernels=kernels, **options)
-    layout = layout_of(model)
+    found = probe(model, batch)
+    entries, layers = _make(found, max_seq_len, kernels=kernels, **options)
+    layout = tuple(found) if batch == 1 else layout_of(model)  # the sizes of states go with the batch
     groups = Counter(layer.quant_group for layer in layers if isinstance(layer, BridgedKVCache) and quant_bit)
     notes = [
         f"groups of {group} in {_counted(count)}: {quant_group} does not divide every width there"
@@ -254,9 +256,9 @@ def entries_bytes(
 
 
 def _make(
-    model: Model, max_seq_len: int, *, batch: int, quant_bit: int, quant_group: int, kernels: str | None
+    found: Sequence[Entry], max_seq_len: int, *, batch: int, quant_bit: int, quant_group: int, kernels: str | None
 ) -> tuple[list[Any], list[Layer]]:
-    """A cache for each place in the model, and the layers of kvant's in them."""
+    """A cache for each place that a probe found in the model, and the layers of kvant's in them."""
     layers: list[Layer] = []
 
     def one(leaf: Leaf) -> Any:
@@ -282,10 +284,9 @@ def _make(
         layers.append(kind(max_seq_len, leaf.num_kv_heads, leaf.key_dim, **options))
         return layers[-1]
 
-    def entry(found: Entry) -> Any:
-        return CacheList(*map(one, found)) if isinstance(found, tuple) else one(found)
+    def entry(each: Entry) -> Any:
+        return CacheList(*map(one, each)) if isinstance(each, tuple) else one(each)
 
-    found = probe(model, batch)
     options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
     check_memory(max_seq_len, entries_bytes(found, max_seq_len, **options).total)
     entries = [entry(each) for each in found]

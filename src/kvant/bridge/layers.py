@@ -10,7 +10,6 @@ from mlx_lm.models.cache import ArraysCache, create_attention_mask
 from kvant.bridge import hook
 from kvant.cache import KVCache, QuantizedKVCache, WindowKVCache
 from kvant.cache.sequences import TrimLimit
-from kvant.errors import ContextError
 from kvant.operators.attention import attend_tokens
 from kvant.operators.cached_attention import first_rows
 from kvant.operators.fused_attention import attend_fused
@@ -331,11 +330,7 @@ class StateCache(KVCache):
         """Raise a ContextError unless every sequence has room for ``num_tokens`` more tokens."""
         if self._released:
             raise RuntimeError("the cache was released; expected one that was not")
-        if self.offset + num_tokens > self._max_seq_len:
-            raise ContextError(
-                f"{num_tokens} more tokens do not fit: "
-                f"{self.offset} of the {self._max_seq_len} reserved tokens are used"
-            )
+        self._check_room(num_tokens)
 
     def is_trimmable(self) -> bool:
         """Only while it is empty."""

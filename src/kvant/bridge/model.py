@@ -136,7 +136,9 @@ class BridgedModel:
         if max_seq_len is None:
             max_seq_len = default_reservation(self.config)
         options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
-        return make_model_cache(self.module, max_seq_len, kernels=kernels, **options)
+        cache = make_model_cache(self.module, max_seq_len, kernels=kernels, **options)
+        self._layout = self._layout or cache.layout  # or the model would be probed once more
+        return cache
 
     @property
     def nbytes(self) -> int:

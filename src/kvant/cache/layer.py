@@ -7,6 +7,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from kvant.cache.sequences import Sequences, TrimLimit
+from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
 
 
@@ -104,6 +105,12 @@ class KVCache(ABC):
     @abstractmethod
     def release(self) -> None:
         """Give the memory back. The cache cannot be used after it."""
+
+    def _check_room(self, num_tokens: int) -> None:
+        if self.max_seq_len is not None and self.offset + num_tokens > self.max_seq_len:
+            raise ContextError(
+                f"{num_tokens} more tokens do not fit: {self.offset} of the {self.max_seq_len} reserved tokens are used"
+            )
 
     def settle(self) -> None:  # noqa: B027
         """Do what waited for a step to be committed."""

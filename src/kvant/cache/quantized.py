@@ -3,7 +3,6 @@
 import mlx.core as mx
 
 from kvant.cache.layer import KVCache
-from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.cached_attention import append_and_attend, float_tokens, write_tokens
 from kvant.operators.dispatch import resolve
@@ -202,11 +201,7 @@ class QuantizedKVCache(KVCache):
         """Raise a ContextError unless every sequence has room for ``num_tokens`` more tokens."""
         if not self.arrays:
             raise RuntimeError("the cache was released; expected one that was not")
-        if self.offset + num_tokens > self._max_seq_len:
-            raise ContextError(
-                f"{num_tokens} more tokens do not fit: "
-                f"{self.offset} of the {self._max_seq_len} reserved tokens are used"
-            )
+        self._check_room(num_tokens)
 
     def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
         """Raise a ValueError unless the cache was made for this batch, these kv heads and this head dimension."""
