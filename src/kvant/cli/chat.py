@@ -1,9 +1,10 @@
 """``kvant chat``: a conversation, line by line."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
+from itertools import count
 from typing import Any
 
 import typer
@@ -13,6 +14,8 @@ from kvant.cli.progress import LateProgress
 from kvant.cli.session import RunOptions, Session, open_session
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.conversation import Conversation
+from kvant.engine.draw import for_answer
+from kvant.engine.generate import GenerationResponse
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ContextError, KvantError, PromptError
 
@@ -25,19 +28,25 @@ HELP = (
 @options.with_options
 def chat(context: typer.Context, *, run: RunOptions, sampling: SamplingOptions) -> None:
     """Talk with a model; the history stays in the cache, and a turn feeds only its own tokens."""
-    session = open_session(run, context.obj)
+    session = open_session(run, context.obj, sampling)
     sampler, processors = session.sampling(sampling)
+    _notice(session.sampling_line, run.quiet)
     if not session.tokenizer.has_chat_template:
         raise PromptError("the model has no chat template; kvant generate --ignore-chat-template continues a prompt")
     conversation = Conversation(session.model, session.tokenizer, session.cache, system_prompt=run.system_prompt)
-    answer = partial(
-        conversation.send,
-        max_tokens=run.max_tokens,
-        sampler=sampler,
-        logits_processors=processors,
-        stop=run.stop or (),
-        prefill_step_size=run.prefill_step_size,
-    )
+    answers = count()
+
+    def answer(text: str, **more: Any) -> Iterator[GenerationResponse]:
+        return conversation.send(
+            text,
+            max_tokens=run.max_tokens,
+            sampler=for_answer(sampler, next(answers)),
+            logits_processors=processors,
+            stop=run.stop or (),
+            prefill_step_size=run.prefill_step_size,
+            **more,
+        )
+
     _notice(HELP, run.quiet)
     with interrupts.patient():  # Ctrl-C stops an answer, not the program
         _loop(session, conversation, answer, run.quiet, run.raw)
@@ -96,7 +105,7 @@ def _answer(send: Callable[..., Any], quiet: bool, raw: bool) -> RunStatistics:
         if run.last.finish_reason == "context":
             _notice("the reserved context is full; /reset forgets the conversation, --max-kv-size reserves more")
         elif run.last.finish_reason == "length":
-            _notice("cut at --max-tokens", quiet)
+            _notice("cut at --max-tokens")
     return run
 
 
@@ -105,7 +114,8 @@ def _print_statistics(session: Session, conversation: Conversation, run: RunStat
     if run.last is not None:
         reused = conversation.reused_tokens
         lines.append(f"last turn: {reused} tokens were in the cache, {run.last.prompt_tokens} were fed")
-    print("\n".join(lines + run.lines(session)), file=sys.stderr)
+    lines.append(f"cache: {session.describe_cache()}")
+    print("\n".join([*lines, *run.lines(session), session.sampling_line]), file=sys.stderr)
 
 
 def _line_reader() -> Callable[[], str]:

@@ -11,7 +11,7 @@ from typing import Any
 from kvant.cache import KVCache, QuantizedKVCache
 from kvant.engine.limits import check_count, reservation
 from kvant.errors import ArgumentError
-from kvant.files import read_json
+from kvant.files import read_json, read_optional
 from kvant.models import LanguageModel
 from kvant.operators.quantization import QUANT_BITS
 from kvant.text.tokenizer import Tokenizer
@@ -90,8 +90,7 @@ def configure(tokenizer: Tokenizer, settings: Mapping[str, Any] | None, eos_toke
 def model_config_of(folder: Path) -> dict[str, Any]:
     """A folder's config.json as mlx-lm's ``load`` returns it: with the end-of-text tokens of generation_config.json."""
     config = dict(read_json(folder / "config.json"))
-    generation = folder / "generation_config.json"
-    if generation.exists() and (eos := read_json(generation).get("eos_token_id")):
+    if eos := read_optional(folder / "generation_config.json").get("eos_token_id"):
         config["eos_token_id"] = eos
     return config
 
