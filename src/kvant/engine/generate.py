@@ -9,6 +9,7 @@ import mlx.core as mx
 from kvant.cache import KVCache
 from kvant.engine.draw import Sampler
 from kvant.engine.limits import reservation
+from kvant.engine.long_run import LongRun
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.run import PREFILL_STEP_SIZE, FinishReason, PromptProgress, Run
 from kvant.models import LanguageModel
@@ -115,7 +116,7 @@ def stream_generate(
 
 
 def responses(
-    run: Run, tokenizer: Tokenizer, stops: Sequence[str], started: float
+    run: Run | LongRun, tokenizer: Tokenizer, stops: Sequence[str], started: float
 ) -> Generator[GenerationResponse, None, None]:
     """A run's tokens with their text and time; ``started`` is the ``time.perf_counter()`` of the request."""
     text = TextStream(tokenizer, stops)

@@ -42,9 +42,14 @@ def room_after(model: LanguageModel, cache: ModelCache, prompt_tokens: int) -> i
         return sys.maxsize
     if cache.offset + prompt_tokens > limit:
         held = f", {cache.offset} of them used" if cache.offset else ""
-        kind = "are reserved" if limit == reserved else "are the model's context"
-        raise ContextError(f"the prompt has {prompt_tokens} tokens; {limit} {kind}{held}")
+        raise ContextError(f"the prompt has {prompt_tokens} tokens; {limit_in_words(model, limit)}{held}")
     return limit - cache.offset - prompt_tokens
+
+
+def limit_in_words(model: LanguageModel, limit: int) -> str:
+    """A limit of :func:`kvant.models.language_model.context_limit`; nobody can reserve more than the context."""
+    whose = "the model's context" if limit == model.config.max_position_embeddings else "reserved"
+    return f"{limit} are {whose}"
 
 
 def go_back(cache: ModelCache, num_tokens: int) -> bool:
