@@ -52,7 +52,7 @@ def highlighted(code: str, language: str) -> list[Text]:
 
 
 class _Heading(elements.Heading):
-    LEVEL_ALIGN = dict.fromkeys(("h1", "h2", "h3", "h4", "h5", "h6"), "left")  # type: ignore[assignment]
+    LEVEL_ALIGN = dict.fromkeys(("h1", "h2", "h3", "h4", "h5", "h6"), "left")
 
 
 class _List(elements.ListElement):
@@ -146,7 +146,7 @@ class PlainText:
         self._source += text
 
     def finished(self, width: int, *, ended: bool = False) -> list[str]:
-        """Lines that are final, each given once; ``ended``: no text follows, and empty lines at the end are left out."""
+        """Lines that are final, each given once; ``ended``: no text follows. Empty lines at the end are left out."""
         text = self._source.rstrip()
         end = len(text) if ended else text.rfind("\n") + 1
         done, self._source = self._source[:end], self._source[end:]

@@ -81,7 +81,9 @@ class Screen:
         if self._text is None or erase is None:
             return
         final = self._final + self._text.finished(self._width, ended=ended)
-        under_way = [] if ended else self._text.current(self._width)[1 - self._size[1] :]  # what the screen has room for
+        under_way = (
+            [] if ended else self._text.current(self._width)[1 - self._size[1] :]
+        )  # what the screen has room for
         self._final, self._rows = [], max(1, len(under_way))
         self._stream.write(erase + "".join(f"{line}\n" for line in final) + "\n".join(under_way))
         self._stream.flush()
