@@ -59,6 +59,21 @@ def for_a_run(sampler: Sampler) -> Sampler:
     return sampler
 
 
+def drawn_seed() -> int:
+    """A seed of the operating system, short enough to be typed again."""
+    return int.from_bytes(os.urandom(4))
+
+
+def for_answer(sampler: Sampler, number: int) -> Sampler:
+    """The sampler of a conversation's answer: the seed that many further, so that no two answers share their draws.
+
+    Answer 0 draws what a single run with the seed draws.
+    """
+    if isinstance(sampler, SeededSampler) and sampler.seed is not None:
+        return replace(sampler, seed=(sampler.seed + number) % 2**64)
+    return sampler
+
+
 def draw_key(sampler: Sampler, position: int) -> mx.array | None:
     """The key (2,) of the draw after ``position`` tokens, for :func:`sample`; None: the sampler takes none.
 

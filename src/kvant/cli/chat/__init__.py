@@ -24,7 +24,7 @@ def chat(
     ] = True,
 ) -> None:
     """Talk with a model; the history stays in the cache, and a turn feeds only its own tokens."""
-    session = open_session(run, context.obj)
+    session = open_session(run, context.obj, sampling, announce=False)
     talk = Talk(run, sampling, session, _view(run.raw, markdown))
     notice(talk.greeting, run.quiet)
     with interrupts.patient():  # Ctrl-C stops an answer, not the program

@@ -130,7 +130,8 @@ def _stats(talk: Talk, argument: str) -> None:
     if statistics.last is not None:
         reused = conversation.reused_tokens
         lines.append(f"last turn: {reused} tokens were in the cache, {statistics.last.prompt_tokens} were fed")
-    notice("\n".join(lines + statistics.lines(talk.session)))
+    lines.append(f"cache: {talk.session.describe_cache()}")
+    notice("\n".join([*lines, *statistics.lines(talk.session), talk.session.sampling_line]))
 
 
 def _cache(talk: Talk, argument: str) -> None:
@@ -153,6 +154,7 @@ def _set(talk: Talk, argument: str) -> None:
         values |= {name: getattr(talk.wanted, name) for name in OPTIONS}
         width = max(map(len, values))
         notice("\n".join(f"{name:{width}}  {_shown(value)}" for name, value in values.items()))
+        notice(talk.session.sampling_line)
         return
     given, _, text = argument.partition(" ")
     name = given.replace("-", "_")

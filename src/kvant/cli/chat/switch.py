@@ -28,17 +28,17 @@ def switch_model(talk: Talk, name: str) -> None:
     before = talk.run
     wanted = replace(before, model=name, adapter_path=None)
     if _both_fit(wanted):
-        talk.use(wanted, open_session(wanted))
+        talk.use(wanted, open_session(wanted, announce=False))
         _give_back()
         return
     notice(f"{before.model} makes room for {name}")
     talk.leave_model()
     _give_back()
     try:
-        talk.use(wanted, open_session(wanted))
+        talk.use(wanted, open_session(wanted, announce=False))
     except BaseException:
         _give_back()
-        talk.use(before, open_session(before))
+        talk.use(before, open_session(before, announce=False))
         notice(f"{before.model} is loaded again")
         raise
 

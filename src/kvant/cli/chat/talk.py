@@ -1,6 +1,8 @@
 """A conversation as the command holds it: the model, the cache, what the user set, and how an answer is shown."""
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -11,6 +13,7 @@ from kvant.cli.progress import LateProgress
 from kvant.cli.session import RunOptions, Session
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.conversation import Conversation
+from kvant.engine.draw import for_answer
 from kvant.engine.generate import GenerationResponse
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ContextError, PromptError
@@ -20,9 +23,15 @@ View = Literal["markdown", "plain", "unchanged"]
 
 
 def notice(text: str, quiet: bool = False) -> None:
-    """A line for the user, on standard error."""
-    if not quiet:
-        print(text, file=sys.stderr, flush=True)
+    """Lines for the user, on standard error; on a terminal with whole words at the margin."""
+    if quiet:
+        return
+    if sys.stderr.isatty():
+        columns = shutil.get_terminal_size().columns - 1
+        text = "\n".join(
+            textwrap.fill(line, columns, subsequent_indent="  ", break_on_hyphens=False) for line in text.split("\n")
+        )
+    print(text, file=sys.stderr, flush=True)
 
 
 class Talk:
@@ -46,6 +55,7 @@ class Talk:
         """
         self.wanted = wanted
         self.draft = ""
+        self._answers = 0
         self.statistics = RunStatistics()
         self._view = view
         self._use(run, session)
@@ -106,14 +116,13 @@ class Talk:
 
     def retry(self) -> None:
         """Answer the last question again, and show the answer."""
-        self._sampling = self.session.sampling(self.wanted)  # without a seed of the user's: with another one
         self._answer(self.conversation.retry)
 
     @property
     def greeting(self) -> str:
         """The model, the cache, the sampling in force and the way to help, in a line."""
-        how = "greedy" if not self.wanted.temp else f"temp {self.wanted.temp:g}"
-        return f"{self.run.model} · {self.session.describe_cache()} · {how} · /help lists the commands"
+        session = self.session
+        return f"{session.name} · {session.describe_cache()} · {session.sampling_line} · /help lists the commands"
 
     def keep_typed(self, typed: str) -> None:
         """Text that was typed during an answer stands in the next line of input."""
@@ -123,7 +132,7 @@ class Talk:
         """The model, the context used of the reserved one, the cache, the speed of the last answer; as fits."""
         reserved = self.conversation.limit
         parts = [
-            self.run.model.rstrip("/").rsplit("/", 1)[-1],
+            self.session.name.rstrip("/").rsplit("/", 1)[-1],
             f"{self.conversation.num_tokens}/{reserved} tokens" if reserved else f"{self.conversation.num_tokens}",
             f"cache {format_bytes(self.session.cache_bytes)}",
         ]
@@ -138,12 +147,13 @@ class Talk:
         """Show one answer as it comes. What the model cannot answer is one line, and the conversation goes on."""
         self.statistics = statistics = RunStatistics()
         sampler, processors = self._sampling
+        self._answers += 1
         try:
             with LateProgress("reading", quiet=self.run.quiet) as progress:
                 # Closed whatever happens, so that the turn is recorded with the answer until then.
                 responses = ask(
                     max_tokens=self.run.max_tokens,
-                    sampler=sampler,
+                    sampler=for_answer(sampler, self._answers - 1),
                     logits_processors=processors,
                     stop=self.run.stop or (),
                     prefill_step_size=self.run.prefill_step_size,
@@ -157,7 +167,7 @@ class Talk:
         except KeyboardInterrupt:
             notice("stopped")
         except ContextError as error:
-            notice(f"{error}; /reset forgets the conversation" if self.turns else str(error))
+            notice("; ".join([str(error), *self._more_room()]))
         self._say_what_was_left_out(statistics)
 
     def _say_what_was_left_out(self, statistics: RunStatistics) -> None:
@@ -166,9 +176,14 @@ class Talk:
             notice(f"the oldest {forgotten} messages were forgotten: the context is full")
         reason = None if statistics.last is None else statistics.last.finish_reason
         if reason == "context":
-            notice("cut: the reserved context is full")
+            notice("; ".join(["cut: the reserved context is full", *self._more_room()]))
         elif reason == "length":
             notice(f"cut at max_tokens, {self.run.max_tokens}; /set max_tokens changes it", self.run.quiet)
+
+    def _more_room(self) -> list[str]:
+        """What the user can do about a full context."""
+        context, limit = self.session.model.config.max_position_embeddings, self.conversation.limit
+        return ["--max-kv-size reserves more"] if limit is not None and limit != context else []
 
     @contextmanager
     def _shown(self) -> Iterator[Callable[[str], None]]:
