@@ -143,7 +143,7 @@ class PlainText:
 
     def add(self, text: str) -> None:
         """Take the next piece."""
-        self._source += text
+        self._source = (self._source + text).replace("\r\n", "\n")
 
     def finished(self, width: int, *, ended: bool = False) -> list[str]:
         """Lines that are final, each given once; ``ended``: no text follows. Empty lines at the end are left out."""
@@ -177,7 +177,7 @@ class MarkdownText:
 
     def add(self, text: str) -> None:
         """Take the next piece."""
-        self._source += text
+        self._source = (self._source + text).replace("\r\n", "\n")
 
     def finished(self, width: int, *, ended: bool = False) -> list[str]:
         """Lines that are final, each given once; ``ended``: no text follows."""
@@ -261,5 +261,5 @@ def _blocks(tokens: list[Token]) -> list[list[Token]]:
 
 def _is_closed(token: Token, last_line: str, lines: int) -> bool:
     """Whether the last of a code block's lines closes it."""
-    mark = rf" {{0,3}}{re.escape(token.markup[0])}{{{len(token.markup)},}}[ \t]*\r?"
+    mark = rf" {{0,3}}{re.escape(token.markup[0])}{{{len(token.markup)},}}[ \t]*"
     return lines > 1 and re.fullmatch(mark, last_line) is not None

@@ -81,9 +81,8 @@ class Screen:
         if self._text is None or erase is None:
             return
         final = self._final + self._text.finished(self._width, ended=ended)
-        under_way = (
-            [] if ended else self._text.current(self._width)[1 - self._size[1] :]
-        )  # what the screen has room for
+        room = max(1, self._size[1] - 1)  # of a longer block the end is seen while it grows
+        under_way = [] if ended else self._text.current(self._width)[-room:]
         self._final, self._rows = [], max(1, len(under_way))
         self._stream.write(erase + "".join(f"{line}\n" for line in final) + "\n".join(under_way))
         self._stream.flush()
