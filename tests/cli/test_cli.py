@@ -45,7 +45,7 @@ def test_help(arguments: list[str]) -> None:
 
 
 def test_text_to_standard_output_and_statistics_to_standard_error() -> None:
-    done = run("generate", QUESTION)
+    done = run("generate", QUESTION, "--temp", "0")
     assert done.returncode == 0
     assert "Pip" in done.stdout
     assert "<|" not in done.stdout
@@ -59,17 +59,21 @@ def test_text_to_standard_output_and_statistics_to_standard_error() -> None:
         r"^peak memory: \d+\.\d\d MB$",
     ):
         assert re.search(pattern, done.stderr, re.MULTILINE), pattern
-    quiet = run("generate", QUESTION, "--quiet")
+    assert done.stderr.count("cache: ") == 1
+    quiet = run("generate", QUESTION, "--temp", "0", "--quiet")
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, done.stdout, "")
 
 
-def test_the_prompt_can_come_three_ways() -> None:
+def test_the_prompt_can_come_in_several_ways() -> None:
+    flags = ["-q", "-m", "12", "--temp", "0"]
     ways = [
-        call("generate", QUESTION, "-q", "-m", "12"),
-        call("generate", "--prompt", QUESTION, "-q", "-m", "12"),
-        call("generate", "-", "-q", "-m", "12", stdin=QUESTION),
+        call("generate", QUESTION, *flags),
+        call("generate", "--prompt", QUESTION, *flags),
+        call("generate", "-", *flags, stdin=QUESTION),
+        call("generate", *flags, stdin=QUESTION + "\n"),
+        call("generate", QUESTION, *flags, stdin=" \n"),
     ]
-    assert [way.returncode for way in ways] == [0, 0, 0]
+    assert [way.returncode for way in ways] == [0] * 5
     assert len({way.stdout for way in ways}) == 1
 
 
@@ -84,8 +88,8 @@ def test_kv_bits_are_applied(kv_bits: str) -> None:
 
 
 def test_json_lines() -> None:
-    text = call("generate", QUESTION, "-q", "-m", "25").stdout
-    done = call("generate", QUESTION, "--json", "-m", "25")
+    text = call("generate", QUESTION, "-q", "-m", "25", "--temp", "0").stdout
+    done = call("generate", QUESTION, "--json", "-m", "25", "--temp", "0")
     assert done.returncode == 0
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert [record["index"] for record in records] == list(range(25))
@@ -99,13 +103,14 @@ def test_sampling_flags_are_applied() -> None:
     flags = ["generate", QUESTION, "-q", "-m", "40", "--temp", "1.3"]
     first, again, other = (call(*flags, "--seed", seed).stdout for seed in ("1", "1", "2"))
     assert first == again != other
-    greedy = call("generate", QUESTION, "-q", "-m", "40").stdout
+    fixed = ["--temp", "0"]
+    greedy = call("generate", QUESTION, "-q", "-m", "40", *fixed).stdout
     assert call(*flags, "--top-k", "1").stdout == greedy
     assert call(*flags, "--top-p", "0.0001").stdout == greedy
     assert call(*flags, "--min-p", "1").stdout == greedy
     assert call(*flags, "--min-p", "1", "--min-tokens-to-keep", "60").stdout != greedy
     for penalty in ("--repetition-penalty", "--presence-penalty", "--frequency-penalty"):
-        recent = ["-q", "-m", "40", penalty, "9"]
+        recent = ["-q", "-m", "40", *fixed, penalty, "9"]
         penalized, of_one = (
             call("generate", QUESTION, *recent, *size).stdout
             for size in ([], [penalty.replace("penalty", "context-size"), "6"])
@@ -113,10 +118,11 @@ def test_sampling_flags_are_applied() -> None:
         assert len({greedy, penalized, of_one}) == 3
     xtc = ["--seed", "1", "--xtc-probability", "1"]
     assert len({first, call(*flags, *xtc).stdout, call(*flags, *xtc, "--xtc-threshold", "0.4").stdout}) == 3
-    token = json.loads(call("generate", QUESTION, "-q", "-m", "1", "--json").stdout)["token"]
-    biased = call("generate", QUESTION, "-q", "-m", "1", "--json", "--logit-bias", f"{token}:-1e9").stdout
+    one = ["-q", "-m", "1", "--json", *fixed]
+    token = json.loads(call("generate", QUESTION, *one).stdout)["token"]
+    biased = call("generate", QUESTION, *one, "--logit-bias", f"{token}:-1e9").stdout
     assert json.loads(biased)["token"] != token
-    assert call("generate", QUESTION, "-q", "-m", "40", "--stop", greedy[20:30]).stdout == greedy[:20] + "\n"
+    assert call("generate", QUESTION, "-q", "-m", "40", *fixed, "--stop", greedy[20:30]).stdout == greedy[:20] + "\n"
 
 
 def test_templates_are_used_unless_ignored() -> None:
@@ -140,11 +146,11 @@ USAGE_ERRORS = [
     (["generate", "a", "--max-tokens", "x"], "--max-tokens"),
     (["generate", "a", "--prefill-step-size", "-1"], "--prefill-step-size is -1"),
     (["generate", "a", "--temp", "-1"], "--temp is -1.0"),
-    (["generate", "a", "--top-p", "0.5"], "--top-p is 0.5, which has no effect without --temp"),
+    (["generate", "a", "--temp", "0", "--top-p", "0.5"], "--top-p is 0.5, which has no effect at temperature 0"),
     (["generate", "a", "--temp", "1", "--top-k", "99999"], "--top-k is 99999; expected at most"),
     (["generate", "a", "--logit-bias", "x"], "--logit-bias is 'x'; expected TOKEN:BIAS"),
     (["generate", "a", "--seed", "-1"], "--seed is -1"),
-    (["generate", "a", "--seed", "1"], "--seed is 1, which has no effect without --temp"),
+    (["generate", "a", "--seed", "1", "--temp", "0"], "--seed is 1, which has no effect at temperature 0"),
     (["generate", "a", "--temp", "1e-40"], "--temp is 1e-40"),
     (["generate", "a", "--logit-bias", "5:inf"], "--logit-bias"),
     (["generate", "a", "--repetition-context-size", "5"], "--repetition-context-size is 5"),
@@ -155,7 +161,7 @@ USAGE_ERRORS = [
     ),
     (["chat", "--frequency-penalty", "1", "--frequency-context-size", "0"], "-size is 0; expected at least 1"),
     (["generate", "a", "--presence-penalty", "nan"], "--presence-penalty is nan; expected a finite number"),
-    (["generate", "a", "--xtc-probability", "0.5"], "--xtc-probability is 0.5, which has no effect without --temp"),
+    (["chat", "--temp", "0", "--xtc-probability", "0.5"], "--xtc-probability is 0.5, which has no effect at temp"),
     (["generate", "a", "--temp", "1", "--xtc-probability", "2"], "--xtc-probability is 2.0; expected from 0 to 1"),
     (
         ["generate", "a", "--temp", "1", "--xtc-threshold", "0.2"],
@@ -214,9 +220,9 @@ def test_bytes_that_are_no_text() -> None:
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
 def test_closed_streams(closed: str) -> None:
-    command = " ".join([*COMMAND, "generate", "hi", "-q", "-m", "2", closed])
+    command = " ".join([*COMMAND, "generate", "hi", "-q", "-m", "2", "--temp", "0", closed])
     done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert (done.returncode, done.stderr) == (0, b"" if closed == "2>&-" else b"cut at --max-tokens 2\n")
     assert (done.stdout == b"") == (closed == ">&-")
 
 
@@ -317,7 +323,7 @@ def test_chat_over_a_pipe() -> None:
 def test_chat_that_does_not_fit_goes_on() -> None:
     done = call("chat", "--max-kv-size", "30", "--max-tokens", "5", stdin=f"{QUESTION * 4}\nHello!\n/quit\n")
     assert done.returncode == 0
-    assert "30 are reserved; /reset forgets the conversation" in done.stderr
+    assert "30 are reserved; --max-kv-size reserves more" in done.stderr
     assert done.stdout.strip()
 
 
@@ -384,10 +390,10 @@ def test_chat_on_a_terminal_survives_interrupts() -> None:
 
 
 def test_chat_applies_its_flags() -> None:
-    plain = call("chat", "-m", "20", "-q", stdin=QUESTION).stdout
+    plain = call("chat", "-m", "20", "-q", "--temp", "0", stdin=QUESTION).stdout
     for flags in (
-        ["--stop", plain[10:14]],
-        ["--system-prompt", "Be brief.", "--repetition-penalty", "9"],
+        ["--temp", "0", "--stop", plain[10:14]],
+        ["--temp", "0", "--system-prompt", "Be brief.", "--repetition-penalty", "9"],
         ["--temp", "2", "--seed", "3"],
     ):
         assert call("chat", "-m", "20", "-q", *flags, stdin=QUESTION).stdout != plain
@@ -421,3 +427,18 @@ def test_progress_appears_late_and_on_a_terminal(
         progress.update(1, 2)
         time.sleep(0.3)
     assert ("loading" in stream.getvalue()) == (is_terminal and not quiet and delay < 1)
+    assert ("1/2" in stream.getvalue()) == ("loading" in stream.getvalue())
+
+
+def test_progress_does_not_end_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = _Terminal(True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr("kvant.cli.progress.DELAY_S", 0.01)
+    monkeypatch.setenv("TERM", "xterm")
+    with LateProgress("loading") as progress:
+        for done in range(4):
+            progress.update(done + 1, 4)
+            time.sleep(0.2)
+    assert "3/4" in stream.getvalue()
+    assert "4/4" not in stream.getvalue()
+    assert "loading" in stream.getvalue().rpartition("3/4")[2]

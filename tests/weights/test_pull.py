@@ -38,7 +38,7 @@ def test_pulled_verified_and_used_offline(machine: Machine, hub: Hub, files: dic
     }
 
     count = len(hub.requests)
-    prompt = ["generate", "Tell me a story about a fox named Pip.", "-q", "-m", "8"]
+    prompt = ["generate", "Tell me a story about a fox named Pip.", "-q", "-m", "8", "--temp", "0"]
     offline = {"HF_HUB_OFFLINE": "1"}
     said = machine.run(*prompt, "--model", REPOSITORY, **offline)
     assert (said.returncode, said.stdout) == (0, machine.run(*prompt).stdout)

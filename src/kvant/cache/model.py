@@ -294,6 +294,11 @@ class ModelCache(Sequence[KVCache]):
             made[-1].bind(sequences, number)
         return made
 
+    @property
+    def goes_back(self) -> bool:
+        """Whether it can go back to any length: no states, and no window shorter than the reservation."""
+        return all(limit.rows >= (self.max_seq_len or math.inf) for limit in self._sequences.limits)
+
     def end_step(self) -> None:
         """Drop a step that was begun and is not committed."""
         self._sequences.step = None

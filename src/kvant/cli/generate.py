@@ -10,6 +10,7 @@ import typer
 from kvant.cli import options, terminal
 from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
+from kvant.cli.prompt import read_prompt
 from kvant.cli.session import RunOptions, Session, open_session
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.generate import GenerationResponse, stream_generate
@@ -21,7 +22,12 @@ from kvant.text.prompt import encode_rendered, render_chat
 @options.with_options
 def generate(
     context: typer.Context,
-    text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; - reads standard input.")] = None,
+    text: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PROMPT]", help="The prompt, after text that is piped in; - reads all of it from standard input."
+        ),
+    ] = None,
     *,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt, instead of the argument.")] = None,
     run: RunOptions,
@@ -34,9 +40,11 @@ def generate(
     """Answer one prompt: text to standard output, statistics to standard error."""
     if ignore_chat_template and run.system_prompt is not None:
         raise BadValueError("--system-prompt needs the chat template that --ignore-chat-template leaves out")
-    question = _read_prompt(text, prompt)
-    session = open_session(run, context.obj)
+    question = read_prompt(text, prompt)
+    session = open_session(run, context.obj, sampling)
     sampler, processors = session.sampling(sampling)
+    if not run.quiet:
+        print(session.sampling_line, file=sys.stderr)
     statistics = RunStatistics()
     with LateProgress("reading the prompt", quiet=run.quiet) as progress:
         responses = stream_generate(
@@ -62,23 +70,8 @@ def generate(
                 print(flush=True)
             if not run.quiet:
                 print("\n".join(statistics.lines(session)), file=sys.stderr)
-
-
-def _read_prompt(argument: str | None, option: str | None) -> str:
-    if argument is not None and option is not None:
-        raise BadValueError("the prompt is given twice, as an argument and with --prompt")
-    prompt = option if argument is None else argument
-    if prompt is None:
-        raise BadValueError("no prompt; give it as an argument, with --prompt, or - for standard input")
-    if prompt == "-":
-        try:
-            prompt = sys.stdin.buffer.read().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise PromptError(f"standard input is not UTF-8: {error}") from error
-    options.check_text(the_prompt=prompt)
-    if not prompt.strip():
-        raise PromptError("the prompt is empty")
-    return prompt
+            if not json_lines and (cut := statistics.cut(run.max_tokens)):
+                print(cut, file=sys.stderr)  # with --quiet too: half an answer looks like a whole one
 
 
 def _chat_ids(session: Session, question: str, system_prompt: str | None) -> list[int]:

@@ -3,7 +3,8 @@
 import gc
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -12,7 +13,8 @@ from kvant.cli import options
 from kvant.cli.fitting import plan_that_fits
 from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
-from kvant.engine.draw import Sampler
+from kvant.cli.sampling import describe_sampling, model_sampling
+from kvant.engine.draw import Sampler, drawn_seed
 from kvant.engine.load import POCKET, find_adapter, find_model, load_folder
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.sampling import SamplingOptions
@@ -62,7 +64,7 @@ class RunOptions:
         return Settings(self.kv_bits, group_size, self.kv_bias_split, self.prefill_step_size)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Session:
     """A loaded model with its reserved cache.
 
@@ -70,6 +72,9 @@ class Session:
         kind: the cache's format, in words.
         state_bytes: of linear and convolution layers, beside keys and values: mlx-lm allocates them at the first
             prefill.
+        name: the model as the user named it.
+        folder: its files.
+        sampling_line: for a person, what :meth:`sampling` gave last: every option in force and where it comes from.
     """
 
     model: LanguageModel
@@ -78,6 +83,9 @@ class Session:
     load_s: float
     kind: str
     state_bytes: int
+    name: str
+    folder: Path
+    sampling_line: str = field(default="", init=False)
 
     @property
     def cache_bytes(self) -> int:
@@ -90,11 +98,21 @@ class Session:
         return self.cache.used.keys_values
 
     def sampling(self, wanted: SamplingOptions) -> tuple[Sampler, list[LogitsProcessor]]:
-        """The sampler and processors for this model.
+        """The sampler and processors for this model; options that were not given are the model's own.
+
+        The sampler has a seed, drawn where none is given: sampling_line says which, so that a run can be repeated.
 
         Raises:
-            ArgumentError: a token the model does not have.
+            ArgumentError: a token the model does not have, or an option that would have no effect.
+            ModelError: a generation_config.json that cannot be used.
         """
+        of_the_model = model_sampling(self.folder, wanted)
+        if of_the_model.get("top_k", 0) >= self.model.config.vocab_size:
+            of_the_model["top_k"] = 0  # it leaves nothing out
+        given, wanted = wanted, wanted.filled(of_the_model)
+        if wanted.temp and wanted.seed is None:
+            wanted = replace(wanted, seed=drawn_seed())
+        self.sampling_line = describe_sampling(given, wanted, of_the_model)
         special: list[int] = []
         if wanted.xtc_probability:  # as in mlx-lm, XTC never leaves out the ends of a line and of the text
             special = [*self.tokenizer.encode("\n", add_special_tokens=False), *self.tokenizer.eos_token_ids]
@@ -118,12 +136,20 @@ class Session:
         return lines if len(lines) > 1 else []
 
 
-def open_session(run: RunOptions, process: TextProcess | None = None) -> Session:
+def open_session(
+    run: RunOptions,
+    process: TextProcess | None = None,
+    sampling: SamplingOptions | None = None,
+    *,
+    announce: bool = True,
+) -> Session:
     """Plan the memory, load a model and reserve its cache; the reservation is printed before the first token.
 
     Args:
         run: the command's flags.
+        sampling: its flags of sampling, to be refused before the model is loaded.
         process: for the tokenizer, where one was started already.
+        announce: print the reservation, unless the flags ask for quiet.
 
     Raises:
         ModelError: a model or adapter that cannot be loaded.
@@ -133,6 +159,8 @@ def open_session(run: RunOptions, process: TextProcess | None = None) -> Session
     """
     started = time.perf_counter()
     folder = find_model(run.model)
+    if sampling is not None:
+        sampling.filled(model_sampling(folder, sampling))
     checkpoint = read_folder(folder)
     if run.adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))
@@ -161,8 +189,8 @@ def open_session(run: RunOptions, process: TextProcess | None = None) -> Session
         ) from error
     bits, groups = settings.kv_bits, " or ".join(map(str, cache.groups))
     kind = f"{bits} bits in groups of {groups}" if bits else str(model.dtype).removeprefix("mlx.core.")
-    session = Session(model, tokenizer, cache, time.perf_counter() - started, kind, planned.state)
-    if not run.quiet:
+    session = Session(model, tokenizer, cache, time.perf_counter() - started, kind, planned.state, run.model, folder)
+    if announce and not run.quiet:
         print("\n  ".join([f"cache: {session.describe_cache()}", *session.describe_layers()]), file=sys.stderr)
     return session
 
