@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from kvant import sample_utils
     from kvant.engine.generate import GenerationResponse, generate, stream_generate
     from kvant.engine.load import load
-    from kvant.engine.prompt_cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+    from kvant.engine.prompt_cache import (
+        can_trim_prompt_cache,
+        load_prompt_cache,
+        make_prompt_cache,
+        trim_prompt_cache,
+    )
 
 
 load_blas()  # before anything imports MLX
@@ -28,6 +33,7 @@ __all__ = [
     "can_trim_prompt_cache",
     "generate",
     "load",
+    "load_prompt_cache",
     "make_prompt_cache",
     "sample_utils",
     "stream_generate",
