@@ -15,6 +15,7 @@ from kvant.bridge.config import BridgedConfig
 from kvant.bridge.layers import BridgedKVCache
 from kvant.bridge.model import BridgedModel
 from kvant.cache import Identity
+from kvant.engine.run import Run
 from kvant.errors import SnapshotError
 
 PROMPT = [(7 + 31 * i) % 97 for i in range(40)]
@@ -33,7 +34,7 @@ def _without_compilation() -> Iterator[None]:
 
 
 def _model(name: str) -> BridgedModel:
-    return BridgedModel(build(name)[0], BridgedConfig(name, 97, None), mx.float32)
+    return BridgedModel(build(name)[0], BridgedConfig(name, 2**17, None), mx.float32)  # of any vocabulary
 
 
 def _fill(model: Any, cache: Any) -> None:
@@ -111,6 +112,21 @@ def test_a_state_goes_back_to_nothing_only(tmp_path: Path) -> None:
         fresh = model.make_cache(64)
         assert mx.array_equal(model(STEP, cache=other), model(STEP, cache=fresh))
     assert cache.offset == len(PROMPT)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gemma3_text"])
+def test_while_a_run_is_suspended(name: str, tmp_path: Path) -> None:
+    """The step that it has queued is not in the copy, and the run goes on."""
+    model = _model(name)
+    tokens = [token for token, _ in Run(model, PROMPT, model.make_cache(64), max_tokens=12)]
+    cache = model.make_cache(64)
+    run = Run(model, PROMPT, cache, max_tokens=12)
+    given = [next(run)[0] for _ in range(5)]
+    cache.save(tmp_path / "saved")
+    others = [cache.fork(), kvant.load_prompt_cache(tmp_path / "saved")]
+    assert given + [token for token, _ in run] == tokens
+    for other in others:
+        assert [token for token, _ in Run(model, tokens[4:5], other, max_tokens=7)] == tokens[5:]
 
 
 def test_mlx_lms_prefill_leaves_the_buffers_alone() -> None:

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 from support.counts import count
 
-from kvant.cache import FullKVCache, ModelCache, QuantizedKVCache
+from kvant.cache import FullKVCache, ModelCache, QuantizedKVCache, WindowKVCache
 from kvant.cache.layer_format import DTYPES
 from kvant.cache.snapshot import read_header
 from kvant.engine.run import Run
@@ -129,7 +129,10 @@ def test_windows(make_checkpoint: Make, tmp_path: Path, bits: int, reserved: int
     first.save(tmp_path / "saved")
     loaded, forked = model.make_cache(reserved, quant_bit=bits), first.fork()
     loaded.load(tmp_path / "saved")
-    for back in (0, 5):  # 7 of 17 tokens back in all
+    for cache in (loaded, forked):  # of 17 tokens, 2 have been gone back already
+        assert cache.can_trim_to(first.offset - 15)
+        assert cache.can_trim_to(first.offset - 16) == (reserved == 30)
+    for back in (0, 5):
         assert [cache.trim(back) for cache in (first, loaded, forked)] == [back] * 3
         step = mx.array([[7, 8]])
         expected = model(step, cache=first)
@@ -137,12 +140,33 @@ def test_windows(make_checkpoint: Make, tmp_path: Path, bits: int, reserved: int
         assert mx.array_equal(model(step, cache=forked), expected)
         for cache in (first, loaded, forked):
             cache.trim(2)
-    if reserved == 200:
-        for cache in (loaded, forked):
-            assert not cache.can_trim_to(cache.offset - 11)
-            assert cache.can_trim_to(cache.offset - 10)
-            with pytest.raises(ValueError, match="go back no further"):
-                cache.trim(11)
+
+
+@pytest.mark.parametrize("bits", [8, 0])
+def test_a_ring_with_kept_tokens(tmp_path: Path, bits: int) -> None:
+    """The first four stay, the rest has wrapped, and the last ones are gone again."""
+    options: dict[str, Any] = {"window": 8, "keep": 4, "slack": 5, "quant_bit": bits, "dtype": mx.float32}
+    first, loaded = (ModelCache([WindowKVCache(90, 2, 32, **options)]) for _ in range(2))
+
+    def step(cache: ModelCache, new: int, seed: int) -> mx.array:
+        x = mx.random.normal((1, 2, new, 32), key=mx.random.key(seed))
+        cache.begin(mx.zeros((1, new), mx.int32))
+        output = cache[0].attend(x, x, x)
+        mx.eval(output)
+        cache.commit()
+        return output
+
+    for seed, new in enumerate([3, 9, 1, 1, 20, 1, 1]):
+        step(first, new, seed)
+    first.trim(3)
+    first.save(tmp_path / "saved")
+    loaded.load(tmp_path / "saved")
+    forked = first.fork()
+    for seed, new in enumerate([1, 2, 7, 1]):
+        expected = step(first, new, seed)
+        assert mx.array_equal(step(loaded, new, seed), expected)
+        assert mx.array_equal(step(forked, new, seed), expected)
+    assert load_file(tmp_path / "saved")["layers.0.sequences.0.cache"].shape[2] == 4 + 13 - 3
 
 
 def test_a_fork_is_independent(pocket: Pocket) -> None:
