@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -26,14 +27,23 @@ HELP = (
 
 
 @options.with_options
-def chat(context: typer.Context, *, run: RunOptions, sampling: SamplingOptions) -> None:
+def chat(
+    context: typer.Context, model_argument: options.ModelArgument = None, *, run: RunOptions, sampling: SamplingOptions
+) -> None:
     """Talk with a model; the history stays in the cache, and a turn feeds only its own tokens."""
+    run = replace(run, model=options.choose_model(context, model_argument, run.model))
     session = open_session(run, context.obj, sampling)
     sampler, processors = session.sampling(sampling)
     _notice(session.sampling_line, run.quiet)
     if not session.tokenizer.has_chat_template:
         raise PromptError("the model has no chat template; kvant generate --ignore-chat-template continues a prompt")
-    conversation = Conversation(session.model, session.tokenizer, session.cache, system_prompt=run.system_prompt)
+    conversation = Conversation(
+        session.model,
+        session.tokenizer,
+        session.cache,
+        system_prompt=run.system_prompt,
+        template_variables=session.template_variables,
+    )
     answers = count()
 
     def answer(text: str, **more: Any) -> Iterator[GenerationResponse]:

@@ -4,7 +4,7 @@ from importlib import resources
 from pathlib import Path
 
 from kvant.bridge.config import is_bridged
-from kvant.errors import ModelError
+from kvant.errors import ModelError, did_you_mean
 from kvant.files import read_json
 from kvant.models import LanguageModel, load_decoder
 from kvant.models.checkpoint import Progress, check_folder
@@ -153,4 +153,7 @@ def _find_pulled(path_or_name: str | Path, name: str, revision: str | None) -> P
     try:
         return weights.find(name, revision)
     except ValueError as error:
+        near = did_you_mean(name, [POCKET, *weights.known_models()])
+        if near:
+            raise ModelError(f"model {shown!r} is not a folder or a known name{near}") from error
         raise ModelError(f"model {shown!r} is not a folder or '{POCKET}', the embedded model; {error}") from error
