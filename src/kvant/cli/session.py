@@ -154,7 +154,11 @@ class Session:
 
 
 def open_session(
-    run: RunOptions, process: TextProcess | None = None, sampling: SamplingOptions | None = None
+    run: RunOptions,
+    process: TextProcess | None = None,
+    sampling: SamplingOptions | None = None,
+    *,
+    announce: bool = True,
 ) -> Session:
     """Plan the memory, load a model and reserve its cache; the reservation is printed before the first token.
 
@@ -162,6 +166,7 @@ def open_session(
         run: the command's flags.
         sampling: its flags of sampling, to be refused before the model is loaded.
         process: for the tokenizer, where one was started already.
+        announce: print the reservation, unless the flags ask for quiet.
 
     Raises:
         ModelError: a model or adapter that cannot be loaded.
@@ -215,7 +220,7 @@ def open_session(
         variables,
         run.origins,
     )
-    if not run.quiet:
+    if announce and not run.quiet:
         print("\n  ".join([f"cache: {session.describe_cache()}", *session.describe_layers()]), file=sys.stderr)
     return session
 
