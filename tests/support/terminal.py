@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from types import TracebackType

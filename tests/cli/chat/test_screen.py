@@ -178,11 +178,7 @@ def test_styles_end_with_their_text() -> None:
 
 @pytest.mark.parametrize("size", [1, 9])
 def test_plain_text_has_whole_words_and_its_lines(size: int) -> None:
-    text = (
-        "  Two spaces, # no *heading*, and more words than a line of thirty columns has.\n\n\n- x\n"
-        + "long" * 20
-        + "\n"
-    )
+    text = "  Two spaces, # no *heading*, and more words than a line of thirty columns has.\n\n\n- x\n" + "long" * 20 + "\n"
     window = _Window(30, 6)
     _show(window, _pieces(text, size), markdown=False)
     assert window.text.split("\n") == [
