@@ -70,11 +70,6 @@ class ModelCache(Sequence[KVCache]):
         return len(self._layers)
 
     @property
-    def layers(self) -> tuple[KVCache, ...]:
-        """All layers that hold something, in order."""
-        return self._layers
-
-    @property
     def turn(self) -> Turn:
         """Held by the thread that computes through the cache."""
         return self._sequences.turn
