@@ -4,6 +4,7 @@ KvantError
  +-- ModelError        a model folder that cannot be loaded: missing, unsupported or malformed
  |    +-- CheckpointError   its tensors: truncated, missing, of the wrong shape or dtype
  |    +-- WeightsError      a model of the hub that is not here, cannot be had, or has wrong files
+ +-- SnapshotError     a cache's snapshot that cannot be written or read, or does not fit
  +-- ContextError      a prompt or a conversation that does not fit the reserved context (also a ValueError)
  +-- PromptError       a prompt that cannot be used: empty, or a chat template that fails (also a ValueError)
  +-- BenchError        a measurement that could not be made: an engine that failed
@@ -27,6 +28,7 @@ __all__ = [
     "KvantError",
     "ModelError",
     "PromptError",
+    "SnapshotError",
     "WeightsError",
     "library_errors",
     "one_line",
@@ -61,6 +63,12 @@ class WeightsError(ModelError):
     """A model of the hub that is not here or cannot be had, or that has wrong files."""
 
     columns = 1000  # two digests whole, and a path to copy; a name that was refused is cut where it is quoted
+
+
+class SnapshotError(KvantError):
+    """A cache's snapshot that cannot be written or read, or is of another model or format."""
+
+    columns = 1000  # a path to copy, and two digests whole
 
 
 class ContextError(KvantError, ValueError):

@@ -323,7 +323,7 @@ def test_chat_over_a_pipe() -> None:
 def test_chat_that_does_not_fit_goes_on() -> None:
     done = call("chat", "--max-kv-size", "30", "--max-tokens", "5", stdin=f"{QUESTION * 4}\nHello!\n/quit\n")
     assert done.returncode == 0
-    assert "30 are reserved; /reset forgets the conversation" in done.stderr
+    assert "30 are reserved; --max-kv-size reserves more" in done.stderr
     assert done.stdout.strip()
 
 
@@ -427,3 +427,18 @@ def test_progress_appears_late_and_on_a_terminal(
         progress.update(1, 2)
         time.sleep(0.3)
     assert ("loading" in stream.getvalue()) == (is_terminal and not quiet and delay < 1)
+    assert ("1/2" in stream.getvalue()) == ("loading" in stream.getvalue())
+
+
+def test_progress_does_not_end_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = _Terminal(True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr("kvant.cli.progress.DELAY_S", 0.01)
+    monkeypatch.setenv("TERM", "xterm")
+    with LateProgress("loading") as progress:
+        for done in range(4):
+            progress.update(done + 1, 4)
+            time.sleep(0.2)
+    assert "3/4" in stream.getvalue()
+    assert "4/4" not in stream.getvalue()
+    assert "loading" in stream.getvalue().rpartition("3/4")[2]

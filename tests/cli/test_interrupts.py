@@ -123,7 +123,7 @@ def test_no_process_is_left() -> None:
         [sys.executable, "-c", START, "chat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stderr is not None
-        assert process.stderr.readline().startswith(b"cache: ")  # everything is loaded
+        assert process.stderr.readline().startswith(b"pocket ")  # everything is loaded
         workers = _children(process.pid)
         assert len(workers) == 1
         process.kill()

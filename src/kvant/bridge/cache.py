@@ -80,7 +80,7 @@ class BridgedCache(ModelCache):
     @property
     def state(self) -> list[mx.array]:
         """Every array of every layer: computed, the step is, whether its logits are or not."""
-        return [array for layer in self._bridged for array in layer.state]
+        return [array for layer in self._bridged for array in layer.buffers]
 
     @property
     def used(self) -> CacheBytes:

@@ -1,7 +1,8 @@
 """kvant's caches of one layer, as mlx-lm's models use a cache."""
 
 import math
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
@@ -9,6 +10,7 @@ from mlx_lm.models.cache import ArraysCache, create_attention_mask
 
 from kvant.bridge import hook
 from kvant.cache import KVCache, QuantizedKVCache, WindowKVCache
+from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat
 from kvant.cache.sequences import TrimLimit
 from kvant.operators.attention import attend_tokens
 from kvant.operators.cached_attention import first_rows
@@ -198,7 +200,7 @@ class BridgedWindowCache(BridgedKVCache, WindowKVCache):
     """A sliding window: in place of mlx-lm's rotating cache. Tokens are fetched in the order of the ring."""
 
     @property
-    def state(self) -> list[mx.array]:
+    def buffers(self) -> list[mx.array]:
         """Its arrays, and the tokens that wait to be written."""
         return [*self.arrays, *(array for _, _, new in self._pending for array in new)]
 
@@ -298,9 +300,31 @@ class StateCache(KVCache):
         return (TrimLimit(0, 0),)
 
     @property
-    def state(self) -> list[mx.array]:
-        """Its arrays, for mlx-lm, which evaluates them; none before the first step."""
+    def buffers(self) -> list[mx.array]:
+        """Its arrays; none before the first step."""
         return [array for array in self.arrays.cache if array is not None]
+
+    @property
+    def format(self) -> LayerFormat:
+        """The arrays of the committed state."""
+        arrays = self._committed if self.offset else [None] * len(self._committed)
+        return LayerFormat("state", state=tuple(None if a is None else (DTYPE_NAMES[a.dtype], a.shape) for a in arrays))
+
+    def stored_state(self) -> list[mx.array]:
+        """See :class:`kvant.cache.KVCache`."""
+        return [array for array in self._committed if array is not None and self.offset]
+
+    def restore_state(self, arrays: list[mx.array | None]) -> None:
+        """See :class:`kvant.cache.KVCache`."""
+        self._committed = list(arrays)
+        self.arrays.cache[:] = arrays
+
+    def fork(self) -> Self:
+        """See :class:`kvant.cache.KVCache`. A step replaces the arrays, so these can be shared."""
+        made = copy(self)
+        made.arrays = ArraysCache(len(self.arrays.cache))
+        made.restore_state(self._committed if self.offset else [None] * len(self._committed))
+        return made
 
     def begin(self) -> None:
         """Put back what a step replaced that was not committed."""

@@ -16,6 +16,7 @@ from kvant.bridge.cache import BridgedCache, Layout, layout_of, make_model_cache
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.traced import can_trace
 from kvant.cache import KVCache, ModelCache
+from kvant.cache.identity import Identity
 from kvant.models.inputs import check_ids, check_offset
 from kvant.models.reservation import default_reservation
 from kvant.threads import check_process
@@ -28,6 +29,7 @@ class BridgedModel:
         config: its facts.
         dtype: the dtype activations are computed in.
         module: mlx-lm's model.
+        identity: digests of the files it was loaded from, for the snapshots of its caches; None: not known.
     """
 
     always_fuses = False
@@ -37,6 +39,7 @@ class BridgedModel:
         self.module = module
         self.config = config
         self.dtype = dtype
+        self.identity: Identity | None = None
         self._layout: Layout = ()
 
     def __call__(
@@ -137,6 +140,7 @@ class BridgedModel:
             max_seq_len = default_reservation(self.config)
         options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
         cache = make_model_cache(self.module, max_seq_len, kernels=kernels, **options)
+        cache.identity = self.identity
         self._layout = self._layout or cache.layout  # or the model would be probed once more
         return cache
 

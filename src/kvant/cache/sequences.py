@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from kvant.cache.identity import Identity
+from kvant.operators.rotary import Rotary
 from kvant.threads import Turn
 
 
@@ -28,6 +30,8 @@ class Sequences:
         shared: whether the layers of a model share this. A layer then leaves the commit to the model.
         limits: how far its layers can go back.
         values: what layers of one kind compute once a step, such as a window's mask; forgotten with the step.
+        identity: of the model whose tokens they are; None: not known.
+        rotary: how the model turns keys; None: not known.
     """
 
     def __init__(self, batch: int | None, *, shared: bool = False, limits: Collection[TrimLimit] = ()) -> None:
@@ -42,6 +46,8 @@ class Sequences:
         self._written = self._lengths  # the most tokens each has had since it was empty
         self._ids: list[list[int]] = [[] for _ in self._lengths]
         self._trimmed: tuple[int | Sequence[int], int, set[int]] | None = None
+        self.identity: Identity | None = None
+        self.rotary: Rotary | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -52,6 +58,11 @@ class Sequences:
     def offset(self) -> int:
         """Committed tokens of the longest sequence."""
         return max(self._lengths)
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The most tokens that each has had since it was empty, whether they count or not."""
+        return self._written
 
     @property
     def ids(self) -> list[list[int]]:
@@ -131,6 +142,21 @@ class Sequences:
         with self.turn:
             self._lengths = self._written = (0,) * len(self._lengths)
             self.step = self._trimmed = None
+
+    def restore(self, lengths: tuple[int, ...], written: tuple[int, ...], ids: Sequence[Sequence[int]]) -> None:
+        """Count tokens that the layers were given otherwise than by a step; ``ids`` are theirs, or nothing."""
+        self._ids = [list(own) for own in ids] or [[] for _ in lengths]
+        self.step = self._trimmed = None
+        self.values.clear()
+        self._written, self._lengths = written, lengths
+
+    def fork(self) -> "Sequences":
+        """Sequences of their own with the same tokens; a step that is not committed is not among them."""
+        made = Sequences(len(self._lengths), shared=self.shared, limits=self.limits)
+        made._grows = self._grows
+        made.restore(self._lengths, self._written, self.ids)
+        made.identity, made.rotary = self.identity, self.rotary
+        return made
 
     def can_return(self, sequence: int, length: int) -> bool:
         """Whether a sequence can go back to ``length`` tokens exactly."""

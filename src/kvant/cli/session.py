@@ -137,7 +137,11 @@ class Session:
 
 
 def open_session(
-    run: RunOptions, process: TextProcess | None = None, sampling: SamplingOptions | None = None
+    run: RunOptions,
+    process: TextProcess | None = None,
+    sampling: SamplingOptions | None = None,
+    *,
+    announce: bool = True,
 ) -> Session:
     """Plan the memory, load a model and reserve its cache; the reservation is printed before the first token.
 
@@ -145,6 +149,7 @@ def open_session(
         run: the command's flags.
         sampling: its flags of sampling, to be refused before the model is loaded.
         process: for the tokenizer, where one was started already.
+        announce: print the reservation, unless the flags ask for quiet.
 
     Raises:
         ModelError: a model or adapter that cannot be loaded.
@@ -185,7 +190,7 @@ def open_session(
     bits, groups = settings.kv_bits, " or ".join(map(str, cache.groups))
     kind = f"{bits} bits in groups of {groups}" if bits else str(model.dtype).removeprefix("mlx.core.")
     session = Session(model, tokenizer, cache, time.perf_counter() - started, kind, planned.state, run.model, folder)
-    if not run.quiet:
+    if announce and not run.quiet:
         print("\n  ".join([f"cache: {session.describe_cache()}", *session.describe_layers()]), file=sys.stderr)
     return session
 

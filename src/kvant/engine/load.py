@@ -11,6 +11,7 @@ from kvant.errors import ModelError
 from kvant.files import read_json
 from kvant.models import LanguageModel, load_decoder
 from kvant.models.checkpoint import Progress, check_folder
+from kvant.models.identity import identify
 from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer, begin_loading
 
@@ -108,6 +109,7 @@ def load_folder(
         check_model(folder)  # an error of the model itself is said first
         raise
     model = load_model(folder, progress, adapter)
+    model.identity = identify(folder, adapter)
     loaded = tokenizer()
     loaded.eos_token_ids = {*loaded.eos_token_ids, *model.config.eos_token_ids}
     return model, loaded

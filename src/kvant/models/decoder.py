@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.cache import AttentionCache, KVCache, ModelCache, QuantizedKVCache, WindowKVCache
+from kvant.cache.identity import Identity
 from kvant.models.bias import ProjectionBias
 from kvant.models.config import ModelConfig
 from kvant.models.experts import Experts
@@ -128,6 +129,7 @@ class Decoder:
     Attributes:
         config: its config.json.
         dtype: the dtype activations are computed in.
+        identity: digests of the files it was loaded from, for the snapshots of its caches; None: not known.
     """
 
     always_fuses = True
@@ -146,6 +148,7 @@ class Decoder:
         self.config = config
         self.dtype = dtype
         self.layers = tuple(layers)
+        self.identity: Identity | None = None
         self._rotary = config.rope.rotary(config.head_dim)
         self._embed_tokens = embed_tokens
         self._norm = norm
@@ -306,7 +309,9 @@ class Decoder:
             "dtype": self.dtype,
             "kernels": kernels,
         }
-        return ModelCache([layer.self_attn.cache(max_seq_len, bias_split, options) for layer in self.layers])
+        cache = ModelCache([layer.self_attn.cache(max_seq_len, bias_split, options) for layer in self.layers])
+        cache.identity, cache.rotary = self.identity, self._rotary
+        return cache
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,44 @@
+"""``kvant chat``: a conversation, line by line."""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from kvant.cli import interrupts, options
+from kvant.cli.chat.loop import converse
+from kvant.cli.chat.talk import Talk, View, notice
+from kvant.cli.session import RunOptions, open_session
+from kvant.engine.sampling import SamplingOptions
+
+
+@options.with_options
+def chat(
+    context: typer.Context,
+    *,
+    run: RunOptions,
+    sampling: SamplingOptions,
+    markdown: Annotated[
+        bool, typer.Option("--markdown/--no-markdown", help="On a terminal, show answers as markdown or as they are.")
+    ] = True,
+) -> None:
+    """Talk with a model; the history stays in the cache, and a turn feeds only its own tokens."""
+    session = open_session(run, context.obj, sampling, announce=False)
+    talk = Talk(run, sampling, session, _view(run.raw, markdown))
+    notice(talk.greeting, run.quiet)
+    with interrupts.patient():  # Ctrl-C stops an answer, not the program
+        if not sys.stdin.isatty():
+            converse(talk, input)
+            return
+        from kvant.cli.chat.keyboard import Keyboard
+        from kvant.cli.chat.prompt import Prompt
+
+        with Keyboard() as keyboard:
+            converse(talk, Prompt(talk).read, lambda: keyboard.silent(talk.keep_typed))
+
+
+def _view(raw: bool, markdown: bool) -> View:
+    if raw or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
+        return "unchanged"
+    return "markdown" if markdown else "plain"
