@@ -128,6 +128,21 @@ def test_a_model_is_an_argument_or_a_flag(command: list[str]) -> None:
     assert "the model is given twice, as the argument 'pocket' and with --model pocket" in twice.stderr
 
 
+def test_a_model_is_an_argument_of_bench_and_convert_too(tmp_path: Path) -> None:
+    none = "model 'none' is not a folder"
+    for arguments in (["bench", "none"], ["bench", "--model", "none"], ["convert", "none", "x"]):
+        assert none in call(*arguments).stderr
+    assert none in call("convert", "--model", "none", str(tmp_path / "new")).stderr
+    for arguments, message in (
+        (["bench", "pocket", "--model", "pocket"], "the model is given twice, as the argument 'pocket'"),
+        (["convert", "pocket", "x", "--model", "pocket"], "the model is given twice, as the argument 'pocket'"),
+        (["convert", "pocket"], "no DEST; expected SOURCE and DEST"),
+    ):
+        done = call(*arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert message in done.stderr
+
+
 def test_one_argument_beside_a_prompt_of_a_flag_is_the_model() -> None:
     whole = call("generate", QUESTION, *FIXED).stdout
     for arguments in (["pocket", QUESTION], ["pocket", "--prompt", QUESTION], [QUESTION, "--model", "pocket"]):
