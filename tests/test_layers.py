@@ -98,7 +98,7 @@ def test_operators_know_no_model_and_no_file() -> None:
 
 
 def test_public_names() -> None:
-    caches = ["can_trim_prompt_cache", "make_prompt_cache", "trim_prompt_cache"]
+    caches = ["can_trim_prompt_cache", "make_prompt_cache", "save_prompt_cache", "trim_prompt_cache"]
     names = ["GenerationResponse", "__version__", "generate", "load", "sample_utils", "stream_generate", *caches]
     assert kvant.__all__ == sorted(names)
     assert all(hasattr(kvant, name) for name in kvant.__all__)

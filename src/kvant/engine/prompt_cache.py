@@ -1,9 +1,7 @@
-"""mlx-lm's functions of a prompt cache, for kvant's models and caches."""
+"""A prompt cache for a model, whoever loaded it."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from kvant.cache import ModelCache
 from kvant.engine.keywords import DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE, check_format
 from kvant.models.reservation import DEFAULT_RESERVATION
 
@@ -39,24 +37,3 @@ def make_prompt_cache(
 
     size = DEFAULT_RESERVATION if max_kv_size is None else max_kv_size
     return bridge.make_prompt_cache(model, size, kv_bits=kv_bits, kv_group_size=kv_group_size, batch=batch)
-
-
-def can_trim_prompt_cache(cache: Sequence[Any]) -> bool:
-    """Whether :func:`trim_prompt_cache` can forget tokens: not where a layer keeps a state."""
-    return all(layer.is_trimmable() for layer in cache)
-
-
-def trim_prompt_cache(cache: Sequence[Any], num_tokens: int) -> int:
-    """Forget the last tokens.
-
-    Returns:
-        how many were forgotten: 0 where :func:`can_trim_prompt_cache` says no.
-
-    Raises:
-        ValueError: a number below 0, or more than windows can go back.
-    """
-    if not cache or not can_trim_prompt_cache(cache):
-        return 0
-    if isinstance(cache, ModelCache):
-        return cache.trim(num_tokens)
-    return max(int(layer.trim(num_tokens)) for layer in cache)
