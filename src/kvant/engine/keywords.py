@@ -31,7 +31,7 @@ def one_path(path_or_hf_repo: str | Path | None, path_or_name: str | Path | None
             raise ArgumentError("path_or_hf_repo", "is missing; expected a folder, a name or 'pocket'")
         return path_or_name
     if path_or_name is not None:
-        raise ArgumentError("path_or_hf_repo", "is another name for, and was given beside,", "path_or_name")
+        raise ArgumentError("path_or_hf_repo", "is given beside path_or_name; expected one of them")
     return path_or_hf_repo
 
 
