@@ -12,10 +12,15 @@ from kvant.blas import import_mlx, load_blas
 
 if TYPE_CHECKING:
     from kvant import sample_utils
-    from kvant.cache import can_trim_prompt_cache, save_prompt_cache, trim_prompt_cache
     from kvant.engine.generate import GenerationResponse, generate, stream_generate
     from kvant.engine.load import load
-    from kvant.engine.prompt_cache import make_prompt_cache
+    from kvant.engine.prompt_cache import (
+        can_trim_prompt_cache,
+        load_prompt_cache,
+        make_prompt_cache,
+        save_prompt_cache,
+        trim_prompt_cache,
+    )
 
 
 load_blas()  # before anything imports MLX
@@ -29,6 +34,7 @@ __all__ = [
     "can_trim_prompt_cache",
     "generate",
     "load",
+    "load_prompt_cache",
     "make_prompt_cache",
     "sample_utils",
     "save_prompt_cache",
@@ -43,4 +49,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "sample_utils":
         return import_module("kvant.sample_utils")
-    return getattr(import_module("kvant.cache" if name.endswith("_prompt_cache") else "kvant.engine"), name)
+    return getattr(import_module("kvant.engine"), name)

@@ -8,7 +8,6 @@ from kvant.cache.full import FullKVCache
 from kvant.cache.identity import Identity
 from kvant.cache.layer import AttentionCache, KVCache
 from kvant.cache.model import ModelCache
-from kvant.cache.prompt_cache import can_trim_prompt_cache, save_prompt_cache, trim_prompt_cache
 from kvant.cache.quantized import QuantizedKVCache
 from kvant.cache.window import WindowKVCache
 
@@ -22,6 +21,7 @@ __all__ = [
     "QuantizedKVCache",
     "WindowKVCache",
     "can_trim_prompt_cache",
+    "load_prompt_cache",
     "make_prompt_cache",
     "save_prompt_cache",
     "trim_prompt_cache",
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """mlx-lm has ``make_prompt_cache`` beside the others. It knows models, which are above, and is imported late."""
-    if name != "make_prompt_cache":
+    """mlx-lm's functions of a prompt cache, where mlx-lm has them. They know models, which are above: imported late."""
+    if not name.endswith("_prompt_cache"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("kvant.engine").make_prompt_cache
+    return getattr(import_module("kvant.engine.prompt_cache"), name)
