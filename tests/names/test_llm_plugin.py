@@ -20,6 +20,7 @@ from llm.cli import cli
 import kvant_llm
 from kvant import generate
 from kvant.engine.conversation import Conversation
+from kvant.engine.model_sampling import read_model_sampling
 from kvant.models import Decoder
 from kvant.text.thinking import Marks, Thinking
 
@@ -60,7 +61,7 @@ def logs() -> list[dict[str, Any]]:
 def _nothing_left() -> Iterator[None]:
     yield
     kvant_llm._idle.clear()
-    kvant_llm._load.cache_clear()
+    kvant_llm._loaded.clear()
 
 
 def _answer(pocket: Pocket, messages: list[dict[str, str]]) -> tuple[str, int]:
@@ -195,6 +196,14 @@ def test_it_streams_and_draws_by_seed(model: Any) -> None:
     first, second, other = (model.prompt(QUESTION, seed=seed, **options).text() for seed in (1, 1, 2))
     assert first == second != other
     assert "Pip" not in model.prompt(QUESTION, temperature=0, stop="Pip", max_tokens=40).text()
+
+
+def test_the_authors_own_sampling_is_the_default(model: Any, pocket_folder: Path) -> None:
+    of_the_model = read_model_sampling(pocket_folder)
+    assert of_the_model["temp"] > 0
+    said = {"temperature": of_the_model.pop("temp")} | of_the_model
+    texts = [model.prompt(QUESTION, seed=3, max_tokens=40, **each).text() for each in ({}, said, {"temperature": 3.0})]
+    assert texts[0] == texts[1] != texts[2]
 
 
 def test_two_answers_at_once(model: Any) -> None:

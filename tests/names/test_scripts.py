@@ -134,6 +134,54 @@ prompt_cache = load_prompt_cache("mistral_prompt.safetensors")
 text.append(generate(model, tokenizer, prompt=prompt, prompt_cache=prompt_cache))
 """
 
+# As far as the model's answer, which pocket does not make a call.
+EXAMPLE_TOOL_USE = """
+from mlx_lm import generate, load
+from mlx_lm.models.cache import make_prompt_cache
+
+# Specify the checkpoint
+checkpoint = "mlx-community/Qwen2.5-32B-Instruct-4bit"
+
+# Load the corresponding model and tokenizer
+model, tokenizer = load(path_or_hf_repo=checkpoint)
+
+
+# An example tool, make sure to include a docstring and type hints
+def multiply(a: float, b: float):
+    \"\"\"
+    A function that multiplies two numbers
+
+    Args:
+        a: The first number to multiply
+        b: The second number to multiply
+    \"\"\"
+    return a * b
+
+
+tools = {"multiply": multiply}
+
+# Specify the prompt and conversation history
+prompt = "Multiply 12234585 and 48838483920."
+messages = [{"role": "user", "content": prompt}]
+
+prompt = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, tools=list(tools.values())
+)
+
+prompt_cache = make_prompt_cache(model)
+
+# Generate the initial tool call:
+response = generate(
+    model=model,
+    tokenizer=tokenizer,
+    prompt=prompt,
+    max_tokens=2048,
+    verbose=True,
+    prompt_cache=prompt_cache,
+)
+text = [response]
+"""
+
 SAMPLING = """
 from mlx_lm import load, generate
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
