@@ -71,6 +71,8 @@ def _refused_by_load() -> Iterator[tuple[dict[str, Any], str]]:
     )
     for arguments, message in (
         ({"model_config": {"rope_theta": 1.0}}, "model_config has rope_theta; a model is as its folder's config.json"),
+        ({"model_config": "x"}, "model_config is a str; expected a dict"),
+        ({"tokenizer_config": ["eos_token"]}, "tokenizer_config is a list; expected a dict"),
         ({"lazy": True}, "lazy is True; every weight is read and checked at load"),
         ({"trust_remote_code": True}, "trust_remote_code is True; nothing in a model folder is executed"),
         (
