@@ -47,9 +47,9 @@ def check_load(
     Raises:
         ArgumentError: there is something.
     """
-    for name, value in (("tokenizer_config", tokenizer_config), ("model_config", model_config)):
-        if not isinstance(value, Mapping | None):
-            raise ArgumentError(name, f"is a {type(value).__name__}; expected a dict")
+    for name, given in (("tokenizer_config", tokenizer_config), ("model_config", model_config)):
+        if not isinstance(given, Mapping | None):
+            raise ArgumentError(name, f"is a {type(given).__name__}; expected a dict")
     if model_config:
         raise ArgumentError("model_config", f"has {_names(model_config)}; a model is as its folder's config.json says")
     if lazy:
