@@ -49,13 +49,13 @@ def take(path: str | None, cache: ModelCache, ids: Sequence[int], *, quiet: bool
 
 @contextmanager
 def kept(
-    path: str | None, conversation: Callable[[], Conversation], system_prompt: str | None, *, quiet: bool
+    path: str | None, conversation: Callable[[], Conversation | None], system_prompt: str | None, *, quiet: bool
 ) -> Iterator[None]:
     """Load a conversation before the block, where the file is there, and save it after, however the block ends.
 
     Args:
         path: the file; None: nothing is done.
-        conversation: gives the conversation; it may be another one after the block.
+        conversation: gives the conversation; it may be another one after the block, or none.
         system_prompt: in place of the file's, where it is given.
         quiet: do not say what was found.
 
@@ -66,8 +66,8 @@ def kept(
         yield
         return
     check(path)
-    if Path(path).exists():
-        found = conversation()
+    found = conversation()
+    if found is not None and Path(path).exists():
         found.load(path)
         if system_prompt is not None:
             found.set_system_prompt(system_prompt)
@@ -76,5 +76,6 @@ def kept(
     try:
         yield
     finally:
-        if conversation().messages:
-            conversation().save(path)
+        left = conversation()
+        if left is not None and (left.messages or Path(path).exists()):
+            left.save(path)
