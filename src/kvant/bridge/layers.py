@@ -1,7 +1,9 @@
 """kvant's caches of one layer, as mlx-lm's models use a cache."""
 
 import math
+import operator
 from copy import copy
+from dataclasses import replace
 from typing import Any, Self
 
 import mlx.core as mx
@@ -10,7 +12,7 @@ from mlx_lm.models.cache import ArraysCache, create_attention_mask
 
 from kvant.bridge import hook
 from kvant.cache import KVCache, QuantizedKVCache, WindowKVCache
-from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat
+from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, Stored
 from kvant.cache.sequences import TrimLimit
 from kvant.operators.attention import attend_tokens
 from kvant.operators.cached_attention import first_rows
@@ -40,6 +42,17 @@ class BridgedKVCache(QuantizedKVCache):
     def offset(self) -> int:
         """Tokens so far, with those that a step appended before it is committed."""
         return self.sequences.offset + (self._appended if self.sequences.step is not None else 0)
+
+    @property
+    def format(self) -> LayerFormat:
+        """How it stores tokens."""
+        return replace(super().format, shared=self.shared)
+
+    def fork(self) -> Self:
+        """See :class:`kvant.cache.KVCache`."""
+        made = super().fork()
+        made.begin()
+        return made
 
     def begin(self) -> None:
         """Forget what a step appended that was not committed."""
@@ -235,6 +248,11 @@ class BridgedChunkCache(BridgedWindowCache):
     """
 
     @property
+    def format(self) -> LayerFormat:
+        """How it stores tokens."""
+        return replace(super().format, kind="chunks")
+
+    @property
     def start_position(self) -> int:
         """The first token that the next step's queries may see: of the chunk that its first one is in."""
         return self.sequences.offset // self.window * self.window
@@ -281,11 +299,17 @@ class StateCache(KVCache):
         arrays: what the model is given.
     """
 
-    def __init__(self, arrays: ArraysCache, max_seq_len: int, *, batch: int = 1) -> None:
-        """For empty ``arrays``; ``max_seq_len`` as the model's other layers have it."""
+    def __init__(
+        self, arrays: ArraysCache, max_seq_len: int, *, batch: int = 1, shapes: tuple[Stored | None, ...] = ()
+    ) -> None:
+        """For empty ``arrays``; ``max_seq_len`` as the model's other layers have it.
+
+        ``shapes``: of the arrays, as :class:`kvant.bridge.probe.State` has them; none: not known.
+        """
         self._max_seq_len = max_seq_len
         super().__init__(batch)
         self.arrays = arrays
+        self._shapes = shapes
         self._committed = list(arrays.cache)
         self._released = False
 
@@ -316,6 +340,17 @@ class StateCache(KVCache):
 
     def restore_state(self, arrays: list[mx.array | None]) -> None:
         """See :class:`kvant.cache.KVCache`."""
+        batch = len(self.lengths)
+        for number, (array, expected) in enumerate(zip(arrays, self._shapes or [None] * len(arrays), strict=True)):
+            if array is None or expected is None:
+                continue
+            dtype, (_, *most) = expected  # before it has seen enough tokens, a state may be shorter
+            fits = len(array.shape) == 1 + len(most) and all(map(operator.le, array.shape[1:], most))
+            if DTYPE_NAMES[array.dtype] != dtype or array.shape[0] != batch or not fits:
+                raise ValueError(
+                    f"array {number} of a state is {DTYPE_NAMES[array.dtype]} {tuple(array.shape)}; "
+                    f"expected {dtype} {(batch, *most)}"
+                )
         self._committed = list(arrays)
         self.arrays.cache[:] = arrays
 

@@ -12,7 +12,7 @@ from mlx.nn.layers.quantized import QuantizedEmbedding
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from kvant.bridge.cache import BridgedCache, Layout, layout_of, make_model_cache
+from kvant.bridge.cache import BridgedCache, layout_of, make_model_cache
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.traced import can_trace
 from kvant.cache import KVCache, ModelCache
@@ -40,7 +40,7 @@ class BridgedModel:
         self.config = config
         self.dtype = dtype
         self.identity: Identity | None = None
-        self._layout: Layout = ()
+        self._layout = ""
 
     def __call__(
         self, inputs: mx.array, offset: int | mx.array | None = None, cache: Sequence[KVCache] | None = None
@@ -102,10 +102,10 @@ class BridgedModel:
         if not isinstance(cache, BridgedCache):
             raise ValueError(f"the cache is a {type(cache).__name__}; expected what model.make_cache returns")
         self._layout = self._layout or layout_of(self.module)
-        if cache.layout is not self._layout:
-            if cache.layout != self._layout:
-                raise ValueError("the cache is for a model with other layers; expected what model.make_cache returns")
-            cache.layout = self._layout  # not compared at every step
+        if cache.layout != self._layout:
+            raise ValueError("the cache is for a model with other layers; expected what model.make_cache returns")
+        if cache.unchecked is not None:
+            cache.check_source(self.identity)
         if batch is not None and len(cache.lengths) != batch:
             raise ValueError(f"the cache is for a batch of {len(cache.lengths)}; given {batch}")
         return cache

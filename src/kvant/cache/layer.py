@@ -172,6 +172,8 @@ class KVCache(ABC):
     def bind(self, sequences: Sequences, number: int) -> None:
         """Become layer ``number`` of a model's cache with these sequences."""
         self.sequences, self._number = sequences, number
+        if sequences.speaker is None and self.format.has_tokens:
+            sequences.speaker = number
 
     def is_trimmable(self) -> bool:
         """True, for mlx-lm."""

@@ -38,6 +38,7 @@ class LayerFormat:
         window, keep, slack: of a ring, as :class:`kvant.cache.WindowKVCache` has them; window None: all tokens stay.
         split_pairs: the rotary pairs of the bias split; None: keys and values have their biases.
         state: each array of a state; None: it has not been computed yet.
+        shared: other layers of a bridged model ask for what this one fetched.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class LayerFormat:
     slack: int = 0
     split_pairs: tuple[int, ...] | None = None
     state: tuple[Stored | None, ...] = ()
+    shared: bool = False
 
     @classmethod
     def from_json(cls, raw: object) -> "LayerFormat":
@@ -76,8 +78,8 @@ class LayerFormat:
             pairs = check_numbers("split_pairs", pairs)
             if sorted(set(pairs)) != list(pairs) or (pairs and pairs[-1] >= raw["head_dim"] // 2):
                 raise ValueError(f"split_pairs is {_shown(pairs)}; expected ascending numbers of rotary pairs")
-        if not isinstance(raw["state"], list):
-            raise ValueError(f"state is {_shown(raw['state'])}; expected a list")
+        if not isinstance(raw["state"], list) or type(raw["shared"]) is not bool:
+            raise ValueError(f"state is {_shown(raw['state'])}; expected a list, and shared a bool")
         made = cls(**raw | {"split_pairs": pairs, "state": tuple(map(_stored, raw["state"]))})
         made._check()
         return made
@@ -190,8 +192,9 @@ def difference(given: LayerFormat, own: LayerFormat, given_reserved: int | None,
     A layer with a window has no ring where all of the reservation is inside the window.
     """
     ignored: tuple[str, ...] = ()
-    if given.kind == own.kind == "full":  # it takes the shape of what it is given
-        ignored = ("num_kv_heads", "head_dim", "value_head_dim", "dtype")
+    shape = ("num_kv_heads", "head_dim", "value_head_dim")
+    if given.kind == own.kind == "full":  # empty, it takes the shape of what it is given
+        ignored = ("dtype",) if given.num_kv_heads and own.num_kv_heads else (*shape, "dtype")
     elif given.kind == own.kind == "state" and len(given.state) == len(own.state):
         ignored = ("state",)
     elif _inside(given, given_reserved, own) or _inside(own, reserved, given):
@@ -201,6 +204,12 @@ def difference(given: LayerFormat, own: LayerFormat, given_reserved: int | None,
         if name not in ignored and value != expected[name]:
             return f"{name} is {_shown(value)}; expected {_shown(expected[name])}"
     return None
+
+
+def as_full(own: LayerFormat, full: LayerFormat) -> LayerFormat:
+    """What a model's layer of one format would have in common with a full-precision cache of it."""
+    sizes = (own.num_kv_heads, own.head_dim, own.value_head_dim)
+    return LayerFormat("full", *sizes, dtype=full.dtype, window=full.window)
 
 
 def _inside(whole: LayerFormat, reserved: int | None, ring: LayerFormat) -> bool:

@@ -123,9 +123,23 @@ class ModelCache(Sequence[KVCache]):
         self._sequences.rotary = rotary
 
     @property
-    def layout_text(self) -> str:
-        """What a bridged model expects in it, as JSON; "": it is a decoder's."""
-        return ""
+    def unchecked(self) -> Path | None:
+        """The snapshot it was made of without a model, which none has been compared with yet; else None."""
+        return self._sequences.unchecked
+
+    def check_source(self, identity: Identity | None, reference: "ModelCache | None" = None) -> None:
+        """Compare a cache that was made without a model with the first model that uses it.
+
+        Args:
+            identity: of the model.
+            reference: an empty cache of the model in the same format; None: its layers have been compared.
+
+        Raises:
+            SnapshotError: it is another model. The message names the field, and both values.
+        """
+        own = None if reference is None else reference.layers
+        snapshot.check_source(self.layers, identity, own)
+        self._sequences.unchecked = None
 
     @property
     def nbytes(self) -> int:
@@ -236,7 +250,7 @@ class ModelCache(Sequence[KVCache]):
         """
         with self.turn:
             self.reserve(0)
-            snapshot.save(Path(path), self.layers, metadata=metadata or {}, layout=self.layout_text)
+            snapshot.save(Path(path), self.layers, metadata=metadata or {})
 
     def load(self, path: str | Path) -> dict[str, str]:
         """Take the tokens of a snapshot, in place of those that the cache has.
@@ -255,7 +269,7 @@ class ModelCache(Sequence[KVCache]):
             self.reset()
             self.reserve(0)
             try:
-                return snapshot.restore(Path(path), self.layers, layout=self.layout_text)
+                return snapshot.restore(Path(path), self.layers)
             except BaseException:
                 self.reset()
                 raise

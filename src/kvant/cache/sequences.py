@@ -1,7 +1,9 @@
 """The sequences that a cache holds: their lengths, the ids of their tokens, and the step that is not yet committed."""
 
 from collections.abc import Collection, Hashable, Sequence
+from copy import copy
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -32,6 +34,9 @@ class Sequences:
         values: what layers of one kind compute once a step, such as a window's mask; forgotten with the step.
         identity: of the model whose tokens they are; None: not known.
         rotary: how the model turns keys; None: not known.
+        layout: what a bridged model expects in its cache, as JSON; "": a decoder's.
+        unchecked: the snapshot that the tokens come from, where no model has been compared with it; else None.
+        speaker: the number of the layer that tells mlx-lm what concerns all of them; None: each does.
     """
 
     def __init__(self, batch: int | None, *, shared: bool = False, limits: Collection[TrimLimit] = ()) -> None:
@@ -48,6 +53,9 @@ class Sequences:
         self._trimmed: tuple[int | Sequence[int], int, set[int]] | None = None
         self.identity: Identity | None = None
         self.rotary: Rotary | None = None
+        self.layout = ""
+        self.unchecked: Path | None = None
+        self.speaker: int | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -152,10 +160,9 @@ class Sequences:
 
     def fork(self) -> "Sequences":
         """Sequences of their own with the same tokens; a step that is not committed is not among them."""
-        made = Sequences(len(self._lengths), shared=self.shared, limits=self.limits)
-        made._grows = self._grows
+        made = copy(self)
+        made.turn, made.values = Turn(), {}
         made.restore(self._lengths, self._written, self.ids)
-        made.identity, made.rotary = self.identity, self.rotary
         return made
 
     def can_return(self, sequence: int, length: int) -> bool:

@@ -15,8 +15,9 @@ from typing import BinaryIO
 import mlx.core as mx
 
 from kvant.cache.atomic import atomic_file
+from kvant.cache.identity import Identity
 from kvant.cache.layer import KVCache
-from kvant.cache.layer_format import DTYPES, Stored, difference
+from kvant.cache.layer_format import DTYPES, Stored, as_full, difference
 from kvant.cache.snapshot_header import RopeFacts, SnapshotHeader, parse
 from kvant.errors import SnapshotError, one_line
 from kvant.files import open_regular
@@ -26,14 +27,13 @@ from kvant.tensor_header import read_header as read_tensor_header
 DIGEST_BYTES = 32
 
 
-def save(path: Path, layers: Sequence[KVCache], *, metadata: Mapping[str, str], layout: str = "") -> None:
+def save(path: Path, layers: Sequence[KVCache], *, metadata: Mapping[str, str]) -> None:
     """Write what the layers of one cache hold, in place of what is at ``path``.
 
     Args:
         path: its folder is there.
         layers: of one cache. A step that is not committed is left out.
         metadata: text by its name.
-        layout: of a bridged model's cache.
 
     Raises:
         SnapshotError: it cannot be written; what was at ``path`` still is.
@@ -41,7 +41,7 @@ def save(path: Path, layers: Sequence[KVCache], *, metadata: Mapping[str, str], 
     """
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
         raise ValueError("metadata has a key or a value that is no text; expected a dict of str to str")
-    header = describe(layers, metadata, layout)
+    header = describe(layers, metadata)
     data = _encode(header)
     if len(data) > MAX_HEADER_BYTES:
         raise SnapshotError(f"{path}: its header would have {len(data)} bytes; at most {MAX_HEADER_BYTES} are read")
@@ -66,7 +66,7 @@ def read_header(path: Path) -> SnapshotHeader:
         return header
 
 
-def restore(path: Path, layers: Sequence[KVCache], *, layout: str = "") -> dict[str, str]:
+def restore(path: Path, layers: Sequence[KVCache]) -> dict[str, str]:
     """Put a snapshot's tokens into the layers of one cache, which is empty.
 
     After an error the layers are to be reset: rows may have been written, none counts.
@@ -81,18 +81,20 @@ def restore(path: Path, layers: Sequence[KVCache], *, layout: str = "") -> dict[
     sequences = layers[0].sequences
     with _open(path) as (file, header, whole):
         try:
-            check_fits(header, layers, layout)
+            check_fits(header, layers)
             sequences.take_batch(len(header.lengths))
             ids = _fill(header, layers, _Reader(file, whole))
             if file.read(DIGEST_BYTES + 1) != whole.digest():
                 raise ValueError("altered: its SHA-256 is another")
         except (OSError, ValueError) as error:
             raise SnapshotError(f"{path}: {one_line(error)}") from error
+    if sequences.identity is None:  # a cache without a model: the first one that uses it is compared
+        sequences.identity, sequences.unchecked = header.identity, path
     sequences.restore(header.lengths, header.written, ids)
     return dict(header.metadata)
 
 
-def describe(layers: Sequence[KVCache], metadata: Mapping[str, str], layout: str = "") -> SnapshotHeader:
+def describe(layers: Sequence[KVCache], metadata: Mapping[str, str]) -> SnapshotHeader:
     """The header of a snapshot of these layers."""
     sequences = layers[0].sequences
     rotary = sequences.rotary
@@ -106,32 +108,20 @@ def describe(layers: Sequence[KVCache], metadata: Mapping[str, str], layout: str
         written=sequences.written,
         has_ids=all(len(own) == length for own, length in zip(ids, sequences.lengths, strict=True)),
         layers=tuple(layer.format for layer in layers),
-        layout=layout,
+        layout=sequences.layout,
         metadata=metadata,
         kvant=version("kvant"),
     )
 
 
-def check_fits(header: SnapshotHeader, layers: Sequence[KVCache], layout: str = "") -> None:
+def check_fits(header: SnapshotHeader, layers: Sequence[KVCache]) -> None:
     """Refuse a snapshot that the layers of a cache cannot take.
 
     Raises:
         ValueError: it names the field, and both values.
     """
-    own = describe(layers, {}, layout)
-    for name, given, expected in (
-        *(
-            (f"the {what}'s digest", getattr(header.identity, what), getattr(own.identity, what))
-            for what in ("model", "tokenizer")
-            if header.identity is not None and own.identity is not None
-        ),
-        ("the number of layers", len(header.layers), len(own.layers)),
-        ("layout", header.layout, own.layout),
-    ):
-        if given != expected:
-            raise ValueError(f"of another model: {name} is {given}; expected {expected}")
-    if header.rope is not None and own.rope is not None and header.rope != own.rope:
-        raise ValueError(f"of another model: {_rope_difference(header.rope, own.rope)}")
+    own = describe(layers, {})
+    check_model(header, own)
     for number, (given, layer) in enumerate(zip(header.layers, layers, strict=True)):
         differs = difference(given, layer.format, header.reservation, layer.max_seq_len)
         if differs:
@@ -142,6 +132,57 @@ def check_fits(header: SnapshotHeader, layers: Sequence[KVCache], layout: str = 
         raise ValueError(f"batch is {len(header.lengths)}; expected {len(own.lengths)}, as the cache has")
     if max(header.lengths) > own.reservation:
         raise ValueError(f"lengths has {max(header.lengths)} tokens; the cache has {own.reservation} reserved")
+
+
+def check_model(given: SnapshotHeader, own: SnapshotHeader) -> None:
+    """Refuse another model's. What one of them does not know is not compared.
+
+    Raises:
+        ValueError: it names the field, and both values.
+    """
+    _check_identity(given.identity, own.identity)
+    if len(given.layers) != len(own.layers):
+        raise ValueError(f"of another model: it has {len(given.layers)} layers; expected {len(own.layers)}")
+    if given.layout != own.layout:
+        pairs = enumerate(zip(given.layout, own.layout, strict=False))
+        start = max(0, next((i for i, (a, b) in pairs if a != b), 0) - 20)
+        one, other = (layout[start : start + 80] for layout in (given.layout, own.layout))
+        raise ValueError(f"of another model: its layout has {one!r}; expected {other!r}")
+    if given.rope is not None and own.rope is not None and given.rope != own.rope:
+        raise ValueError(f"of another model: {_rope_difference(given.rope, own.rope)}")
+
+
+def check_source(layers: Sequence[KVCache], identity: Identity | None, reference: Sequence[KVCache] | None) -> None:
+    """Compare the layers of a cache that was made without a model with the first model that uses it.
+
+    Raises:
+        SnapshotError: as :meth:`kvant.cache.ModelCache.check_source`.
+    """
+    sequences = layers[0].sequences
+    try:
+        _check_identity(sequences.identity, identity)
+        if reference is not None:
+            given = describe(layers, {})
+            check_model(given, describe(reference, {}))
+            for number, (layer, own) in enumerate(zip(layers, reference, strict=True)):
+                held, expected = layer.format, own.format
+                expected = as_full(expected, held) if held.kind == "full" else expected
+                differs = difference(held, expected, given.reservation, own.max_seq_len)
+                if differs:
+                    raise ValueError(f"of another model: {differs}, in layer {number}")
+                check_tables(number, layer.tables(), own.tables())
+    except ValueError as error:
+        raise SnapshotError(f"{sequences.unchecked}: {one_line(error)}") from error
+    sequences.identity = identity or sequences.identity
+
+
+def _check_identity(given: Identity | None, own: Identity | None) -> None:
+    if given is None or own is None:
+        return
+    for what in ("model", "tokenizer"):
+        one, other = getattr(given, what), getattr(own, what)
+        if one != other:
+            raise ValueError(f"of another model: the {what}'s digest is {one}; expected {other}")
 
 
 def _rope_difference(given: RopeFacts, own: RopeFacts) -> str:
@@ -202,10 +243,8 @@ def _fill(header: SnapshotHeader, layers: Sequence[KVCache], reader: "_Reader") 
         for length in (lengths if header.has_ids else ())
     ]
     for number, (given, layer) in enumerate(zip(header.layers, layers, strict=True)):
-        own = layer.tables()
-        for name, stored in given.tables().items():
-            if not mx.array_equal(reader.take(stored), own[name]):
-                raise ValueError(f"of another model: {name} of layer {number} has other values")
+        tables = {name: reader.take(stored) for name, stored in given.tables().items()}
+        check_tables(number, tables, layer.tables())
         if not given.has_tokens:
             layer.restore_state([None if stored is None else reader.take(stored) for stored in given.state])
         for b in range(len(lengths)) if given.has_tokens else ():
@@ -214,6 +253,13 @@ def _fill(header: SnapshotHeader, layers: Sequence[KVCache], reader: "_Reader") 
             layer.restore(b, tokens, given.first(lengths[b], written[b]), lengths)
             mx.eval(layer.buffers)  # written now, so that what was read is freed before the next is
     return ids
+
+
+def check_tables(number: int, given: Mapping[str, mx.array], own: Mapping[str, mx.array]) -> None:
+    """Raise a ValueError unless the biases of a layer's tokens are the same."""
+    for name, array in given.items():
+        if not mx.array_equal(array, own[name]):
+            raise ValueError(f"of another model: {name} of layer {number} has other numbers")
 
 
 class _Reader:

@@ -3,17 +3,20 @@
 import json
 import math
 import sys
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from kvant.cli import options, terminal
 from kvant.cli import prompt_cache_file as cache_file
+from kvant.cli.defaults import OF_THE_TEMPLATE
 from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
-from kvant.cli.prompt import read_prompt
+from kvant.cli.prompt import check_first_word, read_prompt, split_arguments
 from kvant.cli.session import RunOptions, Session, open_session
 from kvant.cli.statistics import RunStatistics
+from kvant.cli.template import render_begun
 from kvant.engine.choices import stream_choices
 from kvant.engine.draw import greedy
 from kvant.engine.generate import GenerationResponse
@@ -26,19 +29,26 @@ from kvant.text.prompt import encode_prompt, encode_rendered, render_chat
 @options.with_options
 def generate(
     context: typer.Context,
-    text: Annotated[
-        str | None,
+    words: Annotated[
+        list[str] | None,
         typer.Argument(
-            metavar="[PROMPT]", help="The prompt, after text that is piped in; - reads all of it from standard input."
+            metavar="[MODEL] [PROMPT]",
+            help="One argument is the prompt, two are the model and the prompt; with --prompt one is the model. "
+            "Text that is piped in goes before the prompt, or is it; - reads all of it from standard input.",
+            autocompletion=options.complete_models,
         ),
     ] = None,
     *,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt, instead of the argument.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt, instead of an argument.")] = None,
     run: RunOptions,
     sampling: SamplingOptions,
     ignore_chat_template: Annotated[
         bool, typer.Option("--ignore-chat-template", help="Continue the prompt as it is, without the chat template.")
     ] = False,
+    prefill: Annotated[
+        str | None,
+        typer.Option("--prefill-response", metavar="TEXT", help="The answer begins with this text, and goes on."),
+    ] = None,
     json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object a token instead of text.")] = False,
     n: Annotated[
         int, typer.Option("--n", help="Answer so many times, each with its own seed; read the prompt once.")
@@ -52,10 +62,17 @@ def generate(
     ] = None,
 ) -> None:
     """Answer one prompt: text to standard output, statistics to standard error."""
-    if ignore_chat_template and run.system_prompt is not None:
-        raise BadValueError("--system-prompt needs the chat template that --ignore-chat-template leaves out")
+    if ignore_chat_template:
+        for name, given in (*((name, getattr(run, name)) for name in OF_THE_TEMPLATE), ("prefill_response", prefill)):
+            if given is not None:
+                flag = options.flag(name)
+                raise BadValueError(f"{flag} needs the chat template that --ignore-chat-template leaves out")
     options.check_counts(n=n)
-    options.check_text(prompt_cache_file=prompt_cache_file)
+    options.check_text(prefill_response=prefill, prompt_cache_file=prompt_cache_file)
+    model, text = split_arguments(words or (), prompt)
+    run = replace(run, model=options.choose_model(context, model, run.model))
+    if model is not None and text is not None:
+        check_first_word(model)
     question = read_prompt(text, prompt)
     cache_file.check(prompt_cache_file)
     session = open_session(run, context.obj, sampling, forks=n > 1)
@@ -69,10 +86,10 @@ def generate(
     ids = (
         encode_prompt(session.tokenizer, question, session.model.config.vocab_size)
         if ignore_chat_template
-        else _chat_ids(session, question, run.system_prompt)
+        else _chat_ids(session, question, run.system_prompt, prefill)
     )
     ids = cache_file.take(prompt_cache_file, session.cache, ids, quiet=run.quiet)
-    output = _Output(session, run, n, json_lines)
+    output = _Output(session, run, n, prefill or "", json_lines)
     with LateProgress("reading the prompt", quiet=run.quiet) as progress:
         responses = stream_choices(
             session.model,
@@ -101,8 +118,9 @@ def generate(
 class _Output:
     """Answers one after another: their text to standard output, all else to standard error."""
 
-    def __init__(self, session: Session, run: RunOptions, n: int, json_lines: bool) -> None:
-        self._session, self._run, self._n, self._json_lines = session, run, n, json_lines
+    def __init__(self, session: Session, run: RunOptions, n: int, begun: str, json_lines: bool) -> None:
+        """``begun``: how each answer begins."""
+        self._session, self._run, self._n, self._begun, self._json_lines = session, run, n, begun, json_lines
         self._number = 0
         self._statistics = RunStatistics()
 
@@ -111,11 +129,12 @@ class _Output:
         if number != self._number:
             self.end()
             self._number, self._statistics = number, RunStatistics()
-        if self._statistics.last is None and self._n > 1 and not self._json_lines:
+        if self._statistics.last is None and not self._json_lines:
             if number:
                 print(flush=True)  # an empty line between two texts
-            if not self._run.quiet:
+            if self._n > 1 and not self._run.quiet:
                 print(f"--- {number + 1} of {self._n} ---", file=sys.stderr, flush=True)
+            terminal.write_generated(self._begun, raw=self._run.raw)
         self._statistics.add(response)
         terminal.write_generated(_json_line(number, response) if self._json_lines else response.text, raw=self._run.raw)
 
@@ -132,11 +151,15 @@ class _Output:
             print(cut, file=sys.stderr)  # with --quiet too: half an answer looks like a whole one
 
 
-def _chat_ids(session: Session, question: str, system_prompt: str | None) -> list[int]:
+def _chat_ids(session: Session, question: str, system_prompt: str | None, prefill: str | None) -> list[int]:
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     if not session.tokenizer.has_chat_template:
         raise PromptError("the model has no chat template; --ignore-chat-template continues the prompt as it is")
-    rendered = render_chat(session.tokenizer, [*system, {"role": "user", "content": question}])
+    messages = [*system, {"role": "user", "content": question}]
+    if prefill is None:
+        rendered = render_chat(session.tokenizer, messages, session.template_variables)
+    else:
+        rendered = render_begun(session.tokenizer, messages, prefill, session.template_variables)
     return encode_rendered(session.tokenizer, rendered)
 
 

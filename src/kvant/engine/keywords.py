@@ -120,12 +120,21 @@ def check_generate(
             raise ArgumentError(name, f"is a {type(value).__name__}; expected None: {reason}")
     if num_draft_tokens is not None:  # as in mlx-lm: of no draft model there are none
         check_count("num_draft_tokens", num_draft_tokens)
-    if kv_bits is not None and (type(kv_bits) is not int or kv_bits not in QUANT_BITS):
-        raise ArgumentError("kv_bits", f"is {kv_bits!r}; expected 8, 4, 0 for no quantization, or None for 8")
+    check_format(kv_bits, kv_group_size, max_kv_size)
     if quantized_kv_start is not None and quantized_kv_start != 0 and kv_bits != 0:
         raise ArgumentError(
             "quantized_kv_start", f"is {quantized_kv_start!r}; a cache is quantized from the first token: expected 0"
         )
+
+
+def check_format(kv_bits: int | None, kv_group_size: int | None, max_kv_size: int | None) -> None:
+    """Refuse what no cache that is reserved can have.
+
+    Raises:
+        ValueError: there is something.
+    """
+    if kv_bits is not None and (type(kv_bits) is not int or kv_bits not in QUANT_BITS):
+        raise ArgumentError("kv_bits", f"is {kv_bits!r}; expected 8, 4, 0 for no quantization, or None for 8")
     for name, size in (("kv_group_size", kv_group_size), ("max_kv_size", max_kv_size)):
         if size is not None:
             check_count(name, size)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvant.cache import ModelCache
-from kvant.engine.keywords import DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE
+from kvant.engine.keywords import DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE, check_format
 from kvant.models.reservation import DEFAULT_RESERVATION
 
 
@@ -12,8 +12,8 @@ def make_prompt_cache(
     model: Any,
     max_kv_size: int | None = None,
     *,
-    kv_bits: int = DEFAULT_KV_BITS,
-    kv_group_size: int = DEFAULT_KV_GROUP_SIZE,
+    kv_bits: int | None = None,
+    kv_group_size: int | None = None,
     batch: int = 1,
 ) -> Any:
     """A prompt cache that is reserved now and never grows, of a model of :func:`kvant.load` or of mlx-lm's own.
@@ -22,14 +22,17 @@ def make_prompt_cache(
         model: of ``kvant.load``: the result is its :class:`kvant.cache.ModelCache`. Of ``mlx_lm.load``: a list for
             mlx-lm's own loops, see :func:`kvant.bridge.make_prompt_cache`.
         max_kv_size: tokens it can hold; None: at most 4,096, and at most the context of a model of ``kvant.load``.
-        kv_bits: 8, 4, or 0 for no quantization.
-        kv_group_size: elements that share a scale.
+        kv_bits: 8, 4, or 0 for no quantization; None: 8.
+        kv_group_size: elements that share a scale; None: 32.
         batch: sequences side by side.
 
     Raises:
         ContextError: more than this machine's memory; nothing was allocated.
         ValueError: an argument out of range, or a model with a kind of cache that kvant has nothing for.
     """
+    check_format(kv_bits, kv_group_size, max_kv_size)
+    kv_bits = DEFAULT_KV_BITS if kv_bits is None else kv_bits
+    kv_group_size = DEFAULT_KV_GROUP_SIZE if kv_group_size is None else kv_group_size
     if hasattr(model, "check_cache"):
         return model.make_cache(max_kv_size, batch=batch, quant_bit=kv_bits, quant_group=kv_group_size)
     from kvant import bridge  # not for a model of kvant's own: it imports mlx-lm

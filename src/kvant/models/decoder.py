@@ -244,10 +244,13 @@ class Decoder:
 
         Raises:
             ValueError: a cache of another model, or of another number of sequences.
+            SnapshotError: a snapshot of another model, which was loaded without one.
         """
         if len(cache) != len(self.layers):
             raise ValueError(f"the cache has {len(cache)} layers; expected {len(self.layers)}")
         checked = ModelCache.of(cache)
+        if checked.unchecked is not None:
+            checked.check_source(self.identity, self._reference(checked))
         if batch is not None:
             checked.check_shape(batch, self.config.num_key_value_heads, self.config.head_dim)
         for number, (window, layer) in enumerate(zip(self.config.windows, checked, strict=True)):
@@ -257,6 +260,14 @@ class Decoder:
                     f"layer {number} of the cache has a window of {layer.window}; the model's has {window}"
                 )
         return checked
+
+    def _reference(self, cache: ModelCache) -> ModelCache:
+        """A cache for one token in the format of another, to compare that with."""
+        layer = cache[0]
+        options: dict[str, Any] = {"kernels": "unfused", "bias_split": layer.bias_split is not None}
+        if isinstance(layer, QuantizedKVCache):
+            options |= {"quant_bit": layer.quant_bit, "quant_group": layer.quant_group}
+        return self.make_cache(1, **options)
 
     def feed(self, inputs: mx.array, cache: ModelCache) -> list[mx.array]:
         """Begin a step of (B, S) ids whose logits nobody reads; see :class:`kvant.models.LanguageModel`."""
