@@ -75,7 +75,7 @@ def test_commands_and_their_flags_exist(page: Path) -> None:
                 assert flag in flags, f"kvant {name} has no {flag}"
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "docs" / "api.md"], ids=page_ids)
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "api.md", ROOT / "docs" / "conversations.md"], ids=page_ids)
 def test_python_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every block of a page, one after the other; a line's comment after two blanks is what it prints."""
     text = page.read_text()
