@@ -18,7 +18,8 @@ from kvant.cli.chat.screen import Screen
 
 ANSWER = """# The *den* of a fox
 
-A fox lives in a **den**, which it digs in `soft` ground, and its [den](http://fox.example/den) has <b>several</b> ways out.
+A fox lives in a **den**, which it digs in `soft` ground, and its
+[den](http://fox.example/den) has <b>several</b> ways out.
 Second line.
 
 1. It digs
@@ -306,14 +307,40 @@ def test_escapes_are_seen() -> None:
     assert window.text == "a\\x1b[31mb \\x07 \\x9b\n\n```\n\\x1b[2J\n```\n"
 
 
-TEXTS = st.lists(
-    st.sampled_from(
-        ["# ", "\n", "\n\n", "- ", "1. ", "> ", "```", "\n```\n", "~~~", "|", "\n|---|---|\n", "**", "*", "`", "    ", "\t",
-         "[a](b)", "![c](d)", "<p>", "&amp;", "\\", "---\n", "===\n", "word ", "another", "\x1b[2J", "\r", "狐", "🦊", "- [ ] "]
-    )
-    | st.text(max_size=8),
-    max_size=40,
-)  # fmt: skip
+BLOCKS = [
+    "# ",
+    "\n",
+    "\n\n",
+    "- ",
+    "1. ",
+    "> ",
+    "```",
+    "\n```\n",
+    "~~~",
+    "|",
+    "\n|---|---|\n",
+    "    ",
+    "---\n",
+    "===\n",
+]
+INLINE = [
+    "**",
+    "*",
+    "`",
+    "[a](b)",
+    "![c](d)",
+    "<p>",
+    "&amp;",
+    "\\",
+    "word ",
+    "\t",
+    "\x1b[2J",
+    "\r",
+    "狐",
+    "🦊",
+    "- [ ] ",
+]
+TEXTS = st.lists(st.sampled_from(BLOCKS + INLINE) | st.text(max_size=8), max_size=40)
 
 
 @settings(max_examples=count(60, 2000), deadline=None)
