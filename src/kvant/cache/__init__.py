@@ -2,6 +2,7 @@
 
 from kvant.cache.compiled import CompiledCacheView
 from kvant.cache.full import FullKVCache
+from kvant.cache.identity import Identity
 from kvant.cache.layer import AttentionCache, KVCache
 from kvant.cache.model import ModelCache
 from kvant.cache.quantized import QuantizedKVCache
@@ -11,6 +12,7 @@ __all__ = [
     "AttentionCache",
     "CompiledCacheView",
     "FullKVCache",
+    "Identity",
     "KVCache",
     "ModelCache",
     "QuantizedKVCache",

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvant.cli.options import AUTO, BadValueError, KvSize
-from kvant.errors import ContextError
+from kvant.errors import ContextError, ModelError
 from kvant.sizes import format_bytes
 from kvant.tools.machine import Machine
 from kvant.tools.plan import BridgedCheckpoint, Checkpoint, MemoryPlan, Settings, longest_context, plan
 
 DEFAULT_MAX_KV_SIZE = 4096
+LEAST_STEP = 32  # prompt tokens at a time that are worth proposing
+WEIGHT_GROUP = 64  # of `kvant convert`
 
 
 def plan_that_fits(
@@ -79,26 +81,48 @@ def what_fits(
     made: MemoryPlan,
     machine: Machine,
     split_pairs: Sequence[int] | None = None,
+    *,
+    weights_flag: str = "",
 ) -> str:
-    """The flags that would make a plan fit, or that none would."""
+    """The flags that would make a plan fit, or that none would.
 
-    def longest(bits: int) -> int:
-        settings = replace(made.settings, kv_bits=bits)
-        return longest_context(
-            checkpoint, machine.limit_bytes, settings=settings, device=machine.device, split_pairs=split_pairs
-        ).tokens
+    Args:
+        weights_flag: of the command that can plan with fewer bits of weights, if it can.
+    """
 
+    def longest(settings: Settings, of: Checkpoint | BridgedCheckpoint = checkpoint) -> int:
+        limit, device = machine.limit_bytes, machine.device
+        return longest_context(of, limit, settings=settings, device=device, split_pairs=split_pairs).tokens
+
+    settings = made.settings
     ways = []
-    tokens = longest(made.settings.kv_bits)
+    tokens = longest(settings)
     if tokens:
         ways.append(f"--max-kv-size {tokens}")
     for bits in (8, 4):
-        if bits < (made.settings.kv_bits or 16) and longest(bits) >= made.max_kv_size:
+        if bits < (settings.kv_bits or 16) and longest(replace(settings, kv_bits=bits)) >= made.max_kv_size:
             ways.append(f"--kv-bits {bits}")
             break
+    least = replace(settings, prefill_step_size=min(settings.prefill_step_size, LEAST_STEP))
+    if least != settings and longest(least) >= made.max_kv_size:
+        ways.append(f"--prefill-step-size {LEAST_STEP}")
     if ways:
         return f"{' or '.join(ways)} would fit"
-    tokens = longest(4)
-    if tokens:
-        return f"--kv-bits 4 --max-kv-size {tokens} would fit"
+    for smaller, flags in ((settings, ""), (least, f" --prefill-step-size {LEAST_STEP}")):
+        tokens = longest(replace(smaller, kv_bits=4))
+        if tokens:
+            return f"--kv-bits 4{flags} --max-kv-size {tokens} would fit"
+    for bits in (8, 4):
+        try:
+            tokens = longest(settings, checkpoint.quantized(bits, WEIGHT_GROUP))
+        except ModelError:  # it is quantized already, or mlx-lm's
+            break
+        if tokens:
+            size = "" if tokens >= made.max_kv_size else f" --max-kv-size {tokens}"
+            fits = (
+                f"{weights_flag} {bits}{size} would fit"
+                if weights_flag
+                else f"weights of {bits} bits would{' with' * bool(size)}{size}"
+            )
+            return f"no context fits, whatever the cache; {fits}: `kvant convert --bits {bits}` makes them"
     return "no context fits, whatever the cache: the model needs smaller weights or a larger machine"

@@ -17,18 +17,23 @@ def check_count(name: str, value: int, *, or_minus_one: bool = False) -> None:
         raise ValueError(f"{name} is {value!r}; expected at least 1{also}")
 
 
-def reservation(model: LanguageModel, prompt_tokens: int, max_tokens: int) -> int:
+def reservation(model: LanguageModel, prompt_tokens: int, max_tokens: int, max_kv_size: int | None = None) -> int:
     """The tokens that a cache is reserved for where the caller has none: prompt and answer, at most the context.
 
+    ``max_kv_size``: at most so many, too.
+
     Raises:
-        ContextError: the prompt alone has more tokens than the context.
+        ContextError: the prompt alone has more tokens than the context or max_kv_size.
         ValueError: max_tokens out of range, or -1 where no context limit is known.
     """
     context = model.config.max_position_embeddings
     if context is not None and prompt_tokens > context:
         raise ContextError(f"the prompt has {prompt_tokens} tokens; the model's context is {context}")
+    if max_kv_size is not None and prompt_tokens > max_kv_size:
+        raise ContextError(f"the prompt has {prompt_tokens} tokens; max_kv_size is {max_kv_size}")
     check_count("max_tokens", max_tokens, or_minus_one=True)
-    needed = context_limit(model, None if max_tokens == -1 else prompt_tokens + max_tokens)
+    wanted = [] if max_tokens == -1 else [prompt_tokens + max_tokens]
+    needed = context_limit(model, min([*wanted, *([] if max_kv_size is None else [max_kv_size])], default=None))
     if needed is None:
         raise ValueError("max_tokens is -1, and the model has no context limit; expected a number or a prompt_cache")
     return needed

@@ -69,13 +69,15 @@ class Thinking:
     def finish(self) -> list[tuple[bool, str]]:
         """What was held back, at the end of the answer."""
         held, self._held = self._held, ""
-        return [(self._state == "thinking", held)] if held.strip("\n") else []
+        is_thinking = self._state == "thinking"
+        held = held.rstrip("\n") if is_thinking else held
+        return [(is_thinking, held)] if held else []
 
     def split(self, text: str) -> tuple[str, str]:
         """All of an answer at once: its thinking and the answer itself."""
         pieces = [*self.add(text), *self.finish()]
-        thinking, answer = ("".join(part for is_thinking, part in pieces if is_thinking is kind) for kind in (1, 0))
-        return thinking, answer
+        thinking = "".join(part for is_thinking, part in pieces if is_thinking)
+        return thinking, "".join(part for is_thinking, part in pieces if not is_thinking)
 
     def _step(self, pieces: list[tuple[bool, str]]) -> bool:
         """Take from the held text what is certain. Returns whether there may be more."""

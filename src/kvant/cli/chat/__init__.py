@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -16,6 +17,7 @@ from kvant.engine.sampling import SamplingOptions
 @options.with_options
 def chat(
     context: typer.Context,
+    model_argument: options.ModelArgument = None,
     *,
     run: RunOptions,
     sampling: SamplingOptions,
@@ -24,6 +26,7 @@ def chat(
     ] = True,
 ) -> None:
     """Talk with a model; the history stays in the cache, and a turn feeds only its own tokens."""
+    run = replace(run, model=options.choose_model(context, model_argument, run.model))
     session = open_session(run, context.obj, sampling, announce=False)
     talk = Talk(run, sampling, session, _view(run.raw, markdown))
     notice(talk.greeting, run.quiet)

@@ -83,7 +83,12 @@ class Talk:
             )
         sampling = session.sampling(self.wanted)
         self.conversation = Conversation(
-            session.model, session.tokenizer, session.cache, system_prompt=run.system_prompt, overflow="forget"
+            session.model,
+            session.tokenizer,
+            session.cache,
+            system_prompt=run.system_prompt,
+            overflow="forget",
+            template_variables=session.template_variables,
         )
         self.run, self.session, self._sampling = run, session, sampling
 
@@ -178,7 +183,7 @@ class Talk:
         if reason == "context":
             notice("; ".join(["cut: the reserved context is full", *self._more_room()]))
         elif reason == "length":
-            notice(f"cut at max_tokens, {self.run.max_tokens}; /set max_tokens changes it", self.run.quiet)
+            notice(f"cut at max_tokens, {self.run.max_tokens}; /set max_tokens changes it")
 
     def _more_room(self) -> list[str]:
         """What the user can do about a full context."""
