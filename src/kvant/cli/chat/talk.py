@@ -15,6 +15,7 @@ from kvant.cli.statistics import RunStatistics
 from kvant.engine.conversation import Conversation
 from kvant.engine.draw import for_answer
 from kvant.engine.generate import GenerationResponse
+from kvant.engine.overflow import Overflow
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ContextError, PromptError
 from kvant.sizes import format_bytes
@@ -46,8 +47,15 @@ class Talk:
         draft: what stands in the next line of input, to be edited.
     """
 
-    def __init__(self, run: RunOptions, wanted: SamplingOptions, session: Session, view: View) -> None:
-        """Begin; ``view`` is how answers are shown, the others are as in the attributes.
+    def __init__(
+        self,
+        run: RunOptions,
+        wanted: SamplingOptions,
+        session: Session,
+        view: View,
+        overflow: Overflow = "forget",
+    ) -> None:
+        """Begin; ``view`` is how answers are shown, ``overflow`` as in :class:`Conversation`, and see the attributes.
 
         Raises:
             PromptError: a model without a chat template.
@@ -58,12 +66,17 @@ class Talk:
         self._answers = 0
         self.statistics = RunStatistics()
         self._view = view
+        self._overflow: Overflow = overflow
         self._use(run, session)
 
     @property
     def has_model(self) -> bool:
         """Whether a model is loaded; not between :meth:`leave_model` and :meth:`use`."""
         return hasattr(self, "session")
+
+    def held_conversation(self) -> Conversation | None:
+        """The conversation; None: there is no model."""
+        return self.conversation if self.has_model else None
 
     def use(self, run: RunOptions, session: Session) -> None:
         """Go on with another model; the turns stay. On an error everything is as it was; errors as at the beginning."""
@@ -87,7 +100,7 @@ class Talk:
             session.tokenizer,
             session.cache,
             system_prompt=run.system_prompt,
-            overflow="forget",
+            overflow=self._overflow,
             template_variables=session.template_variables,
         )
         self.run, self.session, self._sampling = run, session, sampling
