@@ -172,6 +172,39 @@ def test_a_full_context_forgets_the_oldest_messages() -> None:
     assert held <= 100
 
 
+def test_a_full_context_says_what_helps() -> None:
+    lines = [f"{QUESTION} Number {number}." for number in range(8)]
+    _, said = _said(*lines, flags=("--max-kv-size", "100", "--overflow", "stop"))
+    assert said[-1].endswith("100 are reserved; /reset forgets the conversation; --max-kv-size reserves more")
+    out, said = _said("word " * 2500, "Hello!")
+    assert said[0].endswith("2048 are the model's context")  # nobody can reserve more
+    assert out
+
+
+def test_a_conversation_is_saved_and_goes_on(tmp_path: Path) -> None:
+    path, notes = tmp_path / "a talk.kvant", tmp_path / "notes.txt"
+    notes.write_text("mine")
+    out, said = _said("/save x", "Hello!", f"/save {path}", f"/save {path}", f"/save {notes}", "Thank you!")
+    assert said[0] == "there is nothing to save"
+    saved = rf"saved 2 messages, \d+ tokens in the cache to {re.escape(str(path))} \([\d.]+ kB\)"
+    assert re.fullmatch(saved, said[2])
+    assert said[3] == said[2]
+    assert said[4].startswith(f"error: {notes} is there already, and no conversation: ")
+    assert notes.read_text() == "mine"
+    assert path.stat().st_mode & 0o777 == 0o600
+    again, said = _said(f"/load {path}", "Thank you!", "/stats")
+    assert again.splitlines() == out.splitlines()[1:]
+    assert said[0].startswith("loaded 2 messages, ")
+    assert said[0].endswith("; the last question was: Hello!")
+    reused = int(re.search(r"last turn: (\d+) tokens were in the cache", "\n".join(said))[1])  # type: ignore[index]
+    assert reused > 20
+    kept, said = _said("Hello!", f"/load {notes}", f"/load {tmp_path}/nothing", "/load", "Thank you!")
+    assert kept == out
+    assert said[1].startswith("error: ")
+    assert f"{tmp_path}/nothing" in said[2]
+    assert said[3] == "error: /load needs PATH"
+
+
 def _talk(model: str = "pocket") -> Talk:
     run = RunOptions(model=model, quiet=True, max_tokens=8)
     wanted = SamplingOptions(temp=0.0)

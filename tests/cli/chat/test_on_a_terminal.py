@@ -1,6 +1,8 @@
 """``kvant chat`` on a terminal, as its user has it: keys go in, a screen comes out."""
 
+import json
 import re
+import shutil
 import signal
 import termios
 from collections.abc import Iterator
@@ -9,6 +11,8 @@ from pathlib import Path
 import pytest
 from support.command import QUESTION, call
 from support.terminal import Terminal, squeezed
+
+from kvant.cache.snapshot import read_header
 
 # The tokens that end a text, 0 and 2, made impossible: an answer ends at max_tokens.
 FLAGS = ["--temp", "0", "-m", "60", "--logit-bias", "0:-1e9", "--logit-bias", "2:-1e9"]
@@ -39,7 +43,8 @@ class Chat(Terminal):
     def enter(self, line: str) -> None:
         """Type a line, and wait until what it asks for is done."""
         self.press(line)
-        self.wait_for(line[-30:])
+        typed = "".join(line.split())[-30:]
+        self.wait(lambda: "".join(self.input.split()).endswith(typed))
         self.send("\r")
 
     @property
@@ -172,6 +177,20 @@ def test_an_error_is_a_line_and_the_conversation_goes_on(chat: Chat) -> None:
     assert "cut at max_tokens, 60" in chat.since("/etc/hosts is what?")
 
 
+def test_a_conversation_is_saved_and_loaded(chat: Chat, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    chat.enter("Hello!")
+    chat.press(f"/save {tmp_path}/fol")
+    chat.wait_for("folder/")
+    chat.press("\t")
+    chat.enter("/talk")
+    assert (tmp_path / "folder" / "talk").is_file()
+    chat.enter("/reset")
+    chat.enter(f"/load {tmp_path}/folder/talk")
+    chat.enter("/undo")
+    assert "undone: Hello!" in chat.since("/undo")
+
+
 def test_commands_are_completed(chat: Chat) -> None:
     chat.press("/sy")
     chat.wait_for("sets the system prompt, or shows it")
@@ -212,6 +231,40 @@ def test_the_history_is_kept_for_this_user_alone(chat: Chat, home: Path) -> None
         other.press(CTRL_D)
         other.wait(lambda: not other.child.isalive())
         assert other.child.exitstatus == 0
+
+
+def test_thinking_is_dim_and_not_in_the_history(pocket_folder: Path, tmp_path: Path) -> None:
+    """Pocket with a full stop as the end of its thinking, which the template begins."""
+    folder = Path(shutil.copytree(pocket_folder, tmp_path / "thinker"))
+    path = folder / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    for old, mark in ((".", "</think>"), (next(t for t, n in raw["model"]["vocab"].items() if n == 1200), "<think>")):
+        raw["model"]["merges"] = [pair for pair in raw["model"]["merges"] if old not in "".join(pair)]
+        number = raw["model"]["vocab"].pop(old)
+        raw["model"]["vocab"][mark] = number
+        raw["added_tokens"].append({**raw["added_tokens"][0], "id": number, "content": mark, "special": False})
+    path.write_text(json.dumps(raw))
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    settings["chat_template"] += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    path.write_text(json.dumps(settings))
+    with Chat("chat", "--model", str(folder), *FLAGS, HOME=str(tmp_path), XDG_STATE_HOME=str(tmp_path)) as chat:
+        chat.wait(lambda: ">" in chat.lines)
+        chat.press(f"{QUESTION}\r")
+        chat.wait_for("cut at max_tokens")
+        chat.press(f"/save {tmp_path}/talk")
+        chat.wait_for("/talk")
+        chat.press("\r")
+        chat.wait_for("saved 2 messages")
+    question, said = json.loads(read_header(tmp_path / "talk").metadata["conversation"])
+    assert question["content"] == QUESTION
+    assert said["reasoning_content"].startswith("Once upon a time")
+    assert len(said["content"]) > 40
+    shown = chat.since(QUESTION).partition(" cut at")[0]
+    assert shown.split() == f"{said['reasoning_content']} {said['content']}".split()
+    dim = re.findall(r"\x1b\[2m(.*?)\x1b\[0m", chat.written.decode())
+    assert said["reasoning_content"].startswith(dim[-1][:20])
+    assert not any(said["content"][:20] in text for text in dim)
 
 
 @pytest.mark.parametrize("during_an_answer", [True, False])

@@ -201,7 +201,8 @@ class Talk:
     def _more_room(self) -> list[str]:
         """What the user can do about a full context."""
         context, limit = self.session.model.config.max_position_embeddings, self.conversation.limit
-        return ["--max-kv-size reserves more"] if limit is not None and limit != context else []
+        more = ["--max-kv-size reserves more"] if limit is not None and limit != context else []
+        return ["/reset forgets the conversation", *more] if self._overflow == "stop" and self.turns else more
 
     @contextmanager
     def _shown(self) -> Iterator[Callable[[str], None]]:
