@@ -283,10 +283,12 @@ def test_the_terminal_is_as_it_was_after_a_signal(during_an_answer: bool, tmp_pa
         assert termios.tcgetattr(chat.child.child_fd) == found
 
 
-@pytest.mark.parametrize("end", ["exit\r", "/bye\r", CTRL_D])
-def test_ends(end: str, tmp_path: Path) -> None:
+def test_keys_typed_while_the_model_is_loaded_are_in_the_first_line(tmp_path: Path) -> None:
     with Chat("chat", "-q", HOME=str(tmp_path), XDG_STATE_HOME=str(tmp_path)) as chat:
+        chat.wait(lambda: not termios.tcgetattr(chat.child.child_fd)[3] & termios.ECHO)
+        chat.press("exit")
         chat.wait_ready()
-        chat.press(end)
+        chat.wait(lambda: chat.input == "exit")
+        chat.press("\r")
         chat.wait(lambda: not chat.child.isalive())
         assert chat.child.exitstatus == 0

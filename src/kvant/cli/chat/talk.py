@@ -142,10 +142,6 @@ class Talk:
         session = self.session
         return f"{session.name} · {session.describe_cache()} · {session.sampling_line} · /help lists the commands"
 
-    def keep_typed(self, typed: str) -> None:
-        """Text that was typed during an answer stands in the next line of input."""
-        self.draft = self.draft or typed
-
     def status(self, columns: int) -> str:
         """The model, the context used of the reserved one, the cache, the speed of the last answer; as fits."""
         reserved = self.conversation.limit
