@@ -100,8 +100,10 @@ class Keyboard:
     def _suspend(self, number: int, frame: FrameType | None) -> None:
         was_silent = self._is_silent
         self._restore()
-        os.kill(os.getpid(), signal.SIGSTOP)
-        if was_silent:  # and goes on here
+        signal.signal(number, signal.SIG_DFL)  # it does nothing where no shell could continue the program
+        os.kill(os.getpid(), number)
+        signal.signal(number, self._suspend)  # and it goes on here
+        if was_silent:
             self._silence()
 
 
