@@ -115,7 +115,10 @@ Raw = Annotated[
     bool, typer.Option("--raw", help="On a terminal, send control characters of the text as they are; it obeys them.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no statistics and no progress.")]
-
+Overflow = Annotated[
+    Literal["forget", "stop"],
+    typer.Option(help="When the context is full, forget the oldest turns and go on, or stop."),
+]
 
 LogitBias = Annotated[
     list[str] | None,

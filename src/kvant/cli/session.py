@@ -159,6 +159,7 @@ def open_session(
     sampling: SamplingOptions | None = None,
     *,
     announce: bool = True,
+    forks: bool = False,
 ) -> Session:
     """Plan the memory, load a model and reserve its cache; the reservation is printed before the first token.
 
@@ -167,6 +168,7 @@ def open_session(
         sampling: its flags of sampling, to be refused before the model is loaded.
         process: for the tokenizer, where one was started already.
         announce: print the reservation, unless the flags ask for quiet.
+        forks: plan for a prompt that is continued several times.
 
     Raises:
         ModelError: a model or adapter that cannot be loaded.
@@ -181,7 +183,8 @@ def open_session(
     checkpoint = read_folder(folder)
     if run.adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))
-    machine, settings, max_kv_size = this_machine(), run.settings(), options.kv_size(run.max_kv_size)
+    machine, max_kv_size = this_machine(), options.kv_size(run.max_kv_size)
+    settings = replace(run.settings(), forks=forks)
     planned = plan_that_fits(checkpoint, settings, max_kv_size, machine)
     if run.wired:
         wire(planned.total)
