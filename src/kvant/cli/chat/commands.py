@@ -10,6 +10,7 @@ from typing import Any, Literal
 from kvant.cache.snapshot import read_header
 from kvant.cli.chat.switch import switch_model
 from kvant.cli.chat.talk import Talk, notice
+from kvant.cli.session import RunOptions
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.sampling import OPTIONS
 from kvant.errors import ArgumentError, SnapshotError
@@ -228,7 +229,7 @@ def _start(text: str) -> str:
     return line if len(line) <= 60 else f"{line[:57]}..."
 
 
-MAX_TOKENS = 256
+MAX_TOKENS: int = RunOptions.__dataclass_fields__["max_tokens"].default
 SETTINGS = ("max_tokens", *OPTIONS)
 COMMANDS = (
     Command(("/help", "/?"), "", "lists the commands", _help),
