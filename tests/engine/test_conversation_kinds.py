@@ -3,32 +3,20 @@
 Ids are compared with the template's own rendering, and logits with the model fed at once from an empty cache.
 """
 
-import json
 import random
 from collections.abc import Iterator
 from functools import partial
 
 import mlx.core as mx
 import pytest
-from support.bridged import write_mlx_lm, write_words
-from support.checkpoints import mistral_config, qwen2_config, reference_model, save_checkpoint
 from support.conversations import asking, check_consistent, distance, fed_anew, prompt_ids, text_of
 from support.counts import count
 from support.interruption import Interruption
+from support.kinds import KINDS, Loaded, load_kind
 
-import kvant
 from kvant.engine.conversation import Conversation
 from kvant.engine.processors import bias
-from kvant.models import LanguageModel
-from kvant.text.tokenizer import Tokenizer
 
-Loaded = tuple[LanguageModel, Tokenizer]
-# Each word is a token; w3 begins a question and w4 an answer, and w5 ends both.
-TEMPLATE = (
-    "{% for m in messages %}{{ {'system': 'w2 ', 'user': 'w3 ', 'assistant': 'w4 '}[m['role']] }}{{ m['content'] }}"
-    " w5 {% endfor %}{% if add_generation_prompt %}w4 {% endif %}"
-)
-KINDS = ["qwen2", "mistral", "gemma3_text", "gpt_oss", "qwen3_next", "llama4_text", "falcon_h1"]
 # Each kind, and the formats where they differ most: a window of kvant's own, one of mlx-lm's, a state.
 CASES = [(kind, 0) for kind in KINDS] + [
     (kind, bits) for kind in count(["mistral", "gpt_oss"], KINDS) for bits in (8, 4)
@@ -46,20 +34,8 @@ def _without_compilation() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    """kvant's decoder with a bias or a window of 16 tokens; a bridged model with windows, chunks or states."""
-    folder = tmp_path_factory.mktemp(request.param) / "model"
-    if request.param in ("qwen2", "mistral"):
-        made = {"qwen2": qwen2_config, "mistral": partial(mistral_config, sliding_window=16)}[request.param]
-        config = made(vocab_size=128)
-        save_checkpoint(folder, config, reference_model(config))
-    else:
-        write_mlx_lm(folder, request.param)
-    write_words(folder, 128)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
-    model, tokenizer = kvant.load(folder)
-    tokenizer.eos_token_ids = {5}
-    return model, tokenizer
+    """A model of a kind, and its tokenizer."""
+    return load_kind(request.param, tmp_path_factory.mktemp(request.param) / "model")
 
 
 def _question(turn: int, words: int = 5) -> str:
@@ -102,7 +78,7 @@ def test_turns_and_forgettings(loaded: Loaded, bits: int) -> None:
 
 # A KeyboardInterrupt in a weak reference's callback is not raised by Python but reported.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("loaded", count(["mistral", "llama4_text", "qwen3_next"], KINDS), indirect=True)
+@pytest.mark.parametrize("loaded", count(["mistral", "llama4", "qwen3_next"], KINDS), indirect=True)
 def test_interrupted_anywhere(loaded: Loaded) -> None:
     """Ctrl-C at any line of a turn that forgets: the next turn answers as if the messages were fed anew."""
     model, tokenizer = loaded

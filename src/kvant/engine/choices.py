@@ -79,7 +79,7 @@ def stream_choices(
             own = cache if is_last or cache.goes_back else cache.fork()
             try:
                 each = first if number == 0 and own is cache else run(number, own, [], logits)
-                for response in responses(each, tokenizer, stops, begun):
+                for response in responses(each, tokenizer, stops, begun, 0 if number else len(ids)):
                     yield number, response
             finally:
                 if own is not cache:
