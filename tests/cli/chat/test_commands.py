@@ -264,3 +264,16 @@ def test_a_model_that_cannot_be_loaded_leaves_the_old_one(
     assert "expected a tokenizer" in said.err
     assert "error: the model has no chat template" in said.err
     assert said.err.count("pocket is loaded again") == (2 if room == "for one" else 0)
+
+
+def test_a_conversation_without_a_model_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = _talk()
+
+    def fails(run: RunOptions, **options: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(switch, "_both_fit", lambda wanted: False)
+    monkeypatch.setattr(switch, "open_session", fails)
+    with pytest.raises(RuntimeError, match="no memory"):
+        converse(talk, lambda: "/model pocket")
+    assert not talk.has_model

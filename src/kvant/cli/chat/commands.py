@@ -10,6 +10,7 @@ from typing import Any, Literal
 from kvant.cache.snapshot import read_header
 from kvant.cli.chat.switch import switch_model
 from kvant.cli.chat.talk import Talk, notice
+from kvant.cli.session import RunOptions
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.sampling import OPTIONS
 from kvant.errors import ArgumentError, SnapshotError
@@ -200,7 +201,7 @@ def _set(talk: Talk, argument: str) -> None:
         raise ArgumentError(f"/set {given}", "needs a value; default takes it back")
     value = _value(name, text.strip())
     if name == "max_tokens":
-        talk.set_max_tokens(MAX_TOKENS if value is None else value)
+        talk.set_max_tokens(RunOptions().max_tokens if value is None else value)
     else:
         changed: dict[str, Any] = {name: OPTIONS[name].default if value is None else value}
         talk.set_sampling(replace(talk.wanted, **changed))
@@ -228,7 +229,6 @@ def _start(text: str) -> str:
     return line if len(line) <= 60 else f"{line[:57]}..."
 
 
-MAX_TOKENS = 256
 SETTINGS = ("max_tokens", *OPTIONS)
 COMMANDS = (
     Command(("/help", "/?"), "", "lists the commands", _help),

@@ -31,8 +31,9 @@ class Prompt:
 
     def __init__(self, talk: Talk, keyboard: Keyboard) -> None:
         self._talk, self._keyboard = talk, keyboard
+        is_hidden = sys.stdout.isatty() and not sys.stderr.isatty()
         self._session: PromptSession[str] = PromptSession(
-            output=create_output(stdout=terminal.behind(sys.stderr)),
+            output=create_output(stdout=sys.stdout if is_hidden else terminal.behind(sys.stderr)),
             history=_history(),
             completer=_Completer(),
             complete_while_typing=Condition(lambda: self._session.default_buffer.text.startswith("/")),
