@@ -1,11 +1,14 @@
 """The config file, its presets and the environment, as a user meets them."""
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.command import QUESTION, call, run
+from support.command import COMMAND, QUESTION, call
 
 Write = Callable[[str], Path]
 
@@ -78,14 +81,24 @@ def test_a_model_of_the_environment(
 
 def test_the_file_lies_in_the_users_folder(tmp_path: Path) -> None:
     """Where platformdirs has it; on Linux under XDG_CONFIG_HOME."""
-    import platformdirs
+    own = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / "own")}
+    environment = {name: value for name, value in os.environ.items() if name != "KVANT_CONFIG"} | own
 
-    where = run("config", "--path", HOME=str(tmp_path), XDG_CONFIG_HOME=str(tmp_path / "own"), KVANT_CONFIG="x").stdout
-    assert where == "x\n"
-    folder = platformdirs.user_config_path("kvant")
-    assert folder.name == "kvant"
-    done = call("config", "--path")
-    assert (done.returncode, done.stdout) == (0, "\n"), "KVANT_CONFIG is empty: no file"
+    def kvant(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*COMMAND, *arguments], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+
+    path = Path(kvant("config", "--path").stdout.removesuffix("\n"))
+    assert path.is_relative_to(tmp_path)
+    assert path.parts[-2:] == ("kvant", "config.toml")
+    if sys.platform == "linux":
+        assert path == tmp_path / "own" / "kvant" / "config.toml"
+    assert kvant("config").stdout == f"# {path} is not there\n"
+    path.parent.mkdir(parents=True)
+    path.write_text("max-kv-size = 77\n")
+    assert "cache: 77 tokens reserved" in kvant("generate", "Hi", "-m", "1").stderr
+    assert call("config", "--path").stdout == "\n", "KVANT_CONFIG is empty here: no file"
 
 
 def test_the_command_shows_it(write: Write) -> None:

@@ -12,12 +12,11 @@ from typing import Any, BinaryIO
 
 import mlx.core as mx
 
-from kvant.cache import KVCache, ModelCache
+from kvant.cache import KVCache, ModelCache, without_model
 from kvant.cache.layer_format import DTYPES, LayerFormat, Stored
 from kvant.cache.sequences import TrimLimit
 from kvant.cache.snapshot import as_array, check_fits, fill, read_exactly
 from kvant.cache.snapshot_header import SnapshotHeader, parse
-from kvant.cache.without_model import make_layers
 from kvant.files import unique_keys
 from kvant.tensor_header import MAX_HEADER_BYTES, TensorHeader
 
@@ -250,6 +249,4 @@ def make_model_cache(header: SnapshotHeader, max_seq_len: int | None) -> ModelCa
         from kvant.bridge.without_model import make_cache  # not for a decoder's: it imports mlx-lm
 
         return make_cache(header, max_seq_len)
-    made = ModelCache(make_layers(header, max_seq_len))
-    made.rotary = made[0].sequences.rotary
-    return made
+    return without_model.make_cache(header, max_seq_len)

@@ -8,6 +8,7 @@ import mlx.core as mx
 from kvant.cache.full import FullKVCache
 from kvant.cache.layer import KVCache
 from kvant.cache.layer_format import DTYPES, LayerFormat
+from kvant.cache.model import ModelCache
 from kvant.cache.quantized import QuantizedKVCache
 from kvant.cache.snapshot import nbytes
 from kvant.cache.snapshot_header import SnapshotHeader
@@ -17,8 +18,8 @@ from kvant.operators.rotary import Rotary
 from kvant.sizes import format_bytes, physical_memory
 
 
-def make_layers(header: SnapshotHeader, max_seq_len: int | None) -> list[KVCache]:
-    """An empty layer for each of a decoder's snapshot. Its biases are for the snapshot to fill in.
+def make_cache(header: SnapshotHeader, max_seq_len: int | None) -> ModelCache:
+    """An empty cache for a decoder's snapshot, which is to fill in the biases, too.
 
     Args:
         header: of the snapshot.
@@ -29,9 +30,9 @@ def make_layers(header: SnapshotHeader, max_seq_len: int | None) -> list[KVCache
     """
     check_reservation(header.layers, len(header.lengths), max_seq_len)
     rotary = None if header.rope is None else Rotary(header.rope.frequencies, header.rope.factor)
-    layers = [_layer(form, len(header.lengths), max_seq_len, rotary) for form in header.layers]
-    layers[0].sequences.rotary = rotary
-    return layers
+    cache = ModelCache([_layer(form, len(header.lengths), max_seq_len, rotary) for form in header.layers])
+    cache.rotary = rotary
+    return cache
 
 
 def check_reservation(layers: Sequence[LayerFormat], batch: int, max_seq_len: int | None) -> None:

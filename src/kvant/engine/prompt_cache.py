@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvant.bridge.mlx_lm_file import MlxLmFile, make_model_cache
 from kvant.cache import ModelCache, snapshot
 from kvant.cache.snapshot_header import is_snapshot
 from kvant.engine.keywords import DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE, check_format
@@ -87,6 +86,8 @@ def load_prompt_cache(file_name: str | Path, return_metadata: bool = False, *, m
             altered; one of a newer version; more than this machine's memory or less than its tokens need.
         ValueError: ``max_kv_size`` is no positive int.
     """
+    from kvant.bridge.mlx_lm_file import MlxLmFile, make_model_cache  # not at every start
+
     check_process()
     if max_kv_size is not None:
         check_count("max_kv_size", max_kv_size)
