@@ -43,15 +43,17 @@ class Terminal:
 
     def read(self, seconds: float = 0.05) -> bool:
         """Take in what the command writes within that time; whether it still runs."""
+        piece = b""
         try:
-            piece = self.child.read_nonblocking(1 << 16, seconds)
+            while len(piece) < 1 << 16:
+                piece += self.child.read_nonblocking(1 << 16, 0.005 if piece else seconds)
         except pexpect.TIMEOUT:
-            return True
+            running = True
         except pexpect.EOF:
-            return False
+            running = False
         self.written += piece
         self._stream.feed(piece)
-        return True
+        return running
 
     def wait(self, holds: Callable[[], bool], seconds: float = 20) -> None:
         """Read until something holds."""

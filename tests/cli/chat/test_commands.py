@@ -115,25 +115,24 @@ def test_options_are_set_shown_and_taken_back() -> None:
     assert said[-1] == "error: /set x is no option; /set lists them"
 
 
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        ("/set temp", "/set temp needs a value; default takes it back"),
-        ("/set max_tokens 0", "--max-tokens is 0; expected at least 1"),
-        ("/set top_k 1.5", "top_k is '1.5'; expected a whole number, or default"),
-        ("/set seed 3", "seed is 3, which has no effect at temperature 0"),
-        ("/quit now", "/quit takes nothing after it, given 'now'"),
-        ("/edit", "nothing was asked yet"),
-        ("/retry", "nothing was asked yet; expected a question before"),
-        ("/model nope", "model 'nope' is not a folder"),
-    ],
-)
-def test_an_error_is_a_line_and_changes_nothing(line: str, error: str) -> None:
+def test_an_error_is_a_line_and_changes_nothing() -> None:
+    errors = {
+        "/set temp": "/set temp needs a value; default takes it back",
+        "/set temp x": "temp is 'x'; expected a number, or default",
+        "/set max_tokens 0": "--max-tokens is 0; expected at least 1",
+        "/set top_k 1.5": "top_k is '1.5'; expected a whole number, or default",
+        "/set seed 3": "seed is 3, which has no effect at temperature 0",
+        "/quit now": "/quit takes nothing after it, given 'now'",
+        "/edit": "nothing was asked yet",
+        "/retry": "nothing was asked yet; expected a question before",
+        "/model nope": "model 'nope' is not a folder",
+    }
     plain, _ = _said("Hello!")
-    out, said = _said(line, "Hello!")
+    out, said = _said(*errors, "Hello!")
     assert out == plain
-    assert error in said[0]
-    assert len(said) == 2  # and that the answer was cut
+    assert len(said) == len(errors) + 1  # and that the answer was cut
+    for line, error in zip(said, errors.values(), strict=False):
+        assert error in line
 
 
 def test_without_a_seed_a_retry_differs_and_with_one_the_conversation_is_the_same_again() -> None:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import termios
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,7 @@ def chat(running: Chat) -> Chat:
     return running
 
 
+@cache
 def _answer(question: str, tokens: int = 60) -> str:
     return squeezed(call("chat", "-q", *FLAGS, "-m", str(tokens), stdin=question).stdout).strip()
 
@@ -132,13 +134,13 @@ def test_ctrl_c_stops_an_answer_and_clears_a_line(chat: Chat) -> None:
 
 
 def test_keys_typed_during_an_answer_are_in_the_next_line(chat: Chat) -> None:
-    chat.enter("/set max_tokens 200")
+    chat.enter("/set max_tokens 120")
     chat.press(f"{QUESTION}\r")
     chat.wait_for("Pip. Once")
     shown = len(chat.written)
     chat.send("Zx \x1b[A\x1b[Dthex\x7fn?\r")
     assert chat.input == "Zx then?"
-    assert _answer(QUESTION, 200) in chat.since(QUESTION)
+    assert _answer(QUESTION, 120) in chat.since(QUESTION)
     assert b"Zx" not in chat.written[shown:].partition(LINE_BEGINS)[0]
     chat.clear()
 
@@ -205,13 +207,13 @@ def test_commands_are_completed(chat: Chat) -> None:
 
 
 def test_resizing_during_an_answer(chat: Chat) -> None:
-    chat.enter("/set max_tokens 200")
+    chat.enter("/set max_tokens 120")
     chat.press(f"{QUESTION}\r")
     chat.wait_for("Pip. Once")
     chat.resize(40, 20)
     chat.send("")
     try:
-        answer = _answer(QUESTION, 200)
+        answer = _answer(QUESTION, 120)
         assert answer in squeezed("\n".join([*chat.history, *chat.lines]))
         assert all(len(line) <= 39 for line in chat.lines[:-2])
     finally:

@@ -147,7 +147,9 @@ class Talk:
         reserved = self.conversation.limit
         parts = [
             self.session.name.rstrip("/").rsplit("/", 1)[-1],
-            f"{self.conversation.num_tokens}/{reserved} tokens" if reserved else f"{self.conversation.num_tokens}",
+            f"{self.conversation.num_tokens}/{reserved} tokens"
+            if reserved
+            else f"{self.conversation.num_tokens} tokens",
             f"cache {format_bytes(self.session.cache_bytes)}",
         ]
         last = self.statistics.last
