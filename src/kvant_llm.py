@@ -6,7 +6,6 @@ Outside the package, whose first lines load MLX: every ``llm`` imports this, wha
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,9 @@ PREFIX = "kvant/"
 MAX_TOKENS = 2048
 
 log = logging.getLogger("kvant")
-_idle: "dict[tuple[Any, ...], Conversation]" = {}  # at most one: its cache holds what was said last
+# At most one each. llm makes a KvantModel for every call; the cache of the conversation holds what was said last.
+_loaded: "dict[str, tuple[LanguageModel, Tokenizer]]" = {}
+_idle: "dict[tuple[Any, ...], Conversation]" = {}
 
 
 @llm.hookimpl
@@ -110,8 +111,9 @@ def _answer(name: str, prompt: llm.Prompt, response: llm.Response) -> "Iterator[
     *history, question = _messages(prompt)
     if question["role"] != "user":
         raise llm.ModelError(f"the last message is the {question['role']}'s; expected the user's")
-    model, _, of_the_model = _load(name)
-    sampler, processors = options.sampling().filled(of_the_model).build(model.config.vocab_size)
+    sampling = _sampling(options, name)
+    model, _ = _load(name)
+    sampler, processors = sampling.build(model.config.vocab_size)
     reserved = name, options.max_kv_size, options.kv_bits, options.kv_group_size
     talk = _idle.pop(reserved, None) or _begin(*reserved)  # nobody else's while it is used
     try:
@@ -150,14 +152,26 @@ def _answer(name: str, prompt: llm.Prompt, response: llm.Response) -> "Iterator[
         _idle[reserved] = talk
 
 
-@lru_cache(maxsize=1)
-def _load(name: str) -> "tuple[LanguageModel, Tokenizer, dict[str, float]]":
-    """The model, its tokenizer, and the options of sampling that its authors set. llm makes a KvantModel a call."""
-    from kvant.engine.load import find_model, load
-    from kvant.engine.model_sampling import read_model_sampling
+def _load(name: str) -> "tuple[LanguageModel, Tokenizer]":
+    """The model and its tokenizer. The one before is given back first."""
+    from kvant.engine.load import load
 
-    _idle.clear()
-    return *load(name), read_model_sampling(find_model(name))
+    if name not in _loaded:
+        _idle.clear()
+        _loaded.clear()
+        _loaded[name] = load(name)
+    return _loaded[name]
+
+
+def _sampling(options: KvantOptions, name: str) -> "SamplingOptions":
+    """What was given, over what the model's authors set."""
+    from kvant.engine.load import find_model
+    from kvant.engine.model_sampling import read_model_sampling
+    from kvant.engine.sampling import NEUTRAL
+
+    given = options.sampling()
+    named = [option for option in NEUTRAL if getattr(given, option) is not None]
+    return given.filled(read_model_sampling(find_model(name), named))
 
 
 def _begin(name: str, max_kv_size: int | None, kv_bits: int | None, kv_group_size: int | None) -> "Conversation":
@@ -166,7 +180,7 @@ def _begin(name: str, max_kv_size: int | None, kv_bits: int | None, kv_group_siz
     from kvant.engine.prompt_cache import make_prompt_cache
 
     _idle.clear()  # its memory is given back before more is reserved
-    model, tokenizer, _ = _load(name)
+    model, tokenizer = _load(name)
     cache = make_prompt_cache(model, max_kv_size, kv_bits=kv_bits, kv_group_size=kv_group_size)
     return Conversation(model, tokenizer, cache, overflow="forget")
 

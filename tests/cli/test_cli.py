@@ -2,10 +2,7 @@
 
 import io
 import json
-import os
-import pty
 import re
-import select
 import shutil
 import signal
 import subprocess
@@ -19,11 +16,6 @@ from support.command import COMMAND, QUESTION, call, run
 
 import kvant
 from kvant.cli.progress import LateProgress
-
-# prompt_toolkit turns bracketed paste on where it reads a line, and off after it.
-PROMPT_SHOWN, PROMPT_HIDDEN = "\x1b[?2004h", "\x1b[?2004l"
-# The tokens that end a text, 0 and 2, made impossible.
-ENDLESS = ["--logit-bias", "0:-1e9", "--logit-bias", "2:-1e9", "--temp", "2", "-m", "1900"]
 
 
 def test_version() -> None:
@@ -332,68 +324,6 @@ def test_chat_that_does_not_fit_goes_on() -> None:
     assert done.returncode == 0
     assert "30 are reserved; --max-kv-size reserves more" in done.stderr
     assert done.stdout.strip()
-
-
-class _Screen:
-    """What a terminal shows, read up to a text at a time; what came after it in the same read is kept."""
-
-    def __init__(self, terminal: int) -> None:
-        self.terminal = terminal
-        self.unread = ""
-
-    def wait_for(self, text: str, seconds: float = 60) -> None:
-        end = time.monotonic() + seconds
-        while text not in self.unread:
-            ready, _, _ = select.select([self.terminal], [], [], max(0, end - time.monotonic()))
-            assert ready, f"{text!r} did not appear in {self.unread!r}"
-            self.unread += os.read(self.terminal, 4096).decode(errors="replace")
-        self.unread = self.unread.partition(text)[2]
-
-
-def _exit_code(pid: int, terminal: int, seconds: float = 30) -> int:
-    """Read the terminal to its end, so that nobody waits for anybody, and take the child's exit code."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        ready, _, _ = select.select([terminal], [], [], 0.1)
-        try:
-            if ready and not os.read(terminal, 4096):
-                break
-        except OSError:  # how Linux says that the other side has gone
-            break
-    while time.monotonic() < end:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise AssertionError("the command did not end")
-
-
-def test_chat_on_a_terminal_survives_interrupts() -> None:
-    """Ctrl-C while an answer comes stops the answer; at the prompt it clears the line; Ctrl-D ends."""
-    environment = os.environ | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execvpe(sys.executable, [*COMMAND, "chat", *ENDLESS], environment)
-    screen = _Screen(terminal)
-    try:
-        screen.wait_for(PROMPT_SHOWN)
-        os.write(terminal, QUESTION.encode() + b"\r")
-        screen.wait_for(PROMPT_HIDDEN)
-        time.sleep(1)
-        os.write(terminal, b"\x03")
-        screen.wait_for("stopped")
-        screen.wait_for(PROMPT_SHOWN)
-        os.write(terminal, b"half a line\x03")
-        screen.wait_for(PROMPT_SHOWN)
-        os.write(terminal, b"/stats\r")
-        screen.wait_for("conversation: 2 messages")
-        screen.wait_for(PROMPT_SHOWN)
-        os.write(terminal, b"\x04")
-        assert _exit_code(pid, terminal) == 0
-    finally:
-        os.close(terminal)
 
 
 def test_chat_applies_its_flags() -> None:

@@ -77,6 +77,40 @@ def test_the_table(capsys: pytest.CaptureFixture[str], pocket_folder: Path) -> N
         assert re.search(rf"^ +{bits} bits +2048 tokens, the model's own$", out, re.MULTILINE)
 
 
+@pytest.mark.parametrize("flags", [["--max-kv-size", "1"], ["--kv-bits", "4"], ["--prefill-step-size", "1"]])
+def test_the_lines_add_up(capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str]) -> None:
+    """Where loading takes the most, its line has what it takes beyond the others."""
+    config = qwen2_config(vocab_size=40_000, hidden_size=64, intermediate_size=64)
+    save_checkpoint(tmp_path, config, reference_model(config))
+    _, out, _ = call(capsys, "plan", str(tmp_path), "--device", "cpu", "--memory", "8GB", *flags)
+    counts = {
+        name.strip(): int(count.replace(",", ""))
+        for name, count in re.findall(r"^([a-z ]+?) +([\d,]+) +[\d.]+ ", out, re.M)
+    }
+    total, _ = counts.pop("total"), counts.pop("limit")
+    assert sum(counts.values()) == total
+    assert "loading" in counts
+
+
+@pytest.mark.parametrize("memory", ["8GB", "600MB", "1200MB"])
+def test_a_plan_that_fails_names_flags_that_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, memory: str
+) -> None:
+    """Each of them, given to the same command, is a plan that fits."""
+    model = {"8GB": "qwen2.5-7b", "600MB": "qwen2.5-0.5b", "1200MB": "qwen2.5-0.5b"}[memory]
+    (tmp_path / "config.json").write_text(json.dumps(_raw(model)))
+    run = ["plan", str(tmp_path), "--device", "gpu", "--memory", memory, "--max-kv-size", "32768", "--kv-bits", "0"]
+    run += ["--prefill-step-size", "4096"]
+    code, out, _ = call(capsys, *run)
+    assert code == 1
+    verdict = next(line for line in out.splitlines() if line.startswith("does not fit: "))
+    ways = re.findall(r"--.*?(?= or --| would fit|: )", verdict)
+    assert ways, verdict
+    for way in ways:
+        code, out, err = call(capsys, *run, *way.split())
+        assert code == 0, (verdict, way, out, err)
+
+
 def test_experts_that_are_held_and_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     save_checkpoint(tmp_path, config := qwen3_moe_config(), reference_model(config))
     made = plan(Checkpoint.from_folder(tmp_path), max_kv_size=100, device="cpu")

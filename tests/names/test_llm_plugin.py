@@ -20,6 +20,7 @@ from llm.cli import cli
 import kvant_llm
 from kvant import generate
 from kvant.engine.conversation import Conversation
+from kvant.engine.model_sampling import read_model_sampling
 from kvant.models import Decoder
 from kvant.text.thinking import Marks, Thinking
 
@@ -60,7 +61,7 @@ def logs() -> list[dict[str, Any]]:
 def _nothing_left() -> Iterator[None]:
     yield
     kvant_llm._idle.clear()
-    kvant_llm._load.cache_clear()
+    kvant_llm._loaded.clear()
 
 
 def _answer(pocket: Pocket, messages: list[dict[str, str]]) -> tuple[str, int]:
@@ -197,12 +198,21 @@ def test_it_streams_and_draws_by_seed(model: Any) -> None:
     assert "Pip" not in model.prompt(QUESTION, temperature=0, stop="Pip", max_tokens=40).text()
 
 
+def test_the_authors_own_sampling_is_the_default(model: Any, pocket_folder: Path) -> None:
+    of_the_model = read_model_sampling(pocket_folder)
+    assert of_the_model["temp"] > 0
+    said = {"temperature": of_the_model.pop("temp")} | of_the_model
+    texts = [model.prompt(QUESTION, seed=3, max_tokens=40, **each).text() for each in ({}, said, {"temperature": 3.0})]
+    assert texts[0] == texts[1] != texts[2]
+
+
 def test_two_answers_at_once(model: Any) -> None:
     """Each has a cache of its own while both are read."""
-    alone = [model.prompt(question, temperature=0).text() for question in (QUESTION, "Hello!")]
-    answers = [iter(model.prompt(question, temperature=0)) for question in (QUESTION, "Hello!")]
+    asked = [{"prompt": question, "temperature": 0, "max_tokens": 50} for question in (QUESTION, "Hello!")]
+    alone = [model.prompt(**each).text() for each in asked]
+    answers = [iter(model.prompt(**each)) for each in asked]
     together = ["", ""]
-    for _ in range(300):
+    for _ in range(60):
         for index, answer in enumerate(answers):
             together[index] += next(answer, "")
     assert together == alone
@@ -217,7 +227,7 @@ def test_what_was_cut_or_left_out_is_said(model: Any, caplog: pytest.LogCaptureF
     assert caplog.messages.pop() == "kvant: the answer was cut at max_tokens, 5"
     conversation = model.conversation()
     for _ in range(3):
-        conversation.prompt(QUESTION, temperature=0, max_kv_size=250, max_tokens=200).text()
+        conversation.prompt(QUESTION, temperature=0, max_kv_size=120, max_tokens=60).text()
     assert "kvant: the context is full; 2 of the oldest messages were left out" in caplog.messages
 
 

@@ -75,6 +75,15 @@ def test_commands_and_their_flags_exist(page: Path) -> None:
                 assert flag in flags, f"kvant {name} has no {flag}"
 
 
+@pytest.mark.parametrize("name", ["generate", "chat"])
+def test_every_flag_is_named(name: str) -> None:
+    text = (ROOT / "docs" / "commands.md").read_text()
+    command = typer.main.get_command(make_app([name])).commands[name]  # type: ignore[attr-defined]
+    for parameter in command.params:
+        flags = [flag for flag in (*parameter.opts, *parameter.secondary_opts) if flag.startswith("--")]
+        assert not flags or any(re.search(rf"`{flag}[` ]", text) for flag in flags), flags
+
+
 @pytest.mark.parametrize("page", [README, ROOT / "docs" / "api.md", ROOT / "docs" / "conversations.md"], ids=page_ids)
 def test_python_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every block of a page, one after the other; a line's comment after two blanks is what it prints."""

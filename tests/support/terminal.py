@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -54,14 +53,14 @@ class Terminal:
         self._stream.feed(piece)
         return True
 
-    def wait(self, holds: Callable[[], bool], seconds: float = 60) -> None:
+    def wait(self, holds: Callable[[], bool], seconds: float = 20) -> None:
         """Read until something holds."""
         end = time.monotonic() + seconds
         while not holds():
             running = self.read()
             assert holds() or (running and time.monotonic() < end), "\n".join([*self.history, *self.lines])
 
-    def wait_for(self, text: str, seconds: float = 60) -> None:
+    def wait_for(self, text: str, seconds: float = 20) -> None:
         """Read until the screen shows a text, whatever the line breaks in it."""
         self.wait(lambda: squeezed(text) in squeezed("\n".join(self.lines)), seconds)
 

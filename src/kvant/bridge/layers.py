@@ -217,6 +217,13 @@ class BridgedWindowCache(BridgedKVCache, WindowKVCache):
         """Its arrays, and the tokens that wait to be written."""
         return [*self.arrays, *(array for _, _, new in self._pending for array in new)]
 
+    def settle_committed(self) -> None:
+        """See :class:`kvant.cache.KVCache`."""
+        # What waits is computed first: the step's attention reads the rows that it goes to, and MLX copies a buffer
+        # that is written to before all its readers are done.
+        mx.eval([new for _, _, new in self._pending])
+        super().settle_committed()
+
     @property
     def nbytes(self) -> int:
         """Bytes that are reserved."""

@@ -5,7 +5,6 @@ import errno
 import fcntl
 import glob
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         OSError: it cannot be written.
     """
     _remove_abandoned(path)
-    part = path.with_name(f"{_prefix(path)}{secrets.token_hex(8)}{SUFFIX}")
+    part = path.with_name(f"{_prefix(path)}{os.urandom(8).hex()}{SUFFIX}")
     try:
         with open(_create(part), "wb", buffering=1024 * 1024) as file:
             yield file

@@ -51,6 +51,8 @@ class FullKVCache(KVCache):
 
     def restore(self, sequence: int, tokens: list[mx.array], first: int, lengths: tuple[int, ...]) -> None:
         """See :class:`kvant.cache.KVCache`."""
+        if not sequence:
+            self._key_value = None  # the arrays of what it held before
         if not max(lengths):
             return
         _, K, rows, D = tokens[0].shape

@@ -1,13 +1,16 @@
 """The interface between a model's layer and its cache."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol, Self
 
 import mlx.core as mx
 
 from kvant.cache.layer_format import LayerFormat
 from kvant.cache.sequences import Sequences, TrimLimit
+from kvant.cache.snapshot_header import describe
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
 
@@ -80,9 +83,20 @@ class KVCache(ABC):
         """Its arrays, with what waits to be written into them."""
 
     @property
-    def state(self) -> list[mx.array]:
-        """Its arrays, for mlx-lm, which evaluates them."""
-        return self.buffers
+    def state(self) -> list[str | mx.array]:
+        """For mlx-lm, which evaluates and saves it: what the layer is, as JSON, and the tokens that count.
+
+        What concerns all layers of a cache, one of them tells: the ids of the tokens.
+        """
+        self.settle_committed()
+        sequences = self.sequences
+        header = describe([self], {})
+        if sequences.speaker not in (None, self._number):
+            header = replace(header, has_ids=False)
+        ids = [mx.array(own, mx.uint32) for own in sequences.ids if header.has_ids]
+        rows = [array for b in range(len(self.lengths)) for array in self.stored(b)]
+        text = {**header.as_metadata(), "shared": str(sequences.shared)}
+        return [json.dumps(text), *ids, *self.tables().values(), *rows]
 
     @property
     def nbytes(self) -> int:

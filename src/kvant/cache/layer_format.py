@@ -80,7 +80,7 @@ class LayerFormat:
                 raise ValueError(f"split_pairs is {_shown(pairs)}; expected ascending numbers of rotary pairs")
         if not isinstance(raw["state"], list) or type(raw["shared"]) is not bool:
             raise ValueError(f"state is {_shown(raw['state'])}; expected a list, and shared a bool")
-        made = cls(**raw | {"split_pairs": pairs, "state": tuple(map(_stored, raw["state"]))})
+        made = cls(**raw | {"split_pairs": pairs, "state": tuple(map(parse_stored, raw["state"]))})
         made._check()
         return made
 
@@ -174,7 +174,12 @@ def check_numbers(name: str, value: object, least: int = 0, most: int = MAX_NUMB
     return tuple(check_number(f"{name}[{i}]", number, least, most) for i, number in enumerate(value))
 
 
-def _stored(raw: object) -> Stored | None:
+def parse_stored(raw: object) -> Stored | None:
+    """A dtype and a shape of JSON, or nothing.
+
+    Raises:
+        ValueError: anything else.
+    """
     if raw is None:
         return None
     if not isinstance(raw, list) or len(raw) != 2 or raw[0] not in DTYPES:

@@ -8,9 +8,8 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import mlx.core as mx
 
@@ -18,13 +17,20 @@ from kvant.cache.atomic import atomic_file
 from kvant.cache.identity import Identity
 from kvant.cache.layer import KVCache
 from kvant.cache.layer_format import DTYPES, Stored, as_full, difference
-from kvant.cache.snapshot_header import RopeFacts, SnapshotHeader, parse
+from kvant.cache.snapshot_header import RopeFacts, SnapshotHeader, describe, parse
 from kvant.errors import SnapshotError, one_line
 from kvant.files import open_regular
 from kvant.tensor_header import MAX_HEADER_BYTES, TensorHeader
 from kvant.tensor_header import read_header as read_tensor_header
 
 DIGEST_BYTES = 32
+
+
+class Reader(Protocol):
+    """Where arrays come from."""
+
+    def take(self, stored: Stored) -> mx.array:
+        """The next array, of this dtype and shape; a ValueError where it is another."""
 
 
 def save(path: Path, layers: Sequence[KVCache], *, metadata: Mapping[str, str]) -> None:
@@ -83,7 +89,7 @@ def restore(path: Path, layers: Sequence[KVCache]) -> dict[str, str]:
         try:
             check_fits(header, layers)
             sequences.take_batch(len(header.lengths))
-            ids = _fill(header, layers, _Reader(file, whole))
+            ids = fill(header, layers, _Reader(file, whole))
             if file.read(DIGEST_BYTES + 1) != whole.digest():
                 raise ValueError("altered: its SHA-256 is another")
         except (OSError, ValueError) as error:
@@ -92,26 +98,6 @@ def restore(path: Path, layers: Sequence[KVCache]) -> dict[str, str]:
         sequences.identity, sequences.unchecked = header.identity, path
     sequences.restore(header.lengths, header.written, ids)
     return dict(header.metadata)
-
-
-def describe(layers: Sequence[KVCache], metadata: Mapping[str, str]) -> SnapshotHeader:
-    """The header of a snapshot of these layers."""
-    sequences = layers[0].sequences
-    rotary = sequences.rotary
-    reserved = [layer.max_seq_len for layer in layers if layer.max_seq_len is not None]
-    ids = sequences.ids
-    return SnapshotHeader(
-        identity=sequences.identity,
-        rope=None if rotary is None else RopeFacts(tuple(map(float, rotary.frequencies)), float(rotary.factor)),
-        reservation=min(reserved, default=None),
-        lengths=sequences.lengths,
-        written=sequences.written,
-        has_ids=all(len(own) == length for own, length in zip(ids, sequences.lengths, strict=True)),
-        layers=tuple(layer.format for layer in layers),
-        layout=sequences.layout,
-        metadata=metadata,
-        kvant=version("kvant"),
-    )
 
 
 def check_fits(header: SnapshotHeader, layers: Sequence[KVCache]) -> None:
@@ -235,8 +221,20 @@ def _bytes(array: mx.array) -> bytes | memoryview:
     return memoryview(mx.view(mx.contiguous(array).reshape(-1), mx.uint8))  # type: ignore[arg-type]
 
 
-def _fill(header: SnapshotHeader, layers: Sequence[KVCache], reader: "_Reader") -> list[list[int]]:
-    """Write every layer's tokens into it. Returns the ids, where they are there."""
+def fill(header: SnapshotHeader, layers: Sequence[KVCache], reader: Reader) -> list[list[int]]:
+    """Write every layer's tokens into it, without counting them.
+
+    Args:
+        header: fits the layers. A cache made without a model takes the biases that it has, too.
+        layers: of one cache, empty.
+        reader: gives the arrays in the order of a snapshot.
+
+    Returns:
+        the ids of each sequence, or nothing where the header has none.
+
+    Raises:
+        ValueError: biases of another model, or an array that is not as the header says.
+    """
     lengths, written = header.lengths, header.written
     ids: list[list[int]] = [
         reader.take(("U32", (length,))).tolist()  # type: ignore[misc]
@@ -244,7 +242,11 @@ def _fill(header: SnapshotHeader, layers: Sequence[KVCache], reader: "_Reader") 
     ]
     for number, (given, layer) in enumerate(zip(header.layers, layers, strict=True)):
         tables = {name: reader.take(stored) for name, stored in given.tables().items()}
-        check_tables(number, tables, layer.tables())
+        if layer.sequences.unchecked is None:
+            check_tables(number, tables, layer.tables())
+        else:
+            for name, own in layer.tables().items():
+                own[:] = tables[name]  # in place: a ring has several splits that share it
         if not given.has_tokens:
             layer.restore_state([None if stored is None else reader.take(stored) for stored in given.state])
         for b in range(len(lengths)) if given.has_tokens else ():
@@ -263,22 +265,33 @@ def check_tables(number: int, given: Mapping[str, mx.array], own: Mapping[str, m
 
 
 class _Reader:
-    """The tensors of a file, one after the other, on the way to its digest."""
+    """The tensors of a snapshot, one after the other, on the way to its digest."""
 
     def __init__(self, file: BinaryIO, whole: "hashlib._Hash") -> None:
         self._file, self._whole = file, whole
 
     def take(self, stored: Stored) -> mx.array:
         """The next array."""
-        dtype, shape = stored
-        data = bytearray(nbytes(stored))
-        if self._file.readinto(data) != len(data):  # type: ignore[attr-defined]
-            raise ValueError("truncated while it was read")
+        data = read_exactly(self._file, nbytes(stored))
         self._whole.update(data)
-        if not data:
-            return mx.zeros(shape, DTYPES[dtype])
-        array = mx.array(memoryview(data))  # type: ignore[arg-type]
-        return array.view(DTYPES[dtype]).reshape(shape)
+        return as_array(data, stored)
+
+
+def read_exactly(file: BinaryIO, count: int) -> bytearray:
+    """So many bytes, or a ValueError."""
+    data = bytearray(count)
+    if file.readinto(data) != count:  # type: ignore[attr-defined]
+        raise ValueError("truncated while it was read")
+    return data
+
+
+def as_array(data: bytearray, stored: Stored) -> mx.array:
+    """The array of these bytes, which are as many as it has."""
+    dtype, shape = stored
+    if not data:
+        return mx.zeros(shape, DTYPES[dtype])
+    array = mx.array(memoryview(data))  # type: ignore[arg-type]
+    return array.view(DTYPES[dtype]).reshape(shape)
 
 
 @contextmanager
@@ -287,12 +300,8 @@ def _open(path: Path) -> Iterator[tuple[BinaryIO, SnapshotHeader, "hashlib._Hash
 
     The header is compared with its digest, and with the tensors that follow from it, before any of it is used.
     """
-    real = Path(os.path.realpath(path))  # whoever names a link means the file behind it
-    if os.path.lexists(real) and not real.is_file():  # a device is not even opened
-        raise SnapshotError(f"{path}: not a regular file")
-    with open_regular(real, path, SnapshotError) as file:
+    with open_tensors(path) as (file, found):
         try:
-            found = read_tensor_header(path, file, os.fstat(file.fileno()).st_size, SnapshotError)
             header = parse(found.metadata)
             digest = file.read(DIGEST_BYTES)
             if hashlib.sha256(found.data).digest() != digest:
@@ -301,6 +310,27 @@ def _open(path: Path) -> Iterator[tuple[BinaryIO, SnapshotHeader, "hashlib._Hash
         except (OSError, ValueError, RecursionError) as error:
             raise SnapshotError(f"{path}: {one_line(error)}") from error
         yield file, header, hashlib.sha256(found.data + digest)
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[tuple[BinaryIO, TensorHeader]]:
+    """A safetensors file open behind its header, and the header. It may be a stranger's.
+
+    Raises:
+        SnapshotError: no such file, or one that is truncated or no safetensors file.
+    """
+    try:
+        real = Path(os.path.realpath(path))  # whoever names a link means the file behind it
+        if os.path.lexists(real) and not real.is_file():  # a device is not even opened
+            raise SnapshotError(f"{path}: not a regular file")
+    except (OSError, ValueError) as error:  # a name too long, a NUL
+        raise SnapshotError(f"{path}: cannot be read: {one_line(error)}") from error
+    with open_regular(real, path, SnapshotError) as file:
+        try:
+            found = read_tensor_header(path, file, os.fstat(file.fileno()).st_size, SnapshotError)
+        except (OSError, ValueError, RecursionError) as error:
+            raise SnapshotError(f"{path}: not a whole safetensors file: {one_line(error)}") from error
+        yield file, found
 
 
 def _check_tensors(found: TensorHeader, header: SnapshotHeader) -> None:

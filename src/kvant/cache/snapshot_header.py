@@ -6,10 +6,11 @@ docs/snapshots.md describes the file.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import LayerFormat, Stored, check_number, check_numbers
+from kvant.cache.sequences import Sequences
 from kvant.files import unique_keys
 
 FORMAT, VERSION = "kvant cache", 1
@@ -89,6 +90,40 @@ class SnapshotHeader:
                     arrays = layer.arrays(layer.rows(length, written))
                     found |= {f"layers.{number}.sequences.{b}.{name}": stored for name, stored in arrays.items()}
         return found | {"sha256": DIGEST}
+
+
+class Described(Protocol):
+    """What a header says of a layer; :class:`kvant.cache.KVCache`."""
+
+    sequences: Sequences
+
+    @property
+    def format(self) -> LayerFormat:
+        """How it stores tokens."""
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """Tokens a sequence can have; None: it grows."""
+
+
+def describe(layers: Sequence[Described], metadata: Mapping[str, str]) -> SnapshotHeader:
+    """The header of a snapshot of these layers, of one cache."""
+    from importlib.metadata import version  # not at every start: it takes milliseconds
+
+    sequences = layers[0].sequences
+    rotary, ids = sequences.rotary, sequences.ids
+    return SnapshotHeader(
+        identity=sequences.identity,
+        rope=None if rotary is None else RopeFacts(tuple(map(float, rotary.frequencies)), float(rotary.factor)),
+        reservation=min((n for layer in layers if (n := layer.max_seq_len) is not None), default=None),
+        lengths=sequences.lengths,
+        written=sequences.written,
+        has_ids=all(len(own) == length for own, length in zip(ids, sequences.lengths, strict=True)),
+        layers=tuple(layer.format for layer in layers),
+        layout=sequences.layout,
+        metadata=metadata,
+        kvant=version("kvant"),
+    )
 
 
 def is_snapshot(metadata: Mapping[str, str]) -> bool:

@@ -47,13 +47,15 @@ class Defaults(dict[str, Any]):
         self.take(self._presets[preset], f"preset {preset}")
 
 
-def has_effect(name: str, values: Mapping[str, Any]) -> bool:
-    """Whether a parameter's value counts beside the others, or would be refused with them."""
+def blocked_by(name: str, values: Mapping[str, Any]) -> str | None:
+    """The other parameter whose value leaves this one without effect; the two together would be refused."""
     if name == "kv_group_size":
-        return bool(values["kv_bits"])
+        return None if values["kv_bits"] else "kv_bits"
     if name in (*OF_THE_TEMPLATE, "prefill"):
-        return not values.get("ignore_chat_template")
+        return "ignore_chat_template" if values.get("ignore_chat_template") else None
     if name == "extra_eos_token":
-        return not values["ignore_eos"]
+        return "ignore_eos" if values["ignore_eos"] else None
     needs = OPTIONS[name].metadata["needs"] if name in OPTIONS else ""
-    return not needs or values[needs] is None or values[needs] != NEUTRAL.get(needs, OPTIONS[needs].default)
+    if not needs or values[needs] is None or values[needs] != NEUTRAL.get(needs, OPTIONS[needs].default):
+        return None
+    return str(needs)

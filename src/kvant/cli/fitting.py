@@ -104,26 +104,25 @@ def what_fits(
         if bits < (settings.kv_bits or 16) and longest(replace(settings, kv_bits=bits)) >= made.max_kv_size:
             ways.append(f"--kv-bits {bits}")
             break
-    least = replace(settings, prefill_step_size=min(settings.prefill_step_size, LEAST_STEP))
-    if least != settings and longest(least) >= made.max_kv_size:
+    small_steps = replace(settings, prefill_step_size=min(settings.prefill_step_size, LEAST_STEP))
+    if small_steps != settings and longest(small_steps) >= made.max_kv_size:
         ways.append(f"--prefill-step-size {LEAST_STEP}")
     if ways:
         return f"{' or '.join(ways)} would fit"
-    for smaller, flags in ((settings, ""), (least, f" --prefill-step-size {LEAST_STEP}")):
-        tokens = longest(replace(smaller, kv_bits=4))
-        if tokens:
-            return f"--kv-bits 4{flags} --max-kv-size {tokens} would fit"
+    smaller = {"--kv-bits 4": replace(settings, kv_bits=4)}
+    smaller[f"--kv-bits 4 --prefill-step-size {LEAST_STEP}"] = replace(small_steps, kv_bits=4)
+    for flags, chosen in smaller.items():
+        if tokens := longest(chosen):
+            return f"{flags} --max-kv-size {min(tokens, made.max_kv_size)} would fit"
     for bits in (8, 4):
         try:
-            tokens = longest(settings, checkpoint.quantized(bits, WEIGHT_GROUP))
+            converted = checkpoint.quantized(bits, WEIGHT_GROUP)
         except ModelError:  # it is quantized already, or mlx-lm's
             break
-        if tokens:
-            size = "" if tokens >= made.max_kv_size else f" --max-kv-size {tokens}"
-            fits = (
-                f"{weights_flag} {bits}{size} would fit"
-                if weights_flag
-                else f"weights of {bits} bits would{' with' * bool(size)}{size}"
-            )
-            return f"no context fits, whatever the cache; {fits}: `kvant convert --bits {bits}` makes them"
+        for flags, chosen in {"": settings, **smaller}.items():
+            if tokens := longest(chosen, converted):
+                size = "" if tokens >= made.max_kv_size else f"--max-kv-size {tokens}"
+                needed = " ".join(filter(None, [f"{weights_flag} {bits}" if weights_flag else "", flags, size]))
+                fits = f"weights of {bits} bits would, with {needed}" if needed else f"weights of {bits} bits would"
+                return f"no context fits, whatever the cache; {fits}: `kvant convert --bits {bits}` makes them"
     return "no context fits, whatever the cache: the model needs smaller weights or a larger machine"

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from kvant.cli.bad_value import BadValueError as BadValueError  # here for the commands
-from kvant.cli.defaults import Defaults, has_effect
+from kvant.cli.defaults import Defaults, blocked_by
 from kvant.engine.load import POCKET
 from kvant.errors import ArgumentError, KvantError, one_line
 from kvant.files import unique_keys
@@ -158,11 +158,11 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
                 if any(option.name == "origins" for option in fields(group)):
                     given["origins"] = origins
                 values[name] = group(**given)
+            command(context=context, **values)
         except (BadValueError, ArgumentError) as error:
             said = error.worded(flag) if isinstance(error, ArgumentError) else error.message
-            sources = [f"{flag(name)} is of {source}" for name, (_, source) in origins.items() if flag(name) in said]
+            sources = [f"{flag(name)} is from {source}" for name, (_, source) in origins.items() if flag(name) in said]
             raise BadValueError("; ".join([said, *sources])) from error
-        command(context=context, **values)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -183,7 +183,8 @@ def annotation(option: Field[Any]) -> Any:
 def settings_used(context: typer.Context, values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
     """The values that come from the config file, a preset or the environment: name -> value and source, in words.
 
-    One that would have no effect beside a flag is taken back to its default, for nobody asked for the two together.
+    One that would have no effect beside a value of another source is taken back to its default: nobody asked for the
+    two together.
     """
     defaults = context.default_map
     if not isinstance(defaults, Defaults):
@@ -193,8 +194,9 @@ def settings_used(context: typer.Context, values: dict[str, Any]) -> dict[str, t
         for name in values
         if name in defaults.sources and _source(context, name) == "DEFAULT_MAP"
     }
-    for name in list(used):
-        if not has_effect(name, values):
+    for name, (_, source) in list(used.items()):
+        blocker = blocked_by(name, values)
+        if blocker is not None and (blocker not in used or used[blocker][1] != source):
             values[name] = next(option.default for option in context.command.params if option.name == name)
             del used[name]
     return used

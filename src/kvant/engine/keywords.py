@@ -31,7 +31,7 @@ def one_path(path_or_hf_repo: str | Path | None, path_or_name: str | Path | None
             raise ArgumentError("path_or_hf_repo", "is missing; expected a folder, a name or 'pocket'")
         return path_or_name
     if path_or_name is not None:
-        raise ArgumentError("path_or_hf_repo", "is another name for, and was given beside,", "path_or_name")
+        raise ArgumentError("path_or_hf_repo", "is given beside path_or_name; expected one of them")
     return path_or_hf_repo
 
 
@@ -47,6 +47,9 @@ def check_load(
     Raises:
         ArgumentError: there is something.
     """
+    for name, given in (("tokenizer_config", tokenizer_config), ("model_config", model_config)):
+        if not isinstance(given, Mapping | None):
+            raise ArgumentError(name, f"is a {type(given).__name__}; expected a dict")
     if model_config:
         raise ArgumentError("model_config", f"has {_names(model_config)}; a model is as its folder's config.json says")
     if lazy:

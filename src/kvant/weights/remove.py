@@ -1,6 +1,6 @@
 """A pulled model taken away: kvant's record of it, and its files in huggingface_hub's cache."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvant.errors import WeightsError
@@ -60,12 +60,17 @@ def removal(text: str) -> Removal:
     if commit is None or commit not in lock.snapshots:
         raise WeightsError(f"{reference} was not pulled by kvant; nothing to remove (`kvant models` lists what was)")
     names = references(lock, commit)
-    strategy = _strategy(commit) if snapshot_folder(reference.repository, commit).is_dir() else None
+    strategy = (
+        _strategy(reference.repository, commit) if snapshot_folder(reference.repository, commit).is_dir() else None
+    )
     return Removal(names, reference.repository, commit, strategy.expected_freed_size if strategy else 0, strategy)
 
 
-def _strategy(commit: str) -> Any:
-    """huggingface_hub's plan: which files of a commit no other needs."""
+def _strategy(repository: str, commit: str) -> Any:
+    """huggingface_hub's plan: which files of a commit no other commit and no other repository needs."""
     from huggingface_hub import scan_cache_dir
 
-    return scan_cache_dir(cache_folder()).delete_revisions(commit)
+    found = scan_cache_dir(cache_folder())
+    # A copy of a repository has the same commits, and the plan is made by commit alone.
+    ours = frozenset(repo for repo in found.repos if (repo.repo_type, repo.repo_id) == ("model", repository))
+    return replace(found, repos=ours).delete_revisions(commit)

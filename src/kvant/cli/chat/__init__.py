@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from kvant.cli import interrupts, options
 from kvant.cli import prompt_cache_file as cache_file
+from kvant.cli.chat.keyboard import Keyboard
 from kvant.cli.chat.loop import converse
 from kvant.cli.chat.talk import Talk, View, notice
 from kvant.cli.session import RunOptions, open_session
@@ -37,21 +39,26 @@ def chat(
     options.check_text(prompt_cache_file=prompt_cache_file)
     cache_file.check(prompt_cache_file)
     run = replace(run, model=options.choose_model(context, model_argument, run.model))
-    session = open_session(run, context.obj, sampling, announce=False)
-    talk = Talk(run, sampling, session, _view(run.raw, markdown), overflow)
-    notice(talk.greeting, run.quiet)
-    with (
-        cache_file.kept(prompt_cache_file, talk.held_conversation, run.system_prompt, quiet=run.quiet),
-        interrupts.patient(),  # Ctrl-C stops an answer, not the program
-    ):
-        if not sys.stdin.isatty():
-            converse(talk, input)
-            return
-        from kvant.cli.chat.keyboard import Keyboard
-        from kvant.cli.chat.prompt import Prompt
+    keyboard = Keyboard()
+    with keyboard.kept():
+        with keyboard.silent():
+            session = open_session(run, context.obj, sampling, announce=False)
+        talk = Talk(run, sampling, session, _view(run.raw, markdown), overflow)
+        notice(talk.greeting, run.quiet)
+        with (
+            cache_file.kept(prompt_cache_file, talk.held_conversation, run.system_prompt, quiet=run.quiet),
+            interrupts.patient(),  # Ctrl-C stops an answer, not the program
+        ):
+            converse(talk, _reader(talk, keyboard), keyboard.silent)
 
-        with Keyboard() as keyboard:
-            converse(talk, Prompt(talk).read, lambda: keyboard.silent(talk.keep_typed))
+
+def _reader(talk: Talk, keyboard: Keyboard) -> Callable[[], str]:
+    """Lines from standard input; on a terminal they can be edited."""
+    if not sys.stdin.isatty():
+        return input
+    from kvant.cli.chat.prompt import Prompt
+
+    return Prompt(talk, keyboard).read
 
 
 def _view(raw: bool, markdown: bool) -> View:

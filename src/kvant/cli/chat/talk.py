@@ -142,10 +142,6 @@ class Talk:
         session = self.session
         return f"{session.name} · {session.describe_cache()} · {session.sampling_line} · /help lists the commands"
 
-    def keep_typed(self, typed: str) -> None:
-        """Text that was typed during an answer stands in the next line of input."""
-        self.draft = self.draft or typed
-
     def status(self, columns: int) -> str:
         """The model, the context used of the reserved one, the cache, the speed of the last answer; as fits."""
         reserved = self.conversation.limit
@@ -201,7 +197,8 @@ class Talk:
     def _more_room(self) -> list[str]:
         """What the user can do about a full context."""
         context, limit = self.session.model.config.max_position_embeddings, self.conversation.limit
-        return ["--max-kv-size reserves more"] if limit is not None and limit != context else []
+        more = ["--max-kv-size reserves more"] if limit is not None and limit != context else []
+        return ["/reset forgets the conversation", *more] if self._overflow == "stop" and self.turns else more
 
     @contextmanager
     def _shown(self) -> Iterator[Callable[[str], None]]:
