@@ -134,6 +134,7 @@ class Run:
             self._failed = True  # until it is known that it did not
             try:
                 result = work()
+                self._lengths = cache.lengths
                 self._failed = False
             except BaseException:
                 go_back(cache, held[0])
