@@ -12,8 +12,10 @@ from support.conversations import QUESTIONS, asking, check_consistent, prompt_id
 from support.counts import count
 from support.kinds import KINDS, Loaded, load_kind
 
+import kvant
 from kvant.engine.conversation import Conversation
 from kvant.engine.processors import bias
+from kvant.engine.sampling import make_logits_processors
 from kvant.engine.saved import KEY, as_metadata, messages_of
 from kvant.errors import SnapshotError
 from kvant.models import Decoder
@@ -200,3 +202,21 @@ def test_everything_together(loaded: Loaded, tmp_path: Path) -> None:
                 expected = text_of(fresh.send(question, **options))
                 assert text_of(conversation.send(question, **options)) == expected, done
                 assert conversation.messages == fresh.messages
+
+
+def test_ids_that_the_model_does_not_know_are_not_looked_up(pocket: Pocket) -> None:
+    """A stranger's file may have any; logits processors would read past the logits."""
+    model, tokenizer = pocket
+    cache = model.make_cache(64)
+    cache.begin(mx.array([[5, 6]]))
+    model.hidden_states(mx.array([[5, 6]]), cache=cache)
+    cache.commit(ids=[[5, 2**31]])
+    responses = kvant.stream_generate(
+        model, tokenizer, [7], prompt_cache=cache, logits_processors=make_logits_processors(repetition_penalty=2.0)
+    )
+    with pytest.raises(ValueError, match="the cache holds token 2147483648; the model knows 0 to 1279"):
+        next(responses)
+    assert cache.offset == 2
+    # A conversation compares ids, and feeds its own.
+    conversation = Conversation(model, tokenizer, cache)
+    assert text_of(conversation.send("Hello!", max_tokens=3, **SAY))
