@@ -98,10 +98,13 @@ def test_operators_know_no_model_and_no_file() -> None:
 
 
 def test_public_names() -> None:
-    caches = ["can_trim_prompt_cache", "load_prompt_cache", "make_prompt_cache", "trim_prompt_cache"]
+    verbs = ["can_trim", "load", "make", "save", "trim"]
+    caches = [f"{verb}_prompt_cache" for verb in verbs]
     names = ["GenerationResponse", "__version__", "generate", "load", "sample_utils", "stream_generate", *caches]
     assert kvant.__all__ == sorted(names)
     assert all(hasattr(kvant, name) for name in kvant.__all__)
+    assert all(getattr(kvant.cache, name) is getattr(kvant, name) for name in caches)
+    assert not hasattr(kvant.cache, "batch_prompt_cache")
 
 
 @pytest.mark.parametrize("path", sorted(Path(__file__).parent.rglob("*.py")), ids=lambda p: p.name)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         can_trim_prompt_cache,
         load_prompt_cache,
         make_prompt_cache,
+        save_prompt_cache,
         trim_prompt_cache,
     )
 
@@ -36,6 +37,7 @@ __all__ = [
     "load_prompt_cache",
     "make_prompt_cache",
     "sample_utils",
+    "save_prompt_cache",
     "stream_generate",
     "trim_prompt_cache",
 ]

@@ -13,7 +13,7 @@ KvantError
 Wrong arguments of a function are ValueError and TypeError. ArgumentError is the ValueError that knows the argument.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import ClassVar
@@ -30,6 +30,7 @@ __all__ = [
     "PromptError",
     "SnapshotError",
     "WeightsError",
+    "did_you_mean",
     "library_errors",
     "one_line",
     "printable",
@@ -114,6 +115,21 @@ def one_line(error: BaseException) -> str:
     """The first line of another library's error, :func:`printable`, or its kind where it says nothing."""
     lines = str(error).strip().splitlines()
     return printable(lines[0]) if lines else type(error).__name__
+
+
+def did_you_mean(text: str, names: Iterable[str]) -> str:
+    """The end of a sentence that refuses a name: those that look like it; empty where none does.
+
+    Capital letters do not count.
+    """
+    from difflib import get_close_matches
+
+    by_lower = {name.lower(): name for name in names}
+    exact = by_lower.get(text.lower())
+    near = (
+        [exact] if exact else [by_lower[found] for found in get_close_matches(text[:100].lower(), by_lower, cutoff=0.7)]
+    )
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def printable(text: str, columns: int = MAX_COLUMNS) -> str:

@@ -2,10 +2,7 @@
 
 import io
 import json
-import os
-import pty
 import re
-import select
 import shutil
 import signal
 import subprocess
@@ -19,11 +16,6 @@ from support.command import COMMAND, QUESTION, call, run
 
 import kvant
 from kvant.cli.progress import LateProgress
-
-# prompt_toolkit turns bracketed paste on where it reads a line, and off after it.
-PROMPT_SHOWN, PROMPT_HIDDEN = "\x1b[?2004h", "\x1b[?2004l"
-# The tokens that end a text, 0 and 2, made impossible.
-ENDLESS = ["--logit-bias", "0:-1e9", "--logit-bias", "2:-1e9", "--temp", "2", "-m", "1900"]
 
 
 def test_version() -> None:
@@ -135,8 +127,11 @@ def test_templates_are_used_unless_ignored() -> None:
 
 USAGE_ERRORS = [
     (["generate"], "no prompt"),
-    (["generate", "a", "--prompt", "b"], "given twice"),
-    (["generate", "a", "b"], "unexpected extra argument"),
+    (["generate", "pocket", "a", "--prompt", "b"], "the prompt is given twice"),
+    (["generate", "a", "b", "c"], "3 arguments are given; expected MODEL and PROMPT, a prompt in quotes"),
+    (["generate", "pocket", "b", "--model", "pocket"], "the model is given twice, as the argument 'pocket' and with"),
+    (["generate", "pocket"], "'pocket' is a model's name, and there is no prompt"),
+    (["chat", "pocket", "--model", "pocket"], "the model is given twice"),
     (["generate", "a", "--bogus"], "--bogus"),
     (["generate", "a", "--kv-bits", "3"], "--kv-bits is 3; expected 0, 4 or 8"),
     (["generate", "a", "--kv-group-size", "0"], "--kv-group-size is 0"),
@@ -175,7 +170,8 @@ USAGE_ERRORS = [
     (["generate", "a", "--system-prompt", "b", "--ignore-chat-template"], "--system-prompt needs the chat template"),
     (["chat", "--kv-bits", "5"], "--kv-bits is 5"),
     (["sing"], "No such command 'sing'"),
-    ([], "Missing command"),
+    (["generat", "hi"], "No such command 'generat'. Did you mean 'generate'?"),
+    (["generate", "hi", "--tmp", "1"], "No such option: --tmp (Possible options: --stop, --temp, --top-p)"),
 ]
 
 
@@ -185,7 +181,7 @@ def test_usage_errors(arguments: list[str], message: str) -> None:
     _check_refusal(call(*arguments), 2, message)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [USAGE_ERRORS[0], USAGE_ERRORS[4]])
+@pytest.mark.parametrize(("arguments", "message"), USAGE_ERRORS[:2])
 def test_usage_errors_of_a_process(arguments: list[str], message: str) -> None:
     _check_refusal(run(*arguments), 2, message)
 
@@ -195,6 +191,9 @@ FAILURES = [
     (["generate", "a", "--model", "./no/such"], "model './no/such' is not a folder"),
     (["generate", "  "], "the prompt is empty"),
     (["generate", "a", "--model", ""], "model '' is not a folder"),
+    (["generate", "a", "--model", "Poket"], "'Poket' is not a folder or a known name; did you mean 'pocket'?"),
+    (["generate", "QWEN2.5-0.5b", "a"], "is not a folder or a known name; did you mean 'qwen2.5-0.5b'?"),
+    (["generate", "two", "words"], "of two arguments t"),
     (["generate", "a", "--model", "~nosuchuser/x"], "is not a folder"),
     (["generate", "a", "--model", "x" * 5000], "is not a folder"),
     (["generate", "word " * 4000], "tokens; 2048 are"),
@@ -325,68 +324,6 @@ def test_chat_that_does_not_fit_goes_on() -> None:
     assert done.returncode == 0
     assert "30 are reserved; --max-kv-size reserves more" in done.stderr
     assert done.stdout.strip()
-
-
-class _Screen:
-    """What a terminal shows, read up to a text at a time; what came after it in the same read is kept."""
-
-    def __init__(self, terminal: int) -> None:
-        self.terminal = terminal
-        self.unread = ""
-
-    def wait_for(self, text: str, seconds: float = 60) -> None:
-        end = time.monotonic() + seconds
-        while text not in self.unread:
-            ready, _, _ = select.select([self.terminal], [], [], max(0, end - time.monotonic()))
-            assert ready, f"{text!r} did not appear in {self.unread!r}"
-            self.unread += os.read(self.terminal, 4096).decode(errors="replace")
-        self.unread = self.unread.partition(text)[2]
-
-
-def _exit_code(pid: int, terminal: int, seconds: float = 30) -> int:
-    """Read the terminal to its end, so that nobody waits for anybody, and take the child's exit code."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        ready, _, _ = select.select([terminal], [], [], 0.1)
-        try:
-            if ready and not os.read(terminal, 4096):
-                break
-        except OSError:  # how Linux says that the other side has gone
-            break
-    while time.monotonic() < end:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise AssertionError("the command did not end")
-
-
-def test_chat_on_a_terminal_survives_interrupts() -> None:
-    """Ctrl-C while an answer comes stops the answer; at the prompt it clears the line; Ctrl-D ends."""
-    environment = os.environ | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execvpe(sys.executable, [*COMMAND, "chat", *ENDLESS], environment)
-    screen = _Screen(terminal)
-    try:
-        screen.wait_for(PROMPT_SHOWN)
-        os.write(terminal, QUESTION.encode() + b"\r")
-        screen.wait_for(PROMPT_HIDDEN)
-        time.sleep(1)
-        os.write(terminal, b"\x03")
-        screen.wait_for("stopped")
-        screen.wait_for(PROMPT_SHOWN)
-        os.write(terminal, b"half a line\x03")
-        screen.wait_for(PROMPT_SHOWN)
-        os.write(terminal, b"/stats\r")
-        screen.wait_for("conversation: 2 messages")
-        screen.wait_for(PROMPT_SHOWN)
-        os.write(terminal, b"\x04")
-        assert _exit_code(pid, terminal) == 0
-    finally:
-        os.close(terminal)
 
 
 def test_chat_applies_its_flags() -> None:

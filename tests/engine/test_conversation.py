@@ -108,7 +108,9 @@ def test_a_forgotten_history_is_as_if_it_had_not_been(pocket: Pocket, form: dict
         kept = conversation.messages[:-1]
         assert kept == [before[0], *before[1 + conversation.forgotten :], asking(question)]
         ids = prompt_ids(tokenizer, kept)
-        assert len(ids) + 50 >= 75  # one turn more, of at most 50 tokens, would be more than half
+        # At most the middle between the question alone and all; one turn more, of less than 60 tokens, is past it.
+        middle = (150 + len(prompt_ids(tokenizer, [kept[0], kept[-1]]))) // 2
+        assert middle - 60 < len(ids) <= middle
         assert conversation._cache.ids[0][: len(ids)] == ids
         assert distance(responses[0].logprobs, fed_anew(model, ids, **form)) < TOLERANCE[form["quant_bit"]]
         assert len(prompt_ids(tokenizer, [*before, asking(question)])) > 150
@@ -237,6 +239,39 @@ def test_a_try_that_fails_leaves_the_old_answer(pocket: Pocket) -> None:
     conversation.edit("Never listened to.")
     assert conversation.messages == messages
     assert text_of(conversation.retry(**ANSWERED)) == first
+
+
+def test_a_turn_that_fails_forgets_nothing(pocket: Pocket) -> None:
+    conversation = _make(pocket, 64, overflow="forget")
+    text_of(conversation.send(QUESTIONS[0], **ANSWERED))
+    messages = list(conversation.messages)
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        text_of(conversation.send("The fox Pip has a friend. " * 3, prompt_progress_callback=interrupt))
+    assert (conversation.messages, conversation.forgotten) == (messages, 0)
+    assert text_of(conversation.send("The fox Pip has a friend. " * 3, max_tokens=4))
+    assert conversation.forgotten == 2
+
+
+def test_a_stop_string_at_the_last_token_of_a_full_context(pocket: Pocket) -> None:
+    """It ends the answer, and nothing is forgotten for a token that nobody wants."""
+    _, tokenizer = pocket
+    conversation = _make(pocket, 90, overflow="forget")
+    text_of(conversation.send(QUESTIONS[0], **ANSWERED))
+    copy = _make(pocket, 90, overflow="forget")
+    copy.messages = list(conversation.messages)
+    answer = [response.text for response in conversation.send("And then?", max_tokens=60, **_endless(tokenizer))]
+    room = 91 - len(prompt_ids(tokenizer, [*copy.messages, asking("And then?")]))
+    assert 10 < room < 60
+    stop = "".join(answer[:room])[-12:]
+    assert "".join(answer[: room - 1]).find(stop) < 0
+    responses = list(copy.send("And then?", max_tokens=60, stop=[stop], **_endless(tokenizer)))
+    assert (responses[-1].finish_reason, len(responses)) == ("stop", room)
+    assert (copy.forgotten, copy.num_tokens) == (0, 90)
+    assert copy.messages[-1]["content"] == "".join(answer[:room])[:-12]
 
 
 def test_nothing_to_try_again(pocket: Pocket) -> None:

@@ -465,8 +465,8 @@ def test_mlx_lms_samplers_and_processors_are_applied(pocket: Pocket, prompt: lis
         ({"temp": 1, "top_k": -1}, "top_k is -1"),
         ({"temp": 1, "top_k": 300}, "top_k is 300; expected at most 299"),
         ({"temp": 1, "min_p": 0.1, "min_tokens_to_keep": 301}, "min_tokens_to_keep is 301; expected at most 300"),
-        ({"top_p": 0.9}, "top_p is 0.9, which has no effect without temp"),
-        ({"seed": 3}, "seed is 3, which has no effect without temp"),
+        ({"temp": 0, "top_p": 0.9}, "top_p is 0.9, which has no effect at temperature 0"),
+        ({"temp": 0, "seed": 3}, "seed is 3, which has no effect at temperature 0"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0"),
         ({"repetition_context_size": 0}, "repetition_context_size is 0"),
         (

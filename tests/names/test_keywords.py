@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
@@ -37,6 +39,21 @@ def test_every_keyword_of_mlx_lm_is_there_in_its_order() -> None:
     assert list(signature(generate).parameters)[:4] == list(signature(mlx_lm.generate).parameters)[:4]
 
 
+SCRIPT = """
+import sys
+from kvant import generate, load, make_prompt_cache, sample_utils
+model, tokenizer = load("pocket")
+cache = make_prompt_cache(model, 64)
+generate(model, tokenizer, "Once", max_tokens=2, sampler=sample_utils.make_sampler(0.7), prompt_cache=cache)
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"mlx_lm", "transformers", "tokenizers", "numpy"}))
+"""
+
+
+def test_a_script_imports_neither_mlx_lm_nor_transformers() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
 # load
 
 
@@ -48,9 +65,14 @@ def test_a_model_by_either_keyword(pocket_folder: Path) -> None:
 
 def _refused_by_load() -> Iterator[tuple[dict[str, Any], str]]:
     yield {}, "path_or_hf_repo is missing"
-    yield {"path_or_hf_repo": "a", "path_or_name": "b"}, "was given beside, path_or_name"
+    yield (
+        {"path_or_hf_repo": "a", "path_or_name": "b"},
+        "path_or_hf_repo is given beside path_or_name; expected one of them",
+    )
     for arguments, message in (
         ({"model_config": {"rope_theta": 1.0}}, "model_config has rope_theta; a model is as its folder's config.json"),
+        ({"model_config": "x"}, "model_config is a str; expected a dict"),
+        ({"tokenizer_config": ["eos_token"]}, "tokenizer_config is a list; expected a dict"),
         ({"lazy": True}, "lazy is True; every weight is read and checked at load"),
         ({"trust_remote_code": True}, "trust_remote_code is True; nothing in a model folder is executed"),
         (
@@ -286,3 +308,23 @@ def test_a_group_that_does_not_divide_a_bridged_models_width(tmp_path: Path) -> 
         assert len(responses) == 2
     with pytest.raises(ArgumentError, match="kv_group_size is 32; 16 is that of the prompt_cache"):
         generate(model, tokenizer, [3], prompt_cache=cache, kv_group_size=32)
+
+
+def test_a_cache_is_saved(pocket: Pocket, tmp_path: Path) -> None:
+    """As the cache's own method does; a list for mlx-lm's own model as mlx-lm does."""
+    model, _ = pocket
+    cache, again = (kvant.make_prompt_cache(model, 64) for _ in range(2))
+    model(mx.array([[5, 6, 7]]), cache=cache)
+    kvant.save_prompt_cache(tmp_path / "own.safetensors", cache, {"title": "a story"})
+    assert again.load(tmp_path / "own.safetensors") == {"title": "a story"}
+    assert again.ids == [[5, 6, 7]]
+    other, _ = build("qwen3")
+    layers = kvant.make_prompt_cache(other, 64)
+    mx.eval(other(mx.array([[5, 6, 7]]), cache=layers))
+    files = [tmp_path / name for name in ("ours.safetensors", "theirs.safetensors")]
+    for file, save in zip(files, (kvant.save_prompt_cache, mlx_lm_cache.save_prompt_cache), strict=True):
+        save(str(file), layers, {"title": "a story"})
+    ours, theirs = (mx.load(str(file), return_metadata=True) for file in files)
+    assert ours[1] == theirs[1]
+    assert ours[0].keys() == theirs[0].keys()
+    assert all(mx.array_equal(ours[0][name], array) for name, array in theirs[0].items())

@@ -77,19 +77,14 @@ def test_the_probabilities_drawn_from_are_mlx_lms(options: dict[str, Any], monke
         assert all(mx.array_equal(each, expected) for each in given)
 
 
-@pytest.mark.parametrize("options", [FILTERS[1], FILTERS[5] | {"xtc_probability": 0.4}], ids=str)
+@pytest.mark.parametrize("options", FILTERS, ids=str)
 def test_a_seeds_draws_have_these_probabilities(options: dict[str, Any]) -> None:
     """Counted: chi-square of a sampler's calls against the probabilities, which NumPy filters in float64."""
-    logprobs = _logprobs(3)
-    draws = count(4000, 100_000)
+    rows, calls = 100, count(200, 5000)
+    logprobs = mx.repeat(_logprobs(3), rows, axis=0)
     sampler = ours.make_sampler(**options, seed=11)
-    seen = np.bincount([int(sampler(logprobs).item()) for _ in range(draws)], minlength=VOCAB)
-    share = options.get("xtc_probability", 0.0)
-    expected = draws * sum(
-        weight * _filtered(np.array(logprobs[0], np.float64), options, xtc=xtc)
-        for weight, xtc in ((share, True), (1 - share, False))
-        if weight
-    )
+    seen = np.bincount(np.concatenate([np.array(sampler(logprobs)) for _ in range(calls)]), minlength=VOCAB)
+    expected = rows * calls * _filtered(np.array(logprobs[0], np.float64), options)
     assert set(np.flatnonzero(seen)) <= set(np.flatnonzero(expected))
     likely = expected > 5
     freedom = likely.sum() - 1
@@ -98,20 +93,32 @@ def test_a_seeds_draws_have_these_probabilities(options: dict[str, Any]) -> None
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
 
 
-def _filtered(logprobs: Any, options: dict[str, Any], *, xtc: bool) -> Any:
-    """The probabilities after the filters, in their order."""
+def test_xtc_applies_as_often_as_it_is_asked_to() -> None:
+    logprobs = mx.log(mx.array([[0.7, 0.2, 0.1]]))
+    sampler = ours.make_sampler(1.0, xtc_probability=0.4, xtc_threshold=0.15, seed=5)
+    calls = 1000
+    likeliest = sum(sampler(logprobs).item() == 0 for _ in range(calls))
+    share = 0.6 * 0.7  # it is left out in two of five
+    assert abs(likeliest - calls * share) < 5 * math.sqrt(calls * share * (1 - share))
+
+
+def _filtered(logprobs: Any, options: dict[str, Any]) -> Any:
+    """The probabilities after the filters, in their order; XTC always applies."""
     probs = np.exp(logprobs)
     if 0 < (top_p := options.get("top_p", 0)) < 1:
         order = np.argsort(-probs)
         before = np.cumsum(probs[order]) - probs[order]
         probs[order[before >= top_p * probs.sum()]] = 0
     if min_p := options.get("min_p"):
-        probs[probs < min_p * probs.max()] = 0
-    if xtc:
+        kept = np.argsort(-probs)[: options.get("min_tokens_to_keep", 1)]
+        unlikely = probs < min_p * probs.max()
+        unlikely[kept] = False
+        probs[unlikely] = 0
+    if options.get("xtc_probability"):
         normal = probs / probs.sum()
-        above = normal > options["xtc_threshold"]
-        if above.any():
-            probs[normal > normal[above].min()] = 0
+        left_out = normal > normal[normal > options["xtc_threshold"]].min()
+        left_out[options.get("xtc_special_tokens", [])] = False
+        probs[left_out] = 0
     if top_k := options.get("top_k"):
         probs[np.argsort(-probs)[top_k:]] = 0
     probs = probs ** (1 / options["temp"])

@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -44,24 +43,26 @@ class Terminal:
 
     def read(self, seconds: float = 0.05) -> bool:
         """Take in what the command writes within that time; whether it still runs."""
+        piece = b""
         try:
-            piece = self.child.read_nonblocking(1 << 16, seconds)
+            while len(piece) < 1 << 16:
+                piece += self.child.read_nonblocking(1 << 16, 0.005 if piece else seconds)
         except pexpect.TIMEOUT:
-            return True
+            running = True
         except pexpect.EOF:
-            return False
+            running = False
         self.written += piece
         self._stream.feed(piece)
-        return True
+        return running
 
-    def wait(self, holds: Callable[[], bool], seconds: float = 60) -> None:
+    def wait(self, holds: Callable[[], bool], seconds: float = 20) -> None:
         """Read until something holds."""
         end = time.monotonic() + seconds
         while not holds():
             running = self.read()
             assert holds() or (running and time.monotonic() < end), "\n".join([*self.history, *self.lines])
 
-    def wait_for(self, text: str, seconds: float = 60) -> None:
+    def wait_for(self, text: str, seconds: float = 20) -> None:
         """Read until the screen shows a text, whatever the line breaks in it."""
         self.wait(lambda: squeezed(text) in squeezed("\n".join(self.lines)), seconds)
 

@@ -269,7 +269,7 @@ def entries_bytes(
             state += leaf.nbytes
         elif isinstance(leaf, Attention):
             keys_values += (
-                batch * leaf.num_kv_heads * _rows(leaf, max_seq_len) * _token_bytes(leaf, quant_bit, quant_group)
+                batch * leaf.num_kv_heads * rows_of(leaf, max_seq_len) * _token_bytes(leaf, quant_bit, quant_group)
             )
     return CacheBytes(keys_values, state)
 
@@ -328,7 +328,8 @@ def _leaves(entries: Iterable[Entry]) -> list[Leaf]:
     return [leaf for entry in entries for leaf in (entry if isinstance(entry, tuple) else (entry,))]
 
 
-def _rows(leaf: Attention, max_seq_len: int) -> int:
+def rows_of(leaf: Attention, max_seq_len: int) -> int:
+    """Rows of a layer's arrays that a sequence has."""
     window = leaf.chunk or leaf.window
     return max_seq_len if window is None else min(max_seq_len, leaf.keep + window + SLACK)
 

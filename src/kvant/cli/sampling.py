@@ -1,8 +1,10 @@
 """Sampling as a command does it: the flags, the model's own options under them, and a line that says what is used."""
 
+import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from kvant.engine.model_sampling import FILE, read_model_sampling
 from kvant.engine.sampling import NEUTRAL, SamplingOptions
@@ -15,7 +17,25 @@ def model_sampling(folder: Path, given: SamplingOptions) -> dict[str, float]:
     return read_model_sampling(folder, [name for name in NEUTRAL if getattr(given, name) is not None])
 
 
-def describe_sampling(given: SamplingOptions, used: SamplingOptions, of_the_model: Mapping[str, float]) -> str:
+def drawn_seed() -> int:
+    """A seed of the operating system, short enough to be typed again."""
+    return int.from_bytes(os.urandom(4))
+
+
+def in_force(given: SamplingOptions, of_the_model: Mapping[str, float], origins: Mapping[str, Any]) -> SamplingOptions:
+    """The options with the model's under them; a size of the config file's without a penalty counts for nothing."""
+    penalty = of_the_model.get("repetition_penalty", 1.0)
+    if given.repetition_penalty is None and penalty == 1.0 and "repetition_context_size" in origins:
+        given = replace(given, repetition_context_size=None)
+    return given.filled(of_the_model)
+
+
+def describe_sampling(
+    given: SamplingOptions,
+    used: SamplingOptions,
+    of_the_model: Mapping[str, float],
+    origins: Mapping[str, tuple[Any, str]],
+) -> str:
     """The options in force in a line: those that change something, and the temperature, each with its source."""
     shown: list[tuple[str, str]] = []
     for option in fields(used):
@@ -26,7 +46,8 @@ def describe_sampling(given: SamplingOptions, used: SamplingOptions, of_the_mode
         elif name == "temp" or used.changes(name):
             words = f"{NAMES.get(name, name.replace('_', ' '))} {value:.15g}"
             if getattr(given, name) == value:
-                source = "given"
+                set_to, place = origins.get(name, (None, ""))
+                source = place if set_to == value else "given"
             elif name == "seed":
                 source, words = "drawn", f"seed {value}"
             else:

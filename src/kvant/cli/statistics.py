@@ -20,12 +20,16 @@ class RunStatistics:
         self.latencies_ms.append(response.latency_ms)
         self.last = response
 
-    def cut(self, max_tokens: int) -> str | None:
+    def cut(self, max_tokens: int, session: Session) -> str | None:
         """What cut the text, where it did not come to an end of its own."""
         reason = None if self.last is None else self.last.finish_reason
         if reason == "length":
             return f"cut at --max-tokens {max_tokens}"
-        return "cut: the reserved context is full; --max-kv-size reserves more" if reason == "context" else None
+        if reason != "context":
+            return None
+        if session.cache.max_seq_len == session.model.config.max_position_embeddings:
+            return "cut: the model's context is full"
+        return "cut: the reserved context is full; --max-kv-size reserves more"
 
     def lines(self, session: Session) -> list[str]:
         """The statistics, a line each."""

@@ -6,6 +6,7 @@ from kvant.engine.prompt_cache import (
     can_trim_prompt_cache,
     load_prompt_cache,
     make_prompt_cache,
+    save_prompt_cache,
     trim_prompt_cache,
 )
 
@@ -16,6 +17,7 @@ __all__ = [
     "load",
     "load_prompt_cache",
     "make_prompt_cache",
+    "save_prompt_cache",
     "stream_generate",
     "trim_prompt_cache",
 ]

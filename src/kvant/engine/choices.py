@@ -2,12 +2,11 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import mlx.core as mx
 
 from kvant.cache import KVCache
-from kvant.engine.draw import Sampler, SeededSampler, splitmix64
+from kvant.engine.draw import Sampler, for_answer
 from kvant.engine.generate import GenerationResponse, check_stops, responses
 from kvant.engine.limits import check_count, reservation
 from kvant.engine.processors import LogitsProcessor
@@ -38,8 +37,8 @@ def stream_choices(
 
     Args:
         n: how many, at least 1.
-        sampler: as in :func:`kvant.stream_generate`, which gives what the first continuation is. A seeded one gets a
-            seed of its own for each; any other is used for all, so that a greedy one gives the same text again.
+        sampler: as in :func:`kvant.stream_generate`, which gives what the first continuation is. Each further one has
+            the next seed. A sampler without a seed is used for all: greedy ones give the same text again.
 
     Other arguments and errors are those of :func:`kvant.stream_generate`.
 
@@ -61,7 +60,7 @@ def stream_choices(
             ids,
             cache,
             max_tokens=max_tokens,
-            sampler=sampler_of(sampler, number),
+            sampler=None if sampler is None else for_answer(sampler, number),
             logits_processors=logits_processors or (),
             stop_tokens=tokenizer.eos_token_ids,
             prefill_step_size=prefill_step_size,
@@ -80,7 +79,7 @@ def stream_choices(
             own = cache if is_last or cache.goes_back else cache.fork()
             try:
                 each = first if number == 0 and own is cache else run(number, own, [], logits)
-                for response in responses(each, tokenizer, stops, begun):
+                for response in responses(each, tokenizer, stops, begun, 0 if number else len(ids)):
                     yield number, response
             finally:
                 if own is not cache:
@@ -90,10 +89,3 @@ def stream_choices(
             begun = time.perf_counter()
 
     return continuations()
-
-
-def sampler_of(sampler: Sampler | None, number: int) -> Sampler | None:
-    """The sampler of a continuation. Its seed is the word of the first one's seed at a position below 0."""
-    if number == 0 or not isinstance(sampler, SeededSampler) or sampler.seed is None:
-        return sampler
-    return replace(sampler, seed=splitmix64((splitmix64(sampler.seed) - number) % 2**64))

@@ -6,16 +6,19 @@ Where a window or a state of the cache cannot go back to where a turn differs fr
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, get_args
 
 from kvant.cache import KVCache
+from kvant.cache.snapshot import read_header
 from kvant.engine.draw import Sampler
 from kvant.engine.generate import GenerationResponse, check_stops, responses
-from kvant.engine.limits import go_back, limit_in_words
+from kvant.engine.limits import limit_in_words, reuse
 from kvant.engine.long_run import LongRun
 from kvant.engine.overflow import Overflow, Prompt, newest_turns, questions
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.run import PREFILL_STEP_SIZE, PromptProgress, Run
+from kvant.engine.saved import as_metadata, messages_of
 from kvant.errors import ContextError, PromptError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
@@ -151,6 +154,32 @@ class Conversation:
         self.messages = self.messages[:at]
         return question
 
+    def save(self, path: str | Path) -> None:
+        """Save the messages and the cache's tokens to one file, in place of what is there; a turn under way is ended.
+
+        Raises:
+            SnapshotError: it cannot be written; what was there still is.
+        """
+        self._end_turn()
+        metadata = as_metadata(self.messages)
+        messages_of(path, metadata)  # or it could be saved and not loaded
+        self._cache.save(path, metadata)
+
+    def load(self, path: str | Path) -> None:
+        """Go on with a conversation that was saved, its system prompt too, in place of this one.
+
+        Raises:
+            SnapshotError: no such conversation, or one with another model or another format of the cache. This
+                conversation stays then; the cache may be empty, and the next turn feeds all.
+        """
+        self._end_turn()
+        messages = messages_of(path, read_header(Path(path)).metadata)
+        self._cache.load(path)
+        self.messages = messages
+        self.reused_tokens = self.forgotten = 0
+        self._known = KnownText(self._tokenizer)
+        self._known.restore(self._cache.ids[0])
+
     def thinking(self) -> Thinking | None:
         """A splitter for the answer that was begun last; None: the model's template has no marks of thinking."""
         return Thinking.of(self._tokenizer, self._prompt_text)
@@ -175,10 +204,7 @@ class Conversation:
 
         def run(max_tokens: int) -> Run:
             ids = [*turn.prompt.ids, *turn.prompt.answer]
-            # At least one token has to be fed for there to be logits.
-            reused = min(_common_prefix(ids, self._cache.ids[0]), len(ids) - 1)
-            if not go_back(self._cache, reused):  # everything is fed again: slower, and right
-                reused = 0
+            reused = reuse(self._cache, ids)
             self.forgotten = len(whole) - len(turn.prompt.messages)
             return Run(
                 self._model,
@@ -294,8 +320,3 @@ class _Turn:
 
     prompt: Prompt
     run: LongRun = field(init=False)
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    length = min(len(a), len(b))
-    return next((i for i in range(length) if a[i] != b[i]), length)

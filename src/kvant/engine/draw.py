@@ -71,11 +71,6 @@ def for_a_run(sampler: Sampler) -> Sampler:
     return replace(sampler, seed=int.from_bytes(os.urandom(8)))
 
 
-def drawn_seed() -> int:
-    """A seed of the operating system, short enough to be typed again."""
-    return int.from_bytes(os.urandom(4))
-
-
 def for_answer(sampler: Sampler, number: int) -> Sampler:
     """The sampler of a conversation's answer: the seed that many further, so that no two answers share their draws.
 

@@ -148,10 +148,14 @@ def stream_generate(
 
 
 def responses(
-    run: Run | LongRun, tokenizer: Tokenizer, stops: Sequence[str], started: float
+    run: Run | LongRun, tokenizer: Tokenizer, stops: Sequence[str], started: float, fed: int | None = None
 ) -> Generator[GenerationResponse, None, None]:
-    """A run's tokens with their text and time; ``started`` is the ``time.perf_counter()`` of the request."""
+    """A run's tokens with their text and time.
+
+    ``started`` is the ``time.perf_counter()`` of the request, ``fed`` the tokens fed since; default: the run's prompt.
+    """
     text = TextStream(tokenizer, stops)
+    prompt_tokens = len(run.prompt) if fed is None else fed
     first_ready = previous = started
     for count, (token, logprobs) in enumerate(run, start=1):
         ready = time.perf_counter()
@@ -166,8 +170,8 @@ def responses(
             token=token,
             logprobs=logprobs,
             from_draft=False,
-            prompt_tokens=len(run.prompt),
-            prompt_tps=len(run.prompt) / (first_ready - started),
+            prompt_tokens=prompt_tokens,
+            prompt_tps=prompt_tokens / (first_ready - started),
             generation_tokens=count,
             generation_tps=(count - 1) / (ready - first_ready) if count > 1 else 0.0,
             peak_memory=mx.get_peak_memory() / 1e9,

@@ -31,7 +31,7 @@ def one_path(path_or_hf_repo: str | Path | None, path_or_name: str | Path | None
             raise ArgumentError("path_or_hf_repo", "is missing; expected a folder, a name or 'pocket'")
         return path_or_name
     if path_or_name is not None:
-        raise ArgumentError("path_or_hf_repo", "is another name for, and was given beside,", "path_or_name")
+        raise ArgumentError("path_or_hf_repo", "is given beside path_or_name; expected one of them")
     return path_or_hf_repo
 
 
@@ -47,6 +47,9 @@ def check_load(
     Raises:
         ArgumentError: there is something.
     """
+    for name, given in (("tokenizer_config", tokenizer_config), ("model_config", model_config)):
+        if not isinstance(given, Mapping | None):
+            raise ArgumentError(name, f"is a {type(given).__name__}; expected a dict")
     if model_config:
         raise ArgumentError("model_config", f"has {_names(model_config)}; a model is as its folder's config.json says")
     if lazy:
@@ -120,12 +123,21 @@ def check_generate(
             raise ArgumentError(name, f"is a {type(value).__name__}; expected None: {reason}")
     if num_draft_tokens is not None:  # as in mlx-lm: of no draft model there are none
         check_count("num_draft_tokens", num_draft_tokens)
-    if kv_bits is not None and (type(kv_bits) is not int or kv_bits not in QUANT_BITS):
-        raise ArgumentError("kv_bits", f"is {kv_bits!r}; expected 8, 4, 0 for no quantization, or None for 8")
+    check_format(kv_bits, kv_group_size, max_kv_size)
     if quantized_kv_start is not None and quantized_kv_start != 0 and kv_bits != 0:
         raise ArgumentError(
             "quantized_kv_start", f"is {quantized_kv_start!r}; a cache is quantized from the first token: expected 0"
         )
+
+
+def check_format(kv_bits: int | None, kv_group_size: int | None, max_kv_size: int | None) -> None:
+    """Refuse what no cache that is reserved can have.
+
+    Raises:
+        ValueError: there is something.
+    """
+    if kv_bits is not None and (type(kv_bits) is not int or kv_bits not in QUANT_BITS):
+        raise ArgumentError("kv_bits", f"is {kv_bits!r}; expected 8, 4, 0 for no quantization, or None for 8")
     for name, size in (("kv_group_size", kv_group_size), ("max_kv_size", max_kv_size)):
         if size is not None:
             check_count(name, size)

@@ -1,6 +1,7 @@
 """How many tokens a request may have, by its own limit, the context and the reservation; and the way back."""
 
 import sys
+from collections.abc import Sequence
 
 from kvant.cache import ModelCache
 from kvant.errors import ContextError
@@ -55,6 +56,19 @@ def limit_in_words(model: LanguageModel, limit: int) -> str:
     """A limit of :func:`kvant.models.language_model.context_limit`; nobody can reserve more than the context."""
     whose = "the model's context" if limit == model.config.max_position_embeddings else "reserved"
     return f"{limit} are {whose}"
+
+
+def reuse(cache: ModelCache, ids: Sequence[int]) -> int:
+    """Let a cache of one sequence go back to what it has in common with these tokens.
+
+    Returns:
+        how many of them it holds now, at least one less than there are: one has to be fed for there to be logits. 0
+        where a window or a state cannot go back so far.
+    """
+    held = cache.ids[0]
+    length = min(len(held), len(ids) - 1)
+    common = next((i for i in range(length) if held[i] != ids[i]), length)
+    return common if go_back(cache, common) else 0
 
 
 def go_back(cache: ModelCache, num_tokens: int) -> bool:

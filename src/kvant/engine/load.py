@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 
 from kvant.bridge.config import is_bridged
 from kvant.engine.keywords import check_load, configure, model_config_of, one_path
-from kvant.errors import ModelError
+from kvant.errors import ModelError, did_you_mean
 from kvant.files import read_json
 from kvant.models import LanguageModel, load_decoder
 from kvant.models.checkpoint import Progress, check_folder
@@ -205,4 +205,7 @@ def _find_pulled(path_or_name: str | Path, name: str, revision: str | None) -> P
     try:
         return weights.find(name, revision)
     except ValueError as error:
+        near = did_you_mean(name, [POCKET, *weights.known_models()])
+        if near:
+            raise ModelError(f"model {shown!r} is not a folder or a known name{near}") from error
         raise ModelError(f"model {shown!r} is not a folder or '{POCKET}', the embedded model; {error}") from error

@@ -48,5 +48,4 @@ class LongRun:
     def stop(self) -> None:
         """End it after the token that was handed out last."""
         self.finish_reason = "stop"
-        self._next = None
         self._run.stop()

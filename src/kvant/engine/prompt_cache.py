@@ -1,12 +1,12 @@
-"""mlx-lm's functions of a prompt cache, for kvant's models and caches."""
+"""mlx-lm's functions of a prompt cache, for kvant's models and mlx-lm's, and for their caches."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvant.cache import ModelCache, snapshot
 from kvant.cache.snapshot_header import is_snapshot
-from kvant.engine.keywords import DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE
+from kvant.engine.keywords import DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE, check_format
 from kvant.engine.limits import check_count
 from kvant.errors import SnapshotError, one_line
 from kvant.models.reservation import DEFAULT_RESERVATION
@@ -17,8 +17,8 @@ def make_prompt_cache(
     model: Any,
     max_kv_size: int | None = None,
     *,
-    kv_bits: int = DEFAULT_KV_BITS,
-    kv_group_size: int = DEFAULT_KV_GROUP_SIZE,
+    kv_bits: int | None = None,
+    kv_group_size: int | None = None,
     batch: int = 1,
 ) -> Any:
     """A prompt cache that is reserved now and never grows, of a model of :func:`kvant.load` or of mlx-lm's own.
@@ -27,20 +27,44 @@ def make_prompt_cache(
         model: of ``kvant.load``: the result is its :class:`kvant.cache.ModelCache`. Of ``mlx_lm.load``: a list for
             mlx-lm's own loops, see :func:`kvant.bridge.make_prompt_cache`.
         max_kv_size: tokens it can hold; None: at most 4,096, and at most the context of a model of ``kvant.load``.
-        kv_bits: 8, 4, or 0 for no quantization.
-        kv_group_size: elements that share a scale.
+        kv_bits: 8, 4, or 0 for no quantization; None: 8.
+        kv_group_size: elements that share a scale; None: 32.
         batch: sequences side by side.
 
     Raises:
         ContextError: more than this machine's memory; nothing was allocated.
         ValueError: an argument out of range, or a model with a kind of cache that kvant has nothing for.
     """
+    check_format(kv_bits, kv_group_size, max_kv_size)
+    kv_bits = DEFAULT_KV_BITS if kv_bits is None else kv_bits
+    kv_group_size = DEFAULT_KV_GROUP_SIZE if kv_group_size is None else kv_group_size
     if hasattr(model, "check_cache"):
         return model.make_cache(max_kv_size, batch=batch, quant_bit=kv_bits, quant_group=kv_group_size)
     from kvant import bridge  # not for a model of kvant's own: it imports mlx-lm
 
     size = DEFAULT_RESERVATION if max_kv_size is None else max_kv_size
     return bridge.make_prompt_cache(model, size, kv_bits=kv_bits, kv_group_size=kv_group_size, batch=batch)
+
+
+def save_prompt_cache(file_name: str | Path, cache: Sequence[Any], metadata: Mapping[str, str] | None = None) -> None:
+    """Save what a cache holds.
+
+    Args:
+        file_name: see :meth:`kvant.cache.ModelCache.save`.
+        cache: a :class:`kvant.cache.ModelCache`, which saves itself. Or a list for mlx-lm's own loops, as mlx-lm's
+            function of this name saves it.
+        metadata: text by its name.
+
+    Raises:
+        SnapshotError: it cannot be written; what was there still is.
+        ValueError: metadata that is no text.
+    """
+    if isinstance(cache, ModelCache):
+        cache.save(file_name, metadata)
+        return
+    from mlx_lm.models.cache import save_prompt_cache  # there already: the list is for its models
+
+    save_prompt_cache(str(file_name), list(cache), dict(metadata or {}))
 
 
 def load_prompt_cache(file_name: str | Path, return_metadata: bool = False, *, max_kv_size: int | None = None) -> Any:

@@ -160,7 +160,12 @@ class Run:
         if not self.generated:
             logits = self._read_prompt()
             if self._processors:
-                self._tokens = mx.array(cache.ids[0])
+                ids = cache.ids[0]
+                if max(ids) >= model.config.vocab_size:  # of a file; processors read logits at these places
+                    raise ValueError(
+                        f"the cache holds token {max(ids)}; the model knows 0 to {model.config.vocab_size - 1}"
+                    )
+                self._tokens = mx.array(ids)
             self._next = self._sample(logits, cache.offset)
             mx.async_eval(*self._next)
         else:

@@ -4,12 +4,17 @@ import difflib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
+from kvant.cache.snapshot import read_header
 from kvant.cli.chat.switch import switch_model
 from kvant.cli.chat.talk import Talk, notice
+from kvant.cli.session import RunOptions
+from kvant.cli.statistics import RunStatistics
 from kvant.engine.sampling import OPTIONS
-from kvant.errors import ArgumentError
+from kvant.errors import ArgumentError, SnapshotError
+from kvant.sizes import format_bytes
 
 
 class Leave(Exception):  # noqa: N818, it is no error
@@ -115,7 +120,7 @@ def _edit(talk: Talk, argument: str) -> None:
     if argument:
         talk.edit(argument)
         return
-    asked = [message["content"] for message in talk.conversation.messages if message["role"] == "user"]
+    asked = _questions(talk)
     if not asked:
         notice("nothing was asked yet")
     elif not sys.stdin.isatty():
@@ -125,10 +130,10 @@ def _edit(talk: Talk, argument: str) -> None:
 
 
 def _stats(talk: Talk, argument: str) -> None:
-    conversation, statistics = talk.conversation, talk.statistics
-    lines = [f"conversation: {len(conversation.messages)} messages, {conversation.num_tokens} tokens in the cache"]
+    statistics = talk.statistics
+    lines = [f"conversation: {_held(talk)}"]
     if statistics.last is not None:
-        reused = conversation.reused_tokens
+        reused = talk.conversation.reused_tokens
         lines.append(f"last turn: {reused} tokens were in the cache, {statistics.last.prompt_tokens} were fed")
     lines.append(f"cache: {talk.session.describe_cache()}")
     notice("\n".join([*lines, *statistics.lines(talk.session), talk.session.sampling_line]))
@@ -140,6 +145,35 @@ def _cache(talk: Talk, argument: str) -> None:
     share = f", {used / reserved:.0%} of the reserved ones" if reserved else ""
     notice("\n  ".join([f"cache: {session.describe_cache()}", *session.describe_layers()]))
     notice(f"used: {used} tokens{share}")
+
+
+def _save(talk: Talk, argument: str) -> None:
+    path = Path(argument).expanduser()
+    if not talk.conversation.messages:
+        notice("there is nothing to save")
+        return
+    if path.exists():  # a conversation may be saved again; any other file is not ours to replace
+        try:
+            read_header(path)
+        except SnapshotError as error:
+            raise SnapshotError(f"{argument} is there already, and no conversation: {error}") from error
+    talk.conversation.save(path)
+    notice(f"saved {_held(talk)} to {argument} ({format_bytes(path.stat().st_size)})")
+
+
+def _load(talk: Talk, argument: str) -> None:
+    talk.conversation.load(Path(argument).expanduser())
+    talk.statistics = RunStatistics()
+    asked = _questions(talk)
+    notice(f"loaded {_held(talk)}" + (f"; the last question was: {_start(asked[-1])}" if asked else ""))
+
+
+def _held(talk: Talk) -> str:
+    return f"{len(talk.conversation.messages)} messages, {talk.conversation.num_tokens} tokens in the cache"
+
+
+def _questions(talk: Talk) -> list[str]:
+    return [message["content"] for message in talk.conversation.messages if message["role"] == "user"]
 
 
 def _model(talk: Talk, argument: str) -> None:
@@ -167,7 +201,7 @@ def _set(talk: Talk, argument: str) -> None:
         raise ArgumentError(f"/set {given}", "needs a value; default takes it back")
     value = _value(name, text.strip())
     if name == "max_tokens":
-        talk.set_max_tokens(MAX_TOKENS if value is None else value)
+        talk.set_max_tokens(RunOptions().max_tokens if value is None else value)
     else:
         changed: dict[str, Any] = {name: OPTIONS[name].default if value is None else value}
         talk.set_sampling(replace(talk.wanted, **changed))
@@ -195,7 +229,6 @@ def _start(text: str) -> str:
     return line if len(line) <= 60 else f"{line[:57]}..."
 
 
-MAX_TOKENS = 256
 SETTINGS = ("max_tokens", *OPTIONS)
 COMMANDS = (
     Command(("/help", "/?"), "", "lists the commands", _help),
@@ -208,6 +241,8 @@ COMMANDS = (
     Command(
         ("/set",), "[NAME VALUE]", "sets an option of sampling or max_tokens, or shows all", _set, completes="setting"
     ),
+    Command(("/save",), "PATH", "saves the conversation and its cache", _save, needs=True, completes="path"),
+    Command(("/load",), "PATH", "goes on with a saved conversation", _load, needs=True, completes="path"),
     Command(("/model",), "[NAME]", "loads another model; the conversation goes on with it", _model, completes="model"),
     Command(("/stats",), "", "shows the numbers of the last answer", _stats),
     Command(("/cache",), "", "shows what the cache has reserved and used", _cache),

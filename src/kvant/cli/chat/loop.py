@@ -11,6 +11,7 @@ from kvant.cli.chat.commands import Leave
 from kvant.cli.chat.talk import Talk, notice
 from kvant.errors import ArgumentError, KvantError, one_line, printable
 
+FAILURES = (KvantError, ArgumentError, TyperException, OSError, RuntimeError, MemoryError)  # MLX's are RuntimeErrors
 ENDS = ("exit", "quit")  # typed alone, on a terminal
 
 
@@ -18,6 +19,8 @@ def converse(
     talk: Talk, read: Callable[[], str], silent: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> None:
     """Read and answer until the input ends or the user leaves. An error is one line, and the conversation goes on.
+
+    An error that leaves no model is raised.
 
     Args:
         talk: the conversation.
@@ -41,17 +44,13 @@ def converse(
         except Leave:
             return
         except KeyboardInterrupt:
-            notice("stopped")
-        except TyperException as error:
-            notice(f"error: {printable(error.format_message())}")
-        except ArgumentError as error:
-            notice(f"error: {printable(str(error))}")
-        except KvantError as error:
             if not talk.has_model:
                 raise
-            notice(f"error: {error}")
-        except (OSError, RuntimeError, MemoryError) as error:  # MLX's own are RuntimeErrors
-            notice(f"error: {one_line(error)}")
+            notice("stopped")
+        except FAILURES as error:
+            if not talk.has_model:
+                raise
+            notice(f"error: {_worded(error)}")
 
 
 def _do(talk: Talk, line: str) -> None:
@@ -62,3 +61,9 @@ def _do(talk: Talk, line: str) -> None:
         commands.perform(command, talk, line)
     elif line:
         talk.send(line[1:] if line.startswith("//") else line)
+
+
+def _worded(error: Exception) -> str:
+    if isinstance(error, TyperException):
+        return printable(error.format_message())
+    return str(error) if isinstance(error, KvantError) else one_line(error)

@@ -39,16 +39,15 @@ THEME = Theme(
     }
 )
 PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).disable("reference")
+BEFORE = 40  # lines of code that are looked at again for the colours of the next: a long text in quotes
 STYLE = re.compile(r"(\x1b\[[0-9;]*m)")  # all that rich writes beside text
 TRAILING = re.compile(r"(?: |\x1b\[[0-9;]*m)+$")
 
 
 def highlighted(code: str, language: str) -> list[Text]:
     """Lines of code in colours."""
-    if not code:
-        return []
     text = Syntax("", language or "text", theme="ansi_dark", background_color="default", tab_size=0).highlight(code)
-    return list(text.split("\n", allow_blank=True))[: code.count("\n") + (not code.endswith("\n"))]
+    return list(text.split("\n", allow_blank=True))[: code.count("\n") + 1]
 
 
 class _Heading(elements.Heading):
@@ -80,7 +79,7 @@ class _Code(elements.CodeBlock):
     """Code inside of a list or a quotation."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from highlighted(str(self.text), self.lexer_name)
+        yield from highlighted(str(self.text).removesuffix("\n"), self.lexer_name)
 
 
 class _Markdown(elements.Markdown):
@@ -224,9 +223,12 @@ class MarkdownText:
         if self._code_lines is None:
             empty, self._code_lines = self._separated(), 0
             found.append(Text(f"{token.markup}{token.info}", "dim"))
-        code = highlighted(token.content, token.info.partition(" ")[0])
-        found += code[self._code_lines :]
-        self._code_lines = len(code)
+        lines = token.content.removesuffix("\n").split("\n") if token.content else []
+        if len(lines) > self._code_lines:
+            begin = max(0, self._code_lines - BEFORE)
+            colours = highlighted("\n".join(lines[begin:]), token.info.partition(" ")[0])
+            found += colours[self._code_lines - begin :]
+        self._code_lines = len(lines)
         if closed:
             found.append(Text(token.markup, "dim"))
             self._code_lines = None

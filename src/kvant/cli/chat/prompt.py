@@ -16,6 +16,7 @@ from prompt_toolkit.styles import Style
 
 from kvant.cli import terminal
 from kvant.cli.chat.commands import BY_NAME, COMMANDS, SETTINGS
+from kvant.cli.chat.keyboard import Keyboard
 from kvant.cli.chat.talk import Talk, notice
 from kvant.engine.load import POCKET
 from kvant.errors import KvantError
@@ -28,10 +29,11 @@ STYLE = Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack", "bott
 class Prompt:
     """Reads messages and commands."""
 
-    def __init__(self, talk: Talk) -> None:
-        self._talk = talk
+    def __init__(self, talk: Talk, keyboard: Keyboard) -> None:
+        self._talk, self._keyboard = talk, keyboard
+        is_hidden = sys.stdout.isatty() and not sys.stderr.isatty()
         self._session: PromptSession[str] = PromptSession(
-            output=create_output(stdout=terminal.behind(sys.stderr)),
+            output=create_output(stdout=sys.stdout if is_hidden else terminal.behind(sys.stderr)),
             history=_history(),
             completer=_Completer(),
             complete_while_typing=Condition(lambda: self._session.default_buffer.text.startswith("/")),
@@ -51,7 +53,8 @@ class Prompt:
             KeyboardInterrupt: Ctrl-C, which drops the line.
             EOFError: Ctrl-D on an empty line.
         """
-        draft, self._talk.draft = self._talk.draft, ""
+        draft = self._talk.draft or self._keyboard.typed
+        self._talk.draft = self._keyboard.typed = ""
         text = self._session.prompt("> ", default=draft).encode("utf-8", "replace").decode().strip()
         if text.startswith(QUOTES):
             text = text.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")

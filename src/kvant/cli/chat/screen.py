@@ -10,7 +10,7 @@ from typing import Protocol, TextIO
 from kvant.cli.chat.markdown import MarkdownText, PlainText, Renderer
 
 EVERY_S = 0.03
-SHARE = 4  # drawing waits this many times as long as it took: a fast model is not slowed down
+SHARE = 9  # drawing waits this many times as long as it took: a fast model is not slowed down
 STEADY_S = 0.2  # a window that is being dragged has many sizes
 ERASE_BELOW, ERASE_SCREEN = "\x1b[J", "\x1b[H\x1b[2J"
 

@@ -22,8 +22,8 @@ def switch_model(talk: Talk, name: str) -> None:
 
     Raises:
         KvantError, BadValueError, ArgumentError: as :func:`kvant.cli.session.open_session` and
-            :meth:`kvant.cli.chat.talk.Talk.use`; the old model is there then.
-        LostError: neither model could be loaded.
+            :meth:`kvant.cli.chat.talk.Talk.use`. The old model is there then, unless it could not be loaded again:
+            ``talk.has_model`` says so.
     """
     before = talk.run
     wanted = replace(before, model=name, adapter_path=None)
@@ -36,11 +36,13 @@ def switch_model(talk: Talk, name: str) -> None:
     _give_back()
     try:
         talk.use(wanted, open_session(wanted, announce=False))
-    except BaseException:
-        _give_back()
-        talk.use(before, open_session(before, announce=False))
-        notice(f"{before.model} is loaded again")
-        raise
+        return
+    except BaseException as error:
+        failure = error.with_traceback(None)  # its frames hold what was loaded
+    _give_back()
+    talk.use(before, open_session(before, announce=False))
+    notice(f"{before.model} is loaded again")
+    raise failure
 
 
 def _both_fit(wanted: RunOptions) -> bool:

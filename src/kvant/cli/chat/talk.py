@@ -15,6 +15,7 @@ from kvant.cli.statistics import RunStatistics
 from kvant.engine.conversation import Conversation
 from kvant.engine.draw import for_answer
 from kvant.engine.generate import GenerationResponse
+from kvant.engine.overflow import Overflow
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ContextError, PromptError
 from kvant.sizes import format_bytes
@@ -46,8 +47,15 @@ class Talk:
         draft: what stands in the next line of input, to be edited.
     """
 
-    def __init__(self, run: RunOptions, wanted: SamplingOptions, session: Session, view: View) -> None:
-        """Begin; ``view`` is how answers are shown, the others are as in the attributes.
+    def __init__(
+        self,
+        run: RunOptions,
+        wanted: SamplingOptions,
+        session: Session,
+        view: View,
+        overflow: Overflow = "forget",
+    ) -> None:
+        """Begin; ``view`` is how answers are shown, ``overflow`` as in :class:`Conversation`, and see the attributes.
 
         Raises:
             PromptError: a model without a chat template.
@@ -58,12 +66,17 @@ class Talk:
         self._answers = 0
         self.statistics = RunStatistics()
         self._view = view
+        self._overflow: Overflow = overflow
         self._use(run, session)
 
     @property
     def has_model(self) -> bool:
         """Whether a model is loaded; not between :meth:`leave_model` and :meth:`use`."""
         return hasattr(self, "session")
+
+    def held_conversation(self) -> Conversation | None:
+        """The conversation; None: there is no model."""
+        return self.conversation if self.has_model else None
 
     def use(self, run: RunOptions, session: Session) -> None:
         """Go on with another model; the turns stay. On an error everything is as it was; errors as at the beginning."""
@@ -83,7 +96,12 @@ class Talk:
             )
         sampling = session.sampling(self.wanted)
         self.conversation = Conversation(
-            session.model, session.tokenizer, session.cache, system_prompt=run.system_prompt, overflow="forget"
+            session.model,
+            session.tokenizer,
+            session.cache,
+            system_prompt=run.system_prompt,
+            overflow=self._overflow,
+            template_variables=session.template_variables,
         )
         self.run, self.session, self._sampling = run, session, sampling
 
@@ -124,16 +142,14 @@ class Talk:
         session = self.session
         return f"{session.name} · {session.describe_cache()} · {session.sampling_line} · /help lists the commands"
 
-    def keep_typed(self, typed: str) -> None:
-        """Text that was typed during an answer stands in the next line of input."""
-        self.draft = self.draft or typed
-
     def status(self, columns: int) -> str:
         """The model, the context used of the reserved one, the cache, the speed of the last answer; as fits."""
         reserved = self.conversation.limit
         parts = [
             self.session.name.rstrip("/").rsplit("/", 1)[-1],
-            f"{self.conversation.num_tokens}/{reserved} tokens" if reserved else f"{self.conversation.num_tokens}",
+            f"{self.conversation.num_tokens}/{reserved} tokens"
+            if reserved
+            else f"{self.conversation.num_tokens} tokens",
             f"cache {format_bytes(self.session.cache_bytes)}",
         ]
         last = self.statistics.last
@@ -178,12 +194,13 @@ class Talk:
         if reason == "context":
             notice("; ".join(["cut: the reserved context is full", *self._more_room()]))
         elif reason == "length":
-            notice(f"cut at max_tokens, {self.run.max_tokens}; /set max_tokens changes it", self.run.quiet)
+            notice(f"cut at max_tokens, {self.run.max_tokens}; /set max_tokens changes it")
 
     def _more_room(self) -> list[str]:
         """What the user can do about a full context."""
         context, limit = self.session.model.config.max_position_embeddings, self.conversation.limit
-        return ["--max-kv-size reserves more"] if limit is not None and limit != context else []
+        more = ["--max-kv-size reserves more"] if limit is not None and limit != context else []
+        return ["/reset forgets the conversation", *more] if self._overflow == "stop" and self.turns else more
 
     @contextmanager
     def _shown(self) -> Iterator[Callable[[str], None]]:
