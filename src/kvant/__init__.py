@@ -12,7 +12,7 @@ from kvant.blas import import_mlx, load_blas
 
 if TYPE_CHECKING:
     from kvant import sample_utils
-    from kvant.engine.generate import GenerationResponse, generate, stream_generate
+    from kvant.engine.generate import generate, stream_generate
     from kvant.engine.load import load
     from kvant.engine.prompt_cache import (
         can_trim_prompt_cache,
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         save_prompt_cache,
         trim_prompt_cache,
     )
+    from kvant.engine.response import GenerationResponse
 
 
 load_blas()  # before anything imports MLX

@@ -30,8 +30,9 @@ from support.numbers import relative_error
 import kvant
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import ModelConfig, load_decoder
+from kvant.models.adapted import AdaptedMatrix
 from kvant.models.adapter import Adapter
-from kvant.models.linear import AdaptedMatrix, DenseMatrix
+from kvant.models.matrix import DenseMatrix
 
 TOLERANCE = 1e-4  # of the largest logit
 IDS = [5, 290, 17, 3, 88, 141, 60, 7, 299, 1, 44, 230]

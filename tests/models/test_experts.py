@@ -28,8 +28,10 @@ from support.numbers import relative_error
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import ModelConfig, load_decoder
 from kvant.models import experts as experts_module
+from kvant.models.adapted import AdaptedMatrix, Matrix
 from kvant.models.experts import Experts, takes_turns
-from kvant.models.linear import AdaptedMatrix, DenseMatrix, Linear, Matrix, QuantizedMatrix
+from kvant.models.linear import Linear
+from kvant.models.matrix import DenseMatrix, QuantizedMatrix
 from kvant.models.quantization import Quantization
 from kvant.tools.bench.adapters import MLXLM
 from kvant.tools.bench.engines import EngineSpec

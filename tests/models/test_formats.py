@@ -22,7 +22,7 @@ from support.numbers import relative_error
 
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import Quantization, linear, load_decoder
-from kvant.models.linear import QuantizedMatrix
+from kvant.models.matrix import QuantizedMatrix
 from kvant.models.matrix_loading import quantized_matrix
 
 TOLERANCE = 1e-4  # of the largest logit

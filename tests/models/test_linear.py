@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvant.models import linear
-from kvant.models.linear import QuantizedMatrix
+from kvant.models.matrix import QuantizedMatrix
 from kvant.models.quantization import Quantization
 from kvant.operators.streams import cpu_streams
 

@@ -7,7 +7,8 @@ from typing import Any, Self
 import mlx.core as mx
 
 from kvant.cache.layer_format import LayerFormat
-from kvant.cache.quantized import QuantizedKVCache, copied
+from kvant.cache.quantized import QuantizedKVCache
+from kvant.cache.saved_layer import copied
 from kvant.cache.sequences import TrimLimit
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table

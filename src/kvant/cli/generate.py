@@ -19,7 +19,7 @@ from kvant.cli.statistics import RunStatistics
 from kvant.cli.template import render_begun
 from kvant.engine.choices import stream_choices
 from kvant.engine.draw import greedy
-from kvant.engine.generate import GenerationResponse
+from kvant.engine.response import GenerationResponse
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import PromptError
 from kvant.sizes import format_bytes

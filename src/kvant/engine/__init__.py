@@ -1,6 +1,6 @@
 """The way from a prompt to text, one file a stage."""
 
-from kvant.engine.generate import GenerationResponse, generate, stream_generate
+from kvant.engine.generate import generate, stream_generate
 from kvant.engine.load import load
 from kvant.engine.prompt_cache import (
     can_trim_prompt_cache,
@@ -9,6 +9,7 @@ from kvant.engine.prompt_cache import (
     save_prompt_cache,
     trim_prompt_cache,
 )
+from kvant.engine.response import GenerationResponse
 
 __all__ = [
     "GenerationResponse",

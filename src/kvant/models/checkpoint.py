@@ -6,13 +6,15 @@ from pathlib import Path
 import mlx.core as mx
 
 from kvant.errors import CheckpointError, ModelError
+from kvant.models.adapted import AdaptedMatrix, Matrix
 from kvant.models.adapter import Adapter
 from kvant.models.architectures.table import Parameter
 from kvant.models.bias import divide_bias
 from kvant.models.config import ModelConfig
 from kvant.models.decoder import Attention, Block, Decoder
 from kvant.models.experts import Experts, check_gather
-from kvant.models.linear import AdaptedMatrix, DenseMatrix, Linear, Matrix, QuantizedMatrix
+from kvant.models.linear import Linear
+from kvant.models.matrix import DenseMatrix, QuantizedMatrix
 from kvant.models.matrix_loading import check_device, dense_matrix, quantized_matrix
 from kvant.models.mlp import MLP
 from kvant.models.parameters import matrices, parameters, vectors

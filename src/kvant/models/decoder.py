@@ -1,6 +1,5 @@
 """The block stack: token ids in, logits out. B batch, S new tokens, H query heads, K kv heads, D head_dim."""
 
-import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +9,13 @@ import mlx.core as mx
 
 from kvant.cache import AttentionCache, KVCache, ModelCache, QuantizedKVCache, WindowKVCache
 from kvant.cache.identity import Identity
+from kvant.models.adapted import Matrix
 from kvant.models.bias import ProjectionBias
+from kvant.models.cache_check import check_cache
 from kvant.models.config import ModelConfig
 from kvant.models.experts import Experts
 from kvant.models.inputs import check_ids, check_offset
-from kvant.models.linear import Linear, Matrix
+from kvant.models.linear import Linear
 from kvant.models.mlp import MLP
 from kvant.models.reservation import check_memory, default_reservation
 from kvant.operators.attention import attend_tokens
@@ -236,38 +237,8 @@ class Decoder:
         return self.logits(self.states(token[None], offset, cache.compiled_views(offset, num_tokens))[:, -1])
 
     def check_cache(self, cache: Sequence[KVCache], batch: int | None = None) -> ModelCache:
-        """The cache, or one made of a list of layers.
-
-        Args:
-            cache: from :meth:`make_cache`.
-            batch: the sequences it is to be for; None: any number, and the shapes of its layers are not looked at.
-
-        Raises:
-            ValueError: a cache of another model, or of another number of sequences.
-            SnapshotError: a snapshot of another model, which was loaded without one.
-        """
-        if len(cache) != len(self.layers):
-            raise ValueError(f"the cache has {len(cache)} layers; expected {len(self.layers)}")
-        checked = ModelCache.of(cache)
-        if checked.unchecked is not None:
-            checked.check_source(self.identity, self._reference(checked))
-        if batch is not None:
-            checked.check_shape(batch, self.config.num_key_value_heads, self.config.head_dim)
-        for number, (window, layer) in enumerate(zip(self.config.windows, checked, strict=True)):
-            shorter = layer.window is None and (layer.max_seq_len or math.inf) <= (window or 0)
-            if layer.window != window and not shorter:
-                raise ValueError(
-                    f"layer {number} of the cache has a window of {layer.window}; the model's has {window}"
-                )
-        return checked
-
-    def _reference(self, cache: ModelCache) -> ModelCache:
-        """A cache for one token in the format of another, to compare that with."""
-        layer = cache[0]
-        options: dict[str, Any] = {"kernels": "unfused", "bias_split": layer.bias_split is not None}
-        if isinstance(layer, QuantizedKVCache):
-            options |= {"quant_bit": layer.quant_bit, "quant_group": layer.quant_group}
-        return self.make_cache(1, **options)
+        """See :class:`kvant.models.LanguageModel`."""
+        return check_cache(self, cache, batch)
 
     def feed(self, inputs: mx.array, cache: ModelCache) -> list[mx.array]:
         """Begin a step of (B, S) ids whose logits nobody reads; see :class:`kvant.models.LanguageModel`."""

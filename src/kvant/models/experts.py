@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvant.models.linear import PARALLEL_ELEMENTS, AdaptedMatrix, DenseMatrix, Linear, Matrix, QuantizedMatrix
+from kvant.models.adapted import AdaptedMatrix, Matrix
+from kvant.models.linear import Linear
+from kvant.models.matrix import PARALLEL_ELEMENTS, DenseMatrix, QuantizedMatrix
 from kvant.models.matrix_loading import unusable
 from kvant.models.mlp import MLP, gated
 from kvant.models.quantization import Quantization

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from kvant.errors import ModelError, one_line
-from kvant.models.linear import DenseMatrix, QuantizedMatrix
+from kvant.models.matrix import DenseMatrix, QuantizedMatrix
 from kvant.models.quantization import Quantization
 
 

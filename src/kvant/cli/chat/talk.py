@@ -14,8 +14,8 @@ from kvant.cli.session import RunOptions, Session
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.conversation import Conversation
 from kvant.engine.draw import for_answer
-from kvant.engine.generate import GenerationResponse
 from kvant.engine.overflow import Overflow
+from kvant.engine.response import GenerationResponse
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ContextError, PromptError
 from kvant.sizes import format_bytes

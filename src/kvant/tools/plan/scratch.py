@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from kvant.cache.window import SLACK
 from kvant.models.config import ModelConfig
 from kvant.models.experts import takes_turns
-from kvant.models.linear import DEQUANTIZE_FROM_ROWS, DEQUANTIZED_ELEMENTS, PARALLEL_ELEMENTS
+from kvant.models.matrix import DEQUANTIZE_FROM_ROWS, DEQUANTIZED_ELEMENTS, PARALLEL_ELEMENTS
 from kvant.models.quantization import Quantization
 from kvant.operators.attention import BLOCK_SCORE_BYTES, GPU_FUSED_HEAD_DIMS
 from kvant.operators.bias_split import MAX_SCORE_QUERIES

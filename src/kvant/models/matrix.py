@@ -1,0 +1,128 @@
+"""Matrices as the device likes to multiply them: dense ones stored (in, out), quantized ones as MLX packs them.
+
+A layer's experts have a matrix for each: then every array has an axis of experts first (:mod:`kvant.models.experts`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from kvant.models.quantization import Quantization
+from kvant.operators.streams import cpu_streams
+
+# On a CPU, measured with 4 bits on 2 cores (docs/decode-step.md):
+DEQUANTIZE_FROM_ROWS = 4  # for as many rows of x, dequantizing first is faster: 45 times with 512
+DEQUANTIZED_ELEMENTS = 4 * 1024 * 1024  # at a time: 16 MiB; larger arrays are new memory every time, which is slower
+PARALLEL_ELEMENTS = 512 * 1024  # a matrix from this size on is worth a thread for each core
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMatrix:
+    """A floating-point matrix, transposed. On a CPU it is contiguous so: 1.8x as fast to multiply (measured)."""
+
+    weight: mx.array  # (in, out)
+
+    def project(self, x: mx.array) -> mx.array:
+        """(..., in) -> (..., out)."""
+        return x @ self.weight
+
+    def rows(self, ids: mx.array) -> mx.array:
+        """Rows of the checkpoint's (out, in) matrix, as an embedding reads them: (...) -> (..., in)."""
+        return mx.moveaxis(mx.take(self.weight, ids, axis=1), 0, -1)  # (in, ...) -> (..., in)
+
+    @property
+    def num_rows(self) -> int:
+        """Outputs."""
+        return self.weight.shape[-1]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Every array of the matrix."""
+        return [self.weight]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """An (out, in) matrix in one of MLX's formats; the scales and biases of an affine one have the compute dtype."""
+
+    weight: mx.array  # (out, in * bits / 32) uint32
+    scales: mx.array  # (out, in / group_size); uint8 where the format is a floating-point one
+    biases: mx.array | None  # (out, in / group_size); None there
+    quantization: Quantization
+
+    def project(self, x: mx.array) -> mx.array:
+        """(..., in) -> (..., out)."""
+        if mx.default_device().type == mx.cpu:
+            if x.size >= DEQUANTIZE_FROM_ROWS * x.shape[-1]:
+                return self._project_dequantized(x)
+            if self.num_rows * x.shape[-1] >= PARALLEL_ELEMENTS:
+                return self._project_in_parallel(x)
+        return self._project_part(x, 0, self.num_rows)
+
+    def _project_part(self, x: mx.array, first: int, last: int, stream: mx.ThreadLocalStream | None = None) -> mx.array:
+        """(..., in) -> (..., last - first): some of the outputs."""
+        return mx.quantized_matmul(
+            x,
+            self.weight[first:last],
+            self.scales[first:last],
+            None if self.biases is None else self.biases[first:last],
+            transpose=True,
+            group_size=self.quantization.group_size,
+            bits=self.quantization.bits,
+            mode=self.quantization.mode,
+            stream=stream,
+        )
+
+    def _project_in_parallel(self, x: mx.array) -> mx.array:
+        """The same numbers from a thread for each core, MLX's streams having one each."""
+        streams = cpu_streams()[: self.num_rows]  # MLX dies of a division by zero in a product with no outputs
+        bounds = [self.num_rows * i // len(streams) for i in range(len(streams) + 1)]
+        parts = [
+            self._project_part(x, first, last, stream)
+            for first, last, stream in zip(bounds, bounds[1:], streams, strict=False)
+        ]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+    def _project_dequantized(self, x: mx.array) -> mx.array:
+        """Through floating-point weights, some of them at a time; MLX's CPU product unpacks them for every row of x."""
+        elements = self.num_rows * x.shape[-1]
+        streams = cpu_streams()[: 1 if elements < PARALLEL_ELEMENTS else None]
+        rounds = -(-elements // (DEQUANTIZED_ELEMENTS * len(streams)))
+        size = -(-self.num_rows // (rounds * len(streams)))
+        parts: list[mx.array] = []
+        for first in range(0, self.num_rows, size):
+            packed = [array[first : first + size] for array in self.arrays]
+            # In turn, and not before x is there: otherwise MLX makes the weights of many parts before it uses one.
+            before = parts[-len(streams)] if len(parts) >= len(streams) else x
+            with mx.stream(streams[len(parts) % len(streams)]):
+                packed = mx.depends(packed, [before])
+                parts.append(x @ self._dequantize(packed, x.dtype).T)
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+    def rows(self, ids: mx.array) -> mx.array:
+        """Rows of the matrix, dequantized, as an embedding reads them: (...) -> (..., in)."""
+        return self._dequantize([array[ids] for array in self.arrays], None)
+
+    def _dequantize(self, packed: Sequence[mx.array], dtype: mx.Dtype | None) -> mx.array:
+        """Some rows; without a dtype, an affine matrix's in its scales', any other's in bfloat16, which is exact."""
+        weight, scales, *biases = packed
+        return mx.dequantize(
+            weight,
+            scales,
+            biases[0] if biases else None,
+            group_size=self.quantization.group_size,
+            bits=self.quantization.bits,
+            mode=self.quantization.mode,
+            dtype=dtype,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Outputs."""
+        return self.weight.shape[-2]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Every array of the matrix."""
+        return [self.weight, self.scales, *([] if self.biases is None else [self.biases])]
