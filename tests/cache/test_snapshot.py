@@ -20,6 +20,7 @@ from kvant.cache.layer_format import DTYPES
 from kvant.cache.snapshot import read_header
 from kvant.engine.run import Run
 from kvant.models import Decoder, load_decoder
+from kvant.models.bias import split_pairs
 from kvant.operators.quantization import dequantize
 
 Pocket = tuple[Decoder, Any]
@@ -116,12 +117,22 @@ def test_a_full_precision_cache(pocket: Pocket, tmp_path: Path) -> None:
     assert (loaded.offset, loaded.nbytes) == (0, 0)
 
 
+def _biased(model: Decoder) -> Decoder:
+    """The model with some pairs of each layer's key bias split off."""
+    for layer in model.layers:
+        bias = layer.self_attn.qkv_bias
+        assert bias is not None
+        object.__setattr__(layer.self_attn, "qkv_bias", split_pairs(model.config, bias.whole, (0, 3, 11)))
+    return model
+
+
 @pytest.mark.parametrize(("bits", "reserved"), [(8, 200), (4, 200), (0, 200), (8, 30)])
 def test_windows(make_checkpoint: Make, tmp_path: Path, bits: int, reserved: int) -> None:
     """A layer that keeps everything, and a ring that has wrapped, with a bias split whose angles it turns."""
     folder, _ = make_checkpoint(use_sliding_window=True, sliding_window=24, max_window_layers=1)
-    model = load_decoder(folder)
+    model = _biased(load_decoder(folder))
     first = model.make_cache(reserved, quant_bit=bits)
+    assert all(layer.bias_split is not None and layer.bias_split.pairs for layer in first)
     ids = [3 + i % 200 for i in range(min(100, reserved - 1))]
     for start in range(0, len(ids), 33):
         model(mx.array([ids[start : start + 33]]), cache=first)
@@ -140,6 +151,9 @@ def test_windows(make_checkpoint: Make, tmp_path: Path, bits: int, reserved: int
         assert mx.array_equal(model(step, cache=forked), expected)
         for cache in (first, loaded, forked):
             cache.trim(2)
+    if reserved == 200:  # a copy that is far ahead has other positions in the ring's rows
+        model(mx.array([ids[:40]]), cache=first.fork())
+    assert mx.array_equal(model(mx.array([[7]]), cache=first), model(mx.array([[7]]), cache=loaded))
 
 
 @pytest.mark.parametrize("bits", [8, 0])
