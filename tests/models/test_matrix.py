@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvant.models import linear
+from kvant.models import matrix as matrix_module
 from kvant.models.matrix import QuantizedMatrix
 from kvant.models.quantization import Quantization
 from kvant.operators.streams import cpu_streams
@@ -74,7 +74,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def _cores(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     streams = [mx.new_thread_local_stream(mx.cpu) for _ in range(count)]
-    monkeypatch.setattr(linear, "cpu_streams", lambda: streams)
+    monkeypatch.setattr(matrix_module, "cpu_streams", lambda: streams)
 
 
 SHAPES = [(1, IN), (3, IN), (4, IN), (7, IN), (40, IN), (1, 1, IN), (2, 3, IN), (IN,)]
@@ -93,7 +93,7 @@ def test_every_format_and_shape(bits: int, group_size: int) -> None:
 @pytest.mark.parametrize("elements", [1, 10 * IN, 10 * IN + IN - 1, 37 * IN - 1])
 def test_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch, ways: list[str], bits: int, elements: int) -> None:
     """Down to one output at a time; the last part is a smaller one."""
-    monkeypatch.setattr(linear, "DEQUANTIZED_ELEMENTS", elements)
+    monkeypatch.setattr(matrix_module, "DEQUANTIZED_ELEMENTS", elements)
     matrix = _matrix(37, bits)
     for shape in ((7, IN), (2, 3, IN)):
         _check(matrix, _inputs(*shape))
@@ -113,7 +113,7 @@ def test_in_parallel_the_numbers_are_the_same(
     shapes = [(1, IN), (3, IN), (1, 1, IN)]
     plain = [matrix.project(_inputs(*shape)) for shape in shapes]
     assert ways == []
-    monkeypatch.setattr(linear, "PARALLEL_ELEMENTS", 1)
+    monkeypatch.setattr(matrix_module, "PARALLEL_ELEMENTS", 1)
     for shape, expected in zip(shapes, plain, strict=True):
         assert mx.array_equal(matrix.project(_inputs(*shape)), expected)
         _check(matrix, _inputs(*shape))
@@ -122,7 +122,7 @@ def test_in_parallel_the_numbers_are_the_same(
 
 @on_a_cpu
 def test_the_thresholds(ways: list[str]) -> None:
-    large = _matrix(linear.PARALLEL_ELEMENTS // IN)
+    large = _matrix(matrix_module.PARALLEL_ELEMENTS // IN)
     small = _matrix(large.num_rows - 1)
 
     def way(matrix: QuantizedMatrix, *shape: int) -> list[str]:
@@ -130,9 +130,9 @@ def test_the_thresholds(ways: list[str]) -> None:
         matrix.project(_inputs(*shape))
         return list(ways)
 
-    for shape in ((linear.DEQUANTIZE_FROM_ROWS, IN), (2, 2, IN), (40, IN)):
+    for shape in ((matrix_module.DEQUANTIZE_FROM_ROWS, IN), (2, 2, IN), (40, IN)):
         assert way(small, *shape) == way(large, *shape) == ["_project_dequantized"]
-    for shape in ((linear.DEQUANTIZE_FROM_ROWS - 1, IN), (1, 3, IN), (1, IN), (IN,)):
+    for shape in ((matrix_module.DEQUANTIZE_FROM_ROWS - 1, IN), (1, 3, IN), (1, IN), (IN,)):
         assert way(large, *shape) == ["_project_in_parallel"]
         assert way(small, *shape) == []
 
@@ -140,7 +140,7 @@ def test_the_thresholds(ways: list[str]) -> None:
 @on_a_cpu
 def test_every_core_takes_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each output once, and no core more than one output above another."""
-    monkeypatch.setattr(linear, "PARALLEL_ELEMENTS", 1)
+    monkeypatch.setattr(matrix_module, "PARALLEL_ELEMENTS", 1)
     bounds: list[tuple[int, int]] = []
     part = QuantizedMatrix._project_part
 
@@ -166,7 +166,7 @@ def test_every_core_takes_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("first_in_thread", [True, False])
 def test_in_parallel_from_other_threads(monkeypatch: pytest.MonkeyPatch, first_in_thread: bool) -> None:
     """Whichever thread made the streams, and though it has ended."""
-    monkeypatch.setattr(linear, "PARALLEL_ELEMENTS", 1)
+    monkeypatch.setattr(matrix_module, "PARALLEL_ELEMENTS", 1)
     cpu_streams.cache_clear()
     matrix, x = _matrix(37), _inputs(1, IN)
     mx.eval(x)
@@ -200,7 +200,7 @@ def test_there_is_a_stream_for_each_core_and_always_the_same() -> None:
 @on_a_cpu
 def test_no_more_than_a_few_parts_are_dequantized_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     part = 256 * 1024
-    monkeypatch.setattr(linear, "DEQUANTIZED_ELEMENTS", part)
+    monkeypatch.setattr(matrix_module, "DEQUANTIZED_ELEMENTS", part)
     matrix = _matrix(16 * part // 1024, num_columns=1024)
     x = _inputs(8, 1024)
     mx.eval(x)
