@@ -238,7 +238,7 @@ class Decoder:
 
     def check_cache(self, cache: Sequence[KVCache], batch: int | None = None) -> ModelCache:
         """See :class:`kvant.models.LanguageModel`."""
-        return check_cache(self, cache, batch)
+        return check_cache(cache, batch, self.config, self.identity, self.make_cache)
 
     def feed(self, inputs: mx.array, cache: ModelCache) -> list[mx.array]:
         """Begin a step of (B, S) ids whose logits nobody reads; see :class:`kvant.models.LanguageModel`."""
