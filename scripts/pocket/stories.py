@@ -130,6 +130,11 @@ def draw_slots(rng: random.Random, plot: Plot, heldout: bool = False) -> dict[st
         "thing": f"{colour} {bare}", "a_thing": f"{article(colour)} {bare}",
         "trait": trait, "trait2": trait2, "feeling": rng.choice(FEELINGS),
     }  # fmt: skip
+    return complete(slots)
+
+
+def complete(slots: dict[str, str]) -> dict[str, str]:
+    """Add the forms that begin a sentence, in place."""
     for key in ("a_thing", "a_kind", "a_hkind", "he", "his", "home"):
         slots[key[0].upper() + key[1:]] = slots[key][0].upper() + slots[key][1:]
     return slots
