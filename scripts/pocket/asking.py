@@ -35,7 +35,6 @@ THEME_ENDINGS = (
     "Now {N} knew something about {theme}.",
     "So {N} learned about {theme}.",
 )
-READY = ("Here is a story for you.", "Yes, I know such a story.")
 
 
 @dataclass
@@ -71,10 +70,11 @@ class Request:
             plot = TREASURE
         story = tell(rng, plot, complete(slots))
         if "theme" in slots:
-            story.sentences.insert(0, rng.choice(THEME_OPENINGS).format_map(slots))
+            story.begin_with(rng.choice(THEME_OPENINGS).format_map(slots))
             story.sentences.append(rng.choice(THEME_ENDINGS).format_map(slots))
-        elif self.clause and rng.random() < 0.15:
-            story.sentences.insert(0, rng.choice(READY))
+        elif self.clause:
+            who = "{a_kind} named {N}" if slots["N"] in self.asked else "{a_kind}"
+            story.begin_with(f"This is a story about {who} {self.clause}.".format_map(slots))
         return story
 
 
@@ -139,24 +139,24 @@ def draw_request(
 
 
 def _draw_clause(rng: random.Random, request: Request, heldout: bool) -> None:
-    """Draw what is to happen, to be there, or who is to be met; in four of ten requests nothing."""
+    """Draw what is to happen, to be there, or who is to be met; in two of ten requests nothing."""
     slots, draw = request.slots, rng.random()
     things = request.plot.things.split()
-    if draw < 0.34:
+    if draw < 0.56:
         request.clause = rng.choice(CLAUSES[request.plot.name])
         if re.search(r"\{(a_)?(bare|thing)\}", request.clause):
             request.set_thing(asked_thing(rng, things, heldout))
         elif "treasure" in request.clause:
             request.set_thing("treasure")
-    elif draw < 0.42:
+    elif draw < 0.64:
         request.clause = rng.choice(
             ("and {a_bare}", "and {a_bare}", "with {a_bare}", "who has {a_bare}", "and {a_thing}")
         )
         request.set_thing(asked_thing(rng, things, heldout))
-    elif draw < 0.5:
+    elif draw < 0.72:
         request.clause = rng.choice(("{home}", "who lives {home}", "living {home}"))
         request.set_home(asked_place(rng, heldout))
-    elif draw < 0.6:
+    elif draw < 0.8:
         request.clause = rng.choice(("and {a_hkind}", "who meets {a_hkind}", "and {his} friend, {a_hkind}"))
         slots["hkind"], hhe = asked_kind(rng, heldout)
         while slots["hkind"] == slots["kind"]:

@@ -17,6 +17,10 @@ from wordings import AGAIN, ELSE, MORAL, MORAL_ANSWER, MORE, ON, OPEN, REFUSALS,
 
 #: Loss weight of a word that was asked for, where the story writes it: it is to be copied without a slip.
 COPIED_WEIGHT = 2.5
+#: Loss weights of a story's opening, of the sentences that say what it is about, and of the rest, which follows.
+OPENING_WEIGHT, PLOT_WEIGHT, TOLD_WEIGHT = 1.0, 3.5, 0.5
+#: Loss weight of small talk: few tokens, and nearly all depends on the first.
+TALK_WEIGHT = 2.5
 
 INTRODUCTIONS = (
     "My name is {N}.",
@@ -31,17 +35,31 @@ INTRODUCTIONS = (
 INTRODUCED = ("Hello, {N}! Shall I tell you a story?", "Hello, {N}! Who shall my story be about?")
 
 
-def _weighted(text: str, words: list[str]) -> tuple[tuple[str, float], ...]:
+def _weighted(text: str, words: list[str], weight: float) -> tuple[tuple[str, float], ...]:
     """Cut a text into pieces of which the words that must be copied, each with the space before it, weigh more."""
     either = "|".join(sorted((re.escape(word) for word in set(words)), key=len, reverse=True))
     pieces = re.split(rf"( (?:{either})(?!\w))", text)
-    return tuple((piece, COPIED_WEIGHT if index % 2 else 1.0) for index, piece in enumerate(pieces) if piece)
+    return tuple((piece, COPIED_WEIGHT if index % 2 else weight) for index, piece in enumerate(pieces) if piece)
 
 
-def _reply_story(document: Document, story: Story, asked: list[str]) -> None:
-    """Add a story as the assistant's turn."""
+def _reply_story(document: Document, story: Story, asked: list[str], cut: bool = False) -> None:
+    """Add a story as the assistant's turn; `cut`: only its beginning."""
     words = [story.slots["N"], story.slots["H"], story.slots["bare"], *asked]
-    document.turns.append(Turn("assistant", story.text, 1.0, _weighted(story.text, words)))
+    opened = story.before + 2
+    told = opened + len(story.plot.problem)
+    sentences = story.sentences[: told + 1] if cut else story.sentences
+    parts: list[tuple[str, float]] = []
+    for index, sentence in enumerate(sentences):
+        weight = OPENING_WEIGHT if index < opened else PLOT_WEIGHT if index < told else TOLD_WEIGHT
+        parts += _weighted(f" {sentence}" if index else sentence, words, weight)
+    document.turns.append(Turn("assistant", " ".join(sentences), 1.0, tuple(parts), cut))
+
+
+def _recount(rng: random.Random, document: Document, story: Story) -> None:
+    """Add a story told before, without some of its sentences; it is context, not learned."""
+    sentences = story.sentences
+    kept = [*sentences[:5], *rng.sample(sentences[5:-2], 3), *sentences[-1:]]
+    document.turns.append(Turn("assistant", " ".join(kept), 0.0))
 
 
 def _unasked(rng: random.Random, plot: Plot) -> Story:
@@ -56,10 +74,11 @@ def ask_for_story(rng: random.Random, heldout: bool = False) -> Document:
     if rng.random() < 0.25:
         ask, reply, _ = exchange(rng)
         document.ask(ask)
-        document.reply(reply, 0.7)
+        document.reply(reply, TALK_WEIGHT)
     document.ask(request)
-    _reply_story(document, story, asked)
-    if rng.random() < 0.4:
+    cut = rng.random() < 0.7
+    _reply_story(document, story, asked, cut)
+    if not cut and rng.random() < 0.6:
         _after(rng, document, story)
     return document
 
@@ -71,7 +90,8 @@ def another_story(rng: random.Random, heldout: bool = False) -> Document:
     hero: dict[str, str] | None = None
     same = rng.random() < 0.25
     loose = 0.35 if not same else 0.0
-    for index in range(rng.choice((2, 3, 3, 4))):
+    count, brief = rng.choice((2, 3, 3, 4)), rng.random() < 0.8
+    for index in range(count):
         plot = draw_plot(rng, tuple(told))
         told.append(plot)
         starts = STARTS if index == 0 or rng.random() < 0.4 else AGAIN
@@ -83,9 +103,13 @@ def another_story(rng: random.Random, heldout: bool = False) -> Document:
         hero, loose = story.slots, 0.6 if not same else 0.2
         document.ask(request)
         if index and rng.random() < 0.1:
-            story.sentences.insert(0, rng.choice(RETORTS))
-        _reply_story(document, story, asked)
-        if rng.random() < 0.3:
+            story.begin_with(rng.choice(RETORTS))
+        last = index == count - 1
+        if brief and not last:
+            _recount(rng, document, story)
+        else:
+            _reply_story(document, story, asked, brief)
+        if rng.random() < 0.3 and not (brief and last):
             _after(rng, document, story)
     return document
 
@@ -96,7 +120,7 @@ def _after(rng: random.Random, document: Document, story: Story) -> None:
     if draw < 0.5:
         ask, reply, _ = exchange(rng, told=True)
         document.ask(ask)
-        document.reply(reply)
+        document.reply(reply, TALK_WEIGHT)
     elif draw < 0.75:
         for ask, reply in story.draw_questions(rng, rng.randint(1, 2)):
             document.ask(ask if rng.random() < 0.7 else ask[0].lower() + ask[1:])
@@ -109,7 +133,7 @@ def _after(rng: random.Random, document: Document, story: Story) -> None:
         document.reply(MORAL_ANSWER)
     else:
         document.ask(_anything_else(rng, False))
-        document.reply(_refusal(rng))
+        document.reply(_refusal(rng), TALK_WEIGHT)
 
 
 def chatter(rng: random.Random, heldout: bool = False) -> Document:
@@ -120,15 +144,15 @@ def chatter(rng: random.Random, heldout: bool = False) -> Document:
         if draw < 0.74:
             ask, reply, _ = exchange(rng)
             document.ask(ask)
-            document.reply(reply)
+            document.reply(reply, TALK_WEIGHT)
         elif draw < 0.84:
             name = requested_name(rng, "girl", rng.choice(("he", "she")), heldout)
             document.ask(rng.choice(INTRODUCTIONS).format(N=name))
             reply = rng.choice(INTRODUCED).format(N=name)
-            document.turns.append(Turn("assistant", reply, 1.0, _weighted(reply, [name])))
+            document.turns.append(Turn("assistant", reply, 1.0, _weighted(reply, [name], TALK_WEIGHT)))
         else:
             document.ask(_anything_else(rng, heldout))
-            document.reply(_refusal(rng))
+            document.reply(_refusal(rng), TALK_WEIGHT)
     return document
 
 
@@ -139,7 +163,7 @@ def offered_story(rng: random.Random, heldout: bool = False) -> Document:
     while kind not in ("greeting", "morning", "bored", "about", "how"):
         ask, reply, kind = exchange(rng)
     document.ask(ask)
-    document.reply(reply, 0.7)
+    document.reply(reply, TALK_WEIGHT)
     asked: list[str] = []
     if rng.random() < 0.3:
         story = _unasked(rng, draw_plot(rng))
@@ -147,7 +171,7 @@ def offered_story(rng: random.Random, heldout: bool = False) -> Document:
     else:
         request, story, asked = draw_request(rng, draw_plot(rng), ("about",), heldout)
         document.ask(request)
-    _reply_story(document, story, asked)
+    _reply_story(document, story, asked, rng.random() < 0.7)
     return document
 
 

@@ -57,9 +57,9 @@ def _recall(counts: tuple[int, ...], asked: int) -> Callable[..., Document]:
 
 #: Requests in many words and small talk, with enough of every older kind that none is forgotten.
 ASKING_MIX: dict[Maker, float] = {
-    ask_for_story: 30, another_story: 9, chatter: 26, offered_story: 6, story_chat: 6, story_questions: 9,
-    continuation: 2, plain_story: 1.5, facts: 9, recall_near: 10, small_talk: 4, drills: 3, recall_far: 2.5,
-    recall_farthest: 0.4,
+    ask_for_story: 60, another_story: 10, chatter: 20, offered_story: 6, story_chat: 3, story_questions: 8,
+    continuation: 1, plain_story: 1, facts: 10, recall_near: 7, small_talk: 4, drills: 2, recall_far: 1,
+    recall_farthest: 0.15,
 }  # fmt: skip
 
 STAGES = (
@@ -69,5 +69,5 @@ STAGES = (
     Stage("recall", {_drill(8, 90): 1, _drill(16, 120): 1, _recall((2, 4, 8), 6): 3}, 6144, 2048, "drill", 0.93),
     Stage("short", SHORT_MIX, 12288, 2048, "recall-8", 0.7),
     Stage("long", LONG_MIX, 14336, 2048),
-    Stage("asking", ASKING_MIX, 8192, 2048),
+    Stage("asking", ASKING_MIX, 4096, 2048),
 )

@@ -15,12 +15,14 @@ class Turn:
     """One message of a conversation, or the text of a plain document (role "text").
 
     `parts` cuts the text into pieces, each with its own loss weight; without them `weight` is that of the whole.
+    `cut` marks a last turn that was cut off: its end is not learned.
     """
 
     role: str
     text: str
     weight: float = 1.0
     parts: tuple[tuple[str, float], ...] = ()
+    cut: bool = False
 
 
 @dataclass
@@ -65,6 +67,8 @@ class Document:
             spoken = turn.role == "assistant"
             out.append((f"<|im_start|>{turn.role}\n", PROMPT_WEIGHT if spoken else 0.0))
             out += turn.parts or [(turn.text, turn.weight)]
-            out.append(("<|im_end|>", 1.0 if spoken else 0.0))
+            if turn.cut:
+                break
+            out.append(("<|im_end|>", 1.0 if spoken and turn.weight else 0.0))
             out.append(("\n", PROMPT_WEIGHT))
         return out

@@ -223,6 +223,11 @@ def is_kept_in(story: str, name: str) -> bool:
     return len(re.findall(rf"\b{re.escape(name)}\b", story)) >= 3 and not altered
 
 
+def _told(text: str) -> str:
+    """A story without the line that repeats the request."""
+    return re.sub(r"^(This|Here) is a story about [^.]*\.", "", text)
+
+
 def _user(text: str) -> Messages:
     return [{"role": "user", "content": text}]
 
@@ -258,12 +263,14 @@ class Impressions:
             texts = self.write(conversations, 40)
             good = [bool(re.search(wanted, text, re.I)) and not re.search(unwanted, text, re.I) for text in texts]
             out[kind] = self.report(kind, list(asks), texts, good)
-        texts = self.write([_user(ask) for ask, *_ in SUBJECTS], 320)
-        good = [
-            bool(plot_of(text)) and all(re.search(rf"\b({word})", text) for word in words)
-            for text, (_, *words) in zip(texts, SUBJECTS, strict=True)
-        ]
-        out["subjects"] = self.report("subjects", [ask for ask, *_ in SUBJECTS], texts, good)
+        asks = [ask for ask, *_ in SUBJECTS]
+        texts = self.write([_user(ask) for ask in asks], 320)
+        for kind, stories in (("subjects", texts), ("subjects, first line left out", [_told(text) for text in texts])):
+            good = [
+                bool(plot_of(story)) and all(re.search(rf"\b({word})", story) for word in words)
+                for story, (_, *words) in zip(stories, SUBJECTS, strict=True)
+            ]
+            out[kind] = self.report(kind, asks, texts, good)
         conversations = [[] for _ in SERIES]
         plots: list[list[str]] = [[] for _ in SERIES]
         for index in range(3):

@@ -80,6 +80,13 @@ class Story:
     slots: dict[str, str]
     sentences: list[str]
     questions: list[tuple[tuple[str, ...], str]]
+    #: Sentences before the opening.
+    before: int = 0
+
+    def begin_with(self, sentence: str) -> None:
+        """Put a sentence before the story."""
+        self.sentences.insert(0, sentence)
+        self.before += 1
 
     @property
     def text(self) -> str:
