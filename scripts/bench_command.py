@@ -29,7 +29,7 @@ def main() -> None:
     folder = str(find_model(sys.argv[2] if len(sys.argv) > 2 else POCKET))
     scripts = Path(sysconfig.get_path("scripts"))
     commands = {
-        "kvant": [scripts / "kvant", "generate", PROMPT, "--model", folder, "--max-tokens", TOKENS],
+        "kvant": [scripts / "kvant", "generate", PROMPT, "--model", folder, "--max-tokens", TOKENS, "--temp", "0"],
         "mlx_lm": [scripts / "mlx_lm.generate", "--model", folder, "--prompt", PROMPT, "--max-tokens", TOKENS],
     }
     seconds: dict[str, list[float]] = {name: [] for name in commands}

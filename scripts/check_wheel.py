@@ -71,7 +71,7 @@ def try_wheel(wheel: Path, folder: Path) -> None:
     constraints = ROOT / "constraints.txt"
     run(str(programs / "pip"), "install", "--quiet", "--constraint", str(constraints), f"{wheel}[cpu]", cwd=folder)
     run(str(programs / "pip"), "check", cwd=folder)
-    story = run(str(programs / "kvant"), "generate", STORY, "--max-tokens", "40", "--quiet", cwd=folder)
+    story = run(str(programs / "kvant"), "generate", STORY, "--max-tokens", "40", "--temp", "0", "--quiet", cwd=folder)
     if "Pip" not in story:
         sys.exit(f"the wheel's story is not about Pip: {story!r}")
     models = run(str(programs / "kvant"), "models", cwd=folder)
@@ -82,7 +82,9 @@ def try_wheel(wheel: Path, folder: Path) -> None:
 def run(*command: str, cwd: Path | None = None) -> str:
     """A command's output. If the command fails, the program ends with all of it."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it could find the tree
-    done = subprocess.run(command, cwd=cwd, env=clean, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=cwd, env=clean, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}exit code {done.returncode}")
     return done.stdout

@@ -7,17 +7,20 @@ import gc
 import os
 import signal
 import sys
-from typing import NoReturn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # its import takes milliseconds in which Ctrl-C is still Python's
+    from typing import NoReturn
 
 EXIT_INTERRUPTED = 130
 
 
-def end_now(signum: int, frame: object) -> NoReturn:
+def end_now(signum: int, frame: object) -> "NoReturn":
     """Leave without a word: while the command starts there is nothing to undo."""
     os._exit(EXIT_INTERRUPTED)
 
 
-def main() -> NoReturn:
+def main() -> "NoReturn":
     """Run ``kvant`` and leave at once: what the interpreter does at its end takes a tenth of a second, for nothing."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell ignores it for us
         signal.signal(signal.SIGINT, end_now)

@@ -1,5 +1,8 @@
 """What many tests share: the embedded model, loaded once, and held-out texts it was not trained on."""
 
+import io
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,14 @@ HOST_RUNS = pytest.StashKey[list[str]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[HOST_RUNS] = []
+    os.environ["KVANT_CONFIG"] = ""  # the settings of whoever runs the tests count for nothing
+    os.environ.pop("KVANT_MODEL", None)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_piped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command in this process finds an empty standard input."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -60,7 +60,9 @@ def _link(path: Path) -> None:
 def test_a_link_put_there_during_the_check_is_not_followed(path: Path) -> None:
     read, refused = 0, 0
     with _swapping(path, _file, _link):
-        for _ in range(TRIES):
+        for tried in range(50 * TRIES):  # on a busy machine the other thread may get its turn late
+            if tried >= TRIES and min(read, refused) > 10:
+                break
             try:
                 assert read_bytes(path, 10_000) == INSIDE
                 read += 1
@@ -73,7 +75,9 @@ def test_a_link_put_there_during_the_check_is_not_followed(path: Path) -> None:
 def test_a_pipe_put_there_during_the_check_does_not_block(path: Path) -> None:
     read, refused = 0, 0
     with _swapping(path, _file, os.mkfifo):
-        for _ in range(TRIES):
+        for tried in range(50 * TRIES):  # on a busy machine the other thread may get its turn late
+            if tried >= TRIES and min(read, refused) > 10:
+                break
             try:
                 assert read_bytes(path, 10_000) == INSIDE
                 read += 1

@@ -11,8 +11,8 @@ import kvant
 ROOT = Path(kvant.__file__).parent
 # From the ground up. A module imports its own package and those before it.
 FLOORS = [
-    "errors", "files", "fields", "sizes", "threads", "weights", "library_copy", "blas", "operators", "cache", "models",
-    "bridge", "text", "engine", "__init__", "tools", "cli", "__main__",
+    "errors", "files", "tensor_header", "fields", "sizes", "threads", "weights", "library_copy", "blas", "operators",
+    "cache", "models", "bridge", "text", "engine", "sample_utils", "__init__", "tools", "cli", "__main__",
 ]  # fmt: skip
 DATA = ["pocket"]  # files, no code
 
@@ -98,9 +98,13 @@ def test_operators_know_no_model_and_no_file() -> None:
 
 
 def test_public_names() -> None:
-    names = ["GenerationResponse", "__version__", "generate", "load", "make_prompt_cache", "stream_generate"]
-    assert kvant.__all__ == names
+    verbs = ["can_trim", "load", "make", "save", "trim"]
+    caches = [f"{verb}_prompt_cache" for verb in verbs]
+    names = ["GenerationResponse", "__version__", "generate", "load", "sample_utils", "stream_generate", *caches]
+    assert kvant.__all__ == sorted(names)
     assert all(hasattr(kvant, name) for name in kvant.__all__)
+    assert all(getattr(kvant.cache, name) is getattr(kvant, name) for name in caches)
+    assert not hasattr(kvant.cache, "batch_prompt_cache")
 
 
 @pytest.mark.parametrize("path", sorted(Path(__file__).parent.rglob("*.py")), ids=lambda p: p.name)

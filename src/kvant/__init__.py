@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING, Any
 from kvant.blas import import_mlx, load_blas
 
 if TYPE_CHECKING:
-    from kvant.bridge import make_prompt_cache
+    from kvant import sample_utils
     from kvant.engine.generate import GenerationResponse, generate, stream_generate
     from kvant.engine.load import load
+    from kvant.engine.prompt_cache import (
+        can_trim_prompt_cache,
+        load_prompt_cache,
+        make_prompt_cache,
+        save_prompt_cache,
+        trim_prompt_cache,
+    )
 
 
 load_blas()  # before anything imports MLX
@@ -21,11 +28,25 @@ import_mlx()
 
 __version__ = "0.1.0"
 
-__all__ = ["GenerationResponse", "__version__", "generate", "load", "make_prompt_cache", "stream_generate"]
+__all__ = [
+    "GenerationResponse",
+    "__version__",
+    "can_trim_prompt_cache",
+    "generate",
+    "load",
+    "load_prompt_cache",
+    "make_prompt_cache",
+    "sample_utils",
+    "save_prompt_cache",
+    "stream_generate",
+    "trim_prompt_cache",
+]
 
 
 def __getattr__(name: str) -> Any:
     """The engine is imported when it is first asked for: the command has its own way to it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("kvant.bridge" if name == "make_prompt_cache" else "kvant.engine"), name)
+    if name == "sample_utils":
+        return import_module("kvant.sample_utils")
+    return getattr(import_module("kvant.engine"), name)

@@ -4,6 +4,7 @@ KvantError
  +-- ModelError        a model folder that cannot be loaded: missing, unsupported or malformed
  |    +-- CheckpointError   its tensors: truncated, missing, of the wrong shape or dtype
  |    +-- WeightsError      a model of the hub that is not here, cannot be had, or has wrong files
+ +-- SnapshotError     a cache's snapshot that cannot be written or read, or does not fit
  +-- ContextError      a prompt or a conversation that does not fit the reserved context (also a ValueError)
  +-- PromptError       a prompt that cannot be used: empty, or a chat template that fails (also a ValueError)
  +-- BenchError        a measurement that could not be made: an engine that failed
@@ -12,7 +13,7 @@ KvantError
 Wrong arguments of a function are ValueError and TypeError. ArgumentError is the ValueError that knows the argument.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import ClassVar
@@ -27,7 +28,9 @@ __all__ = [
     "KvantError",
     "ModelError",
     "PromptError",
+    "SnapshotError",
     "WeightsError",
+    "did_you_mean",
     "library_errors",
     "one_line",
     "printable",
@@ -61,6 +64,12 @@ class WeightsError(ModelError):
     """A model of the hub that is not here or cannot be had, or that has wrong files."""
 
     columns = 1000  # two digests whole, and a path to copy; a name that was refused is cut where it is quoted
+
+
+class SnapshotError(KvantError):
+    """A cache's snapshot that cannot be written or read, or is of another model or format."""
+
+    columns = 1000  # a path to copy, and two digests whole
 
 
 class ContextError(KvantError, ValueError):
@@ -106,6 +115,21 @@ def one_line(error: BaseException) -> str:
     """The first line of another library's error, :func:`printable`, or its kind where it says nothing."""
     lines = str(error).strip().splitlines()
     return printable(lines[0]) if lines else type(error).__name__
+
+
+def did_you_mean(text: str, names: Iterable[str]) -> str:
+    """The end of a sentence that refuses a name: those that look like it; empty where none does.
+
+    Capital letters do not count.
+    """
+    from difflib import get_close_matches
+
+    by_lower = {name.lower(): name for name in names}
+    exact = by_lower.get(text.lower())
+    near = (
+        [exact] if exact else [by_lower[found] for found in get_close_matches(text[:100].lower(), by_lower, cutoff=0.7)]
+    )
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def printable(text: str, columns: int = MAX_COLUMNS) -> str:

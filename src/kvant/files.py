@@ -9,7 +9,7 @@ from io import BufferedReader, BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from kvant.errors import ModelError, one_line
+from kvant.errors import KvantError, ModelError, one_line
 
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
 CODE_KEYS = ("auto_map", "model_file")  # of transformers, of mlx-lm
@@ -39,14 +39,24 @@ def open_file(path: Path, folder: Path | None = None, error: type[ModelError] = 
     Raises:
         ModelError: nothing there, a link out of the folder, or no regular file: a pipe would never end.
     """
-    real = real_file(path, path.parent if folder is None else folder, error)
+    with open_regular(real_file(path, path.parent if folder is None else folder, error), path, error) as file:
+        yield file
+
+
+@contextmanager
+def open_regular(real: Path, shown: Path, error: type[KvantError]) -> Iterator[BufferedReader]:
+    """A regular file, open. A link is not followed, and a pipe does not block. ``shown`` is its name in messages.
+
+    Raises:
+        KvantError: ``error``: nothing there, or no regular file.
+    """
     try:
         descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as failed:
-        raise error(f"{path}: cannot be read: {one_line(failed)}") from failed
+    except (OSError, ValueError) as failed:  # a NUL
+        raise error(f"{shown}: cannot be read: {one_line(failed)}") from failed
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise error(f"{path}: not a regular file")
+            raise error(f"{shown}: not a regular file")
         yield file
 
 

@@ -104,7 +104,7 @@ def test_a_state_takes_all_of_a_step_or_nothing(name: str) -> None:
         cache.trim(1)
     assert not cache.can_trim_to(29)
     cache.reset()
-    assert not any(isinstance(layer, StateCache) and layer.state for layer in cache.layers)
+    assert not any(isinstance(layer, StateCache) and layer.buffers for layer in cache.layers)
     assert mx.array_equal(*(_feed(model, c, PROMPT[:7]) for c in (cache, fresh)))
     assert cache.trim(7) == 7
     fresh.reset()

@@ -71,8 +71,7 @@ def test_generate(folder: Path, model: LanguageModel, bits: int) -> None:
     prompt = [token for token in IDS if token > 1]
     assert tokens == [token for token, _ in Run(model, prompt, cache, max_tokens=20, stop_tokens=[1])]
     lines = [line for line in done.stderr.splitlines() if line.startswith("cache: 128 tokens reserved")]
-    assert len(lines) == 2
-    assert lines[0] == lines[1]
+    assert len(lines) == 1
     assert ("for the state of linear layers" in lines[0]) == (folder.name in ("qwen3-next", "qwen3.5"))
 
 

@@ -17,6 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from support.numbers import relative_error
 from support.tiny_models import build
 
+from kvant.bridge.cache import BridgedCache, make_prompt_cache
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.layers import BridgedKVCache
 from kvant.bridge.model import BridgedModel
@@ -186,9 +187,9 @@ def test_what_is_refused() -> None:
         model(mx.array([[1, 2, 3]]), cache=cache)
     assert {layer.offset for layer in cache} == {6}
     for bad, message in (
-        ({"max_kv_size": 0}, "max_kv_size is 0; expected a positive int"),
-        ({"max_kv_size": 8, "kv_bits": 3}, "kv_bits is 3; expected one of 0, 8, 4"),
-        ({"max_kv_size": 8, "kv_group_size": 0}, "kv_group_size is 0; expected a positive int"),
+        ({"max_kv_size": 0}, "max_kv_size is 0; expected at least 1"),
+        ({"max_kv_size": 8, "kv_bits": 3}, "kv_bits is 3; expected 8, 4, 0 for no quantization"),
+        ({"max_kv_size": 8, "kv_group_size": 0}, "kv_group_size is 0; expected at least 1"),
         ({"max_kv_size": 8, "kv_group_size": 7}, "kv_group_size is 7; expected a multiple of 8"),
         ({"max_kv_size": 8, "batch": True}, "batch is True; expected a positive int"),
         ({"max_kv_size": 2**45}, "a cache of 35184372088832 tokens needs"),
@@ -196,9 +197,12 @@ def test_what_is_refused() -> None:
         with pytest.raises((ValueError, ContextError), match=message):
             kvant.make_prompt_cache(model, **bad)  # type: ignore[arg-type]
 
-    for other in ("a folder", BridgedModel(model, BridgedConfig("qwen3", 97, None), mx.float32)):
-        with pytest.raises(ValueError, match=f"model is a {type(other).__name__}; expected mlx-lm's own"):
-            kvant.make_prompt_cache(other, 8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="model is a str; expected mlx-lm's own"):
+        kvant.make_prompt_cache("a folder", 8)
+    own = BridgedModel(model, BridgedConfig("qwen3", 97, None), mx.float32)
+    assert isinstance(kvant.make_prompt_cache(own, 8), BridgedCache)
+    with pytest.raises(ValueError, match="model is a BridgedModel; expected mlx-lm's own"):
+        make_prompt_cache(own, 8)  # type: ignore[arg-type]
 
     class Odd:
         def make_cache(self) -> list[Any]:

@@ -1,7 +1,9 @@
 """The ring of a sliding window, against attention over everything in float64, and mlx-lm's rotating cache."""
 
 import math
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -61,15 +63,20 @@ class _Layer:
         self.sinks = _normal(rng, H) if sinks else None
         slack = options.pop("slack")
         options = options | {"quant_group": GROUP, "dtype": mx.float32, "scale_dtype": mx.float32}
-        if window is None:
-            if split is not None:
-                split = replace(split, rotation=mx.array(_turns(np.arange(RESERVED)), mx.float32))
-            self.cache = QuantizedKVCache(RESERVED, K, D, bias_split=split, **options)
-        else:
-            ring = {"window": window, "keep": keep, "slack": slack, "rotary": ROTARY}
-            self.cache = WindowKVCache(RESERVED, K, D, bias_split=split, **ring, **options)
+        self.split, self.ring = split, {"window": window, "keep": keep, "slack": slack, "rotary": ROTARY}
+        self.options = options
+        self.cache = self.empty(RESERVED)
         self.keys: list[Array] = [np.zeros((K, 0, D))] * self.batch
         self.values: list[Array] = [np.zeros((K, 0, D))] * self.batch
+
+    def empty(self, reserved: int) -> QuantizedKVCache:
+        """A cache in this format that holds nothing."""
+        split = self.split
+        if self.window is not None:
+            return WindowKVCache(reserved, K, D, bias_split=split, **self.ring, **self.options)
+        if split is not None:
+            split = replace(split, rotation=mx.array(_turns(np.arange(reserved)), mx.float32))
+        return QuantizedKVCache(reserved, K, D, bias_split=split, **self.options)
 
     def attend(self, rng: np.random.Generator, new: int, lengths: tuple[int, ...], mask: Array | None) -> float:
         """Attend through the cache; the largest difference from attention over everything."""
@@ -193,6 +200,40 @@ class _Machine(RuleBasedStateMachine):
                 with pytest.raises(ValueError, match="its windows or states go back no further"):
                     self.cache.trim(each)
         assert self.cache.lengths == lengths
+
+    def _take(self, cache: ModelCache) -> None:
+        """Go on with another cache."""
+        self.cache = cache
+        for layer, own in zip(self.layers, cache, strict=True):
+            layer.cache = own
+
+    @rule(reserved=st.one_of(st.just(RESERVED), st.integers(0, 40)))
+    def save_and_load(self, reserved: int) -> None:
+        """Into the same room, or into as much as the tokens need and a little more; and back."""
+        before = self.cache.lengths, self.cache.ids
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "saved"
+            self.cache.save(path)
+            room = reserved if reserved == RESERVED else max(1, reserved + max(self.cache.lengths))
+            for size in (room, RESERVED):  # the last one has the room for more
+                self._take(ModelCache([layer.empty(size) for layer in self.layers]))
+                self.cache.load(path)
+                assert (self.cache.lengths, self.cache.ids) == before
+                self.cache.save(path)
+
+    @rule(new=st.integers(1, 60), keep_the_copy=st.booleans())
+    def fork(self, new: int, keep_the_copy: bool) -> None:
+        """What one of two is given does not reach the other."""
+        one, other = self.cache, self.cache.fork()
+        if keep_the_copy:
+            one, other = other, one
+        if max(other.lengths) + new < RESERVED:
+            other.begin(mx.zeros((len(other.lengths), new), mx.int32))
+            for layer in other:
+                rows = [_normal(self.rng, len(other.lengths), heads, new, D) for heads in (H, K, K)]
+                mx.eval(layer.attend(*rows))
+            other.commit()
+        self._take(one)
 
     @rule()
     def reset(self) -> None:

@@ -170,7 +170,7 @@ def test_an_engine_that_cannot_load(make_checkpoint: Callable[..., tuple[Path, A
         (["--seed", "9223372036854775808"], "--seed is 9223372036854775808; expected from -9223372036854775807 to"),
         (["--seed", "1", "compare", "a", "b"], "compare takes no options of bench; seed is given"),
         (["compare", "a"], "Missing argument 'B'"),
-        (["nonsense"], "No such command 'nonsense'"),
+        (["pocket", "--model", "pocket"], "the model is given twice, as the argument 'pocket' and with --model"),
     ],
 )
 def test_usage_errors(

@@ -77,6 +77,40 @@ def test_the_table(capsys: pytest.CaptureFixture[str], pocket_folder: Path) -> N
         assert re.search(rf"^ +{bits} bits +2048 tokens, the model's own$", out, re.MULTILINE)
 
 
+@pytest.mark.parametrize("flags", [["--max-kv-size", "1"], ["--kv-bits", "4"], ["--prefill-step-size", "1"]])
+def test_the_lines_add_up(capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str]) -> None:
+    """Where loading takes the most, its line has what it takes beyond the others."""
+    config = qwen2_config(vocab_size=40_000, hidden_size=64, intermediate_size=64)
+    save_checkpoint(tmp_path, config, reference_model(config))
+    _, out, _ = call(capsys, "plan", str(tmp_path), "--device", "cpu", "--memory", "8GB", *flags)
+    counts = {
+        name.strip(): int(count.replace(",", ""))
+        for name, count in re.findall(r"^([a-z ]+?) +([\d,]+) +[\d.]+ ", out, re.M)
+    }
+    total, _ = counts.pop("total"), counts.pop("limit")
+    assert sum(counts.values()) == total
+    assert "loading" in counts
+
+
+@pytest.mark.parametrize("memory", ["8GB", "600MB", "1200MB"])
+def test_a_plan_that_fails_names_flags_that_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, memory: str
+) -> None:
+    """Each of them, given to the same command, is a plan that fits."""
+    model = {"8GB": "qwen2.5-7b", "600MB": "qwen2.5-0.5b", "1200MB": "qwen2.5-0.5b"}[memory]
+    (tmp_path / "config.json").write_text(json.dumps(_raw(model)))
+    run = ["plan", str(tmp_path), "--device", "gpu", "--memory", memory, "--max-kv-size", "32768", "--kv-bits", "0"]
+    run += ["--prefill-step-size", "4096"]
+    code, out, _ = call(capsys, *run)
+    assert code == 1
+    verdict = next(line for line in out.splitlines() if line.startswith("does not fit: "))
+    ways = re.findall(r"--.*?(?= or --| would fit|: )", verdict)
+    assert ways, verdict
+    for way in ways:
+        code, out, err = call(capsys, *run, *way.split())
+        assert code == 0, (verdict, way, out, err)
+
+
 def test_experts_that_are_held_and_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     save_checkpoint(tmp_path, config := qwen3_moe_config(), reference_model(config))
     made = plan(Checkpoint.from_folder(tmp_path), max_kv_size=100, device="cpu")
@@ -166,7 +200,6 @@ def test_remote(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         (["--weight-group-size", "64"], "--weight-group-size is 64, but without --weight-bits"),
         (["--weight-bits", "7"], "--weight-bits is 7; expected"),
         (["--weight-bits", "4", "--weight-group-size", "48"], "--weight-group-size is 48; expected"),
-        (["a b", "--remote"], "'a b' is no known model"),
         (["pocket", "--remote"], "'pocket' is embedded"),
         (["--weight-bits", "0"], "--weight-bits is 0; expected bits of a quantized weight"),
         (["--prefill-step-size", "0"], "--prefill-step-size is 0"),
@@ -184,6 +217,7 @@ def test_bad_values(capsys: pytest.CaptureFixture[str], flags: list[str], messag
     [
         (["--max-kv-size", "4096"], "--max-kv-size is 4096; the model's context is 2048 tokens"),
         (["no/such/folder"], "no/such/folder"),
+        (["a b", "--remote"], "'a b' is no known model"),
         (["--adapter-path", "no/such"], "adapter 'no/such' is not a folder"),
         (["--adapter-path", str(Path(kvant.__file__).parent)], "kvant: no adapters.safetensors; an adapter folder"),
     ],
@@ -204,7 +238,7 @@ def test_generate_refuses_before_it_loads(capsys: pytest.CaptureFixture[str], sm
             r"kvant: error: 2048 tokens need 21\d\.\d\d MB \(weights 12\.35 MB, cache 2\.36 MB, "
             r"prefill scratch [\d.]+ MB, the process [\d.]+ MB\); "
             r"there are 209\.00 MB \(a small machine\); "
-            r"--max-kv-size (\d+)( or --kv-bits 4)? would fit\n",
+            r"--max-kv-size (\d+)( or --kv-bits 4)?( or --prefill-step-size 32)? would fit\n",
             err,
         )
         assert found, err

@@ -364,7 +364,7 @@ def test_the_reservation_is_prompt_and_max_tokens(
 
     def spy(self: Decoder, max_seq_len: int, **options: Any) -> Any:
         asked.append(max_seq_len)
-        assert not options
+        assert options == {"quant_bit": 8, "quant_group": 32}
         return plain(self, max_seq_len, **options)
 
     monkeypatch.setattr(Decoder, "make_cache", spy)
@@ -372,12 +372,15 @@ def test_the_reservation_is_prompt_and_max_tokens(
     next(stream_generate(model, tokenizer, prompt, max_tokens=10**6))
     next(stream_generate(model, tokenizer, prompt, max_tokens=-1))
     context = model.config.max_position_embeddings
-    assert asked == [len(prompt) + 11, context, context]
+    next(stream_generate(model, tokenizer, prompt, max_kv_size=len(prompt) + 5))
+    next(stream_generate(model, tokenizer, prompt, max_tokens=3, max_kv_size=1000))
+    next(stream_generate(model, tokenizer, prompt, max_tokens=-1, max_kv_size=10**6))
+    assert asked == [len(prompt) + 11, context, context, len(prompt) + 5, len(prompt) + 3, context]
 
 
 def _bad_calls() -> Iterator[tuple[dict[str, Any], type[Exception], str]]:
     yield {"temperature": 0.5}, TypeError, "temperature"
-    yield {"kv_bits": 8}, TypeError, "kv_bits"
+    yield {"kv_start": 8}, TypeError, "kv_start"
     yield {"max_tokens": 0}, ValueError, "max_tokens is 0"
     yield {"max_tokens": -2}, ValueError, "max_tokens is -2"
     yield {"max_tokens": 1.5}, ValueError, "max_tokens is 1.5"
@@ -462,8 +465,8 @@ def test_mlx_lms_samplers_and_processors_are_applied(pocket: Pocket, prompt: lis
         ({"temp": 1, "top_k": -1}, "top_k is -1"),
         ({"temp": 1, "top_k": 300}, "top_k is 300; expected at most 299"),
         ({"temp": 1, "min_p": 0.1, "min_tokens_to_keep": 301}, "min_tokens_to_keep is 301; expected at most 300"),
-        ({"top_p": 0.9}, "top_p is 0.9, which has no effect without temp"),
-        ({"seed": 3}, "seed is 3, which has no effect without temp"),
+        ({"temp": 0, "top_p": 0.9}, "top_p is 0.9, which has no effect at temperature 0"),
+        ({"temp": 0, "seed": 3}, "seed is 3, which has no effect at temperature 0"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0"),
         ({"repetition_context_size": 0}, "repetition_context_size is 0"),
         (

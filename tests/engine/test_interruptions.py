@@ -1,52 +1,19 @@
 """Ctrl-C at any line of kvant's code: what was not committed is gone, and the next answer is that of a fresh cache."""
 
 import random
-import sys
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import mlx.core as mx
 from support.counts import count
+from support.interruption import Interruption
 
-import kvant
 from kvant.cache import FullKVCache, ModelCache
 from kvant.engine.run import Run
 from kvant.models import Decoder
 
 Pocket = tuple[Decoder, Any]
-SOURCE = str(Path(kvant.__file__).parent)
 RUNS = count(50, 500)
-
-
-class Interruption:
-    """Counts the lines of kvant's code that run, and raises a KeyboardInterrupt at one of them."""
-
-    def __init__(self, at: int) -> None:
-        self.lines, self._at = 0, at
-
-    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
-        if not frame.f_code.co_filename.startswith(SOURCE):
-            return None
-        if event == "line":
-            self.lines += 1
-            if self.lines == self._at:
-                raise KeyboardInterrupt
-        return self._trace
-
-    def of(self, work: Callable[[], object]) -> bool:
-        """Do the work; whether it was interrupted."""
-        before = sys.gettrace()
-        sys.settrace(self._trace)
-        try:
-            work()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(before)
-        return False
 
 
 def _make(model: Decoder, rng: random.Random) -> ModelCache:

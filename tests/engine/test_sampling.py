@@ -297,15 +297,43 @@ def test_bad_processors(options: dict[str, Any], message: str) -> None:
         ({"xtc_threshold": 0.2, "temp": 1.0}, "xtc_threshold is 0.2, which has no effect without xtc_probability"),
         ({"presence_context_size": 5}, "presence_context_size is 5, which has no effect without presence_penalty"),
         ({"frequency_context_size": 5}, "frequency_context_size is 5, which has no effect without frequency_penalty"),
-        ({"xtc_probability": 0.2}, "xtc_probability is 0.2, which has no effect without temp"),
+        ({"temp": 0.0, "xtc_probability": 0.2}, "xtc_probability is 0.2, which has no effect at temperature 0"),
         ({"temp": 1.0, "min_tokens_to_keep": 2}, "min_tokens_to_keep is 2, which has no effect without min_p"),
+        ({"repetition_context_size": 5}, "repetition_context_size is 5, which has no effect without repetition_pen"),
         ({"temp": 1.0, "top_p": 0}, "top_p is 0; expected above 0"),
         ({"temp": 1.0, "seed": -4}, "seed is -4; expected from 0"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SamplingOptions(**options)
+        SamplingOptions(**options).build(300)
+
+
+@pytest.mark.parametrize(
+    ("given", "model", "expected"),
+    [
+        ({}, {}, {"temp": 0.0, "top_p": 1.0}),
+        ({}, {"temp": 0.7, "top_k": 20}, {"temp": 0.7, "top_p": 1.0, "top_k": 20}),
+        ({"temp": 0.2}, {"temp": 0.7, "top_p": 0.9}, {"temp": 0.2, "top_p": 0.9}),
+        (
+            {"temp": 0.0},
+            {"temp": 0.7, "top_p": 0.9, "repetition_penalty": 1.1},
+            {"top_p": 1, "repetition_penalty": 1.1},
+        ),
+        ({"top_p": 0.5}, {"temp": 0.7, "top_p": 0.9}, {"temp": 0.7, "top_p": 0.5}),
+        ({"top_p": 0.5}, {"temp": 0.0}, {"temp": 1.0, "top_p": 0.5}),
+        ({"seed": 4}, {}, {"temp": 1.0, "seed": 4}),
+        ({"xtc_probability": 0.2}, {}, {"temp": 1.0}),
+        ({"top_k": 0}, {}, {"temp": 0.0, "top_k": 0}),
+        ({"repetition_penalty": 1.0}, {"repetition_penalty": 1.3}, {"repetition_penalty": 1.0}),
+    ],
+)
+def test_what_was_not_given_is_the_models(
+    given: dict[str, Any], model: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    filled = SamplingOptions(**given).filled(model)
+    assert {name: getattr(filled, name) for name in expected} == expected
+    assert filled.filled({"temp": 0.3, "min_p": 0.2}) == filled
 
 
 def test_options_reach_the_sampler() -> None:

@@ -64,20 +64,27 @@ def test_the_tour_counts_lines() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_ids)
 def test_commands_and_their_flags_exist(page: Path) -> None:
-    commands = typer.main.get_command(make_app([])).commands  # type: ignore[attr-defined]
     text = page.read_text()
     code = [*re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL), *re.findall(r"`([^`\n]+)`", text)]
     for line in "\n".join(code).splitlines():
         for name, rest in re.findall(r"(?:^|/|\s)kvant ([a-z]+)([^|&;#]*)", line):
             assert name in COMMANDS, f"kvant {name} is not a command"
-            flags = {
-                flag for parameter in commands[name].params for flag in (*parameter.opts, *parameter.secondary_opts)
-            }
+            command = typer.main.get_command(make_app([name])).commands[name]  # type: ignore[attr-defined]
+            flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
             for flag in re.findall(r"(?<=\s)--[a-z][a-z-]*", rest):
                 assert flag in flags, f"kvant {name} has no {flag}"
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "docs" / "api.md"], ids=page_ids)
+@pytest.mark.parametrize("name", ["generate", "chat"])
+def test_every_flag_is_named(name: str) -> None:
+    text = (ROOT / "docs" / "commands.md").read_text()
+    command = typer.main.get_command(make_app([name])).commands[name]  # type: ignore[attr-defined]
+    for parameter in command.params:
+        flags = [flag for flag in (*parameter.opts, *parameter.secondary_opts) if flag.startswith("--")]
+        assert not flags or any(re.search(rf"`{flag}[` ]", text) for flag in flags), flags
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "api.md", ROOT / "docs" / "conversations.md"], ids=page_ids)
 def test_python_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every block of a page, one after the other; a line's comment after two blanks is what it prints."""
     text = page.read_text()

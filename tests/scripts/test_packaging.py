@@ -62,9 +62,10 @@ def test_every_import_is_declared() -> None:
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 imported.add(node.module.partition(".")[0])
-    imported -= {"kvant", "kvant_command", *sys.stdlib_module_names}
+    imported -= {"kvant", "kvant_command", "kvant_llm", *sys.stdlib_module_names}
     assert "mlx" in imported
-    declared = {canonicalize_name(Requirement(line).name) for line in [*PROJECT["dependencies"], *EXTRAS["plot"]]}
+    lines = [*PROJECT["dependencies"], *EXTRAS["plot"], *EXTRAS["llm"]]
+    declared = {canonicalize_name(Requirement(line).name) for line in lines}
     distributions = packages_distributions()
     for name in imported:
         assert {canonicalize_name(found) for found in distributions[name]} & declared, f"{name} is not declared"

@@ -49,7 +49,7 @@ from kvant.engine.load import find_model
 from kvant.errors import ModelError
 from kvant.weights import known
 places = known.PLACES
-requests, sys.stdin = sys.stdin, io.StringIO()
+requests, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO())
 for line in requests:
     arguments, listed, settings = json.loads(line)
     os.environ |= settings

@@ -72,7 +72,15 @@ def test_the_wrapper_sees_no_template_where_there_is_none(tmp_path: Path) -> Non
     assert TokenizerWrapper(tokenizer).has_chat_template is tokenizer.has_chat_template is False
 
 
-@pytest.mark.parametrize(("marks", "found"), [(["<think>", "</think>"], True), (["<think>"], False)])
+@pytest.mark.parametrize(
+    ("marks", "found"),
+    [
+        (["<think>", "</think>"], True),
+        (["<think>"], False),
+        (["<|channel>", "<channel|>"], True),
+        (["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"], True),
+    ],
+)
 def test_marks_of_thinking(tmp_path: Path, marks: list[str], found: bool) -> None:
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, "qwen3", extra_special_tokens=marks))
     wrapped = TokenizerWrapper(tokenizer)

@@ -32,6 +32,13 @@ NAMES = [
     "qwen3-0.6b",
     "qwen3-0.6b-4bit",
     "smollm2-135m",
+    "llama3.2-1b-4bit",
+    "llama3.2-3b-4bit",
+    "llama3.1-8b-4bit",
+    "mistral-7b",
+    "mistral-7b-4bit",
+    "qwen3-4b-4bit",
+    "qwen3-8b-4bit",
 ]
 SHAPE = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
 SHAPE += ["intermediate_size", "vocab_size", "max_position_embeddings", "rms_norm_eps"]
@@ -65,6 +72,28 @@ REST = {
         "use_cache": True,
         "use_sliding_window": False,
     },
+    "llama": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "transformers_version": "4.45.0.dev0",
+        "use_cache": True,
+    },
+    "mistral": {
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "sliding_window": None,
+        "transformers_version": "4.42.0.dev0",
+        "use_cache": True,
+    },
 }
 
 
@@ -86,23 +115,27 @@ def test_every_entry_can_be_used() -> None:
             assert config.rope.theta == model.config["rope_theta"]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("qwen")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "smollm2-135m"])
 def test_the_shape_is_that_of_the_pinned_config(name: str) -> None:
     """Written again from the facts, config.json has the size and the digest it is pinned to."""
     model = weights.known_models()[name]
     facts: dict[str, Any] = {**model.config, **REST[model.config["model_type"]]}
     quantization = facts.pop("quantization", None)
-    if facts["model_type"] == "qwen2":
+    if facts["model_type"] in ("qwen2", "mistral") or name == "llama3.1-8b-4bit":
         del facts["head_dim"]  # not in the file: hidden_size / num_attention_heads
         assert model.config["head_dim"] * facts["num_attention_heads"] == facts["hidden_size"]
     if name == "qwen2.5-7b":
         facts |= {"max_window_layers": 28, "sliding_window": 131072}
+    if name == "llama3.1-8b-4bit":
+        facts["transformers_version"] = "4.42.3"
+    if name in ("qwen3-4b-4bit", "qwen3-8b-4bit"):
+        facts["max_window_layers"] = 36
     if quantization:
         facts["quantization"] = quantization
-        if facts["model_type"] == "qwen3":  # a later mlx-lm wrote it twice
+        if facts["model_type"] in ("qwen3", "llama"):  # a later mlx-lm wrote it twice
             facts["quantization_config"] = quantization
     written = json.dumps(dict(sorted(facts.items())), indent=4 if quantization else 2)
-    if facts["model_type"] == "qwen2" and not quantization:
+    if facts["model_type"] in ("qwen2", "mistral") and not quantization:
         written += "\n"
     pinned = next(file for file in model.files if file.name == "config.json")
     assert (len(written), hashlib.sha256(written.encode()).hexdigest()) == (pinned.bytes, pinned.sha256)
@@ -119,7 +152,7 @@ def test_the_weights_have_the_size_of_the_shape(name: str) -> None:
     matrices = embeddings * c["vocab_size"] * hidden
     matrices += layers * (2 * hidden * heads + 2 * hidden * kv_heads + 3 * hidden * inner)
     vectors = hidden + layers * 2 * hidden
-    vectors += layers * {"qwen2": heads + 2 * kv_heads, "qwen3": 2 * head, "llama": 0}[c["model_type"]]
+    vectors += layers * {"qwen2": heads + 2 * kv_heads, "qwen3": 2 * head}.get(c["model_type"], 0)
     bits = 16 if "quantization" not in c else c["quantization"]["bits"] + 32 / c["quantization"]["group_size"]
     tensors = matrices * bits / 8 + vectors * 2
     stated = sum(file.bytes or 0 for file in model.files if file.name.endswith(".safetensors"))

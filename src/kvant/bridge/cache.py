@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache as MlxLmKVCache
 
 from kvant.bridge import hook
 from kvant.bridge.layers import BridgedChunkCache, BridgedKVCache, BridgedWindowCache, StateCache
-from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, probe
+from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, as_text, probe
 from kvant.bridge.traced import TracedLayer
 from kvant.cache import ModelCache
 from kvant.cache.window import SLACK
@@ -20,7 +20,6 @@ from kvant.operators.quantization import QUANT_BITS
 from kvant.sizes import format_bytes
 
 Layer = BridgedKVCache | StateCache
-Layout = tuple[Entry, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +48,14 @@ class BridgedCache(ModelCache):
     """
 
     def __init__(
-        self, entries: Sequence[Any], layers: Sequence[Layer], notes: Sequence[str] = (), layout: Layout = ()
+        self, entries: Sequence[Any], layers: Sequence[Layer], notes: Sequence[str] = (), layout: str = ""
     ) -> None:
         """``entries``: for mlx-lm's model, whose :func:`layout_of` is ``layout``. ``layers``: those in them.
 
         ``notes``: what :meth:`describe` adds.
         """
         super().__init__(layers)
-        self.layout = layout
+        self._sequences.layout = layout
         self._entries = tuple(entries)
         self._bridged = tuple(layers)
         self._notes = tuple(notes)
@@ -73,6 +72,11 @@ class BridgedCache(ModelCache):
         return [*self._entries, *more]
 
     @property
+    def layout(self) -> str:
+        """:func:`layout_of` the model that it is for."""
+        return self._sequences.layout
+
+    @property
     def layers(self) -> tuple[Layer, ...]:
         """All layers that hold something, in order, those of lists too."""
         return self._bridged
@@ -80,7 +84,7 @@ class BridgedCache(ModelCache):
     @property
     def state(self) -> list[mx.array]:
         """Every array of every layer: computed, the step is, whether its logits are or not."""
-        return [array for layer in self._bridged for array in layer.state]
+        return [array for layer in self._bridged for array in layer.buffers]
 
     @property
     def used(self) -> CacheBytes:
@@ -153,6 +157,21 @@ class BridgedCache(ModelCache):
         for layer in self._bridged:
             layer.begin()
 
+    def fork(self) -> "BridgedCache":
+        """As :meth:`ModelCache.fork`."""
+        with self.turn:
+            self.reserve(0)
+            layers: Sequence[Any] = self._forked()
+            # What mlx-lm's model sees of a layer, to the same of its copy.
+            seen = {id(_seen(old)): _seen(new) for old, new in zip(self._bridged, layers, strict=True)}
+
+            def copied(entry: Any) -> Any:
+                if isinstance(entry, CacheList):
+                    return CacheList(*map(copied, entry.caches))
+                return seen.get(id(entry)) or MlxLmKVCache()  # one that the model does not use
+
+            return BridgedCache([copied(entry) for entry in self._entries], layers, self._notes, self.layout)
+
     def describe(self) -> list[str]:
         """What it is made of, a line for each kind of layer, and where a group is not the one asked for."""
         kinds = Counter(_described(layer) for layer in self._bridged)
@@ -216,7 +235,7 @@ def make_model_cache(
     options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
     found = probe(model, batch)
     entries, layers = _make(found, max_seq_len, kernels=kernels, **options)
-    layout = tuple(found) if batch == 1 else layout_of(model)  # the sizes of states go with the batch
+    layout = as_text(found) if batch == 1 else layout_of(model)  # the sizes of states go with the batch
     groups = Counter(layer.quant_group for layer in layers if isinstance(layer, BridgedKVCache) and quant_bit)
     notes = [
         f"groups of {group} in {_counted(count)}: {quant_group} does not divide every width there"
@@ -226,9 +245,9 @@ def make_model_cache(
     return BridgedCache(entries, layers, notes, layout)
 
 
-def layout_of(model: Model) -> Layout:
-    """What a model asks of its caches; those of another layout are for another model."""
-    return tuple(probe(model))
+def layout_of(model: Model) -> str:
+    """What a model asks of its caches, as JSON; those of another layout are for another model."""
+    return as_text(probe(model))
 
 
 def cache_bytes(
@@ -250,7 +269,7 @@ def entries_bytes(
             state += leaf.nbytes
         elif isinstance(leaf, Attention):
             keys_values += (
-                batch * leaf.num_kv_heads * _rows(leaf, max_seq_len) * _token_bytes(leaf, quant_bit, quant_group)
+                batch * leaf.num_kv_heads * rows_of(leaf, max_seq_len) * _token_bytes(leaf, quant_bit, quant_group)
             )
     return CacheBytes(keys_values, state)
 
@@ -265,7 +284,7 @@ def _make(
         if isinstance(leaf, Unused):
             return MlxLmKVCache()
         if isinstance(leaf, State):
-            layers.append(StateCache(ArraysCache(leaf.arrays), max_seq_len, batch=batch))
+            layers.append(StateCache(ArraysCache(len(leaf.shapes)), max_seq_len, batch=batch, shapes=leaf.shapes))
             return layers[-1].arrays
         options: dict[str, Any] = {
             "batch": batch,
@@ -309,7 +328,8 @@ def _leaves(entries: Iterable[Entry]) -> list[Leaf]:
     return [leaf for entry in entries for leaf in (entry if isinstance(entry, tuple) else (entry,))]
 
 
-def _rows(leaf: Attention, max_seq_len: int) -> int:
+def rows_of(leaf: Attention, max_seq_len: int) -> int:
+    """Rows of a layer's arrays that a sequence has."""
     window = leaf.chunk or leaf.window
     return max_seq_len if window is None else min(max_seq_len, leaf.keep + window + SLACK)
 
@@ -320,6 +340,11 @@ def _token_bytes(leaf: Attention, quant_bit: int, quant_group: int) -> int:
     if not quant_bit:
         return width * leaf.dtype.size
     return width * quant_bit // 8 + width // leaf.group(quant_group) * mx.float16.size
+
+
+def _seen(layer: Layer) -> Any:
+    """What mlx-lm's model is given for a layer."""
+    return layer.arrays if isinstance(layer, StateCache) else layer
 
 
 def _counted(layers: int) -> str:

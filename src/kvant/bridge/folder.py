@@ -23,7 +23,8 @@ from kvant.errors import CheckpointError, ModelError, library_errors
 from kvant.fields import shown
 from kvant.models.matrix_loading import check_device
 from kvant.models.quantization import FLOAT_MODES, Quantization, read_quantization
-from kvant.models.tensors import BITS, TensorFiles
+from kvant.models.tensors import TensorFiles
+from kvant.tensor_header import BITS
 from kvant.threads import check_process
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # some exporters leave them behind; mlx-lm computes them

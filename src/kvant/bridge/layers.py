@@ -1,7 +1,10 @@
 """kvant's caches of one layer, as mlx-lm's models use a cache."""
 
 import math
-from typing import Any
+import operator
+from copy import copy
+from dataclasses import replace
+from typing import Any, Self
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
@@ -9,6 +12,7 @@ from mlx_lm.models.cache import ArraysCache, create_attention_mask
 
 from kvant.bridge import hook
 from kvant.cache import KVCache, QuantizedKVCache, WindowKVCache
+from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, Stored
 from kvant.cache.sequences import TrimLimit
 from kvant.operators.attention import attend_tokens
 from kvant.operators.cached_attention import first_rows
@@ -38,6 +42,17 @@ class BridgedKVCache(QuantizedKVCache):
     def offset(self) -> int:
         """Tokens so far, with those that a step appended before it is committed."""
         return self.sequences.offset + (self._appended if self.sequences.step is not None else 0)
+
+    @property
+    def format(self) -> LayerFormat:
+        """How it stores tokens."""
+        return replace(super().format, shared=self.shared)
+
+    def fork(self) -> Self:
+        """See :class:`kvant.cache.KVCache`."""
+        made = super().fork()
+        made.begin()
+        return made
 
     def begin(self) -> None:
         """Forget what a step appended that was not committed."""
@@ -198,7 +213,7 @@ class BridgedWindowCache(BridgedKVCache, WindowKVCache):
     """A sliding window: in place of mlx-lm's rotating cache. Tokens are fetched in the order of the ring."""
 
     @property
-    def state(self) -> list[mx.array]:
+    def buffers(self) -> list[mx.array]:
         """Its arrays, and the tokens that wait to be written."""
         return [*self.arrays, *(array for _, _, new in self._pending for array in new)]
 
@@ -231,6 +246,11 @@ class BridgedChunkCache(BridgedWindowCache):
 
     It is a window as long as a chunk. The model makes the mask, from :attr:`start_position`.
     """
+
+    @property
+    def format(self) -> LayerFormat:
+        """How it stores tokens."""
+        return replace(super().format, kind="chunks")
 
     @property
     def start_position(self) -> int:
@@ -279,11 +299,17 @@ class StateCache(KVCache):
         arrays: what the model is given.
     """
 
-    def __init__(self, arrays: ArraysCache, max_seq_len: int, *, batch: int = 1) -> None:
-        """For empty ``arrays``; ``max_seq_len`` as the model's other layers have it."""
+    def __init__(
+        self, arrays: ArraysCache, max_seq_len: int, *, batch: int = 1, shapes: tuple[Stored | None, ...] = ()
+    ) -> None:
+        """For empty ``arrays``; ``max_seq_len`` as the model's other layers have it.
+
+        ``shapes``: of the arrays, as :class:`kvant.bridge.probe.State` has them; none: not known.
+        """
         self._max_seq_len = max_seq_len
         super().__init__(batch)
         self.arrays = arrays
+        self._shapes = shapes
         self._committed = list(arrays.cache)
         self._released = False
 
@@ -298,9 +324,42 @@ class StateCache(KVCache):
         return (TrimLimit(0, 0),)
 
     @property
-    def state(self) -> list[mx.array]:
-        """Its arrays, for mlx-lm, which evaluates them; none before the first step."""
+    def buffers(self) -> list[mx.array]:
+        """Its arrays; none before the first step."""
         return [array for array in self.arrays.cache if array is not None]
+
+    @property
+    def format(self) -> LayerFormat:
+        """The arrays of the committed state."""
+        arrays = self._committed if self.offset else [None] * len(self._committed)
+        return LayerFormat("state", state=tuple(None if a is None else (DTYPE_NAMES[a.dtype], a.shape) for a in arrays))
+
+    def stored_state(self) -> list[mx.array]:
+        """See :class:`kvant.cache.KVCache`."""
+        return [array for array in self._committed if array is not None and self.offset]
+
+    def restore_state(self, arrays: list[mx.array | None]) -> None:
+        """See :class:`kvant.cache.KVCache`."""
+        batch = len(self.lengths)
+        for number, (array, expected) in enumerate(zip(arrays, self._shapes or [None] * len(arrays), strict=True)):
+            if array is None or expected is None:
+                continue
+            dtype, (_, *most) = expected  # before it has seen enough tokens, a state may be shorter
+            fits = len(array.shape) == 1 + len(most) and all(map(operator.le, array.shape[1:], most))
+            if DTYPE_NAMES[array.dtype] != dtype or array.shape[0] != batch or not fits:
+                raise ValueError(
+                    f"array {number} of a state is {DTYPE_NAMES[array.dtype]} {tuple(array.shape)}; "
+                    f"expected {dtype} {(batch, *most)}"
+                )
+        self._committed = list(arrays)
+        self.arrays.cache[:] = arrays
+
+    def fork(self) -> Self:
+        """See :class:`kvant.cache.KVCache`. A step replaces the arrays, so these can be shared."""
+        made = copy(self)
+        made.arrays = ArraysCache(len(self.arrays.cache))
+        made.restore_state(self._committed if self.offset else [None] * len(self._committed))
+        return made
 
     def begin(self) -> None:
         """Put back what a step replaced that was not committed."""

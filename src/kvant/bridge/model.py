@@ -12,10 +12,11 @@ from mlx.nn.layers.quantized import QuantizedEmbedding
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from kvant.bridge.cache import BridgedCache, Layout, layout_of, make_model_cache
+from kvant.bridge.cache import BridgedCache, layout_of, make_model_cache
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.traced import can_trace
 from kvant.cache import KVCache, ModelCache
+from kvant.cache.identity import Identity
 from kvant.models.inputs import check_ids, check_offset
 from kvant.models.reservation import default_reservation
 from kvant.threads import check_process
@@ -28,6 +29,7 @@ class BridgedModel:
         config: its facts.
         dtype: the dtype activations are computed in.
         module: mlx-lm's model.
+        identity: digests of the files it was loaded from, for the snapshots of its caches; None: not known.
     """
 
     always_fuses = False
@@ -37,7 +39,8 @@ class BridgedModel:
         self.module = module
         self.config = config
         self.dtype = dtype
-        self._layout: Layout = ()
+        self.identity: Identity | None = None
+        self._layout = ""
 
     def __call__(
         self, inputs: mx.array, offset: int | mx.array | None = None, cache: Sequence[KVCache] | None = None
@@ -99,10 +102,10 @@ class BridgedModel:
         if not isinstance(cache, BridgedCache):
             raise ValueError(f"the cache is a {type(cache).__name__}; expected what model.make_cache returns")
         self._layout = self._layout or layout_of(self.module)
-        if cache.layout is not self._layout:
-            if cache.layout != self._layout:
-                raise ValueError("the cache is for a model with other layers; expected what model.make_cache returns")
-            cache.layout = self._layout  # not compared at every step
+        if cache.layout != self._layout:
+            raise ValueError("the cache is for a model with other layers; expected what model.make_cache returns")
+        if cache.unchecked is not None:
+            cache.check_source(self.identity)
         if batch is not None and len(cache.lengths) != batch:
             raise ValueError(f"the cache is for a batch of {len(cache.lengths)}; given {batch}")
         return cache
@@ -137,6 +140,7 @@ class BridgedModel:
             max_seq_len = default_reservation(self.config)
         options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
         cache = make_model_cache(self.module, max_seq_len, kernels=kernels, **options)
+        cache.identity = self.identity
         self._layout = self._layout or cache.layout  # or the model would be probed once more
         return cache
 

@@ -1,12 +1,15 @@
 """What a model asks of its layers' caches, from one call of it that is never evaluated."""
 
+import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
+
+from kvant.cache.layer_format import DTYPE_NAMES, Stored
 
 PROBE_TOKENS = 16  # as many as fill the longest convolution or n-gram state
 Model = Callable[..., mx.array]  # mlx-lm's: an nn.Module, called with token ids (B, S) and cache=
@@ -48,11 +51,11 @@ class State:
 
     Attributes:
         nbytes: of all its arrays.
-        arrays: how many.
+        shapes: the dtype, by its name in safetensors, and the shape of each; None: the model leaves it empty.
     """
 
     nbytes: int
-    arrays: int
+    shapes: tuple[Stored | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class Unused:
 
 Leaf = Attention | State | Unused
 Entry = Leaf | tuple[Leaf, ...]
+KIND_NAMES = {Attention: "attention", State: "state", Unused: "unused"}
 
 
 def probe(model: Model, batch: int = 1) -> list[Entry]:
@@ -78,6 +82,20 @@ def probe(model: Model, batch: int = 1) -> list[Entry]:
         if isinstance(leaf, _Probe) and leaf.asked is not None and leaf.ring is not None:
             windows[leaf.ring] = max(leaf.asked, windows.get(leaf.ring, 0))
     return [_entry_of(found, windows) for found in probes]
+
+
+def as_text(entries: Sequence[Entry]) -> str:
+    """What a probe found, as JSON: an object with its kind for each cache, a list of them for a list of caches."""
+
+    def one(entry: Entry) -> Any:
+        if isinstance(entry, tuple):
+            return list(map(one, entry))
+        facts = {field.name: getattr(entry, field.name) for field in fields(entry)}
+        if isinstance(entry, Attention):
+            facts["dtype"] = DTYPE_NAMES[entry.dtype]
+        return {"kind": KIND_NAMES[type(entry)], **facts}
+
+    return json.dumps([one(entry) for entry in entries])
 
 
 class _Probe:
@@ -159,7 +177,8 @@ def _entry_of(found: Any, windows: dict[tuple[int, int], int]) -> Entry:
 
 def _leaf_of(found: Any, windows: dict[tuple[int, int], int]) -> Leaf:
     if isinstance(found, mlx_lm_cache.ArraysCache):
-        return State(found.nbytes, len(found.cache))
+        shapes = tuple(None if a is None else (DTYPE_NAMES[a.dtype], a.shape) for a in found.cache)
+        return State(found.nbytes, shapes)
     if found.fetched is None:
         return Unused()
     key, value = found.fetched

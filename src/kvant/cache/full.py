@@ -1,8 +1,12 @@
 """A full-precision key/value cache of one layer that grows by concatenation: the plain way, for comparison."""
 
+from copy import copy
+from typing import Self
+
 import mlx.core as mx
 
 from kvant.cache.layer import KVCache
+from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat
 from kvant.operators.attention import attend_tokens
 from kvant.operators.masks import both_masks, window_mask
 from kvant.operators.validation import check_tokens
@@ -26,9 +30,41 @@ class FullKVCache(KVCache):
         return
 
     @property
-    def state(self) -> list[mx.array]:
-        """Keys and values, for mlx-lm, which evaluates them."""
+    def buffers(self) -> list[mx.array]:
+        """Keys and values."""
         return [] if self._key_value is None else list(self._key_value)
+
+    @property
+    def format(self) -> LayerFormat:
+        """How it stores tokens; without any it has no shape yet."""
+        if self._key_value is None or not self.offset:
+            return LayerFormat("full", window=self.window, dtype="F32")
+        _, K, _, D = self._key_value[0].shape
+        return LayerFormat("full", K, D, D, dtype=DTYPE_NAMES[self._key_value[0].dtype], window=self.window)
+
+    def stored(self, sequence: int) -> list[mx.array]:
+        """See :class:`kvant.cache.KVCache`."""
+        length = self.lengths[sequence]
+        if self._key_value is None or not self.offset:
+            return [mx.zeros((2, 0, length, 0))]
+        return [mx.stack([array[sequence, :, :length] for array in self._key_value])]
+
+    def restore(self, sequence: int, tokens: list[mx.array], first: int, lengths: tuple[int, ...]) -> None:
+        """See :class:`kvant.cache.KVCache`."""
+        if not sequence:
+            self._key_value = None  # the arrays of what it held before
+        if not max(lengths):
+            return
+        _, K, rows, D = tokens[0].shape
+        if self._key_value is None:
+            shape = (len(lengths), K, max(lengths), D)
+            self._key_value = (mx.zeros(shape, tokens[0].dtype), mx.zeros(shape, tokens[0].dtype))
+        for array, new in zip(self._key_value, tokens[0], strict=True):
+            array[sequence, :, :rows] = new
+
+    def fork(self) -> Self:
+        """See :class:`kvant.cache.KVCache`. An append makes new arrays, so these can be shared."""
+        return copy(self)
 
     def update_and_fetch(
         self, key: mx.array, value: mx.array, mask_length: int | None = None, mask: mx.array | str | None = None

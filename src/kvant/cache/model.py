@@ -1,16 +1,20 @@
 """The key/value cache of a model: the arrays of all layers, and the sequences they hold."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import overload
 
 import mlx.core as mx
 
+from kvant.cache import snapshot
 from kvant.cache.compiled import CompiledCacheView
+from kvant.cache.identity import Identity
 from kvant.cache.layer import KVCache
 from kvant.cache.quantized import QuantizedKVCache
 from kvant.cache.sequences import Sequences
-from kvant.threads import Turn
+from kvant.operators.rotary import Rotary
+from kvant.threads import Turn, check_process
 
 
 class ModelCache(Sequence[KVCache]):
@@ -94,6 +98,48 @@ class ModelCache(Sequence[KVCache]):
     def max_seq_len(self) -> int | None:
         """The reservation: tokens that a sequence can have; None: the cache grows."""
         return self._smallest.max_seq_len
+
+    @property
+    def layers(self) -> tuple[KVCache, ...]:
+        """All layers that hold something, in order."""
+        return self._layers
+
+    @property
+    def identity(self) -> Identity | None:
+        """Of the model whose tokens it holds; None: not known. It can be set."""
+        return self._sequences.identity
+
+    @identity.setter
+    def identity(self, identity: Identity | None) -> None:
+        self._sequences.identity = identity
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """How the model turns keys; None: not known. It can be set."""
+        return self._sequences.rotary
+
+    @rotary.setter
+    def rotary(self, rotary: Rotary | None) -> None:
+        self._sequences.rotary = rotary
+
+    @property
+    def unchecked(self) -> Path | None:
+        """The snapshot it was made of without a model, which none has been compared with yet; else None."""
+        return self._sequences.unchecked
+
+    def check_source(self, identity: Identity | None, reference: "ModelCache | None" = None) -> None:
+        """Compare a cache that was made without a model with the first model that uses it.
+
+        Args:
+            identity: of the model.
+            reference: an empty cache of the model in the same format; None: its layers have been compared.
+
+        Raises:
+            SnapshotError: it is another model. The message names the field, and both values.
+        """
+        own = None if reference is None else reference.layers
+        snapshot.check_source(self.layers, identity, own)
+        self._sequences.unchecked = None
 
     @property
     def nbytes(self) -> int:
@@ -187,6 +233,71 @@ class ModelCache(Sequence[KVCache]):
     def can_trim_to(self, num_tokens: int) -> bool:
         """Whether every sequence can go back to its first ``num_tokens`` tokens, exactly."""
         return all(self._sequences.can_return(b, min(length, num_tokens)) for b, length in enumerate(self.lengths))
+
+    def save(self, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
+        """Save the committed tokens: one safetensors file, for its owner only, in place of what is at ``path``.
+
+        docs/snapshots.md says what it holds. Only rows in use are stored.
+
+        Args:
+            path: its folder is there.
+            metadata: what :meth:`load` is to return.
+
+        Raises:
+            SnapshotError: it cannot be written; what was at ``path`` still is.
+            RuntimeError: another thread uses the cache, or it was released.
+            ValueError: metadata that is no text.
+        """
+        with self.turn:
+            self.reserve(0)
+            snapshot.save(Path(path), self.layers, metadata=metadata or {})
+
+    def load(self, path: str | Path) -> dict[str, str]:
+        """Take the tokens of a snapshot, in place of those that the cache has.
+
+        The reservation stays as it is. No second copy is held: a layer is read at a time.
+
+        Returns:
+            the metadata it was saved with.
+
+        Raises:
+            SnapshotError: a file that is no snapshot, is truncated or altered, or is of another model, format or
+                version. The message names what differs. The cache is empty then.
+            RuntimeError: another thread uses the cache, or it was released.
+        """
+        with self.turn:
+            self.reset()
+            self.reserve(0)
+            try:
+                return snapshot.restore(Path(path), self.layers)
+            except BaseException:
+                self.reset()
+                raise
+
+    def fork(self) -> "ModelCache":
+        """A cache of its own with the same tokens and the same reservation; what one appends the other never sees.
+
+        Raises:
+            RuntimeError: another thread uses the cache, or it was released.
+        """
+        with self.turn:
+            self.reserve(0)
+            return ModelCache(self._forked())
+
+    def _forked(self) -> list[KVCache]:
+        """Layers with the same tokens, of a cache of their own."""
+        check_process()
+        sequences, made = self._sequences.fork(), []
+        for number, layer in enumerate(self.layers):
+            layer.settle_committed()
+            made.append(layer.fork())
+            made[-1].bind(sequences, number)
+        return made
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether it can go back to any length: no states, and no window shorter than the reservation."""
+        return all(limit.rows >= (self.max_seq_len or math.inf) for limit in self._sequences.limits)
 
     def end_step(self) -> None:
         """Drop a step that was begun and is not committed."""

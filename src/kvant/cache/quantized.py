@@ -1,8 +1,12 @@
 """A preallocated key/value cache of one layer, quantized in groups: PMX cache_layout 1 with one layer."""
 
+from copy import copy
+from typing import Self
+
 import mlx.core as mx
 
 from kvant.cache.layer import KVCache
+from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.cached_attention import append_and_attend, float_tokens, write_tokens
 from kvant.operators.dispatch import resolve
@@ -124,9 +128,42 @@ class QuantizedKVCache(KVCache):
         return self._max_seq_len
 
     @property
-    def state(self) -> list[mx.array]:
-        """Its arrays, for mlx-lm, which evaluates them."""
+    def buffers(self) -> list[mx.array]:
+        """Its arrays."""
         return self.arrays
+
+    @property
+    def format(self) -> LayerFormat:
+        """How it stores tokens."""
+        return LayerFormat(
+            kind="quantized",
+            num_kv_heads=self.cache.shape[3],
+            head_dim=self.head_dim,
+            value_head_dim=self.value_head_dim,
+            quant_bit=self.quant_bit,
+            quant_group=self.quant_group if self.quant_bit else 0,
+            dtype=DTYPE_NAMES[self.cache.dtype],
+            scale_dtype=DTYPE_NAMES[self.arrays[1].dtype] if self.quant_bit else "",
+            split_pairs=None if self.bias_split is None else self.bias_split.pairs,
+        )
+
+    def stored(self, sequence: int) -> list[mx.array]:
+        """See :class:`kvant.cache.KVCache`."""
+        return [array[0, sequence, :, :, : self.lengths[sequence]] for array in self.arrays]
+
+    def restore(self, sequence: int, tokens: list[mx.array], first: int, lengths: tuple[int, ...]) -> None:
+        """See :class:`kvant.cache.KVCache`."""
+        if first:
+            raise ValueError(f"tokens before {first} are forgotten; a cache without a window needs all of them")
+        for array, new in zip(self.arrays, tokens, strict=True):
+            array[0, sequence, :, :, : new.shape[2]] = new
+
+    def fork(self) -> Self:
+        """See :class:`kvant.cache.KVCache`."""
+        made = copy(self)
+        rows = min(self.num_rows, max(self.sequences.written))
+        made.arrays = [copied(array, rows) for array in self.arrays]
+        return made
 
     def attend(
         self,
@@ -221,3 +258,17 @@ class QuantizedKVCache(KVCache):
         if self.value_head_dim != self.head_dim:
             return f"head_dim {self.head_dim} with values of {self.value_head_dim}; it takes values as wide as keys"
         return unsupported_reason(query_shape, quant_bit=self.quant_bit, quant_group=self.quant_group)
+
+
+def copied(array: mx.array, rows: int | None = None) -> mx.array:
+    """An array of its own with the same numbers, of ``rows`` on axis 4 only where they are given.
+
+    MLX's own copies share their buffer until one of them changes.
+    """
+    made = mx.zeros_like(array)
+    if rows is None:
+        made[:] = array
+    else:
+        made[:, :, :, :, :rows] = array[:, :, :, :, :rows]
+    mx.eval(made)  # reserved now, not at the first token
+    return made

@@ -1,10 +1,14 @@
 """The sequences that a cache holds: their lengths, the ids of their tokens, and the step that is not yet committed."""
 
 from collections.abc import Collection, Hashable, Sequence
+from copy import copy
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
 
+from kvant.cache.identity import Identity
+from kvant.operators.rotary import Rotary
 from kvant.threads import Turn
 
 
@@ -28,6 +32,11 @@ class Sequences:
         shared: whether the layers of a model share this. A layer then leaves the commit to the model.
         limits: how far its layers can go back.
         values: what layers of one kind compute once a step, such as a window's mask; forgotten with the step.
+        identity: of the model whose tokens they are; None: not known.
+        rotary: how the model turns keys; None: not known.
+        layout: what a bridged model expects in its cache, as JSON; "": a decoder's.
+        unchecked: the snapshot that the tokens come from, where no model has been compared with it; else None.
+        speaker: the number of the layer that tells mlx-lm what concerns all of them; None: each does.
     """
 
     def __init__(self, batch: int | None, *, shared: bool = False, limits: Collection[TrimLimit] = ()) -> None:
@@ -42,6 +51,11 @@ class Sequences:
         self._written = self._lengths  # the most tokens each has had since it was empty
         self._ids: list[list[int]] = [[] for _ in self._lengths]
         self._trimmed: tuple[int | Sequence[int], int, set[int]] | None = None
+        self.identity: Identity | None = None
+        self.rotary: Rotary | None = None
+        self.layout = ""
+        self.unchecked: Path | None = None
+        self.speaker: int | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -52,6 +66,11 @@ class Sequences:
     def offset(self) -> int:
         """Committed tokens of the longest sequence."""
         return max(self._lengths)
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The most tokens that each has had since it was empty, whether they count or not."""
+        return self._written
 
     @property
     def ids(self) -> list[list[int]]:
@@ -131,6 +150,20 @@ class Sequences:
         with self.turn:
             self._lengths = self._written = (0,) * len(self._lengths)
             self.step = self._trimmed = None
+
+    def restore(self, lengths: tuple[int, ...], written: tuple[int, ...], ids: Sequence[Sequence[int]]) -> None:
+        """Count tokens that the layers were given otherwise than by a step; ``ids`` are theirs, or nothing."""
+        self._ids = [list(own) for own in ids] or [[] for _ in lengths]
+        self.step = self._trimmed = None
+        self.values.clear()
+        self._written, self._lengths = written, lengths
+
+    def fork(self) -> "Sequences":
+        """Sequences of their own with the same tokens; a step that is not committed is not among them."""
+        made = copy(self)
+        made.turn, made.values = Turn(), {}
+        made.restore(self._lengths, self._written, self.ids)
+        return made
 
     def can_return(self, sequence: int, length: int) -> bool:
         """Whether a sequence can go back to ``length`` tokens exactly."""

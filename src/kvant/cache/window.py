@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 
-from kvant.cache.quantized import QuantizedKVCache
+from kvant.cache.layer_format import LayerFormat
+from kvant.cache.quantized import QuantizedKVCache, copied
 from kvant.cache.sequences import TrimLimit
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
@@ -162,6 +163,37 @@ class WindowKVCache(QuantizedKVCache):
     def live(self, offset: mx.array) -> mx.array:
         """Which rows the query at a position () sees when its own is written: (num_rows,), as :meth:`place`."""
         return self._seen(self._positions(offset + 1, self.num_rows), offset, self.window)
+
+    @property
+    def format(self) -> LayerFormat:
+        """How it stores tokens."""
+        return replace(super().format, window=self.window, keep=self.keep, slack=self.slack)
+
+    def stored(self, sequence: int) -> list[mx.array]:
+        """See :class:`kvant.cache.KVCache`: in the order of positions, whatever the ring's size is."""
+        length = self.lengths[sequence]
+        first = self.format.first(length, self.sequences.written[sequence])
+        spans = [*self._runs(0, min(self.keep, length)), *self._runs(first, length)]
+        if not spans:
+            return [array[0, sequence, :, :, :0] for array in self.arrays]
+        return [
+            mx.concatenate([array[0, sequence, :, :, row : row + n] for row, _, n in spans], axis=2)
+            for array in self.arrays
+        ]
+
+    def restore(self, sequence: int, tokens: list[mx.array], first: int, lengths: tuple[int, ...]) -> None:
+        """See :class:`kvant.cache.KVCache`."""
+        part, length = slice(sequence, sequence + 1), lengths[sequence]
+        kept = min(self.keep, length)
+        self._write(part, [x[None, :, :, :kept] for x in tokens], 0, kept)
+        self._write(part, [x[None, :, :, kept:] for x in tokens], first, length - first)
+
+    def fork(self) -> Self:
+        """See :class:`kvant.cache.KVCache`."""
+        made = super().fork()
+        made._pending = []
+        made._splits = [replace(split, rotation=copied(split.rotation)) for split in self._splits]
+        return made
 
     def settle(self) -> None:
         """Write what waited for the step to be committed, as far as it was; what was not is gone."""

@@ -5,12 +5,12 @@ import os
 import sys
 from importlib import import_module
 from io import TextIOWrapper
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.exceptions import TyperException
 
-from kvant.cli import interrupts, options
+from kvant.cli import config, interrupts, options
 from kvant.cli.options import BadValueError
 from kvant.cli.terminal import escaping_standard_error
 from kvant.errors import ArgumentError, KvantError, one_line, printable
@@ -18,31 +18,52 @@ from kvant.text.process import TextProcess
 from kvant_command import EXIT_INTERRUPTED
 
 EXIT_FAILED = 1
-# In the order of the help. Each is imported when it is asked for: together they take longer than a short answer.
-COMMANDS = ("generate", "chat", "plan", "convert", "report", "pull", "models", "doctor", "bench")
+# In the order of the help, which has these summaries. Each is imported when it is asked for: together they take longer
+# than a short answer.
+COMMANDS = {
+    "generate": "Answer one prompt.",
+    "chat": "Talk with a model; the history stays in the cache.",
+    "plan": "Say which memory a run takes, and whether it fits.",
+    "convert": "Quantize a model folder, or change its dtype.",
+    "report": "Measure the quality that cache formats cost.",
+    "pull": "Download a model and verify it.",
+    "rm": "Remove a model that was pulled.",
+    "models": "List the models known by name, and those that were pulled.",
+    "doctor": "Describe this machine, and check the fused kernel on a GPU.",
+    "bench": "Measure every token's latency, engines side by side.",
+    "config": "Show the config file, and what it sets.",
+}
+NAME = "kvant"
 GROUPS = ("bench",)
 TALKING = ("generate", "chat")  # they need a tokenizer
 
 
 def make_app(arguments: list[str]) -> typer.Typer:
-    """The command with the one sub-command that the arguments begin with, else with all of them."""
+    """The command, with all sub-commands by name; only the one that the arguments begin with can be run."""
     app = typer.Typer(
-        name="kvant",
+        name=NAME,
         help="Run Qwen, Llama, Mistral, SmolLM3 and OLMo 2 models on Apple MLX. "
         "The key/value cache is preallocated and quantized.",
-        add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(root)
-    for name in arguments[:1] if arguments[:1] and arguments[0] in COMMANDS else COMMANDS:
+    app.callback(invoke_without_command=True)(root)
+    wanted = next((text for text in arguments if not text.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        if name != wanted:
+            app.command(name, short_help=summary)(_not_imported)
+            continue
         module = import_module(f"kvant.cli.{name}")
         if name in GROUPS:
-            app.add_typer(module.app, name=name)
+            app.add_typer(module.app, name=name, short_help=summary)
         else:
-            app.command()(getattr(module, name))
+            app.command(name, short_help=summary)(getattr(module, name))
     return app
+
+
+def _not_imported() -> None:
+    raise AssertionError("the command that is run is imported")
 
 
 def _print_version(value: bool) -> None:
@@ -54,11 +75,13 @@ def _print_version(value: bool) -> None:
 
 
 def root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options of the command itself."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def main() -> NoReturn:
@@ -80,11 +103,11 @@ def _run() -> int:
     try:
         # Its start takes as long as the imports beside which it starts.
         process = TextProcess() if sys.argv[1:2] and sys.argv[1] in TALKING else None
-        app = make_app(sys.argv[1:])
+        command = typer.main.get_command(make_app(sys.argv[1:] or _to_complete()))
         gc.freeze()
         gc.enable()
         interrupts.begin()
-        code = app(standalone_mode=False, obj=process)
+        code = command(standalone_mode=False, prog_name=NAME, obj=process, default_map=_defaults())
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
@@ -101,6 +124,18 @@ def _run() -> int:
         return EXIT_FAILED
     except OSError as error:
         return _report(printable(str(error)), EXIT_FAILED)
+
+
+def _defaults() -> dict[str, dict[str, Any]]:
+    """What the config file and the environment say of the command that is run."""
+    name = sys.argv[1] if sys.argv[1:2] else ""
+    return {name: config.defaults(name)} if name in config.COMMANDS else {}
+
+
+def _to_complete() -> list[str]:
+    """The words of the line that a shell completes; none where it does not ask."""
+    line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or ""
+    return line.split()[1:] if f"_{NAME.upper()}_COMPLETE" in os.environ else []
 
 
 def _report(message: str, code: int) -> int:

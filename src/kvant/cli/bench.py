@@ -6,9 +6,10 @@ import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from kvant.cli import bench_options, options, terminal
 from kvant.cli.options import BadValueError
@@ -17,7 +18,20 @@ from kvant.text.tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from kvant.tools.bench.recording import Header, Recording
 
-app = typer.Typer(invoke_without_command=True, subcommand_metavar="[compare A B]")
+
+class BenchGroup(TyperGroup):
+    """The model may be the first argument, as of the other commands."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The arguments with --model before one that is no command of the group."""
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            if any(word.partition("=")[0] == "--model" for word in args[1:]):
+                raise BadValueError(f"the model is given twice, as the argument {args[0]!r} and with --model")
+            args = ["--model", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=BenchGroup, invoke_without_command=True, subcommand_metavar="[MODEL] | compare A B")
 
 
 @app.callback()
@@ -31,7 +45,12 @@ def bench(
             "or mlx-lm:openblas (kvant's BLAS lent to it); repeatable; default: kvant and mlx-lm."
         ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help=f"{options.MODEL_HELP}, the default.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{options.MODEL_HELP}, the default; or the first argument.", autocompletion=options.complete_models
+        ),
+    ] = None,
     random: Annotated[
         str | None,
         typer.Option(metavar="SHAPE", help=f"Random weights instead of a model: {bench_options.SHAPE_NAMES}."),

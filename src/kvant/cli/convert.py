@@ -21,9 +21,17 @@ from kvant.tools.convert.weight_format import WeightFormat
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="The model to convert, named as for --model.")],
-    dest: Annotated[str, typer.Argument(help="The folder to write: a new one, or an empty one.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="The model to convert.", autocompletion=options.complete_models)
+    ],
+    dest: Annotated[
+        str | None, typer.Argument(metavar="DEST", help="The folder to write: a new one, or an empty one.")
+    ] = None,
     *,
+    model: Annotated[
+        str | None,
+        typer.Option(help=f"{options.MODEL_HELP}; instead of SOURCE.", autocompletion=options.complete_models),
+    ] = None,
     bits: Annotated[
         int | None, typer.Option(help="Bits of a weight: 2, 3, 4, 5, 6 or 8; 0 only changes --dtype; default: 4.")
     ] = None,
@@ -47,6 +55,12 @@ def convert(
     quiet: options.Quiet = False,
 ) -> None:
     """Quantize a model folder, change its dtype, or make its tokenizer.json."""
+    if model is not None:
+        if dest is not None:
+            raise BadValueError(f"the model is given twice, as the argument {source!r} and with --model {model}")
+        source, dest = model, source
+    if dest is None:
+        raise BadValueError("no DEST; expected SOURCE and DEST, or --model SOURCE and DEST")
     options.check_text(source=source, dest=dest)
     if tokenizer:
         for name, value in {"bits": bits, "group_size": group_size, "mode": mode, "dtype": dtype}.items():

@@ -80,15 +80,19 @@ def _print(found: "Diagnosis") -> None:
         line(f"kernel against unfused operator: {len(found.kernels) - len(wrong)} of {len(found.kernels)} cases agree")
     ahead = found.look_ahead
     if ahead is not None:
-        faster = "before" if ahead.faster else "after"
+        faster = (
+            "before it is faster here, and there is nothing to set" if ahead.faster else "kvant's way is faster here"
+        )
         line(
             f"look-ahead, pocket: {ahead.after_ms:.2f} ms a token with the next step queued after it (kvant's way), "
-            f"{ahead.before_ms:.2f} before it: {faster} is faster here"
+            f"{ahead.before_ms:.2f} before it: {faster}"
         )
     if found.problem is not None:
         line(f"wrong: generation failed: {found.problem}")
     for text in found.unchecked:
         line(f"not checked here: {text}")
+    for text in found.to_do or ["nothing"]:
+        line(f"to do: {text}")
 
 
 def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> "Table":

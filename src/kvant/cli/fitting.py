@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvant.cli.options import AUTO, BadValueError, KvSize
-from kvant.errors import ContextError
+from kvant.errors import ContextError, ModelError
 from kvant.sizes import format_bytes
 from kvant.tools.machine import Machine
 from kvant.tools.plan import BridgedCheckpoint, Checkpoint, MemoryPlan, Settings, longest_context, plan
 
 DEFAULT_MAX_KV_SIZE = 4096
+LEAST_STEP = 32  # prompt tokens at a time that are worth proposing
+WEIGHT_GROUP = 64  # of `kvant convert`
 
 
 def plan_that_fits(
@@ -64,6 +66,7 @@ def describe(made: MemoryPlan, machine: Machine) -> str:
     """A plan that does not fit, in a line."""
     parts = {"weights": made.weights, "cache": made.cache, "prefill scratch": made.scratch}
     parts |= {"state": made.state} if made.state else {}
+    parts |= {"a second cache for --n": made.fork} if made.fork else {}
     if made.loading > sum(parts.values()):
         parts = {"loading the weights": made.loading}
     parts |= {"the process": made.process} if made.process else {}
@@ -79,26 +82,47 @@ def what_fits(
     made: MemoryPlan,
     machine: Machine,
     split_pairs: Sequence[int] | None = None,
+    *,
+    weights_flag: str = "",
 ) -> str:
-    """The flags that would make a plan fit, or that none would."""
+    """The flags that would make a plan fit, or that none would.
 
-    def longest(bits: int) -> int:
-        settings = replace(made.settings, kv_bits=bits)
-        return longest_context(
-            checkpoint, machine.limit_bytes, settings=settings, device=machine.device, split_pairs=split_pairs
-        ).tokens
+    Args:
+        weights_flag: of the command that can plan with fewer bits of weights, if it can.
+    """
 
+    def longest(settings: Settings, of: Checkpoint | BridgedCheckpoint = checkpoint) -> int:
+        limit, device = machine.limit_bytes, machine.device
+        return longest_context(of, limit, settings=settings, device=device, split_pairs=split_pairs).tokens
+
+    settings = made.settings
     ways = []
-    tokens = longest(made.settings.kv_bits)
+    tokens = longest(settings)
     if tokens:
         ways.append(f"--max-kv-size {tokens}")
     for bits in (8, 4):
-        if bits < (made.settings.kv_bits or 16) and longest(bits) >= made.max_kv_size:
+        if bits < (settings.kv_bits or 16) and longest(replace(settings, kv_bits=bits)) >= made.max_kv_size:
             ways.append(f"--kv-bits {bits}")
             break
+    small_steps = replace(settings, prefill_step_size=min(settings.prefill_step_size, LEAST_STEP))
+    if small_steps != settings and longest(small_steps) >= made.max_kv_size:
+        ways.append(f"--prefill-step-size {LEAST_STEP}")
     if ways:
         return f"{' or '.join(ways)} would fit"
-    tokens = longest(4)
-    if tokens:
-        return f"--kv-bits 4 --max-kv-size {tokens} would fit"
+    smaller = {"--kv-bits 4": replace(settings, kv_bits=4)}
+    smaller[f"--kv-bits 4 --prefill-step-size {LEAST_STEP}"] = replace(small_steps, kv_bits=4)
+    for flags, chosen in smaller.items():
+        if tokens := longest(chosen):
+            return f"{flags} --max-kv-size {min(tokens, made.max_kv_size)} would fit"
+    for bits in (8, 4):
+        try:
+            converted = checkpoint.quantized(bits, WEIGHT_GROUP)
+        except ModelError:  # it is quantized already, or mlx-lm's
+            break
+        for flags, chosen in {"": settings, **smaller}.items():
+            if tokens := longest(chosen, converted):
+                size = "" if tokens >= made.max_kv_size else f"--max-kv-size {tokens}"
+                needed = " ".join(filter(None, [f"{weights_flag} {bits}" if weights_flag else "", flags, size]))
+                fits = f"weights of {bits} bits would, with {needed}" if needed else f"weights of {bits} bits would"
+                return f"no context fits, whatever the cache; {fits}: `kvant convert --bits {bits}` makes them"
     return "no context fits, whatever the cache: the model needs smaller weights or a larger machine"

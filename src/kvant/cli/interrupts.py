@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -19,6 +19,7 @@ SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
 
 _reacted = threading.Event()
 _patience = 0  # above 0: something may take as long as it needs
+_restore: list[Callable[[], None]] = []  # what puts the terminal back before the process ends by itself
 
 
 def begin() -> None:
@@ -49,6 +50,16 @@ def patient() -> Iterator[None]:
         _patience -= 1
 
 
+@contextmanager
+def restoring(act: Callable[[], None]) -> Iterator[None]:
+    """Inside, ``act`` is done where the process ends at the deadline. It may run in another thread."""
+    _restore.append(act)
+    try:
+        yield
+    finally:
+        _restore.remove(act)
+
+
 def _interrupt(signum: int, frame: FrameType | None) -> None:
     _reacted.set()
     raise KeyboardInterrupt
@@ -61,5 +72,7 @@ def _watch(reading: int) -> None:
         if not _reacted.wait(DEADLINE_S) and not _patience:
             if sys.stderr is not None and sys.stderr.isatty():
                 os.write(2, SHOW_CURSOR.encode())
+            for act in _restore:
+                act()
             os._exit(EXIT_INTERRUPTED)
         _reacted.clear()

@@ -1,25 +1,23 @@
 """Flags that several commands share, and the checks of their values. Names and defaults follow mlx-lm."""
 
 import inspect
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import MISSING, fields, is_dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import wraps
 from typing import Annotated, Any, Literal
 
 import typer
-from typer.exceptions import TyperException
 
+from kvant.cli.bad_value import BadValueError as BadValueError  # here for the commands
+from kvant.cli.defaults import Defaults, blocked_by
 from kvant.engine.load import POCKET
+from kvant.errors import ArgumentError, KvantError, one_line
+from kvant.files import unique_keys
 from kvant.operators.dispatch import VARIABLE, choose
 from kvant.operators.quantization import QUANT_BITS
-
-
-class BadValueError(TyperException):
-    """A value that a flag cannot take; the command ends with exit code 2."""
-
-    exit_code = 2
 
 
 @contextmanager
@@ -35,12 +33,54 @@ DEFAULT_KV_GROUP_SIZE = 32
 AUTO: Literal["auto"] = "auto"
 KvSize = int | Literal["auto"] | None  # tokens; as many as fit; the default
 
+
+def _use_preset(context: typer.Context, name: str | None) -> str | None:
+    if name is not None and not context.resilient_parsing:  # it completes a line, and nothing is run
+        defaults = context.default_map
+        assert isinstance(defaults, Defaults)
+        defaults.use(name)
+    return name
+
+
+def complete_models(incomplete: str) -> list[str]:
+    """Names that a shell completes: those of `kvant models`, and repositories that were pulled."""
+    from kvant.weights.known import known_models
+    from kvant.weights.lock import read_locks
+
+    names = [POCKET, *known_models()]
+    with suppress(KvantError):
+        names += [lock.repository for lock in read_locks()]
+    return [name for name in names if name.startswith(incomplete)]
+
+
 MODEL_HELP = f"A folder, a name (`kvant models`), owner/repository[@revision] after `kvant pull`, or '{POCKET}'"
-Model = Annotated[str, typer.Option(help=f"{MODEL_HELP}.")]
+Model = Annotated[
+    str, typer.Option(help=f"{MODEL_HELP}; KVANT_MODEL is another default.", autocompletion=complete_models)
+]
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help="The model, instead of --model.", autocompletion=complete_models),
+]
 AdapterPath = Annotated[
     str | None, typer.Option(help="The folder of a LoRA or DoRA adapter as mlx_lm.lora writes it; applied at load.")
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", help="Generate at most this many tokens.")]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", is_eager=True, callback=_use_preset, help="The options of a preset in the config file."
+    ),
+]
+ChatTemplateConfig = Annotated[
+    str | None,
+    typer.Option(metavar="JSON", help="Variables for the chat template, such as '{\"enable_thinking\": false}'."),
+]
+ExtraEosToken = Annotated[
+    list[str] | None, typer.Option(metavar="TOKEN", help="A token, or its id, that ends the text, too; repeatable.")
+]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Go on past the tokens that end a text, up to --max-tokens.")
+]
 SystemPrompt = Annotated[str | None, typer.Option(help="A system message before the conversation.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")]
 KvBits = Annotated[int, typer.Option(help="Bits of a cached key or value: 8, 4, or 0 for no quantization.")]
@@ -75,7 +115,10 @@ Raw = Annotated[
     bool, typer.Option("--raw", help="On a terminal, send control characters of the text as they are; it obeys them.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no statistics and no progress.")]
-
+Overflow = Annotated[
+    Literal["forget", "stop"],
+    typer.Option(help="When the context is full, forget the oldest turns and go on, or stop."),
+]
 
 LogitBias = Annotated[
     list[str] | None,
@@ -98,26 +141,100 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     for parameter in inspect.signature(command).parameters.values():
         if is_dataclass(parameter.annotation):
             groups[parameter.name] = parameter.annotation
-            for option in fields(parameter.annotation):
-                kind: Any = LogitBias if option.name == "logit_bias" else option.type
-                if "help" in option.metadata:
-                    kind = Annotated[kind, typer.Option(help=option.metadata["help"])]
+            for option in flags(parameter.annotation):
                 default = None if option.default is MISSING else option.default
-                parameters.append(parameter.replace(name=option.name, default=default, annotation=kind))
+                parameters.append(parameter.replace(name=option.name, default=default, annotation=annotation(option)))
         else:
             parameters.append(parameter)
 
     @wraps(command)
-    def run(**values: Any) -> None:
-        if "logit_bias" in values:
-            values["logit_bias"] = _biases(values["logit_bias"])
-        for name, group in groups.items():
-            values[name] = group(**{option.name: values.pop(option.name) for option in fields(group)})
-        command(**values)
+    def run(context: typer.Context, **values: Any) -> None:
+        origins = settings_used(context, values)
+        try:
+            if "logit_bias" in values:
+                values["logit_bias"] = _biases(values["logit_bias"])
+            for name, group in groups.items():
+                given = {option.name: values.pop(option.name) for option in flags(group)}
+                if any(option.name == "origins" for option in fields(group)):
+                    given["origins"] = origins
+                values[name] = group(**given)
+            command(context=context, **values)
+        except (BadValueError, ArgumentError) as error:
+            said = error.worded(flag) if isinstance(error, ArgumentError) else error.message
+            sources = [f"{flag(name)} is from {source}" for name, (_, source) in origins.items() if flag(name) in said]
+            raise BadValueError("; ".join([said, *sources])) from error
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def flags(group: Any) -> list[Field[Any]]:
+    """The fields of a dataclass that are flags of a command."""
+    return [option for option in fields(group) if option.metadata.get("flag", True)]
+
+
+def annotation(option: Field[Any]) -> Any:
+    """The annotation of a field's flag."""
+    kind: Any = LogitBias if option.name == "logit_bias" else option.type
+    return Annotated[kind, typer.Option(help=option.metadata["help"])] if "help" in option.metadata else kind
+
+
+def settings_used(context: typer.Context, values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
+    """The values that come from the config file, a preset or the environment: name -> value and source, in words.
+
+    One that would have no effect beside a value of another source is taken back to its default: nobody asked for the
+    two together.
+    """
+    defaults = context.default_map
+    if not isinstance(defaults, Defaults):
+        return {}
+    used = {
+        name: (values[name], defaults.sources[name])
+        for name in values
+        if name in defaults.sources and _source(context, name) == "DEFAULT_MAP"
+    }
+    for name, (_, source) in list(used.items()):
+        blocker = blocked_by(name, values)
+        if blocker is not None and (blocker not in used or used[blocker][1] != source):
+            values[name] = next(option.default for option in context.command.params if option.name == name)
+            del used[name]
+    return used
+
+
+def choose_model(context: typer.Context, argument: str | None, option: Any) -> Any:
+    """The model, given as an argument or with --model.
+
+    Raises:
+        BadValueError: both are given.
+    """
+    if argument is None:
+        return option
+    if _source(context, "model") == "COMMANDLINE":
+        raise BadValueError(f"the model is given twice, as the argument {argument!r} and with --model {option}")
+    return argument
+
+
+def _source(context: typer.Context, name: str) -> str | None:
+    source = context.get_parameter_source(name)
+    return None if source is None else source.name
+
+
+def template_variables(text: str | None) -> dict[str, Any]:
+    """The variables of --chat-template-config.
+
+    Raises:
+        BadValueError: text that is no object of JSON.
+    """
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise BadValueError(f"--chat-template-config is {text[:80]!r}: not JSON: {one_line(error)}") from error
+    if not isinstance(found, dict):
+        raise BadValueError(f"--chat-template-config is {text[:80]!r}; expected an object of JSON")
+    return found
 
 
 def _biases(texts: Sequence[str] | None) -> Mapping[int, float]:

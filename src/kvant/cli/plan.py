@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvant.cli import options, terminal
-from kvant.cli.fitting import plan_for
+from kvant.cli.fitting import plan_for, what_fits
 from kvant.cli.options import BadValueError
 from kvant.engine.load import POCKET, find_adapter, find_model
 from kvant.errors import ArgumentError, ModelError
@@ -33,9 +33,17 @@ BITS = (0, 8, 4)  # of a cache whose longest context is told; 0 is the compute d
 DOES_NOT_FIT = 1
 
 
+@options.with_options
 def plan(
-    model: Annotated[str, typer.Argument(help=f"{options.MODEL_HELP}; with --remote before it too.")] = POCKET,
+    context: typer.Context,
+    model_argument: options.ModelArgument = None,
     *,
+    model: Annotated[
+        str,
+        typer.Option(
+            help=f"{options.MODEL_HELP}; with --remote before it too.", autocompletion=options.complete_models
+        ),
+    ] = POCKET,
     adapter_path: options.AdapterPath = None,
     max_kv_size: options.MaxKvSize = None,
     kv_bits: options.KvBits = 8,
@@ -66,6 +74,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Plan a run's memory from config.json and file sizes alone. Exit code 0: it fits; 1: it does not."""
+    model = options.choose_model(context, model_argument, model)
     options.check_counts(prefill_step_size=prefill_step_size)
     settings = Settings(kv_bits, options.check_kv_format(kv_bits, kv_group_size), kv_bias_split, prefill_step_size)
     reserved = options.kv_size(max_kv_size)
@@ -138,17 +147,17 @@ def _checkpoint(model: str, remote: bool) -> Checkpoint | BridgedCheckpoint:
 
     Raises:
         ModelError: no such model, or one kvant does not support.
-        BadValueError: text that cannot name a model of the hub.
+        BadValueError: the embedded model, of the hub.
     """
     from kvant import weights
 
     if remote:
         if model == POCKET:
             raise BadValueError(f"--remote asks the hub, and '{POCKET}' is embedded in kvant")
-        try:
-            raw, sizes = weights.remote_facts(model)
-        except ValueError as error:  # text that cannot name anything
-            raise BadValueError(str(error)) from error
+        from kvant.cli.pull import check_name
+
+        check_name(model)
+        raw, sizes = weights.remote_facts(model)
         return read_facts(raw, _tensor_bytes(sizes))
     try:
         folder = find_model(model)
@@ -242,8 +251,9 @@ def _print_table(
         *([("state", made.state, "of linear layers, allocated at the first prefill")] if made.state else []),
         ("prefill scratch", made.scratch, f"{settings.prefill_step_size} tokens at a time{estimate}"),
     ]
-    if made.loading > made.weights + made.cache + made.state + made.scratch:
-        rows.append(("loading", made.loading, "a matrix in several forms"))
+    more = made.arrays - (made.weights + made.cache + made.state + made.scratch)
+    if more:  # so that the lines add up
+        rows.append(("loading", more, "beyond these, before there is a cache: a matrix in several forms"))
     if made.process:
         rows.append(("process", made.process, "interpreter, libraries, tokenizer"))
     rows += [
@@ -255,10 +265,11 @@ def _print_table(
     console = terminal.console(highlight=False, markup=False, soft_wrap=True)
     console.print(table)
     spare = machine.limit_bytes - made.total
-    verdict = (
-        f"fits, {format_bytes(spare)} to spare" if spare >= 0 else f"does not fit: {format_bytes(-spare)} too much"
-    )
-    console.print(verdict)
+    if spare >= 0:
+        console.print(f"fits, {format_bytes(spare)} to spare")
+    else:
+        ways = what_fits(checkpoint, made, machine, weights_flag="--weight-bits")
+        console.print(f"does not fit: {format_bytes(-spare)} too much; {ways}")
     console.print("longest context that fits:")
     for cached, found in longest.items():
         print_bits = cached or _float_bits(checkpoint, machine)

@@ -18,11 +18,13 @@ class LateProgress:
         if not self._shown:
             return  # importing rich takes longer than the rest of the command's own start
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=Console(file=behind(sys.stderr)), transient=True)
-        self._task = self._bar.add_task(description, total=None)
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"))
+        console = Console(file=behind(sys.stderr))
+        self._bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+        self._unknown = self._bar.add_task(description, total=None, count="")
+        self._counted = self._bar.add_task(description, visible=False, count="")
         self._timer = threading.Timer(DELAY_S, self._bar.start)
 
     def __enter__(self) -> "LateProgress":
@@ -32,9 +34,14 @@ class LateProgress:
         return self
 
     def update(self, done: int, total: int) -> None:
-        """Say how much is done; done by the engine's callbacks."""
+        """Say how much is done; done by the engine's callbacks.
+
+        The bar moves without an end before the first part and after the last one, for work goes on there.
+        """
         if self._shown:
-            self._bar.update(self._task, completed=done, total=total)
+            counts = 0 < done < total
+            self._bar.update(self._unknown, visible=not counts)
+            self._bar.update(self._counted, visible=counts, completed=done, total=total, count=f"{done}/{total}")
 
     def stop(self) -> None:
         """Take the bar away, or see to it that none appears."""

@@ -13,11 +13,19 @@ from kvant.errors import WeightsError
 
 
 def pull(
-    model: Annotated[
+    context: typer.Context,
+    model_argument: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="A name (`kvant models` lists them) or owner/repository[@revision]."),
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A name (`kvant models` lists them) or owner/repository[@revision].",
+            autocompletion=options.complete_models,
+        ),
     ] = None,
     *,
+    model: Annotated[
+        str | None, typer.Option(help="The model, instead of the argument.", autocompletion=options.complete_models)
+    ] = None,
     update: Annotated[
         bool, typer.Option("--update", help="Move to where the branch is now; without it the first commit stays.")
     ] = False,
@@ -31,13 +39,16 @@ def pull(
     Weights as safetensors, JSON, tokenizers and templates only, into huggingface_hub's cache, shared with mlx-lm.
     A repository without a name is pinned to the commit it resolves to.
     """
+    model = options.choose_model(context, model_argument, model)
     options.check_text(model=model)
     if verify and update:
         raise BadValueError("--verify downloads nothing, --update does")
     if model is None and not verify:
         raise BadValueError("no model; `kvant models` lists names; owner/repository[@revision] is any other of the hub")
     if model == POCKET:
-        raise BadValueError(f"'{POCKET}' is embedded in kvant; there is nothing to pull")
+        raise WeightsError(f"'{POCKET}' is embedded in kvant; there is nothing to pull")
+    if model is not None:
+        check_name(model)
     try:
         if verify:
             _verify(model)
@@ -45,6 +56,18 @@ def pull(
             print(weights.pull(str(model), update=update))
     except ValueError as error:
         raise BadValueError(str(error)) from error
+
+
+def check_name(model: str) -> None:
+    """Refuse what can name no model of the hub.
+
+    Raises:
+        WeightsError: as a model that is not there.
+    """
+    try:
+        weights.parse_reference(model)
+    except ValueError as error:
+        raise WeightsError(str(error)) from error
 
 
 def _verify(model: str | None) -> None:

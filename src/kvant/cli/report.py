@@ -16,7 +16,10 @@ from kvant.errors import KvantError
 DEFAULT_TOKENS = 4096
 
 
+@options.with_options
 def report(
+    context: typer.Context,
+    model_argument: options.ModelArgument = None,
     *,
     model: options.Model = POCKET,
     adapter_path: options.AdapterPath = None,
@@ -52,6 +55,7 @@ def report(
     Perplexity, KLD, agreement, each layer's attention error, bytes and time a token; the text is fed through every
     cache as generation reads it.
     """
+    model = options.choose_model(context, model_argument, model)
     if tokens < 2:
         raise BadValueError(f"--tokens is {tokens}; expected at least 2")
     if suggest is not None and not (math.isfinite(suggest) and suggest >= 0):
@@ -82,13 +86,13 @@ def report(
         check_formats(wanted, decoder)
     config = decoder.config
     limit = config.max_position_embeddings
-    context = tokens if limit is None else min(tokens, limit - timing_room(decoder))
-    if context < 2:
+    length = tokens if limit is None else min(tokens, limit - timing_room(decoder))
+    if length < 2:
         raise KvantError(f"the model's context is {limit} tokens; the report needs {2 + timing_room(decoder)}")
     if text is None:
-        read = built_in_text(tokenizer, context, tokens)
+        read = built_in_text(tokenizer, length, tokens)
     else:
-        read = text_file(text, tokenizer, config.vocab_size, context, tokens)
+        read = text_file(text, tokenizer, config.vocab_size, length, tokens)
     asked = question_sets(tokenizer, tokens) if text is None and folder == find_model(POCKET) else {}
     name = model if adapter_path is None else f"{model} with {adapter_path}"
     with LateProgress("measuring", quiet=quiet) as progress:

@@ -20,6 +20,17 @@ class RunStatistics:
         self.latencies_ms.append(response.latency_ms)
         self.last = response
 
+    def cut(self, max_tokens: int, session: Session) -> str | None:
+        """What cut the text, where it did not come to an end of its own."""
+        reason = None if self.last is None else self.last.finish_reason
+        if reason == "length":
+            return f"cut at --max-tokens {max_tokens}"
+        if reason != "context":
+            return None
+        if session.cache.max_seq_len == session.model.config.max_position_embeddings:
+            return "cut: the model's context is full"
+        return "cut: the reserved context is full; --max-kv-size reserves more"
+
     def lines(self, session: Session) -> list[str]:
         """The statistics, a line each."""
         if self.last is None:
@@ -34,6 +45,5 @@ class RunStatistics:
         if later:
             median, p95 = (percentile(later, percent) for percent in (50, 95))
             lines.append(f"latency: median {median:.2f} ms, p95 {p95:.2f} ms a token")
-        lines.append(f"cache: {session.describe_cache()}")
         lines.append(f"peak memory: {format_bytes(round(last.peak_memory * 1e9))}")
         return lines

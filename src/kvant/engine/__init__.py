@@ -2,5 +2,22 @@
 
 from kvant.engine.generate import GenerationResponse, generate, stream_generate
 from kvant.engine.load import load
+from kvant.engine.prompt_cache import (
+    can_trim_prompt_cache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+    trim_prompt_cache,
+)
 
-__all__ = ["GenerationResponse", "generate", "load", "stream_generate"]
+__all__ = [
+    "GenerationResponse",
+    "can_trim_prompt_cache",
+    "generate",
+    "load",
+    "load_prompt_cache",
+    "make_prompt_cache",
+    "save_prompt_cache",
+    "stream_generate",
+    "trim_prompt_cache",
+]

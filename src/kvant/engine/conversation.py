@@ -4,27 +4,40 @@ Where a window or a state of the cache cannot go back to where a turn differs fr
 """
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
 
 from kvant.cache import KVCache
+from kvant.cache.snapshot import read_header
 from kvant.engine.draw import Sampler
 from kvant.engine.generate import GenerationResponse, check_stops, responses
-from kvant.engine.limits import go_back
+from kvant.engine.limits import limit_in_words, reuse
+from kvant.engine.long_run import LongRun
+from kvant.engine.overflow import Overflow, Prompt, newest_turns, questions
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.run import PREFILL_STEP_SIZE, PromptProgress, Run
-from kvant.errors import ContextError
+from kvant.engine.saved import as_metadata, messages_of
+from kvant.errors import ContextError, PromptError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
-from kvant.text.prompt import Message, encode_rendered, render_chat
+from kvant.text.known import KnownText
+from kvant.text.prompt import Message, render_chat
+from kvant.text.thinking import Thinking
 from kvant.text.tokenizer import Tokenizer
 
 
 class Conversation:
     """Messages, and the tokens of them that the cache holds.
 
+    A model's thinking is told from its answer by the marks of its template, where it has any. A message has the answer
+    as its "content" and the thinking as its "reasoning_content", so that the template says what the model sees again.
+
     Attributes:
         messages: the turns so far, as the chat template takes them.
         reused_tokens: tokens of the last turn's prompt that were in the cache already.
+        forgotten: messages that the last turn dropped, because the context was full.
     """
 
     def __init__(
@@ -34,23 +47,43 @@ class Conversation:
         cache: Sequence[KVCache],
         *,
         system_prompt: str | None = None,
+        overflow: Overflow = "stop",
+        template_variables: Mapping[str, Any] | None = None,
     ) -> None:
+        """Begin a conversation.
+
+        Args:
+            model, tokenizer: from :func:`kvant.load`.
+            cache: of one sequence, from ``model.make_cache``; emptied.
+            system_prompt: a system message before the turns.
+            overflow: what to do when the context is full. "forget": drop the oldest turns, each with its answer, feed
+                the others again and go on, in the middle of an answer too; the system prompt and the last question
+                stay. Positions change then, and so do the random numbers of a seeded sampler. "stop": refuse the
+                question, or end the answer.
+            template_variables: further variables of the chat template, such as ``enable_thinking``.
+
+        Raises:
+            ValueError: another model's cache, or an overflow that is none of these.
+        """
+        if overflow not in get_args(Overflow):
+            raise ValueError(f"overflow is {overflow!r}; expected {' or '.join(map(repr, get_args(Overflow)))}")
         self._model = model
         self._tokenizer = tokenizer
-        self._cache = model.check_cache(cache)
-        self._system: list[Message] = []
-        if system_prompt is not None:
-            self._system.append({"role": "system", "content": system_prompt})
+        self._cache = model.check_cache(cache, batch=1)
+        self._overflow = overflow
+        self._variables = dict(template_variables or {})
         self._turn: Generator[GenerationResponse, None, None] | None = None
+        self.messages: list[Message] = []
+        self._set_system(system_prompt)
         self.reset()
 
     def reset(self) -> None:
         """Forget every turn but the system prompt."""
         self._end_turn()
-        self.messages: list[Message] = list(self._system)
-        self.reused_tokens = 0
-        self._ids: list[int] = []  # of the tokens in the cache
-        self._text = ""  # theirs
+        self.messages = self.messages[: self.system_prompt is not None]
+        self.reused_tokens = self.forgotten = 0
+        self._known = KnownText(self._tokenizer)
+        self._prompt_text = ""
         self._cache.reset()
 
     @property
@@ -58,57 +91,176 @@ class Conversation:
         """Tokens in the cache."""
         return self._cache.offset
 
-    def send(
+    @property
+    def limit(self) -> int | None:
+        """Tokens that fit: the smaller of the reservation and the model's context; None: any number."""
+        return context_limit(self._model, self._cache.max_seq_len)
+
+    @property
+    def system_prompt(self) -> str | None:
+        """The system message before the turns."""
+        first = self.messages[0] if self.messages else {"role": ""}
+        return first["content"] if first["role"] == "system" else None
+
+    def set_system_prompt(self, text: str | None) -> None:
+        """Replace the system message, or take it away; the turns stay, and are fed again with the next one."""
+        self._end_turn()
+        self._set_system(text)
+
+    def send(self, text: str, **options: Any) -> Iterator[GenerationResponse]:
+        """Say something and iterate over the answer.
+
+        Iteration may stop anywhere, or be interrupted: what was answered until then is the turn. A turn without any
+        answer is forgotten.
+
+        Args:
+            text: the question.
+            options: max_tokens, sampler, logits_processors, stop, prefill_step_size and prompt_progress_callback, as
+                in :func:`kvant.stream_generate`. Without them every turn is answered as there.
+
+        Raises:
+            ContextError: the conversation no longer fits, or the question alone does not; it is as it was before.
+        """
+        self._end_turn()
+        return self._ask(self.messages, text, **options)
+
+    def retry(self, **options: Any) -> Iterator[GenerationResponse]:
+        """Answer the last question again; options and errors as :meth:`send`.
+
+        The old answer stays until a token of the new one is there.
+
+        Raises:
+            PromptError: nothing was asked yet.
+        """
+        self._end_turn()
+        return self.edit(self.messages[self._last_question()]["content"], **options)
+
+    def edit(self, text: str, **options: Any) -> Iterator[GenerationResponse]:
+        """Ask this in place of the last question; otherwise as :meth:`retry`."""
+        self._end_turn()
+        return self._ask(self.messages[: self._last_question()], text, **options)
+
+    def undo(self) -> str | None:
+        """Take the last question and its answer back.
+
+        Returns:
+            the question; None: there was none.
+        """
+        self._end_turn()
+        if not questions(self.messages):
+            return None
+        at = self._last_question()
+        question = self.messages[at]["content"]
+        self.messages = self.messages[:at]
+        return question
+
+    def save(self, path: str | Path) -> None:
+        """Save the messages and the cache's tokens to one file, in place of what is there; a turn under way is ended.
+
+        Raises:
+            SnapshotError: it cannot be written; what was there still is.
+        """
+        self._end_turn()
+        metadata = as_metadata(self.messages)
+        messages_of(path, metadata)  # or it could be saved and not loaded
+        self._cache.save(path, metadata)
+
+    def load(self, path: str | Path) -> None:
+        """Go on with a conversation that was saved, its system prompt too, in place of this one.
+
+        Raises:
+            SnapshotError: no such conversation, or one with another model or another format of the cache. This
+                conversation stays then; the cache may be empty, and the next turn feeds all.
+        """
+        self._end_turn()
+        messages = messages_of(path, read_header(Path(path)).metadata)
+        self._cache.load(path)
+        self.messages = messages
+        self.reused_tokens = self.forgotten = 0
+        self._known = KnownText(self._tokenizer)
+        self._known.restore(self._cache.ids[0])
+
+    def thinking(self) -> Thinking | None:
+        """A splitter for the answer that was begun last; None: the model's template has no marks of thinking."""
+        return Thinking.of(self._tokenizer, self._prompt_text)
+
+    def _ask(
         self,
+        before: Sequence[Message],
         text: str,
         *,
         max_tokens: int = 256,
         sampler: Sampler | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         prefill_step_size: int = PREFILL_STEP_SIZE,
         prompt_progress_callback: PromptProgress | None = None,
     ) -> Iterator[GenerationResponse]:
-        """Say something and iterate over the answer; arguments as in :func:`kvant.stream_generate`.
-
-        Iteration may stop anywhere, or be interrupted: what was answered until then is the turn. A turn without any
-        answer is forgotten.
-
-        Raises:
-            ContextError: the conversation no longer fits the reserved context; it is as it was before.
-        """
+        """Begin a turn after these messages; see :meth:`send`."""
         started = time.perf_counter()
-        self._end_turn()
         stops = check_stops(stop)
-        question: Message = {"role": "user", "content": text}
-        rendered = render_chat(self._tokenizer, [*self.messages, question])
-        ids = self._encode(rendered)
-        limit = context_limit(self._model, self._cache.max_seq_len)
-        if limit is not None and len(ids) > limit:
-            raise ContextError(f"the conversation would have {len(ids)} tokens; {limit} are reserved")
-        # At least one token has to be fed for there to be logits.
-        reused = min(_common_prefix(ids, self._cache.ids[0]), len(ids) - 1)
-        if not go_back(self._cache, reused):  # the whole conversation is fed again: slower, and right
-            reused = 0
-        self.reused_tokens, self._text = reused, ""
-        run = Run(
-            self._model,
-            ids[reused:],
-            self._cache,
-            max_tokens=max_tokens,
-            sampler=sampler,
-            logits_processors=logits_processors or (),
-            stop_tokens=self._tokenizer.eos_token_ids,
-            prefill_step_size=prefill_step_size,
-            progress=prompt_progress_callback,
-        )
-        answer = responses(run, self._tokenizer, stops, started)
-        self._turn = self._record(question, rendered, len(ids), answer)
+        whole = [*before, {"role": "user", "content": text}]
+        turn = _Turn(self._fit(whole, []))
+
+        def run(max_tokens: int) -> Run:
+            ids = [*turn.prompt.ids, *turn.prompt.answer]
+            reused = reuse(self._cache, ids)
+            self.forgotten = len(whole) - len(turn.prompt.messages)
+            return Run(
+                self._model,
+                ids[reused:],
+                self._cache,
+                max_tokens=max_tokens,
+                sampler=sampler,
+                logits_processors=logits_processors or (),
+                stop_tokens=self._tokenizer.eos_token_ids,
+                prefill_step_size=prefill_step_size,
+                progress=prompt_progress_callback,
+            )
+
+        def go_on(answer: Sequence[int]) -> Callable[[], Run] | None:
+            try:
+                shorter = self._fit(turn.prompt.messages, answer)
+            except ContextError:
+                return None
+
+            def following() -> Run:
+                turn.prompt = shorter
+                return run(-1 if max_tokens == -1 else max_tokens - len(answer))
+
+            return following
+
+        first = run(max_tokens)
+        self.reused_tokens = len(turn.prompt) - len(first.prompt)
+        turn.run = LongRun(first, go_on)
+        self._prompt_text = turn.prompt.text
+        self._turn = self._record(turn, responses(turn.run, self._tokenizer, stops, started))
         return self._turn
 
-    def _record(
-        self, question: Message, rendered: str, prompt_tokens: int, answer: Iterator[GenerationResponse]
-    ) -> Generator[GenerationResponse, None, None]:
+    def _fit(self, messages: list[Message], answer: Sequence[int]) -> Prompt:
+        """The prompt of these messages and the answer so far, without the oldest turns where that is allowed.
+
+        Raises:
+            ContextError: it does not fit.
+        """
+
+        def make(messages: list[Message]) -> Prompt:
+            text = render_chat(self._tokenizer, messages, self._variables)
+            return Prompt(messages, text, self._known.encode(text), list(answer))
+
+        prompt, limit = make(messages), self.limit
+        if limit is None or len(prompt) <= limit:
+            return prompt
+        room = limit_in_words(self._model, limit)
+        if self._overflow == "stop":
+            raise ContextError(f"the conversation would have {len(prompt)} tokens; {room}")
+        prompt = newest_turns(messages, make, limit)
+        if len(prompt) > limit:
+            also = ", with the system prompt," if self.system_prompt is not None else ""
+            raise ContextError(f"the question alone{also} has {len(prompt)} tokens; {room}")
+        return prompt
+
+    def _record(self, turn: "_Turn", answer: Iterator[GenerationResponse]) -> Generator[GenerationResponse, None, None]:
         pieces: list[str] = []
         last = None
         try:
@@ -119,12 +271,27 @@ class Conversation:
                     break
                 yield response
         finally:
-            ids = self._ids = self._cache.ids[0]
-            self._text = rendered + self._decode(ids[prompt_tokens:]) if len(ids) >= prompt_tokens else ""
             if pieces:
-                self.messages += [question, {"role": "assistant", "content": "".join(pieces)}]
+                self._keep(turn, "".join(pieces))
+            else:
+                self.forgotten = 0
         if last is not None:
             yield last
+
+    def _keep(self, turn: "_Turn", answer: str) -> None:
+        """Record a turn with its answer."""
+        generated = list(turn.run.generated)
+        if generated[-1] in self._tokenizer.eos_token_ids:
+            generated.pop()
+        self._known.answered(turn.prompt.text, turn.prompt.ids, generated)
+        said: Message = {"role": "assistant", "content": answer}
+        splitter = Thinking.of(self._tokenizer, turn.prompt.text)
+        if splitter is not None:
+            thought, content = splitter.split(answer)
+            said = {"role": "assistant", "content": content}
+            if thought:
+                said = {**said, "reasoning_content": thought}
+        self.messages = [*turn.prompt.messages, said]
 
     def _end_turn(self) -> None:
         """Record the turn that was left suspended, if any."""
@@ -132,16 +299,24 @@ class Conversation:
             self._turn.close()
             self._turn = None
 
-    def _encode(self, rendered: str) -> list[int]:
-        """Token ids of the conversation; what the cache holds is not encoded again where the text continues it."""
-        if self._text and rendered.startswith(self._text) and self._cache.ids[0] == self._ids:
-            return self._ids + encode_rendered(self._tokenizer, rendered[len(self._text) :])
-        return encode_rendered(self._tokenizer, rendered)
+    def _set_system(self, text: str | None) -> None:
+        others = self.messages[self.system_prompt is not None :]
+        self.messages = others if text is None else [{"role": "system", "content": text}, *others]
 
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    def _last_question(self) -> int:
+        """Where the last turn begins.
+
+        Raises:
+            PromptError: there is none.
+        """
+        if found := questions(self.messages):
+            return found[-1]
+        raise PromptError("nothing was asked yet; expected a question before")
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    length = min(len(a), len(b))
-    return next((i for i in range(length) if a[i] != b[i]), length)
+@dataclass(slots=True)
+class _Turn:
+    """A turn that is not recorded yet: the prompt that the model was given last, and the run."""
+
+    prompt: Prompt
+    run: LongRun = field(init=False)

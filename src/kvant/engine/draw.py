@@ -1,8 +1,9 @@
 """A step of sampling: logits to the next token, by the key of its request and position."""
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
 
 import mlx.core as mx
 
@@ -14,7 +15,7 @@ from kvant.engine.processors import LogitsProcessor
 class SeededSampler:
     """Draws tokens from filtered probabilities. The draw at a position depends on (seed, position) alone.
 
-    MLX's random state is neither read nor changed. Made by :func:`make_sampler`.
+    MLX's random state is neither read nor changed, unless ``follows_mlx`` and there is no seed.
     """
 
     temp: float
@@ -26,15 +27,23 @@ class SeededSampler:
     xtc_threshold: float
     xtc_special_tokens: tuple[int, ...]
     seed: int | None  # None: every run draws one
+    follows_mlx: bool = False  # where a run without a seed takes one: MLX's random state, or the operating system
+    _draws: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)  # calls without a key
 
-    def __call__(self, logprobs: mx.array, key: mx.array) -> mx.array:
-        """Log-probabilities (B, vocab) and a key (2,) of :func:`draw_key` -> tokens (B,)."""
+    def __call__(self, logprobs: mx.array, key: mx.array | None = None) -> mx.array:
+        """Log-probabilities (B, vocab) and a key (2,) of :func:`draw_key` -> tokens (B,).
+
+        mlx-lm's loops give no key. The n-th such call then draws as at position n; without a seed, as :func:`for_a_run`
+        says, from MLX's random state itself or with a new seed.
+        """
+        if key is None and (self.seed is not None or not self.follows_mlx):
+            key = draw_key(for_a_run(self), next(self._draws))
         if 0 < self.top_p < 1:
             logprobs = keep_top_p(logprobs, self.top_p)
         if self.min_p:
             logprobs = keep_min_p(logprobs, self.min_p, self.min_tokens_to_keep)
         if self.xtc_probability:
-            coin, key = mx.random.split(key)
+            coin, key = (None, None) if key is None else mx.random.split(key)
             logprobs = leave_out_top_choices(
                 logprobs, self.xtc_probability, self.xtc_threshold, self.xtc_special_tokens, coin
             )
@@ -53,9 +62,22 @@ def greedy(logprobs: mx.array) -> mx.array:
 
 
 def for_a_run(sampler: Sampler) -> Sampler:
-    """The sampler of one run: without a seed it takes one of the operating system now."""
-    if isinstance(sampler, SeededSampler) and sampler.seed is None:
-        return replace(sampler, seed=int.from_bytes(os.urandom(8)))
+    """The sampler of one run: without a seed it takes one now, of MLX's random state or of the operating system."""
+    if not isinstance(sampler, SeededSampler) or sampler.seed is not None:
+        return sampler
+    if sampler.follows_mlx:
+        high, low = mx.random.randint(0, 2**32, (2,), mx.int64).tolist()  # type: ignore[misc]
+        return replace(sampler, seed=high << 32 | low)  # type: ignore[operator]
+    return replace(sampler, seed=int.from_bytes(os.urandom(8)))
+
+
+def for_answer(sampler: Sampler, number: int) -> Sampler:
+    """The sampler of a conversation's answer: the seed that many further, so that no two answers share their draws.
+
+    Answer 0 draws what a single run with the seed draws.
+    """
+    if isinstance(sampler, SeededSampler) and sampler.seed is not None:
+        return replace(sampler, seed=(sampler.seed + number) % 2**64)
     return sampler
 
 

@@ -35,7 +35,7 @@ def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int) -> mx.
 
 
 def leave_out_top_choices(
-    logprobs: mx.array, probability: float, threshold: float, special_tokens: Sequence[int], key: mx.array
+    logprobs: mx.array, probability: float, threshold: float, special_tokens: Sequence[int], key: mx.array | None
 ) -> mx.array:
     """XTC: with a probability, every token above the threshold but the least likely of them is left out.
 
@@ -43,7 +43,7 @@ def leave_out_top_choices(
 
     Args:
         special_tokens: token ids that are never left out.
-        key: of one coin for all rows.
+        key: of one coin for all rows; None: of MLX's random state.
 
     Raises:
         ValueError: a special token the vocabulary does not have.

@@ -3,12 +3,14 @@
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
 from kvant.cache import KVCache
 from kvant.engine.draw import Sampler
-from kvant.engine.limits import reservation
+from kvant.engine.keywords import cache_for, check_generate
+from kvant.engine.long_run import LongRun
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.run import PREFILL_STEP_SIZE, FinishReason, PromptProgress, Run
 from kvant.models import LanguageModel
@@ -54,16 +56,24 @@ def stream_generate(
     model: LanguageModel,
     tokenizer: Tokenizer,
     prompt: str | Sequence[int] | mx.array,
-    *,
     max_tokens: int = 256,
+    draft_model: None = None,
+    stream: None = None,
+    *,
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
+    max_kv_size: int | None = None,
     prompt_cache: Sequence[KVCache] | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
+    kv_bits: int | None = None,
+    kv_group_size: int | None = None,
+    quantized_kv_start: int | None = None,
     stop: str | Sequence[str] | None = None,
     prompt_progress_callback: PromptProgress | None = None,
+    input_embeddings: None = None,
+    num_draft_tokens: int | None = None,
 ) -> Iterator[GenerationResponse]:
-    """Generate text token by token.
+    """Generate text token by token. The arguments are mlx-lm's, and ``stop``.
 
     Everything is checked, and the cache reserved, when this is called; tokens are computed as the result is iterated.
 
@@ -72,17 +82,24 @@ def stream_generate(
         prompt: text, encoded as it is (a beginning-of-text token only where the tokenizer adds one and the text lacks
             it), or token ids. Messages go through ``tokenizer.apply_chat_template`` first.
         max_tokens: generate at most this many; -1: until the context is full.
-        sampler: from :func:`kvant.engine.sampling.make_sampler`, or any function of log-probabilities (1, vocab) to
+        draft_model, stream, input_embeddings: refused.
+        sampler: from :func:`kvant.sample_utils.make_sampler`, or any function of log-probabilities (1, vocab) to
             a token (1,), such as mlx-lm's; default: greedy.
         logits_processors: functions of (tokens so far, logits), such as those of
-            :func:`kvant.engine.sampling.make_logits_processors` or mlx-lm's.
+            :func:`kvant.sample_utils.make_logits_processors` or mlx-lm's.
+        max_kv_size: reserve at most so many tokens, where that is less than prompt + max_tokens. mlx-lm overwrites the
+            oldest tokens then; here the text ends, with the ``finish_reason`` "context".
         prompt_cache: from ``model.make_cache``; the prompt continues what it holds. Afterwards it holds the prompt
             and every generated token but the last. It serves one run at a time: a run left suspended on it raises a
             RuntimeError when it is asked for more.
-            Default: an 8-bit cache of prompt + max_tokens, at most the model's context.
+            Default: one that is reserved for prompt + max_tokens, at most the model's context.
         prefill_step_size: prompt tokens fed at a time.
+        kv_bits, kv_group_size: of the cache that is reserved; default: 8 bits in groups of 32. 0 bits: no quantization,
+            which is mlx-lm's default. With a ``prompt_cache`` they can only confirm what it has, as max_kv_size can.
+        quantized_kv_start: 0 or None. A cache is quantized from the first token.
         stop: a string or strings that end the text, which does not include them.
         prompt_progress_callback: called with (prompt tokens fed, prompt tokens in all).
+        num_draft_tokens: without effect, as in mlx-lm without a draft model.
 
     Yields:
         One :class:`GenerationResponse` a token; the last has a ``finish_reason``.
@@ -95,11 +112,27 @@ def stream_generate(
         ValueError: any other argument out of range. Nothing has been fed then.
     """
     started = time.perf_counter()
+    check_generate(
+        draft_model=draft_model,
+        num_draft_tokens=num_draft_tokens,
+        input_embeddings=input_embeddings,
+        stream=stream,
+        kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
+        quantized_kv_start=quantized_kv_start,
+        max_kv_size=max_kv_size,
+    )
     stops = check_stops(stop)
     ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)
-    cache = prompt_cache
-    if cache is None:
-        cache = model.make_cache(reservation(model, len(ids), max_tokens))
+    cache = cache_for(
+        model,
+        len(ids),
+        max_tokens,
+        prompt_cache,
+        kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
+        max_kv_size=max_kv_size,
+    )
     run = Run(
         model,
         ids,
@@ -115,10 +148,14 @@ def stream_generate(
 
 
 def responses(
-    run: Run, tokenizer: Tokenizer, stops: Sequence[str], started: float
+    run: Run | LongRun, tokenizer: Tokenizer, stops: Sequence[str], started: float, fed: int | None = None
 ) -> Generator[GenerationResponse, None, None]:
-    """A run's tokens with their text and time; ``started`` is the ``time.perf_counter()`` of the request."""
+    """A run's tokens with their text and time.
+
+    ``started`` is the ``time.perf_counter()`` of the request, ``fed`` the tokens fed since; default: the run's prompt.
+    """
     text = TextStream(tokenizer, stops)
+    prompt_tokens = len(run.prompt) if fed is None else fed
     first_ready = previous = started
     for count, (token, logprobs) in enumerate(run, start=1):
         ready = time.perf_counter()
@@ -133,8 +170,8 @@ def responses(
             token=token,
             logprobs=logprobs,
             from_draft=False,
-            prompt_tokens=len(run.prompt),
-            prompt_tps=len(run.prompt) / (first_ready - started),
+            prompt_tokens=prompt_tokens,
+            prompt_tps=prompt_tokens / (first_ready - started),
             generation_tokens=count,
             generation_tps=(count - 1) / (ready - first_ready) if count > 1 else 0.0,
             peak_memory=mx.get_peak_memory() / 1e9,
@@ -156,35 +193,18 @@ def generate(
     model: LanguageModel,
     tokenizer: Tokenizer,
     prompt: str | Sequence[int] | mx.array,
-    *,
-    max_tokens: int = 256,
-    sampler: Sampler | None = None,
-    logits_processors: Sequence[LogitsProcessor] | None = None,
-    prompt_cache: Sequence[KVCache] | None = None,
-    prefill_step_size: int = PREFILL_STEP_SIZE,
-    stop: str | Sequence[str] | None = None,
-    prompt_progress_callback: PromptProgress | None = None,
     verbose: bool = False,
+    **options: Any,
 ) -> str:
-    """Generate text and return it whole; arguments and errors as in :func:`stream_generate`.
+    """Generate text and return it whole.
 
     Args:
+        model, tokenizer, prompt, options: as :func:`stream_generate` has them; errors too.
         verbose: print the text as it comes and statistics after it.
     """
     pieces = []
     last = None
-    for response in stream_generate(
-        model,
-        tokenizer,
-        prompt,
-        max_tokens=max_tokens,
-        sampler=sampler,
-        logits_processors=logits_processors,
-        prompt_cache=prompt_cache,
-        prefill_step_size=prefill_step_size,
-        stop=stop,
-        prompt_progress_callback=prompt_progress_callback,
-    ):
+    for response in stream_generate(model, tokenizer, prompt, **options):
         if verbose:
             print(response.text, end="", flush=True)
         pieces.append(response.text)

@@ -1,6 +1,7 @@
 """How many tokens a request may have, by its own limit, the context and the reservation; and the way back."""
 
 import sys
+from collections.abc import Sequence
 
 from kvant.cache import ModelCache
 from kvant.errors import ContextError
@@ -17,18 +18,23 @@ def check_count(name: str, value: int, *, or_minus_one: bool = False) -> None:
         raise ValueError(f"{name} is {value!r}; expected at least 1{also}")
 
 
-def reservation(model: LanguageModel, prompt_tokens: int, max_tokens: int) -> int:
+def reservation(model: LanguageModel, prompt_tokens: int, max_tokens: int, max_kv_size: int | None = None) -> int:
     """The tokens that a cache is reserved for where the caller has none: prompt and answer, at most the context.
 
+    ``max_kv_size``: at most so many, too.
+
     Raises:
-        ContextError: the prompt alone has more tokens than the context.
+        ContextError: the prompt alone has more tokens than the context or max_kv_size.
         ValueError: max_tokens out of range, or -1 where no context limit is known.
     """
     context = model.config.max_position_embeddings
     if context is not None and prompt_tokens > context:
         raise ContextError(f"the prompt has {prompt_tokens} tokens; the model's context is {context}")
+    if max_kv_size is not None and prompt_tokens > max_kv_size:
+        raise ContextError(f"the prompt has {prompt_tokens} tokens; max_kv_size is {max_kv_size}")
     check_count("max_tokens", max_tokens, or_minus_one=True)
-    needed = context_limit(model, None if max_tokens == -1 else prompt_tokens + max_tokens)
+    wanted = [] if max_tokens == -1 else [prompt_tokens + max_tokens]
+    needed = context_limit(model, min([*wanted, *([] if max_kv_size is None else [max_kv_size])], default=None))
     if needed is None:
         raise ValueError("max_tokens is -1, and the model has no context limit; expected a number or a prompt_cache")
     return needed
@@ -42,9 +48,27 @@ def room_after(model: LanguageModel, cache: ModelCache, prompt_tokens: int) -> i
         return sys.maxsize
     if cache.offset + prompt_tokens > limit:
         held = f", {cache.offset} of them used" if cache.offset else ""
-        kind = "are reserved" if limit == reserved else "are the model's context"
-        raise ContextError(f"the prompt has {prompt_tokens} tokens; {limit} {kind}{held}")
+        raise ContextError(f"the prompt has {prompt_tokens} tokens; {limit_in_words(model, limit)}{held}")
     return limit - cache.offset - prompt_tokens
+
+
+def limit_in_words(model: LanguageModel, limit: int) -> str:
+    """A limit of :func:`kvant.models.language_model.context_limit`; nobody can reserve more than the context."""
+    whose = "the model's context" if limit == model.config.max_position_embeddings else "reserved"
+    return f"{limit} are {whose}"
+
+
+def reuse(cache: ModelCache, ids: Sequence[int]) -> int:
+    """Let a cache of one sequence go back to what it has in common with these tokens.
+
+    Returns:
+        how many of them it holds now, at least one less than there are: one has to be fed for there to be logits. 0
+        where a window or a state cannot go back so far.
+    """
+    held = cache.ids[0]
+    length = min(len(held), len(ids) - 1)
+    common = next((i for i in range(length) if held[i] != ids[i]), length)
+    return common if go_back(cache, common) else 0
 
 
 def go_back(cache: ModelCache, num_tokens: int) -> bool:

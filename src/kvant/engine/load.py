@@ -1,40 +1,91 @@
 """A model's name or folder to a decoder and a tokenizer."""
 
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
+from typing import Any, Literal, overload
 
 from kvant.bridge.config import is_bridged
-from kvant.errors import ModelError
+from kvant.engine.keywords import check_load, configure, model_config_of, one_path
+from kvant.errors import ModelError, did_you_mean
 from kvant.files import read_json
 from kvant.models import LanguageModel, load_decoder
 from kvant.models.checkpoint import Progress, check_folder
+from kvant.models.identity import identify
 from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer, begin_loading
 
 POCKET = "pocket"  # the embedded model's name
 
 
+@overload
 def load(
-    path_or_name: str | Path, *, revision: str | None = None, adapter_path: str | Path | None = None
-) -> tuple[LanguageModel, Tokenizer]:
-    """Load a model and its tokenizer.
+    path_or_hf_repo: str | Path | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    model_config: None = None,
+    adapter_path: str | Path | None = None,
+    lazy: bool = False,
+    return_config: Literal[False] = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    *,
+    path_or_name: str | Path | None = None,
+) -> tuple[LanguageModel, Tokenizer]: ...
+@overload
+def load(
+    path_or_hf_repo: str | Path | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    model_config: None = None,
+    adapter_path: str | Path | None = None,
+    lazy: bool = False,
+    *,
+    return_config: Literal[True],
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    path_or_name: str | Path | None = None,
+) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]: ...
+def load(
+    path_or_hf_repo: str | Path | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    model_config: Mapping[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    *,
+    path_or_name: str | Path | None = None,
+) -> tuple[LanguageModel, Tokenizer] | tuple[LanguageModel, Tokenizer, dict[str, Any]]:
+    """Load a model and its tokenizer. The arguments are mlx-lm's.
 
     Args:
-        path_or_name: what :func:`find_model` takes: a model folder, a known name, ``owner/repository[@revision]`` or
+        path_or_hf_repo: what :func:`find_model` takes: a model folder, a known name, ``owner/repository[@revision]`` or
             ``pocket``. Nothing is downloaded: ``kvant pull`` does that.
-        revision: a repository's commit, branch or tag, as it was pulled; refused for a folder and for ``pocket``.
+        tokenizer_config: ``eos_token``, a token of the vocabulary that ends a text instead of the tokenizer's own, and
+            ``chat_template``, Jinja source. Any other key is refused.
+        model_config, lazy, trust_remote_code: refused, but for None, False and what is empty.
         adapter_path: the folder of a LoRA or DoRA adapter as mlx-lm trains it.
+        return_config: return the folder's config.json too.
+        revision: a repository's commit, branch or tag, as it was pulled; refused for a folder and for ``pocket``.
+        path_or_name: another name of ``path_or_hf_repo``.
 
     Returns:
-        The model: a decoder of kvant's own, or a bridged one where only mlx-lm has the architecture. And a tokenizer
-        with the names of mlx-lm's wrapper. Its ``eos_token_ids`` are the tokenizer's and those of
-        generation_config.json or, without one, config.json.
+        The model: a decoder of kvant's own, or a bridged one where only mlx-lm has the architecture. A tokenizer with
+        the names of mlx-lm's wrapper. Its ``eos_token_ids`` are the tokenizer's and those of generation_config.json or,
+        without one, config.json. With ``return_config`` config.json as a dict, whose ``eos_token_id`` is that of
+        generation_config.json where that has one.
 
     Raises:
         ModelError: no such folder, a model that was not pulled, or one that is not supported, model or adapter.
-        ValueError: an argument that cannot be applied.
+        ValueError: an argument that cannot be applied; known before anything is loaded, but for an ``eos_token`` that
+            the vocabulary does not have.
     """
-    return load_folder(find_model(path_or_name, revision), adapter_path=adapter_path)
+    name = one_path(path_or_hf_repo, path_or_name)
+    check_load(tokenizer_config, model_config, lazy=lazy, trust_remote_code=trust_remote_code)
+    folder = find_model(name, revision)
+    model, tokenizer = load_folder(folder, adapter_path=adapter_path)
+    configure(tokenizer, tokenizer_config, model.config.eos_token_ids)
+    return (model, tokenizer, model_config_of(folder)) if return_config else (model, tokenizer)
 
 
 def load_folder(
@@ -58,6 +109,7 @@ def load_folder(
         check_model(folder)  # an error of the model itself is said first
         raise
     model = load_model(folder, progress, adapter)
+    model.identity = identify(folder, adapter)
     loaded = tokenizer()
     loaded.eos_token_ids = {*loaded.eos_token_ids, *model.config.eos_token_ids}
     return model, loaded
@@ -153,4 +205,7 @@ def _find_pulled(path_or_name: str | Path, name: str, revision: str | None) -> P
     try:
         return weights.find(name, revision)
     except ValueError as error:
+        near = did_you_mean(name, [POCKET, *weights.known_models()])
+        if near:
+            raise ModelError(f"model {shown!r} is not a folder or a known name{near}") from error
         raise ModelError(f"model {shown!r} is not a folder or '{POCKET}', the embedded model; {error}") from error

@@ -1,7 +1,7 @@
 """One request on a cache: its prompt is fed in chunks, then token by token what was sampled."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import mlx.core as mx
 
@@ -13,6 +13,7 @@ from kvant.engine.step import CompiledStep, should_compile
 from kvant.models import LanguageModel
 from kvant.threads import check_process
 
+T = TypeVar("T")
 FinishReason = Literal["stop", "length", "context"]
 PromptProgress = Callable[[int, int], None]
 PREFILL_STEP_SIZE = 512
@@ -30,6 +31,7 @@ class Run:
 
     Attributes:
         prompt: token ids that are fed.
+        logits: (1, vocab) after the prompt; None until it was fed.
         generated: token ids that were handed out.
         finish_reason: None while there may be more; "stop": the last token is one of ``stop_tokens``, or :meth:`stop`
             was called; "length": ``max_tokens``; "context": the cache, or the model's context, is full.
@@ -49,6 +51,7 @@ class Run:
         progress: PromptProgress | None = None,
         look_ahead: int = 0,
         compiled: bool | None = None,
+        logits: mx.array | None = None,
     ) -> None:
         """Check everything; nothing is fed yet.
 
@@ -67,6 +70,7 @@ class Run:
                 be unfinished when the next append is queued, and MLX then copies that layer's whole buffer (measured
                 on a CPU for models of up to two layers: 19 ms a step instead of 0.2 with 131,072 tokens reserved).
             compiled: whether the step is a compiled function; default: where that is faster and the cache allows it.
+            logits: (1, vocab) after the last token that the cache holds; the prompt is empty then.
 
         Raises:
             ContextError: the prompt does not fit.
@@ -75,9 +79,10 @@ class Run:
         """
         check_count("max_tokens", max_tokens, or_minus_one=True)
         check_count("prefill_step_size", prefill_step_size)
-        if not len(prompt):
+        if not len(prompt) and logits is None:
             raise ValueError("prompt has no tokens; expected at least one")
         self.prompt = list(prompt)
+        self.logits = logits
         self.generated: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._model = model
@@ -110,6 +115,14 @@ class Run:
         """The next token and its log-probabilities (vocab,)."""
         if self.finish_reason or self._failed:
             raise StopIteration
+        return self._consistently(self._next_token)
+
+    def read_prompt(self) -> mx.array:
+        """Feed the prompt now, where it was not fed yet. Returns :attr:`logits`; errors as in the iteration."""
+        return self._consistently(self._read_prompt)
+
+    def _consistently(self, work: Callable[[], T]) -> T:
+        """Do the work, if nobody else used the cache since; after an error the cache is as it was before."""
         check_process()
         cache = self._cache
         with cache.turn:
@@ -120,16 +133,21 @@ class Run:
                 raise RuntimeError("the run was ended: another run, a call or a trim changed its cache")
             self._failed = True  # until it is known that it did not
             try:
-                token, logprobs = self._step()
-                self.generated.append(token)
-                if token in self._stop_tokens:
-                    self.stop()
-                elif len(self.generated) == self._limit:
-                    self.finish_reason = self._full
+                result = work()
+                self._lengths = cache.lengths
                 self._failed = False
             except BaseException:
                 go_back(cache, held[0])
                 raise
+        return result
+
+    def _next_token(self) -> tuple[int, mx.array]:
+        token, logprobs = self._step()
+        self.generated.append(token)
+        if token in self._stop_tokens:
+            self.stop()
+        elif len(self.generated) == self._limit:
+            self.finish_reason = self._full
         return token, logprobs
 
     def stop(self) -> None:
@@ -140,9 +158,14 @@ class Run:
     def _step(self) -> tuple[int, mx.array]:
         model, cache = self._model, self._cache
         if not self.generated:
-            logits = prefill(model, self.prompt, cache, step_size=self._step_size, progress=self._progress)
+            logits = self._read_prompt()
             if self._processors:
-                self._tokens = mx.array(cache.ids[0])
+                ids = cache.ids[0]
+                if max(ids) >= model.config.vocab_size:  # of a file; processors read logits at these places
+                    raise ValueError(
+                        f"the cache holds token {max(ids)}; the model knows 0 to {model.config.vocab_size - 1}"
+                    )
+                self._tokens = mx.array(ids)
             self._next = self._sample(logits, cache.offset)
             mx.async_eval(*self._next)
         else:
@@ -162,6 +185,13 @@ class Run:
             mx.async_eval(*following)
         self._next, self._fed = following, cache.step
         return token_id, logprobs
+
+    def _read_prompt(self) -> mx.array:
+        if self.logits is None:
+            self.logits = prefill(
+                self._model, self.prompt, self._cache, step_size=self._step_size, progress=self._progress
+            )
+        return self.logits
 
     def _feed(self, token: mx.array) -> tuple[mx.array, mx.array]:
         """Begin the step of a token (1,). Returns the token that follows and its log-probabilities, not evaluated."""

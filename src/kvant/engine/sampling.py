@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from kvant.engine import processors
@@ -13,6 +13,7 @@ from kvant.errors import ArgumentError
 __all__ = ["LogitsProcessor", "SamplingOptions", "make_logits_processors", "make_sampler"]
 
 XTC_THRESHOLD, CONTEXT_SIZE = 0.1, 20  # mlx-lm's defaults
+MIN_TEMP = 1e-3  # logits divided by less leave float32
 
 
 Range = tuple[str, Callable[[Any], bool]]  # in words, and as a test
@@ -32,31 +33,37 @@ def _option(default: Any, values: Range, text: str, needs: str = "") -> Any:
 class SamplingOptions:
     """The options of sampling. Command, API and server take names, defaults, ranges and texts from here.
 
-    The defaults pick the most probable token. An option that would have no effect is refused.
+    None is an option that was not given: :meth:`filled` says what holds then. An option that would have no effect is
+    refused.
 
     Raises:
         ArgumentError: a value outside its range, or one without the option it needs.
     """
 
-    temp: float = _option(
-        0.0,
-        ("0, or from 0.001 on", lambda value: value == 0 or 1e-3 <= value < math.inf),
-        "Sampling temperature; 0 always picks the likeliest token.",
+    temp: float | None = _option(
+        None,
+        ("0, or from 0.001 on", lambda value: value == 0 or MIN_TEMP <= value < math.inf),
+        "Sampling temperature; 0 always picks the likeliest token; default: the model's, else 0.",
     )
-    top_p: float = _option(
-        1.0,
+    top_p: float | None = _option(
+        None,
         ("above 0, at most 1", lambda value: 0 < value <= 1),
-        "Sample from the likeliest tokens that together have this probability.",
+        "Sample from the likeliest tokens that together have this probability; default: the model's, else 1.",
         "temp",
     )
-    min_p: float = _option(0.0, FRACTION, "Drop tokens less likely than this share of the likeliest one.", "temp")
+    min_p: float | None = _option(
+        None,
+        FRACTION,
+        "Drop tokens less likely than this share of the likeliest one; default: the model's, else 0.",
+        "temp",
+    )
     min_tokens_to_keep: int = _option(
         1, COUNT, "Keep at least this many of the likeliest tokens, whatever min-p says.", "min_p"
     )
-    top_k: int = _option(
-        0,
+    top_k: int | None = _option(
+        None,
         ("0 (off) or more", lambda value: value >= 0),
-        "Sample from this many of the likeliest tokens; 0: all.",
+        "Sample from this many of the likeliest tokens; 0: all; default: the model's, else 0.",
         "temp",
     )
     xtc_probability: float = _option(
@@ -68,8 +75,10 @@ class SamplingOptions:
         f"Probability from which on XTC calls a token likely; default: {XTC_THRESHOLD}.",
         "xtc_probability",
     )
-    repetition_penalty: float = _option(
-        1.0, ("above 0", lambda value: 0 < value < math.inf), "Divide the logits of recent tokens by this; 1: off."
+    repetition_penalty: float | None = _option(
+        None,
+        ("above 0", lambda value: 0 < value < math.inf),
+        "Divide the logits of recent tokens by this; 1: off; default: the model's, else 1.",
     )
     repetition_context_size: int | None = _option(None, COUNT, RECENT, "repetition_penalty")
     presence_penalty: float = _option(0.0, FINITE, "Subtract this from the logits of recent tokens; 0: off.")
@@ -94,11 +103,41 @@ class SamplingOptions:
         _check(**given)
         for name, option in OPTIONS.items():
             needs = option.metadata["needs"]
-            if needs and given[name] != option.default and given[needs] == OPTIONS[needs].default:
-                raise ArgumentError(name, f"is {given[name]}, which has no effect without", needs)
+            if not needs or not self.changes(name) or given[needs] is None or self.changes(needs):
+                continue
+            if needs == "temp":
+                raise ArgumentError(name, f"is {given[name]}, which has no effect at temperature 0")
+            raise ArgumentError(name, f"is {given[name]}, which has no effect without", needs)
+
+    def changes(self, name: str) -> bool:
+        """Whether an option is given with a value that is not the one of its absence."""
+        value = getattr(self, name)
+        return value is not None and value != NEUTRAL.get(name, OPTIONS[name].default)
+
+    def filled(self, of_the_model: Mapping[str, Any] | None = None) -> "SamplingOptions":
+        """What is in force: these options and, where one was not given, the model's, else the neutral value.
+
+        Without a temperature, an option of sampling such as a top-p or a seed asks for one: the model's, or 1 where
+        the model has none or 0. At temperature 0 the model's options of sampling count for nothing.
+
+        Args:
+            of_the_model: options by name, of :func:`kvant.engine.model_sampling.read_model_sampling`.
+
+        Raises:
+            ArgumentError: an option that would have no effect.
+        """
+        model = of_the_model or {}
+        temp = model.get("temp", 0.0) if self.temp is None else self.temp
+        if self.temp is None and not temp and any(map(self.changes, NEEDS_TEMP)):
+            temp = 1.0
+        found: dict[str, Any] = {"temp": temp}
+        for name, neutral in NEUTRAL.items():
+            if name != "temp" and getattr(self, name) is None:
+                found[name] = model.get(name, neutral) if temp or name not in NEEDS_TEMP else neutral
+        return replace(self, **found)
 
     def build(self, vocab_size: int, special_tokens: Sequence[int] = ()) -> tuple[Sampler, list[LogitsProcessor]]:
-        """The sampler and processors for these options.
+        """The sampler and processors for these options, :meth:`filled` without a model's where they are not.
 
         Args:
             vocab_size: the model's.
@@ -107,18 +146,21 @@ class SamplingOptions:
         Raises:
             ArgumentError: a count or a biased token that the vocabulary does not have.
         """
+        chosen = self.filled()
+        assert chosen.temp is not None and chosen.top_p is not None and chosen.min_p is not None  # noqa: PT018
+        assert chosen.top_k is not None
         for name, most in (("top_k", vocab_size - 1), ("min_tokens_to_keep", vocab_size)):
-            if getattr(self, name) > most:
-                raise ArgumentError(name, f"is {getattr(self, name)}; expected at most {most} with this vocabulary")
+            if getattr(chosen, name) > most:
+                raise ArgumentError(name, f"is {getattr(chosen, name)}; expected at most {most} with this vocabulary")
         for token in self.logit_bias:
             if not 0 <= token < vocab_size:
                 raise ArgumentError("logit_bias", f"has token {token}; the model knows 0 to {vocab_size - 1}")
         sampler = make_sampler(
-            self.temp,
-            self.top_p,
-            self.min_p,
+            chosen.temp,
+            chosen.top_p,
+            chosen.min_p,
             self.min_tokens_to_keep,
-            self.top_k,
+            chosen.top_k,
             self.xtc_probability,
             XTC_THRESHOLD if self.xtc_threshold is None else self.xtc_threshold,
             [token for token in special_tokens if 0 <= token < vocab_size],
@@ -126,7 +168,7 @@ class SamplingOptions:
         )
         return sampler, make_logits_processors(
             self.logit_bias,
-            self.repetition_penalty,
+            chosen.repetition_penalty,
             self.repetition_context_size or CONTEXT_SIZE,
             self.presence_penalty,
             self.presence_context_size or CONTEXT_SIZE,
@@ -136,6 +178,9 @@ class SamplingOptions:
 
 
 OPTIONS = {option.name: option for option in fields(SamplingOptions) if option.metadata}  # those with a range
+NEEDS_TEMP = tuple(name for name, option in OPTIONS.items() if option.metadata["needs"] == "temp")
+# Of the options that a model may have settings of: the value that changes nothing.
+NEUTRAL = {"temp": 0.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "repetition_penalty": 1.0}
 
 
 def _check(**given: object) -> None:
@@ -146,10 +191,15 @@ def _check(**given: object) -> None:
     """
     for name, value in given.items():
         option = OPTIONS[name]
-        kinds = (int, float) if option.type in (float, float | None) else (int,)
-        right = isinstance(value, kinds) and not isinstance(value, bool)
-        if value is not None and not (right and option.metadata["holds"](value)):
+        if value is not None and not in_range(name, value):
             raise ArgumentError(name, f"is {value!r}; expected {option.metadata['expected']}")
+
+
+def in_range(name: str, value: object) -> bool:
+    """Whether an option can have a value."""
+    option = OPTIONS[name]
+    kinds = (int, float) if option.type in (float, float | None) else (int,)
+    return isinstance(value, kinds) and not isinstance(value, bool) and bool(option.metadata["holds"](value))
 
 
 def make_sampler(

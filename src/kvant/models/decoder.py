@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.cache import AttentionCache, KVCache, ModelCache, QuantizedKVCache, WindowKVCache
+from kvant.cache.identity import Identity
 from kvant.models.bias import ProjectionBias
 from kvant.models.config import ModelConfig
 from kvant.models.experts import Experts
@@ -128,6 +129,7 @@ class Decoder:
     Attributes:
         config: its config.json.
         dtype: the dtype activations are computed in.
+        identity: digests of the files it was loaded from, for the snapshots of its caches; None: not known.
     """
 
     always_fuses = True
@@ -146,6 +148,7 @@ class Decoder:
         self.config = config
         self.dtype = dtype
         self.layers = tuple(layers)
+        self.identity: Identity | None = None
         self._rotary = config.rope.rotary(config.head_dim)
         self._embed_tokens = embed_tokens
         self._norm = norm
@@ -241,10 +244,13 @@ class Decoder:
 
         Raises:
             ValueError: a cache of another model, or of another number of sequences.
+            SnapshotError: a snapshot of another model, which was loaded without one.
         """
         if len(cache) != len(self.layers):
             raise ValueError(f"the cache has {len(cache)} layers; expected {len(self.layers)}")
         checked = ModelCache.of(cache)
+        if checked.unchecked is not None:
+            checked.check_source(self.identity, self._reference(checked))
         if batch is not None:
             checked.check_shape(batch, self.config.num_key_value_heads, self.config.head_dim)
         for number, (window, layer) in enumerate(zip(self.config.windows, checked, strict=True)):
@@ -254,6 +260,14 @@ class Decoder:
                     f"layer {number} of the cache has a window of {layer.window}; the model's has {window}"
                 )
         return checked
+
+    def _reference(self, cache: ModelCache) -> ModelCache:
+        """A cache for one token in the format of another, to compare that with."""
+        layer = cache[0]
+        options: dict[str, Any] = {"kernels": "unfused", "bias_split": layer.bias_split is not None}
+        if isinstance(layer, QuantizedKVCache):
+            options |= {"quant_bit": layer.quant_bit, "quant_group": layer.quant_group}
+        return self.make_cache(1, **options)
 
     def feed(self, inputs: mx.array, cache: ModelCache) -> list[mx.array]:
         """Begin a step of (B, S) ids whose logits nobody reads; see :class:`kvant.models.LanguageModel`."""
@@ -306,7 +320,9 @@ class Decoder:
             "dtype": self.dtype,
             "kernels": kernels,
         }
-        return ModelCache([layer.self_attn.cache(max_seq_len, bias_split, options) for layer in self.layers])
+        cache = ModelCache([layer.self_attn.cache(max_seq_len, bias_split, options) for layer in self.layers])
+        cache.identity, cache.rotary = self.identity, self._rotary
+        return cache
 
     @property
     def nbytes(self) -> int:

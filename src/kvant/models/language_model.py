@@ -6,6 +6,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
+from kvant.cache.identity import Identity
 
 
 class LanguageModelConfig(Protocol):
@@ -29,7 +30,13 @@ class LanguageModelConfig(Protocol):
 
 
 class LanguageModel(Protocol):
-    """Token ids in, logits out, through a cache. B batch, S new tokens."""
+    """Token ids in, logits out, through a cache. B batch, S new tokens.
+
+    Attributes:
+        identity: digests of the files it was loaded from, for the snapshots of its caches; None: not known.
+    """
+
+    identity: Identity | None
 
     @property
     def config(self) -> LanguageModelConfig:

@@ -1,30 +1,18 @@
 """The tensors of a model folder: safetensors only, shape and dtype checked before an array is made."""
 
-import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import mlx.core as mx
 
 from kvant.errors import CheckpointError, one_line
-from kvant.files import open_file, read_json, unique_keys
+from kvant.files import open_file, read_json
 from kvant.sizes import format_bytes, physical_memory
+from kvant.tensor_header import read_header
 
 FLOATS = ("F32", "F16", "BF16")
 MAX_INDEX_BYTES = 64 * 1024 * 1024
-MAX_HEADER_BYTES = 16 * 1024 * 1024  # a header of 100,000 tensors
-BITS = {
-    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
-    **dict.fromkeys(("F32", "I32", "U32"), 32),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
-    **dict.fromkeys(("U8", "I8", "BOOL", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "F4": 4,
-}
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 Expected = Mapping[str, tuple[tuple[int, ...], Sequence[str]]]  # a tensor's name to its shape and dtypes
@@ -54,10 +42,10 @@ class TensorFiles:
             with open_file(path, error=CheckpointError) as stream:
                 state = os.fstat(stream.fileno())
                 self._opened[path] = _identity(state)
-                for name, (dtype, shape) in _header(path, stream, state.st_size).items():
+                for name, tensor in read_header(path, stream, state.st_size, CheckpointError).tensors.items():
                     if name in self._file_of:
                         raise CheckpointError(f"{path.name}: tensor {name} is also in {self._file_of[name].name}")
-                    self._file_of[name], self._shape_of[name], self._dtype_of[name] = path, shape, dtype
+                    self._file_of[name], self._shape_of[name], self._dtype_of[name] = path, tensor.shape, tensor.dtype
                 self._check_identity(path)
                 self._nbytes += state.st_size
         except (OSError, ValueError, RecursionError) as error:
@@ -135,60 +123,17 @@ class TensorFiles:
             raise CheckpointError(f"tensor {name} is missing")
 
 
-def _identity(state: os.stat_result) -> Identity:
-    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
-
-
-def _header(path: Path, stream: BinaryIO, size: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Each tensor's dtype and shape, of a file whose tensors fill it without a gap, by the format's specification.
-
-    The safetensors library is not used. It imports NumPy, and that takes longer than reading a small model's weights.
-    It does not notice a name that is there twice.
+def tensor_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder's model.
 
     Raises:
-        CheckpointError: a header that is too long.
-        ValueError: a file that is none, or cut short.
+        CheckpointError: there are none, or the index names others than there are.
     """
-    length = int.from_bytes(stream.read(8), "little")
-    if MAX_HEADER_BYTES < length < size:
-        raise CheckpointError(f"{path}: a header of {length} bytes; expected at most {MAX_HEADER_BYTES}")
-    if not 2 <= length <= size - 8:
-        raise ValueError(f"a header of {length} bytes in a file of {size}")
-    header = json.loads(stream.read(length), object_pairs_hook=unique_keys)
-    if not isinstance(header, dict):
-        raise ValueError(f"its header is a JSON {type(header).__name__}; expected an object")
-    metadata = header.pop("__metadata__", None)
-    known = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
-    if metadata is not None and not known:
-        raise ValueError("__metadata__ is no object of strings")
-    spans, found = [], {}
-    for name, entry in header.items():
-        dtype, shape, first, last = _entry(name, entry)
-        spans.append((first, last))
-        found[name] = dtype, shape
-    end = 0
-    for first, last in sorted(spans):
-        if first != end:
-            raise ValueError(f"its tensors leave a gap, or overlap, at byte {min(first, end)}")
-        end = last
-    if end != size - 8 - length:
-        raise ValueError(f"its tensors have {end} bytes; {size - 8 - length} are there")
-    return found
+    return _shards(folder)[0]
 
 
-def _entry(name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
-    """A tensor's dtype, shape, and where its bytes begin and end."""
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"tensor {name[:200]} has not just dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in BITS:
-        raise ValueError(f"tensor {name[:200]} has dtype {str(dtype)[:40]!r}; expected one of {', '.join(BITS)}")
-    for numbers in (shape, offsets):
-        if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
-            raise ValueError(f"tensor {name[:200]} has a shape or offsets that are no lists of counts")
-    if len(offsets) != 2 or math.prod(shape) * BITS[dtype] != (offsets[1] - offsets[0]) * 8:
-        raise ValueError(f"tensor {name[:200]} has other bytes than its dtype and shape take")
-    return dtype, tuple(shape), offsets[0], offsets[1]
+def _identity(state: os.stat_result) -> Identity:
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def _shards(folder: Path) -> tuple[list[Path], dict[str, str]]:

@@ -18,7 +18,14 @@ from kvant.files import unique_keys
 from kvant.text.added import TOKEN_KEYS, folder_tokens, token
 
 MAX_ID = 2**24  # a token's id is a place in a table
-THINKING = (("<think>", "</think>"), ("<longcat_think>", "</longcat_think>"), ("<|think:start|>", "<|think:end|>"))
+# Tokens of a vocabulary -> the marks around its model's thoughts, as mlx-lm finds them.
+THINKING = {
+    ("<think>", "</think>"): ("<think>", "</think>"),
+    ("<longcat_think>", "</longcat_think>"): ("<longcat_think>", "</longcat_think>"),
+    ("<|think:start|>", "<|think:end|>"): ("<|think:start|>", "<|think:end|>"),
+    ("<|channel>", "<channel|>"): ("<|channel>thought", "<channel|>"),
+    ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"): ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+}
 SPACES = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")  # before them a word's space goes
 SPM = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
 STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
@@ -103,7 +110,7 @@ class Encoder:
             "extra": self._extra,
             "size": self._tokenizer.get_vocab_size(with_added_tokens=True),
             "vocab_size": self._tokenizer.get_vocab_size(with_added_tokens=False),
-            "thinking": next((pair for pair in THINKING if all(find(token) is not None for token in pair)), None),
+            "thinking": next((THINKING[tokens] for tokens in THINKING if None not in map(find, tokens)), None),
             "decoder": kind,
             "pieces": [] if kind == "other" else self.tokens(list(range(last + 1)))["tokens"],
             "strips": isinstance(self._decoder, dict) and STRIP in self._decoder.get("decoders", ()),

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -38,8 +39,11 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int] | mx.array, 
     return ids
 
 
-def render_chat(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
+def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
     """Messages through the model's chat template, up to where the assistant's answer begins.
+
+    Args:
+        variables: further variables of the template, such as ``enable_thinking``.
 
     Raises:
         PromptError: no template, or one that fails on these messages.
@@ -47,7 +51,8 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
     if not tokenizer.has_chat_template:
         raise PromptError("the model has no chat template")
     with library_errors(PromptError, "the chat template failed"):
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        given = {**(variables or {}), "tokenize": False, "add_generation_prompt": True}
+        return str(tokenizer.apply_chat_template(list(messages), **given))
 
 
 def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -119,6 +119,19 @@ class Tokenizer:
             raise ValueError(f"{token!r} is not a token of this tokenizer")
         self._eos_token_ids.add(found)
 
+    def replace_eos_token(self, token: str) -> None:
+        """Let a token of the vocabulary be the end of text, for chat templates too, instead of the tokenizer's own.
+
+        Raises:
+            ValueError: the vocabulary does not have it.
+        """
+        found = self._find([token])[0]
+        if found is None:
+            raise ValueError(f"{token!r} is not a token of this tokenizer")
+        self.eos_token, self.eos_token_id = token, found
+        self.special_tokens_map["eos_token"] = token
+        self._eos_token_ids = {found}
+
     @property
     def all_special_ids(self) -> list[int]:
         """Ids of the tokens that have a role."""

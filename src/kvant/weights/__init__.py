@@ -10,6 +10,7 @@ from kvant.weights.local import Checked, Pulled, find, pulled, verify
 from kvant.weights.lock import Verified
 from kvant.weights.pull import pull, remote_facts
 from kvant.weights.reference import Reference, parse_reference
+from kvant.weights.remove import Removal, removal
 
 __all__ = [
     "Checked",
@@ -17,6 +18,7 @@ __all__ = [
     "KnownModel",
     "Pulled",
     "Reference",
+    "Removal",
     "Verified",
     "find",
     "known_models",
@@ -24,5 +26,6 @@ __all__ = [
     "pull",
     "pulled",
     "remote_facts",
+    "removal",
     "verify",
 ]

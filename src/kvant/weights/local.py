@@ -100,7 +100,7 @@ def pulled() -> list[Pulled]:
             folder = snapshot_folder(lock.repository, commit)
             found.append(
                 Pulled(
-                    references=_references(lock, commit),
+                    references=references(lock, commit),
                     repository=lock.repository,
                     revision=commit,
                     folder=folder,
@@ -175,7 +175,8 @@ def _glance(folder: Path, recorded: dict[str, Verified]) -> None:
     refuse_others(folder, recorded)
 
 
-def _references(lock: Lock, commit: str) -> tuple[str, ...]:
+def references(lock: Lock, commit: str) -> tuple[str, ...]:
+    """The names that load a commit."""
     pins = [pin for pin, pinned in lock.pins.items() if pinned == commit] or [commit]
     written = [lock.repository if pin == DEFAULT_BRANCH else f"{lock.repository}@{pin}" for pin in pins]
     return tuple(dict.fromkeys(str(parse_reference(text)) for text in written))

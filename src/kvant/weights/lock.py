@@ -18,6 +18,7 @@ from kvant.files import user_cache
 from kvant.weights.reference import COMMIT, REPOSITORY, is_revision
 
 FORMAT = 1
+RECORD = "kvant"  # the name of huggingface_hub's lock that is held while the record is written
 DEFAULT_BRANCH = ""  # the pin of a repository without a revision
 
 
@@ -109,6 +110,11 @@ def write_lock(lock: Lock) -> None:
     except BaseException:
         os.unlink(scratch)
         raise
+
+
+def remove_lock(repository: str) -> None:
+    """Take a repository's record away; what it listed is loaded no more."""
+    _path(repository).unlink(missing_ok=True)
 
 
 def _folder() -> Path:

@@ -15,11 +15,10 @@ from kvant.weights.hub import UnreachableError, download, list_files
 from kvant.weights.known import File, known_files
 from kvant.weights.listing import Listing
 from kvant.weights.local import compare, differs, expect, find, pinned_commit
-from kvant.weights.lock import DEFAULT_BRANCH, Lock, Verified, check_writable, read_lock, write_lock
+from kvant.weights.lock import DEFAULT_BRANCH, RECORD, Lock, Verified, check_writable, read_lock, write_lock
 from kvant.weights.reference import Reference, parse_reference
 from kvant.weights.snapshot import git_blob_id, measure, snapshot_folder
 
-RECORD = "kvant"  # the lock's name while the record is written
 HUB_DEFAULT_BRANCH = "main"
 
 

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from kvant.errors import did_you_mean
 from kvant.weights.known import known_models
 
 # The hub's own rules, and lengths that fit a file name.
@@ -52,9 +53,9 @@ def parse_reference(text: str, revision: str | None = None) -> Reference:
     if model is not None:
         repository = model.repository
     elif not REPOSITORY.fullmatch(repository) or not all(map(_hub_accepts, repository.split("/"))):
-        raise ValueError(
-            f"{_shown(text)} is no known model; expected {', '.join(known_models())} or owner/repository[@revision]"
-        )
+        near = did_you_mean(repository, known_models())
+        expected = near or "; expected one that `kvant models` lists, or owner/repository[@revision]"
+        raise ValueError(f"{_shown(text)} is no known model{expected}")
     if wanted is not None and not is_revision(wanted):
         raise ValueError(f"revision is {_shown(wanted)}; expected a commit, a branch or a tag")
     for listed in known_models().values():

@@ -90,6 +90,7 @@ def test_a_terminal_gets_the_same() -> None:
         "KeyValueCache",
         "look-ahead, pocket: ",
         "not checked",
+        "\nto do: ",
     ):
         assert text in done.stdout
 
@@ -234,3 +235,48 @@ def test_a_wrong_kernel_that_is_asked_for_ends_a_command(
         application.main()
     assert ended.value.code == 1
     assert "kvant: error: failed: --kernels is 'fused'; the fused kernel failed" in capsys.readouterr().err
+
+
+# ---- what there is to do ---------------------------------------------------------------------------------------------
+
+
+def _result(fused_ms: float, unfused_ms: float, problem: str | None = None) -> kernels.KernelResult:
+    return kernels.KernelResult("a case", 0.0, 1.0, problem, fused_ms, unfused_ms)
+
+
+@pytest.mark.parametrize(
+    ("tried", "device", "library", "settings", "expected"),
+    [
+        ([], "cpu", "OpenBLAS, scipy_openblas32 1", {}, []),
+        ([_result(1, 2), _result(1, 2), _result(3, 2)], "gpu", "mlx: not installed", {}, []),
+        (
+            [_result(1, 2), _result(3, 2), _result(3, 2)],
+            "gpu",
+            "",
+            {},
+            ["set KVANT_KERNELS=unfused, or give --kernels"],
+        ),
+        ([_result(1, 2, "off by 1")], "gpu", "", {}, ["without a wish kvant uses the unfused operator; report"]),
+        ([_result(1, 2, "off by 1")], "gpu", "", {"KVANT_KERNELS": "fused"}, ["unset KVANT_KERNELS; without a wish"]),
+        ([], "cpu", "mlx: scipy_openblas32 is not installed", {}, ["install kvant with its extra cpu: MLX's own BLAS"]),
+        ([], "cpu", "mlx: KVANT_BLAS asks for it", {"KVANT_BLAS": "mlx"}, ["unset KVANT_BLAS: MLX's own BLAS"]),
+    ],
+)
+def test_it_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+    tried: list[kernels.KernelResult],
+    device: machine.Device,
+    library: str,
+    settings: dict[str, str],
+    expected: list[str],
+) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    for name in ("KVANT_KERNELS", "KVANT_BLAS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    here = replace(machine.environment(), blas=library)
+    found = diagnosis.Diagnosis(here, machine_with(2**34, device), {}, "", [], tried, None, None, [])
+    assert len(found.to_do) == len(expected)
+    assert all(said.startswith(text) for said, text in zip(found.to_do, expected, strict=True))
+    assert found.as_json()["to_do"] == found.to_do

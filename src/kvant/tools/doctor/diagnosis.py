@@ -1,8 +1,10 @@
 """The findings of ``kvant doctor``, and whether anything failed."""
 
 import math
+import os
 import shutil
 import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -10,12 +12,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.operators.dispatch import gpu_backend
+from kvant import blas
+from kvant.operators.dispatch import VARIABLE, gpu_backend
 from kvant.tools.doctor.kernels import KernelResult, try_kernels
 from kvant.tools.doctor.look_ahead import LookAhead, measure_look_ahead
 from kvant.tools.doctor.paths import OperatorPath, operator_paths
 from kvant.tools.machine import Environment, Machine, environment, this_machine
 
+SLOWER = 1.1  # times; less is the noise of a measurement
 GPU_COMPILERS = {"metal": "Metal's, while it runs", "cuda": "NVRTC, while it runs"}
 NO_GPU = (
     "the fused kernel: there is no GPU that MLX uses, so it has not run here. kvant's tests run its Metal text on the "
@@ -52,9 +56,28 @@ class Diagnosis:
         """Whether nothing that was tried failed."""
         return self.problem is None and all(result.problem is None for result in self.kernels)
 
+    @property
+    def to_do(self) -> list[str]:
+        """What its user can do so that kvant is right or faster here; empty: nothing."""
+        found = []
+        timed = [result for result in self.kernels if result.fused_ms is not None and result.unfused_ms is not None]
+        slower = sum(result.fused_ms > SLOWER * result.unfused_ms for result in timed)  # type: ignore[operator]
+        if not self.healthy:
+            asked = f"unset {VARIABLE}; " if os.environ.get(VARIABLE) == "fused" else ""
+            found.append(f"{asked}without a wish kvant uses the unfused operator; report the lines that say wrong")
+        elif slower > len(timed) / 2:
+            found.append(
+                f"set {VARIABLE}=unfused, or give --kernels unfused: the fused kernel is the slower in {slower} of "
+                f"{len(timed)} cases"
+            )
+        if sys.platform == "linux" and self.machine.device == "cpu" and self.environment.blas.startswith(blas.OWN):
+            how = f"unset {blas.VARIABLE}" if os.environ.get(blas.VARIABLE) else "install kvant with its extra cpu"
+            found.append(f"{how}: MLX's own BLAS reads a prompt 8 to 11 times slower than OpenBLAS")
+        return found
+
     def as_json(self) -> dict[str, Any]:
         """For a program: numbers that are none are null."""
-        found: dict[str, Any] = asdict(self) | {"healthy": self.healthy}
+        found: dict[str, Any] = asdict(self) | {"healthy": self.healthy, "to_do": self.to_do}
         if self.look_ahead is not None:
             found["look_ahead"]["faster"] = self.look_ahead.faster
         for result in found["kernels"]:

@@ -27,7 +27,10 @@ HEADS_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 
 @dataclass(frozen=True, slots=True)
 class BridgedNeeds:
-    """Bytes of a run; as the attributes of :class:`kvant.tools.plan.MemoryPlan`."""
+    """Bytes of a run; as the attributes of :class:`kvant.tools.plan.MemoryPlan`.
+
+    ``goes_back``: whether the cache can go back to any length.
+    """
 
     weights: int
     weights_read: int
@@ -35,6 +38,7 @@ class BridgedNeeds:
     state: int
     scratch: int
     loading: int
+    goes_back: bool
 
 
 class BridgedCheckpoint:
@@ -115,7 +119,7 @@ class BridgedCheckpoint:
         Raises:
             ValueError: a cache format that is none, or a cache that kvant has nothing for.
         """
-        from kvant.bridge.cache import entries_bytes
+        from kvant.bridge.cache import entries_bytes, rows_of
         from kvant.bridge.model import by_layer, bytes_read
         from kvant.bridge.probe import Attention, State, probe
 
@@ -138,7 +142,10 @@ class BridgedCheckpoint:
             cache = entries_bytes(entries, tokens, quant_bit=kv_bits, quant_group=kv_group_size)
             logits = LOGITS_COPIES * FLOAT32 * self.config.vocab_size
             scratch = max(chunk(min(prefill_step_size, tokens), tokens), chunk(1, tokens) + logits)
-            return BridgedNeeds(weights, read, cache.keys_values, cache.state, scratch + cache.state, loading)
+            goes_back = not state and all(rows_of(a, tokens) == tokens for a in leaves if isinstance(a, Attention))
+            return BridgedNeeds(
+                weights, read, cache.keys_values, cache.state, scratch + cache.state, loading, goes_back
+            )
 
         return needed
 

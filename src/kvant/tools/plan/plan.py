@@ -37,12 +37,14 @@ class Settings:
         kv_group_size: elements of a head that share one scale; without meaning at 0 bits.
         kv_bias_split: the projections' biases stay out of the cache.
         prefill_step_size: prompt tokens fed at a time.
+        forks: whether a prompt is continued several times: a cache that cannot go back is forked for it.
     """
 
     kv_bits: int = 8
     kv_group_size: int = 32
     kv_bias_split: bool = True
     prefill_step_size: int = PREFILL_STEP_SIZE
+    forks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class MemoryPlan:
         loading: the most while the weights are loaded, before there is a cache.
         state: of a bridged model's linear and convolution layers, which mlx-lm allocates at the first prefill.
         process: interpreter, libraries, tokenizer and MLX's buffers for reuse; 0 where it isn't the GPU's memory.
+        fork: of a second cache and its state, where the settings fork it and windows or states cannot go back.
     """
 
     max_kv_size: int
@@ -70,11 +73,12 @@ class MemoryPlan:
     loading: int
     process: int
     state: int = 0
+    fork: int = 0
 
     @property
     def arrays(self) -> int:
         """An upper bound of what ``mx.get_peak_memory`` says after a run of the full context."""
-        return max(self.weights + self.cache + self.state + self.scratch, self.loading)
+        return max(self.weights + self.cache + self.state + self.fork + self.scratch, self.loading)
 
     @property
     def total(self) -> int:
@@ -183,6 +187,7 @@ def _bridged_planner(checkpoint: BridgedCheckpoint, settings: Settings, on_cpu: 
             loading=needed.loading,
             process=BRIDGED_PROCESS_BYTES + tokenizer if on_cpu else 0,
             state=needed.state,
+            fork=needed.cache + needed.state if settings.forks and not needed.goes_back else 0,
         )
 
     return planned
@@ -230,6 +235,7 @@ def _planner(
             )
 
         cache = _cache_bytes(config, tokens, row, pairs)
+        goes_back = all(window is None or window + SLACK >= tokens for window in config.windows)
         scratch = max(
             chunk(min(settings.prefill_step_size, tokens)), chunk(1) + LOGITS_COPIES * FLOAT32 * config.vocab_size
         )
@@ -242,6 +248,7 @@ def _planner(
             scratch=scratch,
             loading=loading,
             process=PROCESS_BYTES + TOKENIZER_BYTES * config.vocab_size if on_cpu else 0,
+            fork=cache if settings.forks and not goes_back else 0,
         )
 
     return planned
@@ -276,5 +283,5 @@ def _cache_bytes(config: ModelConfig, tokens: int, row: int, pairs: Sequence[int
 
 def as_record(plan: MemoryPlan) -> dict[str, int]:
     """A plan's bytes by name, with the sums."""
-    names = [field.name for field in fields(plan) if field.name not in ("max_kv_size", "settings")]
+    names = [field.name for field in fields(plan) if field.name not in ("max_kv_size", "settings", "fork")]
     return {name: getattr(plan, name) for name in (*names, "arrays", "total")}

@@ -1,0 +1,222 @@
+"""How a layer's cache stores its tokens: what two caches must have in common for one to take the other's."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import mlx.core as mx
+
+from kvant.operators.quantization import quantized_dtype
+
+DTYPES = {
+    "F32": mx.float32,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "I8": mx.int8,
+    "U8": mx.uint8,
+    "I32": mx.int32,
+    "U32": mx.uint32,
+    "I64": mx.int64,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+KINDS = ("quantized", "full", "chunks", "state")
+MAX_NUMBER = 2**24  # of heads, widths and tokens: far above any model's
+
+Shape = tuple[int, ...]
+Stored = tuple[str, Shape]  # an array's dtype as safetensors writes it, and its shape
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFormat:
+    """A layer's format. Sizes count elements; windows count tokens.
+
+    Attributes:
+        kind: "quantized", the reserved cache, at 0 bits too; "chunks", Llama 4's; "full", which grows; "state", of a
+            linear layer.
+        num_kv_heads, head_dim, value_head_dim: of its tokens.
+        quant_bit, quant_group: 0 where nothing is quantized.
+        dtype, scale_dtype: of the stored arrays, as safetensors writes them; no scales: "".
+        window, keep, slack: of a ring, as :class:`kvant.cache.WindowKVCache` has them; window None: all tokens stay.
+        split_pairs: the rotary pairs of the bias split; None: keys and values have their biases.
+        state: each array of a state; None: it has not been computed yet.
+        shared: other layers of a bridged model ask for what this one fetched.
+    """
+
+    kind: str
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    value_head_dim: int = 0
+    quant_bit: int = 0
+    quant_group: int = 0
+    dtype: str = ""
+    scale_dtype: str = ""
+    window: int | None = None
+    keep: int = 0
+    slack: int = 0
+    split_pairs: tuple[int, ...] | None = None
+    state: tuple[Stored | None, ...] = ()
+    shared: bool = False
+
+    @classmethod
+    def from_json(cls, raw: object) -> "LayerFormat":
+        """Of what :meth:`as_json` gave, every field checked.
+
+        Raises:
+            ValueError: a field that is missing, unknown, of another type or out of range.
+        """
+        names = {field.name for field in fields(cls)}
+        if not isinstance(raw, dict) or raw.keys() != names:
+            raise ValueError("a layer's format has other fields than " + ", ".join(sorted(names)))
+        for name in ("num_kv_heads", "head_dim", "value_head_dim", "quant_bit", "quant_group", "keep", "slack"):
+            check_number(name, raw[name])
+        if raw["window"] is not None:
+            check_number("window", raw["window"], 1)
+        for name, allowed in (("kind", KINDS), ("dtype", ("", *DTYPES)), ("scale_dtype", ("", "F16", "F32"))):
+            if raw[name] not in allowed:
+                raise ValueError(f"{name} is {_shown(raw[name])}; expected one of {', '.join(filter(None, allowed))}")
+        pairs = raw["split_pairs"]
+        if pairs is not None:
+            pairs = check_numbers("split_pairs", pairs)
+            if sorted(set(pairs)) != list(pairs) or (pairs and pairs[-1] >= raw["head_dim"] // 2):
+                raise ValueError(f"split_pairs is {_shown(pairs)}; expected ascending numbers of rotary pairs")
+        if not isinstance(raw["state"], list) or type(raw["shared"]) is not bool:
+            raise ValueError(f"state is {_shown(raw['state'])}; expected a list, and shared a bool")
+        made = cls(**raw | {"split_pairs": pairs, "state": tuple(map(parse_stored, raw["state"]))})
+        made._check()
+        return made
+
+    def _check(self) -> None:
+        """Raise a ValueError where fields contradict each other."""
+        if self.kind == "state":
+            expected = LayerFormat("state", state=self.state)
+        elif self.kind == "full":
+            expected = LayerFormat(
+                "full", self.num_kv_heads, self.head_dim, self.head_dim, dtype=self.dtype, window=self.window
+            )
+        else:
+            if self.quant_bit not in (0, 4, 8) or not self.num_kv_heads or not self.head_dim:
+                raise ValueError(f"a layer of {self.quant_bit} bits, {self.num_kv_heads} kv heads of {self.head_dim}")
+            widths = (self.head_dim, self.value_head_dim)
+            if self.quant_bit and (not self.quant_group or any(width % self.quant_group for width in widths)):
+                raise ValueError(
+                    f"quant_group is {self.quant_group}; expected a divisor of {widths[0]} and {widths[1]}"
+                )
+            if bool(self.quant_bit) != bool(self.scale_dtype) or bool(self.quant_bit) != bool(self.quant_group):
+                raise ValueError(f"a layer of {self.quant_bit} bits with scales {self.scale_dtype!r}")
+            allowed = [stored_dtype(self.quant_bit)] if self.quant_bit else ["F32", "F16", "BF16"]
+            if self.dtype not in allowed:
+                raise ValueError(f"dtype is {self.dtype!r} at {self.quant_bit} bits; expected {' or '.join(allowed)}")
+            return
+        if self != expected:
+            raise ValueError(f"a layer of kind {self.kind!r} has fields of another kind")
+
+    def as_json(self) -> dict[str, Any]:
+        """Numbers, text and lists."""
+        return asdict(self)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether it keeps rows of each token, in place of one state."""
+        return self.kind != "state"
+
+    def first(self, length: int, written: int) -> int:
+        """The first token past ``keep`` that is still there, of ``length`` that count and ``written`` at most."""
+        kept = min(self.keep, length)
+        if self.window is None or self.kind == "full" or written <= self.keep + self.window + self.slack:
+            return kept
+        return min(length, max(kept, written - self.window - self.slack))
+
+    def rows(self, length: int, written: int) -> int:
+        """Tokens that are still there."""
+        return min(self.keep, length) + length - self.first(length, written)
+
+    def arrays(self, rows: int) -> dict[str, Stored]:
+        """What is stored of ``rows`` tokens of one sequence, by its name."""
+        sides, width = 2, self.head_dim
+        if self.value_head_dim != self.head_dim:
+            sides, width = 1, self.head_dim + self.value_head_dim
+        shape = (sides, self.num_kv_heads, rows)
+        found: dict[str, Stored] = {"cache": (self.dtype, (*shape, width // 2 if self.quant_bit == 4 else width))}
+        if self.quant_bit:
+            found["scale"] = (self.scale_dtype, (*shape, width // self.quant_group))
+        return found
+
+    def tables(self) -> dict[str, Stored]:
+        """The biases that tokens are stored without, by their names."""
+        if self.split_pairs is None:
+            return {}
+        heads = self.num_kv_heads
+        return {
+            "key_bias": ("F32", (heads, 2, len(self.split_pairs))),
+            "value_bias": ("F32", (heads, self.head_dim)),
+        }
+
+
+def stored_dtype(quant_bit: int) -> str:
+    """The dtype of quantized values."""
+    return DTYPE_NAMES[quantized_dtype(quant_bit)]
+
+
+def check_number(name: str, value: object, least: int = 0, most: int = MAX_NUMBER) -> int:
+    """An int in a range.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name} is {_shown(value)}; expected an int from {least} to {most}")
+    return value
+
+
+def check_numbers(name: str, value: object, least: int = 0, most: int = MAX_NUMBER) -> tuple[int, ...]:
+    """A list of :func:`check_number`."""
+    if not isinstance(value, list):
+        raise ValueError(f"{name} is {_shown(value)}; expected a list")
+    return tuple(check_number(f"{name}[{i}]", number, least, most) for i, number in enumerate(value))
+
+
+def parse_stored(raw: object) -> Stored | None:
+    """A dtype and a shape of JSON, or nothing.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if raw is None:
+        return None
+    if not isinstance(raw, list) or len(raw) != 2 or raw[0] not in DTYPES:
+        raise ValueError(f"an array of a state is {_shown(raw)}; expected a dtype and a shape")
+    return raw[0], check_numbers("shape", raw[1])
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:80]
+
+
+def difference(given: LayerFormat, own: LayerFormat, given_reserved: int | None, reserved: int | None) -> str | None:
+    """The field in which a snapshot's layer differs from a cache's, and both values; None: its tokens fit.
+
+    A layer with a window has no ring where all of the reservation is inside the window.
+    """
+    ignored: tuple[str, ...] = ()
+    shape = ("num_kv_heads", "head_dim", "value_head_dim")
+    if given.kind == own.kind == "full":  # empty, it takes the shape of what it is given
+        ignored = ("dtype",) if given.num_kv_heads and own.num_kv_heads else (*shape, "dtype")
+    elif given.kind == own.kind == "state" and len(given.state) == len(own.state):
+        ignored = ("state",)
+    elif _inside(given, given_reserved, own) or _inside(own, reserved, given):
+        ignored = ("window", "keep", "slack")
+    expected = asdict(own)
+    for name, value in asdict(given).items():
+        if name not in ignored and value != expected[name]:
+            return f"{name} is {_shown(value)}; expected {_shown(expected[name])}"
+    return None
+
+
+def as_full(own: LayerFormat, full: LayerFormat) -> LayerFormat:
+    """What a model's layer of one format would have in common with a full-precision cache of it."""
+    sizes = (own.num_kv_heads, own.head_dim, own.value_head_dim)
+    return LayerFormat("full", *sizes, dtype=full.dtype, window=full.window)
+
+
+def _inside(whole: LayerFormat, reserved: int | None, ring: LayerFormat) -> bool:
+    """Whether a layer keeps every token because its reservation is inside the other's window."""
+    return whole.window is None and ring.window is not None and reserved is not None and reserved <= ring.window

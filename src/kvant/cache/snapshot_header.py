@@ -1,0 +1,231 @@
+"""What a snapshot says of itself: its header as JSON, every field checked when it is read.
+
+docs/snapshots.md describes the file.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvant.cache.identity import Identity
+from kvant.cache.layer_format import LayerFormat, Stored, check_number, check_numbers
+from kvant.cache.sequences import Sequences
+from kvant.files import unique_keys
+
+FORMAT, VERSION = "kvant cache", 1
+DIGEST: Stored = ("U8", (32,))
+FIELDS = {"identity", "rope", "reservation", "lengths", "written", "has_ids", "layers", "layout"}
+MAX_LENGTH = 2**40  # tokens
+MAX_BATCH, MAX_LAYERS = 2**16, 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class RopeFacts:
+    """How the heads of a cache's keys turn; see :class:`kvant.operators.rotary.Rotary`."""
+
+    frequencies: tuple[float, ...]
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotHeader:
+    """What a snapshot holds.
+
+    Attributes:
+        identity: of the model; None: it was not loaded from a folder.
+        rope: how its keys turn; None: mlx-lm's model turns them.
+        reservation: tokens a sequence could have; None: the cache grows.
+        lengths: tokens of each sequence.
+        written: the most tokens that each has had; see :class:`kvant.cache.sequences.Sequences`.
+        has_ids: whether the ids of the tokens are there.
+        layers: the format of each.
+        layout: of a bridged model's cache, the caches that mlx-lm's model expects, as JSON; "": a decoder's.
+        metadata: the caller's.
+        kvant: the version that wrote it.
+    """
+
+    identity: Identity | None
+    rope: RopeFacts | None
+    reservation: int | None
+    lengths: tuple[int, ...]
+    written: tuple[int, ...]
+    has_ids: bool
+    layers: tuple[LayerFormat, ...]
+    layout: str
+    metadata: Mapping[str, str]
+    kvant: str
+
+    def as_metadata(self) -> dict[str, str]:
+        """The text that a safetensors file has for it."""
+        identity, rope = self.identity, self.rope
+        facts = {
+            "identity": None if identity is None else {"model": identity.model, "tokenizer": identity.tokenizer},
+            "rope": None if rope is None else {"frequencies": rope.frequencies, "factor": rope.factor},
+            "reservation": self.reservation,
+            "lengths": self.lengths,
+            "written": self.written,
+            "has_ids": self.has_ids,
+            "layers": [layer.as_json() for layer in self.layers],
+            "layout": self.layout,
+        }
+        return {
+            "format": FORMAT,
+            "version": str(VERSION),
+            "kvant": self.kvant,
+            "cache": json.dumps(facts),
+            "metadata": json.dumps(dict(self.metadata)),
+        }
+
+    def tensors(self) -> dict[str, Stored]:
+        """Every tensor of the file, in order."""
+        found = {"header_sha256": DIGEST}
+        if self.has_ids:
+            found |= {f"ids.{b}": ("U32", (length,)) for b, length in enumerate(self.lengths)}
+        for number, layer in enumerate(self.layers):
+            found |= {f"layers.{number}.{name}": stored for name, stored in layer.tables().items()}
+            found |= {f"layers.{number}.state.{i}": state for i, state in enumerate(layer.state) if state is not None}
+            for b, (length, written) in enumerate(zip(self.lengths, self.written, strict=True)):
+                if layer.has_tokens:
+                    arrays = layer.arrays(layer.rows(length, written))
+                    found |= {f"layers.{number}.sequences.{b}.{name}": stored for name, stored in arrays.items()}
+        return found | {"sha256": DIGEST}
+
+
+class Described(Protocol):
+    """What a header says of a layer; :class:`kvant.cache.KVCache`."""
+
+    sequences: Sequences
+
+    @property
+    def format(self) -> LayerFormat:
+        """How it stores tokens."""
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """Tokens a sequence can have; None: it grows."""
+
+
+def describe(layers: Sequence[Described], metadata: Mapping[str, str]) -> SnapshotHeader:
+    """The header of a snapshot of these layers, of one cache."""
+    from importlib.metadata import version  # not at every start: it takes milliseconds
+
+    sequences = layers[0].sequences
+    rotary, ids = sequences.rotary, sequences.ids
+    return SnapshotHeader(
+        identity=sequences.identity,
+        rope=None if rotary is None else RopeFacts(tuple(map(float, rotary.frequencies)), float(rotary.factor)),
+        reservation=min((n for layer in layers if (n := layer.max_seq_len) is not None), default=None),
+        lengths=sequences.lengths,
+        written=sequences.written,
+        has_ids=all(len(own) == length for own, length in zip(ids, sequences.lengths, strict=True)),
+        layers=tuple(layer.format for layer in layers),
+        layout=sequences.layout,
+        metadata=metadata,
+        kvant=version("kvant"),
+    )
+
+
+def is_snapshot(metadata: Mapping[str, str]) -> bool:
+    """Whether a safetensors file's text is that of a snapshot, of any version."""
+    return metadata.get("format") == FORMAT
+
+
+def parse(metadata: Mapping[str, str]) -> SnapshotHeader:
+    """The header of a file's text.
+
+    Raises:
+        ValueError: not a snapshot, one of another version, or a field that is missing, unknown or out of range.
+    """
+    if not is_snapshot(metadata):
+        raise ValueError("not a snapshot of a cache")
+    version = metadata.get("version", "")
+    if version != str(VERSION):
+        raise ValueError(
+            f"version {version[:20]!r} of the format, written by kvant {metadata.get('kvant', '')[:20]!r}; "
+            f"this kvant reads version {VERSION}"
+        )
+    if metadata.keys() != {"format", "version", "kvant", "cache", "metadata"}:
+        raise ValueError("its text has other parts than format, version, kvant, cache and metadata")
+    text = _json_object("metadata", metadata["metadata"])
+    if not all(isinstance(value, str) for value in text.values()):
+        raise ValueError("metadata is not an object of strings")
+    return parse_facts(_json_object("cache", metadata["cache"]), text, metadata["kvant"])
+
+
+def parse_facts(raw: Mapping[str, Any], metadata: Mapping[str, str], kvant: str) -> SnapshotHeader:
+    """The header of an object as :meth:`SnapshotHeader.as_metadata` has it under "cache".
+
+    Raises:
+        ValueError: as :func:`parse`.
+    """
+    if raw.keys() != FIELDS:
+        raise ValueError("it has other fields than " + ", ".join(sorted(FIELDS)))
+    if not isinstance(raw["layers"], list) or not 0 < len(raw["layers"]) <= MAX_LAYERS:
+        raise ValueError("layers is no list of formats")
+    if raw["reservation"] is not None:
+        check_number("reservation", raw["reservation"], 1, MAX_LENGTH)
+    lengths = check_numbers("lengths", raw["lengths"], 0, MAX_LENGTH)
+    written = check_numbers("written", raw["written"], 0, MAX_LENGTH)
+    if not 0 < len(lengths) == len(written) <= MAX_BATCH:
+        raise ValueError(f"lengths has {len(lengths)} numbers, written {len(written)}; expected one a sequence")
+    if type(raw["has_ids"]) is not bool or not isinstance(raw["layout"], str):
+        raise ValueError("has_ids is no bool, or layout no text")
+    header = SnapshotHeader(
+        identity=_identity(raw["identity"]),
+        rope=_rope(raw["rope"]),
+        reservation=raw["reservation"],
+        lengths=lengths,
+        written=written,
+        has_ids=raw["has_ids"],
+        layers=tuple(map(LayerFormat.from_json, raw["layers"])),
+        layout=raw["layout"],
+        metadata=metadata,
+        kvant=kvant,
+    )
+    _check_lengths(header)
+    return header
+
+
+def _check_lengths(header: SnapshotHeader) -> None:
+    """Raise a ValueError where lengths contradict the reservation, or what windows and states can have forgotten."""
+    for length, written in zip(header.lengths, header.written, strict=True):
+        if length > written or (written and not length):
+            raise ValueError(f"lengths has {length} where written has {written}")
+        if header.reservation is not None and length > header.reservation:
+            raise ValueError(f"lengths has {length}; reservation is {header.reservation}")
+        for layer in header.layers:
+            if layer.kind == "state" and length != written:
+                raise ValueError(f"lengths has {length} where written has {written}, with the state of a linear layer")
+            window, lost = layer.window or 0, layer.first(length, written) > min(layer.keep, length)
+            if lost and length < written - layer.slack - 1:
+                raise ValueError(f"lengths has {length} where written has {written}, with a window of {window}")
+
+
+def _identity(raw: object) -> Identity | None:
+    if raw is None:
+        return None
+    if not isinstance(raw, dict) or raw.keys() != {"model", "tokenizer"}:
+        raise ValueError("identity is no object of model and tokenizer")
+    for name, value in raw.items():
+        if not isinstance(value, str) or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
+            raise ValueError(f"identity's {name} is no SHA-256")
+    return Identity(**raw)
+
+
+def _rope(raw: object) -> RopeFacts | None:
+    if raw is None:
+        return None
+    if not isinstance(raw, dict) or raw.keys() != {"frequencies", "factor"} or not isinstance(raw["frequencies"], list):
+        raise ValueError("rope is no object of frequencies and factor")
+    numbers: Sequence[object] = [*raw["frequencies"], raw["factor"]]
+    if not all(isinstance(number, float) and 0 < number < 1e30 for number in numbers):
+        raise ValueError("rope has a frequency or a factor that is no number above 0")
+    return RopeFacts(tuple(raw["frequencies"]), raw["factor"])
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    raw = json.loads(text, object_pairs_hook=unique_keys)
+    if not isinstance(raw, dict):
+        raise ValueError(f"{name} is a JSON {type(raw).__name__}; expected an object")
+    return raw

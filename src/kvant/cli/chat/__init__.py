@@ -1,0 +1,67 @@
+"""``kvant chat``: a conversation, line by line."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from kvant.cli import interrupts, options
+from kvant.cli import prompt_cache_file as cache_file
+from kvant.cli.chat.keyboard import Keyboard
+from kvant.cli.chat.loop import converse
+from kvant.cli.chat.talk import Talk, View, notice
+from kvant.cli.session import RunOptions, open_session
+from kvant.engine.sampling import SamplingOptions
+
+
+@options.with_options
+def chat(
+    context: typer.Context,
+    model_argument: options.ModelArgument = None,
+    *,
+    run: RunOptions,
+    sampling: SamplingOptions,
+    markdown: Annotated[
+        bool, typer.Option("--markdown/--no-markdown", help="On a terminal, show answers as markdown or as they are.")
+    ] = True,
+    overflow: options.Overflow = "forget",
+    prompt_cache_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Keep the conversation in this file: loaded where it exists, saved when the chat ends."
+        ),
+    ] = None,
+) -> None:
+    """Talk with a model; the history stays in the cache, and a turn feeds only its own tokens."""
+    options.check_text(prompt_cache_file=prompt_cache_file)
+    cache_file.check(prompt_cache_file)
+    run = replace(run, model=options.choose_model(context, model_argument, run.model))
+    keyboard = Keyboard()
+    with keyboard.kept():
+        with keyboard.silent():
+            session = open_session(run, context.obj, sampling, announce=False)
+        talk = Talk(run, sampling, session, _view(run.raw, markdown), overflow)
+        notice(talk.greeting, run.quiet)
+        with (
+            cache_file.kept(prompt_cache_file, talk.held_conversation, run.system_prompt, quiet=run.quiet),
+            interrupts.patient(),  # Ctrl-C stops an answer, not the program
+        ):
+            converse(talk, _reader(talk, keyboard), keyboard.silent)
+
+
+def _reader(talk: Talk, keyboard: Keyboard) -> Callable[[], str]:
+    """Lines from standard input; on a terminal they can be edited."""
+    if not sys.stdin.isatty():
+        return input
+    from kvant.cli.chat.prompt import Prompt
+
+    return Prompt(talk, keyboard).read
+
+
+def _view(raw: bool, markdown: bool) -> View:
+    if raw or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
+        return "unchanged"
+    return "markdown" if markdown else "plain"

@@ -1,0 +1,250 @@
+"""The commands of a conversation: what a line that begins with a slash may be."""
+
+import difflib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from kvant.cache.snapshot import read_header
+from kvant.cli.chat.switch import switch_model
+from kvant.cli.chat.talk import Talk, notice
+from kvant.cli.session import RunOptions
+from kvant.cli.statistics import RunStatistics
+from kvant.engine.sampling import OPTIONS
+from kvant.errors import ArgumentError, SnapshotError
+from kvant.sizes import format_bytes
+
+
+class Leave(Exception):  # noqa: N818, it is no error
+    """The user ends the conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command.
+
+    Attributes:
+        names: with the slash; the first is the one that is shown.
+        usage: its argument, in words; empty: it takes none.
+        help: a line.
+        run: called with the argument, stripped.
+        needs: whether it has to have one.
+        completes: what Tab completes there.
+    """
+
+    names: tuple[str, ...]
+    usage: str
+    help: str
+    run: Callable[[Talk, str], None]
+    needs: bool = False
+    completes: Literal["", "path", "model", "setting"] = ""
+
+
+def find(line: str) -> Command | str | None:
+    """The command that a line begins with; None: it is for the model; or why it is neither, as a line for the user.
+
+    A path is for the model, and so is text after two slashes.
+    """
+    if not line.startswith("/") or line.startswith("//"):
+        return None
+    name = line.split(maxsplit=1)[0]
+    if name in BY_NAME:
+        return BY_NAME[name]
+    if "/" in name[1:]:
+        return None
+    near = difflib.get_close_matches(name.lower(), BY_NAME, n=1, cutoff=0.75)
+    if name != line and not near:
+        return None
+    meant = f"did you mean {near[0]}?" if near else "/help lists them."
+    return f"{name} is not a command; {meant} // begins a message with a slash"
+
+
+def perform(command: Command, talk: Talk, line: str) -> None:
+    """Run the command of a line.
+
+    Raises:
+        ArgumentError: an argument it does not take, or none where it needs one.
+    """
+    name, _, argument = line.partition(" ") if " " in line.split("\n")[0] else line.partition("\n")
+    argument = argument.strip()
+    if argument and not command.usage:
+        raise ArgumentError(name, f"takes nothing after it, given {argument[:40]!r}")
+    if command.needs and not argument:
+        raise ArgumentError(name, f"needs {command.usage}")
+    command.run(talk, argument)
+
+
+def _help(talk: Talk, argument: str) -> None:
+    names = [f"{', '.join(command.names)} {command.usage}".rstrip() for command in COMMANDS]
+    width = max(map(len, names))
+    lines = [f"{name:{width}}  {command.help}" for name, command in zip(names, COMMANDS, strict=True)]
+    notice("\n".join([*lines, "// begins a message with a slash; Ctrl-C stops an answer; Ctrl-D ends"]))
+    if sys.stdin.isatty():
+        notice('Alt-Enter begins a new line, and so does Enter after """ until the next """; Tab completes')
+
+
+def _leave(talk: Talk, argument: str) -> None:
+    raise Leave
+
+
+def _reset(talk: Talk, argument: str) -> None:
+    talk.forget()
+    notice("the conversation is forgotten", talk.run.quiet)
+
+
+def _system(talk: Talk, argument: str) -> None:
+    conversation = talk.conversation
+    if not argument:
+        current = conversation.system_prompt
+        notice("there is no system prompt" if current is None else f'system prompt: {current}\n/system "" removes it')
+    elif argument == '""':
+        conversation.set_system_prompt(None)
+        notice("the system prompt is removed", talk.run.quiet)
+    else:
+        conversation.set_system_prompt(argument)
+        notice("the system prompt is set; the turns so far stay", talk.run.quiet)
+
+
+def _undo(talk: Talk, argument: str) -> None:
+    question = talk.conversation.undo()
+    notice("there is nothing to undo" if question is None else f"undone: {_start(question)}")
+
+
+def _retry(talk: Talk, argument: str) -> None:
+    talk.retry()
+
+
+def _edit(talk: Talk, argument: str) -> None:
+    if argument:
+        talk.edit(argument)
+        return
+    asked = _questions(talk)
+    if not asked:
+        notice("nothing was asked yet")
+    elif not sys.stdin.isatty():
+        raise ArgumentError("/edit", "needs TEXT, the new question")
+    else:
+        talk.draft = f"/edit {asked[-1]}"
+
+
+def _stats(talk: Talk, argument: str) -> None:
+    statistics = talk.statistics
+    lines = [f"conversation: {_held(talk)}"]
+    if statistics.last is not None:
+        reused = talk.conversation.reused_tokens
+        lines.append(f"last turn: {reused} tokens were in the cache, {statistics.last.prompt_tokens} were fed")
+    lines.append(f"cache: {talk.session.describe_cache()}")
+    notice("\n".join([*lines, *statistics.lines(talk.session), talk.session.sampling_line]))
+
+
+def _cache(talk: Talk, argument: str) -> None:
+    session, used = talk.session, talk.conversation.num_tokens
+    reserved = session.cache.max_seq_len
+    share = f", {used / reserved:.0%} of the reserved ones" if reserved else ""
+    notice("\n  ".join([f"cache: {session.describe_cache()}", *session.describe_layers()]))
+    notice(f"used: {used} tokens{share}")
+
+
+def _save(talk: Talk, argument: str) -> None:
+    path = Path(argument).expanduser()
+    if not talk.conversation.messages:
+        notice("there is nothing to save")
+        return
+    if path.exists():  # a conversation may be saved again; any other file is not ours to replace
+        try:
+            read_header(path)
+        except SnapshotError as error:
+            raise SnapshotError(f"{argument} is there already, and no conversation: {error}") from error
+    talk.conversation.save(path)
+    notice(f"saved {_held(talk)} to {argument} ({format_bytes(path.stat().st_size)})")
+
+
+def _load(talk: Talk, argument: str) -> None:
+    talk.conversation.load(Path(argument).expanduser())
+    talk.statistics = RunStatistics()
+    asked = _questions(talk)
+    notice(f"loaded {_held(talk)}" + (f"; the last question was: {_start(asked[-1])}" if asked else ""))
+
+
+def _held(talk: Talk) -> str:
+    return f"{len(talk.conversation.messages)} messages, {talk.conversation.num_tokens} tokens in the cache"
+
+
+def _questions(talk: Talk) -> list[str]:
+    return [message["content"] for message in talk.conversation.messages if message["role"] == "user"]
+
+
+def _model(talk: Talk, argument: str) -> None:
+    if argument:
+        switch_model(talk, argument)
+    notice(talk.greeting)
+
+
+def _set(talk: Talk, argument: str) -> None:
+    if not argument:
+        values: dict[str, Any] = {"max_tokens": talk.run.max_tokens}
+        values |= {name: getattr(talk.wanted, name) for name in OPTIONS}
+        width = max(map(len, values))
+        notice("\n".join(f"{name:{width}}  {_shown(value)}" for name, value in values.items()))
+        notice(talk.session.sampling_line)
+        return
+    given, _, text = argument.partition(" ")
+    name = given.replace("-", "_")
+    if name not in SETTINGS:
+        near = difflib.get_close_matches(name, SETTINGS, n=1)
+        raise ArgumentError(
+            f"/set {given}", f"is no option; {f'did you mean {near[0]}?' if near else '/set lists them'}"
+        )
+    if not text.strip():
+        raise ArgumentError(f"/set {given}", "needs a value; default takes it back")
+    value = _value(name, text.strip())
+    if name == "max_tokens":
+        talk.set_max_tokens(RunOptions().max_tokens if value is None else value)
+    else:
+        changed: dict[str, Any] = {name: OPTIONS[name].default if value is None else value}
+        talk.set_sampling(replace(talk.wanted, **changed))
+    notice(f"{name} is {text.strip()} from the next answer on", talk.run.quiet)
+
+
+def _value(name: str, text: str) -> Any:
+    """A value as it was written; None: the default."""
+    if text in ("default", "none"):
+        return None
+    is_fraction = name in OPTIONS and "float" in str(OPTIONS[name].type)
+    try:
+        return float(text) if is_fraction else int(text)
+    except ValueError:
+        kind = "a number" if is_fraction else "a whole number"
+        raise ArgumentError(name, f"is {text[:40]!r}; expected {kind}, or default") from None
+
+
+def _shown(value: Any) -> str:
+    return "default" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _start(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else f"{line[:57]}..."
+
+
+SETTINGS = ("max_tokens", *OPTIONS)
+COMMANDS = (
+    Command(("/help", "/?"), "", "lists the commands", _help),
+    Command(("/exit", "/quit", "/bye"), "", "ends the conversation", _leave),
+    Command(("/retry",), "", "answers the last question again", _retry),
+    Command(("/edit",), "[TEXT]", "asks TEXT instead of the last question; without TEXT you edit that", _edit),
+    Command(("/undo",), "", "takes the last question and its answer back", _undo),
+    Command(("/reset",), "", "forgets every turn; the system prompt stays", _reset),
+    Command(("/system",), "[TEXT]", "sets the system prompt, or shows it", _system),
+    Command(
+        ("/set",), "[NAME VALUE]", "sets an option of sampling or max_tokens, or shows all", _set, completes="setting"
+    ),
+    Command(("/save",), "PATH", "saves the conversation and its cache", _save, needs=True, completes="path"),
+    Command(("/load",), "PATH", "goes on with a saved conversation", _load, needs=True, completes="path"),
+    Command(("/model",), "[NAME]", "loads another model; the conversation goes on with it", _model, completes="model"),
+    Command(("/stats",), "", "shows the numbers of the last answer", _stats),
+    Command(("/cache",), "", "shows what the cache has reserved and used", _cache),
+)
+BY_NAME = {name: command for command in COMMANDS for name in command.names}

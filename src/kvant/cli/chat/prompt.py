@@ -1,0 +1,148 @@
+"""The line of input on a terminal: its history, keys and completion, and the status line under it."""
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.filters import Condition, is_searching
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import create_output
+from prompt_toolkit.styles import Style
+
+from kvant.cli import terminal
+from kvant.cli.chat.commands import BY_NAME, COMMANDS, SETTINGS
+from kvant.cli.chat.keyboard import Keyboard
+from kvant.cli.chat.talk import Talk, notice
+from kvant.engine.load import POCKET
+from kvant.errors import KvantError
+
+MAX_HISTORY = 1 << 20  # bytes
+QUOTES = '"""'  # a message between them may have lines typed with Enter
+STYLE = Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack", "bottom-toolbar.text": ""})
+
+
+class Prompt:
+    """Reads messages and commands."""
+
+    def __init__(self, talk: Talk, keyboard: Keyboard) -> None:
+        self._talk, self._keyboard = talk, keyboard
+        is_hidden = sys.stdout.isatty() and not sys.stderr.isatty()
+        self._session: PromptSession[str] = PromptSession(
+            output=create_output(stdout=sys.stdout if is_hidden else terminal.behind(sys.stderr)),
+            history=_history(),
+            completer=_Completer(),
+            complete_while_typing=Condition(lambda: self._session.default_buffer.text.startswith("/")),
+            multiline=True,
+            prompt_continuation="  ",
+            key_bindings=_keys(),
+            bottom_toolbar=lambda: self._talk.status(self._session.output.get_size().columns),
+            style=STYLE,
+            enable_suspend=True,
+            enable_open_in_editor=False,
+        )
+
+    def read(self) -> str:
+        """The next message; what was typed during the answer, or is to be edited, stands there already.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C, which drops the line.
+            EOFError: Ctrl-D on an empty line.
+        """
+        draft = self._talk.draft or self._keyboard.typed
+        self._talk.draft = self._keyboard.typed = ""
+        text = self._session.prompt("> ", default=draft).encode("utf-8", "replace").decode().strip()
+        if text.startswith(QUOTES):
+            text = text.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
+        return text
+
+
+def _keys() -> KeyBindings:
+    """Enter sends, Alt-Enter (or Escape, then Enter) begins a new line."""
+    keys = KeyBindings()
+
+    @keys.add("enter", filter=~is_searching)
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.text.lstrip().startswith(QUOTES) and buffer.text.count(QUOTES) < 2:
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
+
+
+class _Completer(Completer):
+    """Commands; and paths, models and options as their arguments."""
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        text = document.text_before_cursor
+        name, space, argument = text.partition(" ")
+        if not text.startswith("/") or "\n" in text:
+            return
+        if not space:
+            for command in COMMANDS:
+                found = next((known for known in command.names if known.startswith(name)), None)
+                if found:
+                    yield Completion(found, -len(name), display_meta=command.help)
+            return
+        kind = BY_NAME[name].completes if name in BY_NAME else ""
+        if kind == "path":
+            yield from PathCompleter(expanduser=True).get_completions(Document(argument), complete_event)
+        for known in _known(kind):
+            if known.startswith(argument):
+                yield Completion(known, -len(argument))
+
+
+def _known(kind: str) -> Iterator[str]:
+    if kind == "setting":
+        yield from SETTINGS
+    elif kind == "model":
+        from kvant import weights  # it imports what pulling takes
+
+        yield POCKET
+        try:
+            for found in weights.pulled():
+                yield from map(str, found.references)
+        except KvantError:  # `kvant models` says it
+            return
+
+
+class _History(FileHistory):
+    """Of all sessions, in a file that only this user reads."""
+
+    def store_string(self, string: str) -> None:
+        try:
+            super().store_string(string)
+        except (OSError, UnicodeError):  # a full disk, bytes that are no text: the conversation goes on
+            return
+
+
+def _history() -> History:
+    from platformdirs import user_state_path
+
+    path = user_state_path("kvant") / "chat_history"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        path.chmod(0o600)
+        _shorten(path)
+    except OSError as error:
+        notice(f"the history of questions is not kept: {error}")
+        return InMemoryHistory()
+    return _History(path)
+
+
+def _shorten(path: Path) -> None:
+    """Keep the newer half of a history that is long."""
+    if path.stat().st_size > MAX_HISTORY:
+        kept = path.read_bytes()[-MAX_HISTORY // 2 :]
+        path.write_bytes(kept[kept.find(b"\n# ") + 1 :])  # from the start of an entry

@@ -1,0 +1,114 @@
+"""An answer on a terminal: what is finished is printed for good, and only the block under way is drawn again.
+
+So an answer may be longer than the screen, and all of it is in the terminal's history afterwards.
+"""
+
+import os
+import time
+from typing import Protocol, TextIO
+
+from kvant.cli.chat.markdown import MarkdownText, PlainText, Renderer
+
+EVERY_S = 0.03
+SHARE = 9  # drawing waits this many times as long as it took: a fast model is not slowed down
+STEADY_S = 0.2  # a window that is being dragged has many sizes
+ERASE_BELOW, ERASE_SCREEN = "\x1b[J", "\x1b[H\x1b[2J"
+
+
+class Growing(Protocol):
+    """Text that grows, rendered: :class:`MarkdownText`, :class:`PlainText`."""
+
+    def add(self, text: str) -> None:
+        """Take the next piece."""
+
+    def finished(self, width: int, *, ended: bool = False) -> list[str]:
+        """Lines that are final, each given once."""
+
+    def current(self, width: int) -> list[str]:
+        """The block under way."""
+
+
+class Screen:
+    """Draws one answer. It begins and ends with the cursor at the start of an empty line."""
+
+    def __init__(self, stream: TextIO, *, markdown: bool) -> None:
+        """``stream``: standard output, a terminal."""
+        self._stream = stream
+        self._renderer = Renderer(stream)
+        self._markdown = markdown
+        self._pieces: list[tuple[bool, str]] = []
+        self._text: Growing | None = None
+        self._is_thinking = False
+        self._final: list[str] = []  # lines that are not on the screen yet
+        self._rows = 1  # of the block under way, on the screen
+        self._size = self._seen = terminal_size(stream)
+        self._seen_at = 0.0
+        self._next_at = 0.0
+
+    def write(self, text: str, *, is_thinking: bool = False) -> None:
+        """Show the next piece; the model's thinking is dim, and plain."""
+        self._pieces.append((is_thinking, text))
+        self._add(text, is_thinking)
+        started = time.monotonic()
+        if started < self._next_at:
+            return
+        self._draw()
+        drawn = time.monotonic()
+        self._next_at = drawn + max(EVERY_S, SHARE * (drawn - started))
+
+    def close(self) -> None:
+        """Show what is left."""
+        self._draw(ended=True)
+
+    @property
+    def _width(self) -> int:
+        return max(1, self._size[0] - 1)  # a terminal may take a character for wider than it is
+
+    def _add(self, text: str, is_thinking: bool) -> None:
+        if self._text is None or is_thinking != self._is_thinking:
+            text = text.lstrip("\n")
+            if not text:
+                return
+            if self._text is not None:
+                self._final += [*self._text.finished(self._width, ended=True), ""]
+            plain = is_thinking or not self._markdown
+            self._text = PlainText(self._renderer, "dim" * is_thinking) if plain else MarkdownText(self._renderer)
+            self._is_thinking = is_thinking
+        self._text.add(text)
+
+    def _draw(self, *, ended: bool = False) -> None:
+        erase = self._erase(ended)
+        if self._text is None or erase is None:
+            return
+        final = self._final + self._text.finished(self._width, ended=ended)
+        room = max(1, self._size[1] - 1)  # of a longer block the end is seen while it grows
+        under_way = [] if ended else self._text.current(self._width)[-room:]
+        self._final, self._rows = [], max(1, len(under_way))
+        self._stream.write(erase + "".join(f"{line}\n" for line in final) + "\n".join(under_way))
+        self._stream.flush()
+
+    def _erase(self, ended: bool) -> str | None:
+        """What takes the block under way off the screen; None while somebody drags the window."""
+        size, now = terminal_size(self._stream), time.monotonic()
+        if size != self._seen:
+            self._seen, self._seen_at = size, now
+        if size[0] == self._size[0]:
+            self._size = size
+            return "\r" + f"\x1b[{self._rows - 1}A" * (self._rows > 1) + ERASE_BELOW
+        if now - self._seen_at < STEADY_S and not ended:
+            return None
+        # Where the lines are now only the terminal knows. What it shows moves into its history, and the answer is
+        # printed anew.
+        self._size, self._text, self._final = size, None, []
+        for is_thinking, text in self._pieces:
+            self._add(text, is_thinking)
+        return "\n" * size[1] + ERASE_SCREEN
+
+
+def terminal_size(stream: TextIO) -> tuple[int, int]:
+    """Columns and rows of a terminal."""
+    try:
+        columns, rows = os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError):
+        columns, rows = 0, 0
+    return columns or 80, rows or 24

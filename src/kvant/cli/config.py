@@ -1,0 +1,215 @@
+"""The config file: other defaults of flags, for all commands that have them or for one, and presets.
+
+A flag wins over a preset, that over the environment, that over the file, and the file over what a model says.
+"""
+
+import inspect
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+from typer.models import ArgumentInfo, OptionInfo
+
+from kvant.cli import options
+from kvant.cli.bad_value import BadValueError
+from kvant.cli.defaults import Defaults
+from kvant.engine.sampling import SamplingOptions
+from kvant.errors import KvantError, did_you_mean, one_line
+
+FILE = "config.toml"
+PATH_VARIABLE, MODEL_VARIABLE = "KVANT_CONFIG", "KVANT_MODEL"
+COMMANDS = ("generate", "chat", "plan", "report")  # that take defaults from it
+PRESETS = "presets"
+NOT_IN_A_PRESET = ("preset",)
+WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list of strings"}
+
+Flags = Mapping[str, tuple[str, Any]]  # a flag without its dashes -> its parameter, and the kind of its value
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A config file's tables as they are written.
+
+    Attributes:
+        path: of the file; None: there is none.
+    """
+
+    path: Path | None
+    shared: Mapping[str, Any] = field(default_factory=dict)
+    commands: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def defaults(command: str) -> Defaults:
+    """What the config file and the environment say of a command's flags, and the presets for it.
+
+    Raises:
+        BadValueError: as :func:`read_settings` and :func:`check`.
+        KvantError: KVANT_CONFIG names no file.
+    """
+    settings = read_settings()
+    flags = command_flags(command)
+    place = str(settings.path or f"{wanted_path()}, which is not there,")
+    found = Defaults((name for name, _ in flags.values()), checked_presets(settings), place)
+    found.take(checked_shared(settings), FILE)
+    found.take(checked_own(settings, command, flags), FILE)
+    if model := os.environ.get(MODEL_VARIABLE):
+        found.take({"model": model}, MODEL_VARIABLE)
+    return found
+
+
+def read_settings() -> Settings:
+    """The user's config file; empty settings where there is none.
+
+    Raises:
+        BadValueError: text that is no TOML, or a table that the file cannot have.
+        KvantError: KVANT_CONFIG names no file.
+    """
+    path = wanted_path()
+    if path is None or not (path.exists() or PATH_VARIABLE in os.environ):
+        return Settings(None)
+    if not path.is_file():
+        raise KvantError(f"{PATH_VARIABLE} is {str(path)!r}, which is not a file")
+    import tomllib
+
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
+        raise BadValueError(f"{path}: not TOML: {one_line(error)}") from error
+    tables = {name: raw.pop(name) for name in (*COMMANDS, PRESETS) if name in raw}
+    presets = tables.pop(PRESETS, {})
+    named = {f"{PRESETS}.{name}": table for name, table in presets.items()} if isinstance(presets, dict) else {}
+    for name, table in {**tables, PRESETS: presets, **named}.items():
+        if not isinstance(table, dict):
+            raise BadValueError(f"{path}: {name} is {str(table)[:80]}; expected a table, [{name}]")
+    return Settings(path, raw, tables, presets)
+
+
+def wanted_path() -> Path | None:
+    """Where the config file is looked for: KVANT_CONFIG, none where that is empty, else the user's folder."""
+    named = os.environ.get(PATH_VARIABLE)
+    if named is not None:
+        return Path(named).expanduser() if named else None
+    import platformdirs
+
+    return platformdirs.user_config_path("kvant") / FILE
+
+
+def checked_shared(settings: Settings) -> dict[str, Any]:
+    """The values of the file's top by parameter.
+
+    Raises:
+        BadValueError: as :func:`check`.
+    """
+    return check(settings, "", settings.shared, shared_flags(), "generate and chat") if settings.shared else {}
+
+
+def checked_own(settings: Settings, command: str, flags: Flags) -> dict[str, Any]:
+    """The values of a command's own table by parameter.
+
+    Raises:
+        BadValueError: as :func:`check`.
+    """
+    return check(settings, f"{command}.", settings.commands.get(command, {}), flags, command)
+
+
+def checked_presets(settings: Settings) -> dict[str, dict[str, Any]]:
+    """The presets by name, each as values by parameter.
+
+    Raises:
+        BadValueError: as :func:`check`.
+    """
+    if not settings.presets:
+        return {}
+    flags = {flag: kind for flag, kind in shared_flags().items() if flag not in NOT_IN_A_PRESET}
+    return {
+        name: check(settings, f"{PRESETS}.{name}.", table, flags, "a preset")
+        for name, table in settings.presets.items()
+    }
+
+
+def check(settings: Settings, where: str, table: Mapping[str, Any], flags: Flags, whose: str) -> dict[str, Any]:
+    """A table's values by parameter.
+
+    Raises:
+        BadValueError: a key that is no flag, or a value of another kind.
+    """
+    found = {}
+    for key, value in table.items():
+        if key not in flags:
+            near = did_you_mean(key.replace("_", "-"), flags)
+            raise BadValueError(f"{settings.path}: {where}{key} is not a flag of {whose}{near}")
+        name, kind = flags[key]
+        if name == "chat_template_config" and isinstance(value, dict):
+            value = json.dumps(value)
+        elif name == "max_kv_size" and type(value) is int:
+            value = str(value)
+        right = isinstance(value, (int, float) if kind is float else kind)
+        if kind is list:
+            right = right and all(isinstance(item, str) for item in value)
+        if not right or (isinstance(value, bool) and kind is not bool):
+            raise BadValueError(f"{settings.path}: {where}{key} is {str(value)[:80]!r}; expected {WORDS[kind]}")
+        found[name] = value
+    return found
+
+
+def shared_flags() -> Flags:
+    """The flags that generate and chat share: those of the file's top and of presets."""
+    from kvant.cli.session import RunOptions  # imports the engine, which kvant plan does not need
+
+    groups = [*options.flags(RunOptions), *options.flags(SamplingOptions)]
+    return _flags((option.name, options.annotation(option)) for option in groups)
+
+
+def command_flags(command: str) -> Flags:
+    """A command's flags that can have another default."""
+    parameters = inspect.signature(getattr(import_module(f"kvant.cli.{command}"), command)).parameters
+    return _flags((name, parameter.annotation) for name, parameter in parameters.items() if name != "prompt")
+
+
+def _flags(parameters: Iterable[tuple[str, Any]]) -> Flags:
+    found = {}
+    for name, annotation in parameters:
+        kind, option = get_args(annotation)[:2] if get_origin(annotation) is Annotated else (annotation, None)
+        if kind is typer.Context or isinstance(option, ArgumentInfo):
+            continue
+        written = option.param_decls if isinstance(option, OptionInfo) else None
+        flag = next((text for text in written or () if text.startswith("--")), options.flag(name))
+        found[flag.partition("/")[0].removeprefix("--")] = name, _kind(kind)
+    return found
+
+
+def _kind(annotation: Any) -> type:
+    """bool, int, float, str or list, of an annotation such as ``list[str] | None``."""
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)] or [annotation]
+    if list in (annotation, get_origin(annotation), get_origin(kinds[0])):
+        return list
+    return kinds[0] if kinds[0] in (bool, int, float) else str  # a path is a string
+
+
+def config(
+    path: Annotated[bool, typer.Option("--path", help="Print where the file is looked for, and nothing else.")] = False,
+) -> None:
+    """Show the config file and what it sets, all of it checked.
+
+    Top-level keys are flags of generate and chat; plan and report heed those that they have, too. [generate], [chat],
+    [plan] and [report] are for one command, [presets.NAME] for --preset NAME.
+    """
+    wanted = wanted_path()
+    if path:
+        print("" if wanted is None else wanted)
+        return
+    settings = read_settings()
+    checked_shared(settings)
+    checked_presets(settings)
+    for command in settings.commands:
+        checked_own(settings, command, command_flags(command))
+    if settings.path is None:
+        print(f"# {wanted} is not there" if wanted else f"# no file: {PATH_VARIABLE} is empty")
+    else:
+        print(f"# {settings.path}\n{settings.path.read_text(encoding='utf-8').rstrip()}")

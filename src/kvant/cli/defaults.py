@@ -1,0 +1,61 @@
+"""Other defaults of a command's flags than those it is written with, and where each comes from."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvant.cli.bad_value import BadValueError
+from kvant.engine.sampling import NEUTRAL, OPTIONS
+from kvant.errors import did_you_mean
+
+OF_THE_TEMPLATE = ("system_prompt", "chat_template_config")  # they do nothing without a chat template
+
+
+class Defaults(dict[str, Any]):
+    """Defaults by parameter, as a command's context takes them.
+
+    Attributes:
+        sources: by parameter, where its default comes from, in words.
+    """
+
+    def __init__(self, parameters: Iterable[str], presets: Mapping[str, Mapping[str, Any]], place: str) -> None:
+        """No default yet.
+
+        Args:
+            parameters: of the command.
+            presets: values by parameter, for :meth:`use`.
+            place: where presets are written, in words.
+        """
+        super().__init__()
+        self.sources: dict[str, str] = {}
+        self._parameters, self._presets, self._place = set(parameters), presets, place
+
+    def take(self, values: Mapping[str, Any], source: str) -> None:
+        """Let these go before those that are there; what the command has no parameter for is left out."""
+        taken = self._parameters & values.keys()
+        self.update({name: values[name] for name in taken})
+        self.sources.update(dict.fromkeys(taken, source))
+
+    def use(self, preset: str) -> None:
+        """Let a preset's values go before those that are there.
+
+        Raises:
+            BadValueError: there is no such preset.
+        """
+        if preset not in self._presets:
+            known = f"{self._place} has {', '.join(self._presets) or 'none'}{did_you_mean(preset, self._presets)}"
+            raise BadValueError(f"--preset is {preset!r}; {known}")
+        self.take(self._presets[preset], f"preset {preset}")
+
+
+def blocked_by(name: str, values: Mapping[str, Any]) -> str | None:
+    """The other parameter whose value leaves this one without effect; the two together would be refused."""
+    if name == "kv_group_size":
+        return None if values["kv_bits"] else "kv_bits"
+    if name in (*OF_THE_TEMPLATE, "prefill"):
+        return "ignore_chat_template" if values.get("ignore_chat_template") else None
+    if name == "extra_eos_token":
+        return "ignore_eos" if values["ignore_eos"] else None
+    needs = OPTIONS[name].metadata["needs"] if name in OPTIONS else ""
+    if not needs or values[needs] is None or values[needs] != NEUTRAL.get(needs, OPTIONS[needs].default):
+        return None
+    return str(needs)

@@ -1,0 +1,98 @@
+"""The prompt of ``kvant generate``: an argument, --prompt, piped text, or piped text before one of them."""
+
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from kvant.cli import options
+from kvant.cli.options import BadValueError
+from kvant.engine.load import POCKET, find_model
+from kvant.errors import ModelError, PromptError
+
+WAIT_S = 1.0  # for piped text, until it is said that something waits
+
+
+def split_arguments(words: Sequence[str], option: str | None) -> tuple[str | None, str | None]:
+    """The arguments as (model, prompt): one is the prompt, or with --prompt the model; two are both.
+
+    Raises:
+        BadValueError: more than two, a second prompt, or a model's name alone.
+    """
+    if len(words) > 2:
+        raise BadValueError(f"{len(words)} arguments are given; expected MODEL and PROMPT, a prompt in quotes")
+    if option is not None:
+        if len(words) == 2:
+            raise BadValueError("the prompt is given twice, as an argument and with --prompt")
+        return (words[0] if words else None), None
+    if len(words) == 1 and is_a_models_name(words[0]):
+        raise BadValueError(f"{words[0]!r} is a model's name, and there is no prompt; one can be that with --prompt")
+    return (words[0] if len(words) == 2 else None), (words[-1] if words else None)
+
+
+def check_first_word(model: str) -> None:
+    """Refuse the first of two arguments where it is no model.
+
+    Raises:
+        ModelError: it may be a prompt without quotes.
+    """
+    try:
+        find_model(model)
+    except ModelError as error:
+        hint = "of two arguments the first is the model; a prompt of several words is quoted"
+        raise type(error)(f"{error}; {hint}") from error
+
+
+def is_a_models_name(text: str) -> bool:
+    """Whether it is a name of `kvant models`; a folder or a repository has no such name."""
+    if text == POCKET or not text or text.split() != [text]:
+        return text == POCKET
+    from kvant.weights.known import known_models  # imports what pulling takes
+
+    return text in known_models()
+
+
+def read_prompt(argument: str | None, option: str | None) -> str:
+    """The prompt, whole.
+
+    ``-`` stands for standard input as it is. Other piped text goes before the argument, with a blank line between
+    them; ends of lines at its end do not count. A terminal is read for ``-`` alone.
+
+    Raises:
+        BadValueError: no prompt, or one that is no Unicode.
+        PromptError: an empty prompt, or piped text that is not UTF-8.
+    """
+    written = option if argument is None else argument
+    options.check_text(the_prompt=written)
+    if written == "-":
+        prompt = _standard_input()
+    else:
+        piped = "" if sys.stdin.isatty() else _standard_input().rstrip("\r\n")
+        parts = [part for part in (piped, written) if part is not None and (part is written or part.strip())]
+        if not parts:
+            raise BadValueError("no prompt; give it as an argument, with --prompt, or pipe it into standard input")
+        prompt = "\n\n".join(parts)
+    if not prompt.strip():
+        raise PromptError("the prompt is empty")
+    return prompt
+
+
+def _standard_input() -> str:
+    """All of it. Whoever inherits a pipe that nobody closes waits for ever, and is told so."""
+    with _said_if_it_lasts("waiting for the end of standard input; Ctrl-D ends it, `< /dev/null` leaves it out"):
+        data = sys.stdin.buffer.read()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"standard input is not UTF-8: {error}") from error
+
+
+@contextmanager
+def _said_if_it_lasts(line: str) -> Iterator[None]:
+    timer = threading.Timer(WAIT_S, lambda: print(line, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,81 @@
+"""``--prompt-cache-file``: what the cache held at the end of one command, for the start of the next."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvant.cache import ModelCache
+from kvant.cache.snapshot import read_header
+from kvant.engine.conversation import Conversation
+from kvant.engine.limits import reuse
+from kvant.engine.saved import KEY
+from kvant.errors import SnapshotError
+
+
+def check(path: str | None) -> None:
+    """Refuse a file that could not be written in the end, before anything is computed.
+
+    Raises:
+        SnapshotError: no such folder, or something that is no file.
+    """
+    if path is None:
+        return
+    if not Path(path).parent.is_dir():
+        raise SnapshotError(f"{path}: cannot be written: there is no such folder")
+    if Path(path).is_dir():
+        raise SnapshotError(f"{path}: a folder; expected a file")
+
+
+def take(path: str | None, cache: ModelCache, ids: Sequence[int], *, quiet: bool) -> list[int]:
+    """Load the file, where there is one, and keep of it what a prompt begins with.
+
+    Returns:
+        the token ids that are still to be fed: at least one.
+
+    Raises:
+        SnapshotError: a file that cannot be used; see :meth:`kvant.cache.ModelCache.load`.
+    """
+    if path is None or not Path(path).exists():
+        return list(ids)
+    if KEY in read_header(Path(path)).metadata:
+        raise SnapshotError(f"{path}: it holds a conversation; kvant chat --prompt-cache-file continues it")
+    cache.load(path)
+    reused = reuse(cache, ids)
+    if not quiet:
+        print(f"prompt cache: {reused} of the prompt's {len(ids)} tokens are in {path}", file=sys.stderr)
+    return list(ids[reused:])
+
+
+@contextmanager
+def kept(
+    path: str | None, conversation: Callable[[], Conversation | None], system_prompt: str | None, *, quiet: bool
+) -> Iterator[None]:
+    """Load a conversation before the block, where the file is there, and save it after, however the block ends.
+
+    Args:
+        path: the file; None: nothing is done.
+        conversation: gives the conversation; it may be another one after the block, or none.
+        system_prompt: in place of the file's, where it is given.
+        quiet: do not say what was found.
+
+    Raises:
+        SnapshotError: a file that cannot be used or written. A conversation that was loaded is not saved then.
+    """
+    if path is None:
+        yield
+        return
+    check(path)
+    found = conversation()
+    if found is not None and Path(path).exists():
+        found.load(path)
+        if system_prompt is not None:
+            found.set_system_prompt(system_prompt)
+        if not quiet:
+            print(f"prompt cache: {len(found.messages)} messages of {path}", file=sys.stderr)
+    try:
+        yield
+    finally:
+        left = conversation()
+        if left is not None and (left.messages or Path(path).exists()):
+            left.save(path)

@@ -1,0 +1,60 @@
+"""``kvant rm``: a pulled model taken away."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvant import weights
+from kvant.cli import interrupts, options
+from kvant.cli.options import BadValueError
+from kvant.cli.pull import check_name
+from kvant.engine.load import POCKET
+from kvant.errors import WeightsError
+from kvant.sizes import format_bytes
+
+DECLINED = 1
+
+
+def rm(
+    context: typer.Context,
+    model_argument: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A name or owner/repository[@revision] that was pulled.",
+            autocompletion=options.complete_models,
+        ),
+    ] = None,
+    *,
+    model: Annotated[
+        str | None, typer.Option(help="The model, instead of the argument.", autocompletion=options.complete_models)
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove a model that kvant pulled from huggingface_hub's cache, and say how many bytes that freed.
+
+    Files that another model needs stay.
+    """
+    model = options.choose_model(context, model_argument, model)
+    options.check_text(model=model)
+    if not model:
+        raise BadValueError("no model; `kvant models` lists those that were pulled")
+    if model == POCKET:
+        raise WeightsError(f"'{POCKET}' is embedded in kvant; it cannot be removed")
+    if model.startswith(("/", ".", "~")) or Path(model).is_dir():
+        raise WeightsError(f"{model!r} is a folder; kvant removes only what it pulled")
+    check_name(model)
+    found = weights.removal(model)
+    names, size = " and ".join(found.references), format_bytes(found.bytes)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise BadValueError(f"{names}, {size}: nobody can be asked here; --yes removes it")
+        print(f"remove {names}, {size}? [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            print("nothing was removed", file=sys.stderr)
+            raise typer.Exit(DECLINED)
+    with interrupts.patient():
+        found.run()
+    print(f"{names}: removed, {found.bytes} bytes are free ({size})", file=sys.stderr)

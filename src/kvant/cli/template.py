@@ -1,0 +1,73 @@
+"""Flags that concern the model's tokenizer: variables of its chat template, and the tokens that end a text."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvant.cli import options
+from kvant.cli.options import BadValueError
+from kvant.errors import PromptError, did_you_mean, library_errors
+from kvant.text.prompt import Message
+from kvant.text.tokenizer import REFUSED, Tokenizer
+
+# What a conversation gives the template, or kvant the tokenizer.
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
+GIVEN |= {"conversation", "chat_template", *REFUSED}
+
+
+def checked_variables(tokenizer: Tokenizer, text: str | None) -> Mapping[str, Any]:
+    """The variables of --chat-template-config.
+
+    Raises:
+        BadValueError: one that the model's chat template does not mention, and so cannot heed, or that is not the
+            user's to set.
+    """
+    variables = options.template_variables(text)
+    if not variables:
+        return {}
+    templates = tokenizer.chat_template or ""
+    source = templates if isinstance(templates, str) else "\n".join(templates.values())
+    words = set(re.findall(r"[A-Za-z_]\w*", source))
+    for name in variables:
+        if name in GIVEN:
+            raise BadValueError(f"--chat-template-config has {name!r}, which kvant sets itself")
+        if name not in words:
+            near = did_you_mean(name, words)
+            raise BadValueError(f"--chat-template-config has {name!r}, which the chat template does not mention{near}")
+    return variables
+
+
+def render_begun(
+    tokenizer: Tokenizer, messages: Sequence[Message], begun: str, variables: Mapping[str, Any] | None = None
+) -> str:
+    """Messages through the chat template, and the beginning of the answer to them.
+
+    Raises:
+        PromptError: a template that fails, or that does not keep the beginning as it is.
+    """
+    whole = [*messages, {"role": "assistant", "content": begun}]
+    with library_errors(PromptError, "the chat template failed"):
+        given = {**(variables or {}), "tokenize": False, "continue_final_message": True}
+        return str(tokenizer.apply_chat_template(whole, **given))
+
+
+def set_ends(tokenizer: Tokenizer, extra: Sequence[str], vocab_size: int, *, ignored: bool) -> None:
+    """Let further tokens end a text, or none.
+
+    Raises:
+        BadValueError: text that is not one token.
+    """
+    if ignored:
+        tokenizer.eos_token_ids = set()
+    for text in extra:
+        try:
+            tokenizer.add_eos_token(text)
+        except ValueError:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            if len(ids) != 1:
+                raise BadValueError(
+                    f"--extra-eos-token is {text!r}, which is {len(ids)} tokens for this model; expected one, or its id"
+                ) from None
+            tokenizer.add_eos_token(str(ids[0]))
+        if text.isdecimal() and int(text) >= vocab_size:
+            raise BadValueError(f"--extra-eos-token is {text}; the model knows 0 to {vocab_size - 1}")

@@ -1,0 +1,187 @@
+"""mlx-lm's keywords that kvant honours in part or not at all. What it cannot do is refused by name, before any work.
+
+docs/api.md has the whole table.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvant.cache import KVCache, QuantizedKVCache
+from kvant.engine.limits import check_count, reservation
+from kvant.errors import ArgumentError
+from kvant.files import read_json, read_optional
+from kvant.models import LanguageModel
+from kvant.operators.quantization import QUANT_BITS
+from kvant.text.tokenizer import Tokenizer
+
+DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE = 8, 32
+TOKENIZER_KEYS = ("eos_token", "chat_template", "trust_remote_code")
+
+
+def one_path(path_or_hf_repo: str | Path | None, path_or_name: str | Path | None) -> str | Path:
+    """The model that was named: by mlx-lm's keyword, or by kvant's.
+
+    Raises:
+        ArgumentError: by both, or by neither.
+    """
+    if path_or_hf_repo is None:
+        if path_or_name is None:
+            raise ArgumentError("path_or_hf_repo", "is missing; expected a folder, a name or 'pocket'")
+        return path_or_name
+    if path_or_name is not None:
+        raise ArgumentError("path_or_hf_repo", "is given beside path_or_name; expected one of them")
+    return path_or_hf_repo
+
+
+def check_load(
+    tokenizer_config: Mapping[str, Any] | None,
+    model_config: Mapping[str, Any] | None,
+    *,
+    lazy: bool,
+    trust_remote_code: bool,
+) -> None:
+    """Refuse what :func:`kvant.load` cannot do.
+
+    Raises:
+        ArgumentError: there is something.
+    """
+    for name, given in (("tokenizer_config", tokenizer_config), ("model_config", model_config)):
+        if not isinstance(given, Mapping | None):
+            raise ArgumentError(name, f"is a {type(given).__name__}; expected a dict")
+    if model_config:
+        raise ArgumentError("model_config", f"has {_names(model_config)}; a model is as its folder's config.json says")
+    if lazy:
+        raise ArgumentError("lazy", "is True; every weight is read and checked at load, one layer after the other")
+    settings = dict(tokenizer_config or {})
+    for name, value in (
+        ("trust_remote_code", trust_remote_code),
+        ("tokenizer_config['trust_remote_code']", settings.get("trust_remote_code")),
+    ):
+        if value:
+            raise ArgumentError(name, "is True; nothing in a model folder is executed")
+    if unknown := {key: value for key, value in settings.items() if key not in TOKENIZER_KEYS}:
+        raise ArgumentError("tokenizer_config", f"has {_names(unknown)}; expected {', '.join(TOKENIZER_KEYS)}")
+    for key in ("eos_token", "chat_template"):
+        if not isinstance(settings.get(key), str | None):
+            raise ArgumentError(f"tokenizer_config[{key!r}]", f"is {settings[key]!r:.80}; expected text")
+
+
+def configure(tokenizer: Tokenizer, settings: Mapping[str, Any] | None, eos_token_ids: Sequence[int]) -> None:
+    """Apply a ``tokenizer_config`` that :func:`check_load` let pass.
+
+    Args:
+        tokenizer: changed.
+        settings: the tokenizer_config.
+        eos_token_ids: of the model; they end a text beside the tokenizer's own.
+
+    Raises:
+        ArgumentError: an end-of-text token that the vocabulary does not have.
+    """
+    settings = settings or {}
+    if (template := settings.get("chat_template")) is not None:
+        tokenizer.chat_template = template
+    if (token := settings.get("eos_token")) is not None:
+        try:
+            tokenizer.replace_eos_token(token)
+        except ValueError as error:
+            raise ArgumentError("tokenizer_config['eos_token']", f"is {token!r:.80}; not in the vocabulary") from error
+        tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *eos_token_ids}
+
+
+def model_config_of(folder: Path) -> dict[str, Any]:
+    """A folder's config.json as mlx-lm's ``load`` returns it: with the end-of-text tokens of generation_config.json."""
+    config = dict(read_json(folder / "config.json"))
+    if eos := read_optional(folder / "generation_config.json").get("eos_token_id"):
+        config["eos_token_id"] = eos
+    return config
+
+
+def check_generate(
+    *,
+    draft_model: object,
+    num_draft_tokens: int | None,
+    input_embeddings: object,
+    stream: object,
+    kv_bits: int | None,
+    kv_group_size: int | None,
+    quantized_kv_start: int | None,
+    max_kv_size: int | None,
+) -> None:
+    """Refuse what :func:`kvant.stream_generate` cannot do.
+
+    Raises:
+        ArgumentError: there is something.
+    """
+    for name, value, reason in (
+        ("draft_model", draft_model, "kvant drafts no tokens"),
+        ("input_embeddings", input_embeddings, "a prompt is text or token ids"),
+        ("stream", stream, "kvant computes on MLX's default stream"),
+    ):
+        if value is not None:
+            raise ArgumentError(name, f"is a {type(value).__name__}; expected None: {reason}")
+    if num_draft_tokens is not None:  # as in mlx-lm: of no draft model there are none
+        check_count("num_draft_tokens", num_draft_tokens)
+    check_format(kv_bits, kv_group_size, max_kv_size)
+    if quantized_kv_start is not None and quantized_kv_start != 0 and kv_bits != 0:
+        raise ArgumentError(
+            "quantized_kv_start", f"is {quantized_kv_start!r}; a cache is quantized from the first token: expected 0"
+        )
+
+
+def check_format(kv_bits: int | None, kv_group_size: int | None, max_kv_size: int | None) -> None:
+    """Refuse what no cache that is reserved can have.
+
+    Raises:
+        ValueError: there is something.
+    """
+    if kv_bits is not None and (type(kv_bits) is not int or kv_bits not in QUANT_BITS):
+        raise ArgumentError("kv_bits", f"is {kv_bits!r}; expected 8, 4, 0 for no quantization, or None for 8")
+    for name, size in (("kv_group_size", kv_group_size), ("max_kv_size", max_kv_size)):
+        if size is not None:
+            check_count(name, size)
+
+
+def cache_for(
+    model: LanguageModel,
+    prompt_tokens: int,
+    max_tokens: int,
+    given: Sequence[KVCache] | None,
+    *,
+    kv_bits: int | None,
+    kv_group_size: int | None,
+    max_kv_size: int | None,
+) -> Sequence[KVCache]:
+    """The cache of a request: the caller's, or one reserved for prompt and answer.
+
+    Raises:
+        ArgumentError: a cache that is given is of another format or size.
+        ContextError: the prompt alone does not fit.
+        ValueError: a format that the model's layers cannot have, or max_tokens out of range.
+    """
+    if given is None:
+        return model.make_cache(
+            reservation(model, prompt_tokens, max_tokens, max_kv_size),
+            quant_bit=DEFAULT_KV_BITS if kv_bits is None else kv_bits,
+            quant_group=kv_group_size or DEFAULT_KV_GROUP_SIZE,
+        )
+    cache = model.check_cache(given, batch=1)
+    if max_kv_size not in (None, cache.max_seq_len):
+        raise ArgumentError("max_kv_size", f"is {max_kv_size}; {cache.max_seq_len} is that of the", "prompt_cache")
+    layers = [layer for layer in cache.layers if isinstance(layer, QuantizedKVCache)]
+    for bits in {layer.quant_bit for layer in layers} or {0}:
+        if kv_bits not in (None, bits):
+            raise ArgumentError("kv_bits", f"is {kv_bits}; {bits} is that of the", "prompt_cache")
+    for layer in layers:
+        # A bridged layer whose widths the group does not divide has a smaller one.
+        wanted = math.gcd(kv_group_size or 0, layer.head_dim, layer.value_head_dim)
+        if kv_group_size is not None and layer.quant_bit and layer.quant_group != wanted:
+            raise ArgumentError(
+                "kv_group_size", f"is {kv_group_size}; {layer.quant_group} is that of the", "prompt_cache"
+            )
+    return cache
+
+
+def _names(settings: Mapping[str, Any]) -> str:
+    return ", ".join(str(key)[:80] for key in settings)

@@ -1,0 +1,128 @@
+"""mlx-lm's ``sample_utils``: its names, arguments and distributions. Nothing is compiled: no C++ compiler is started.
+
+A sampler of :func:`make_sampler` works in kvant's loops and in mlx-lm's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+
+from kvant.engine import filters, processors, sampling
+from kvant.engine.draw import Sampler, SeededSampler
+from kvant.engine.draw import greedy as greedy_sampler
+from kvant.engine.processors import LogitsProcessor
+from kvant.engine.sampling import CONTEXT_SIZE, XTC_THRESHOLD, make_logits_processors
+from kvant.errors import ArgumentError
+
+__all__ = [
+    "LogitsProcessor",
+    "Sampler",
+    "apply_min_p",
+    "apply_top_k",
+    "apply_top_p",
+    "apply_xtc",
+    "categorical_sampling",
+    "greedy_sampler",
+    "make_frequency_penalty",
+    "make_logits_processors",
+    "make_presence_penalty",
+    "make_repetition_penalty",
+    "make_sampler",
+]
+
+
+def make_sampler(
+    temp: float = 0.0,
+    top_p: float = 0.0,
+    min_p: float = 0.0,
+    min_tokens_to_keep: int = 1,
+    top_k: int = 0,
+    xtc_probability: float = 0.0,
+    xtc_threshold: float = XTC_THRESHOLD,
+    xtc_special_tokens: Sequence[int] | None = None,
+    *,
+    seed: int | None = None,
+) -> Sampler:
+    """A sampler with mlx-lm's arguments and distribution, and a seed; see :func:`kvant.engine.sampling.make_sampler`.
+
+    Args:
+        seed: of random numbers that are this sampler's own. In kvant's loops the draw at a position depends on seed and
+            position alone. In mlx-lm's, which tell no position, it depends on the seed and on how often the sampler was
+            called: one sampler a run. None: each run goes by MLX's random state, so that ``mx.random.seed`` makes it
+            repeatable, as in mlx-lm. That state is a thread's own and begins alike in all of them.
+
+    Raises:
+        ArgumentError: a value outside its range.
+    """
+    made = sampling.make_sampler(
+        temp,
+        top_p,
+        min_p,
+        min_tokens_to_keep,
+        top_k,
+        xtc_probability,
+        xtc_threshold,
+        xtc_special_tokens,
+        seed=seed,
+    )
+    return replace(made, follows_mlx=True) if isinstance(made, SeededSampler) else made
+
+
+def apply_top_p(logprobs: mx.array, top_p: float) -> mx.array:
+    """Log-probabilities (..., vocab) with -inf but for the likeliest tokens that together have ``top_p``."""
+    _check("top_p", top_p, 0 < top_p <= 1, "above 0, at most 1")
+    return filters.keep_top_p(logprobs, top_p)
+
+
+def apply_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int = 1) -> mx.array:
+    """Log-probabilities (..., vocab) with -inf for tokens less likely than ``min_p`` times the likeliest one."""
+    _check("min_p", min_p, 0 < min_p <= 1, "above 0, at most 1")
+    _check("min_tokens_to_keep", min_tokens_to_keep, type(min_tokens_to_keep) is int, "an int")
+    _check("min_tokens_to_keep", min_tokens_to_keep, min_tokens_to_keep >= 1, "at least 1")
+    return filters.keep_min_p(logprobs, min_p, min_tokens_to_keep)
+
+
+def apply_top_k(logprobs: mx.array, top_k: int) -> mx.array:
+    """Log-probabilities (..., vocab) with -inf but for the ``top_k`` likeliest tokens."""
+    most = logprobs.shape[-1] - 1
+    _check("top_k", top_k, type(top_k) is int and 0 < top_k <= most, f"1 to {most} with this vocabulary")
+    return filters.keep_top_k(logprobs, top_k)
+
+
+def apply_xtc(
+    logits: mx.array, xtc_probability: float, xtc_threshold: float, xtc_special_tokens: Sequence[int]
+) -> mx.array:
+    """Logits (..., vocab), with ``xtc_probability`` without the tokens above the threshold but the least likely one.
+
+    The coin is of MLX's random state.
+    """
+    _check("xtc_probability", xtc_probability, 0 <= xtc_probability <= 1, "from 0 to 1")
+    _check("xtc_threshold", xtc_threshold, 0 <= xtc_threshold <= 0.5, "from 0 to 0.5")
+    return filters.leave_out_top_choices(logits, xtc_probability, xtc_threshold, xtc_special_tokens, None)
+
+
+def categorical_sampling(logits: mx.array, temp: float) -> mx.array:
+    """Tokens (...,) drawn from logits (..., vocab) divided by the temperature, by MLX's random state."""
+    return mx.random.categorical(logits * (1 / temp))
+
+
+def make_repetition_penalty(penalty: float, context_size: int = CONTEXT_SIZE) -> LogitsProcessor:
+    """See :func:`kvant.engine.processors.repetition`."""
+    _check("penalty", penalty, penalty > 0, "above 0")
+    return processors.repetition(penalty, context_size)
+
+
+def make_presence_penalty(penalty: float, context_size: int = CONTEXT_SIZE) -> LogitsProcessor:
+    """See :func:`kvant.engine.processors.presence`."""
+    return processors.presence(penalty, context_size)
+
+
+def make_frequency_penalty(penalty: float, context_size: int = CONTEXT_SIZE) -> LogitsProcessor:
+    """See :func:`kvant.engine.processors.frequency`."""
+    return processors.frequency(penalty, context_size)
+
+
+def _check(name: str, value: object, holds: bool, expected: str) -> None:
+    if not holds:
+        raise ArgumentError(name, f"is {value!r}; expected {expected}")

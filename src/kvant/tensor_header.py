@@ -1,0 +1,110 @@
+"""The header of a safetensors file, read with care: a stranger may have made it.
+
+The safetensors library is not used. It imports NumPy, and that takes longer than reading a small model's weights. It
+does not notice a name that is there twice.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from kvant.errors import KvantError
+from kvant.files import unique_keys
+
+MAX_HEADER_BYTES = 16 * 1024 * 1024  # a header of 100,000 tensors
+BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("U8", "I8", "BOOL", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "F4": 4,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of a file.
+
+    Attributes:
+        dtype: as safetensors writes it, such as BF16.
+        shape: its shape.
+        first, last: where its bytes begin and end, behind the header.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """A file's header.
+
+    Attributes:
+        metadata: text by its name.
+        tensors: they fill the file without a gap.
+        data: its bytes as they are in the file, the eight of its length first.
+    """
+
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, Tensor]
+    data: bytes
+
+
+def read_header(path: Path, stream: BinaryIO, size: int, error: type[KvantError]) -> TensorHeader:
+    """The header of a file of ``size`` bytes, by the format's specification.
+
+    Args:
+        path: for messages.
+        stream: at the file's first byte.
+        size: bytes of the file.
+        error: what is raised.
+
+    Raises:
+        KvantError: ``error``: a header that is too long.
+        ValueError: a file that is none, or cut short.
+    """
+    prefix = stream.read(8)
+    length = int.from_bytes(prefix, "little")
+    if MAX_HEADER_BYTES < length < size:
+        raise error(f"{path}: a header of {length} bytes; expected at most {MAX_HEADER_BYTES}")
+    if not 2 <= length <= size - 8:
+        raise ValueError(f"a header of {length} bytes in a file of {size}")
+    data = stream.read(length)
+    header = json.loads(data, object_pairs_hook=unique_keys)
+    if not isinstance(header, dict):
+        raise ValueError(f"its header is a JSON {type(header).__name__}; expected an object")
+    metadata = header.pop("__metadata__", None)
+    known = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    if metadata is not None and not known:
+        raise ValueError("__metadata__ is no object of strings")
+    tensors = {name: _tensor(name, entry) for name, entry in header.items()}
+    end = 0
+    for first, last in sorted((tensor.first, tensor.last) for tensor in tensors.values()):
+        if first != end:
+            raise ValueError(f"its tensors leave a gap, or overlap, at byte {min(first, end)}")
+        end = last
+    if end != size - 8 - length:
+        raise ValueError(f"its tensors have {end} bytes; {size - 8 - length} are there")
+    return TensorHeader(metadata or {}, tensors, prefix + data)
+
+
+def _tensor(name: str, entry: object) -> Tensor:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"tensor {name[:200]} has not just dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise ValueError(f"tensor {name[:200]} has dtype {str(dtype)[:40]!r}; expected one of {', '.join(BITS)}")
+    for numbers in (shape, offsets):
+        counts = isinstance(numbers, list) and len(numbers) <= 16  # a longer product would take hours
+        if not counts or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+            raise ValueError(f"tensor {name[:200]} has a shape or offsets that are no lists of counts")
+    if len(offsets) != 2 or math.prod(shape) * BITS[dtype] != (offsets[1] - offsets[0]) * 8:
+        raise ValueError(f"tensor {name[:200]} has other bytes than its dtype and shape take")
+    return Tensor(dtype, tuple(shape), offsets[0], offsets[1])

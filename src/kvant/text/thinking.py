@@ -1,0 +1,121 @@
+"""A model's thinking and its answer told apart while the text streams, by the marks of the model's own template."""
+
+from dataclasses import dataclass
+
+from kvant.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Texts around what a model thinks.
+
+    Attributes:
+        starts: any of them begins thinking.
+        end: ends it.
+        left_out: texts before an answer that are no part of it.
+    """
+
+    starts: tuple[str, ...]
+    end: str
+    left_out: tuple[str, ...] = ()
+
+
+# gpt-oss names a channel before each part of its answer (github.com/openai/harmony, docs/format.md).
+HARMONY_TOKENS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
+HARMONY = Marks(
+    ("<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>analysis<|message|>"),
+    "<|end|>",
+    ("<|channel|>final<|message|>", "<|start|>assistant<|channel|>final<|message|>"),
+)
+
+
+def marks_of(tokenizer: Tokenizer) -> Marks | None:
+    """The marks that a tokenizer's vocabulary has; None: its model does not think aloud."""
+    if tokenizer.think_start is not None and tokenizer.think_end is not None:
+        return Marks((tokenizer.think_start,), tokenizer.think_end)
+    ids = tokenizer.convert_tokens_to_ids(HARMONY_TOKENS)
+    return None if None in ids or tokenizer.unk_token_id in ids else HARMONY
+
+
+class Thinking:
+    """Splits one answer. Marks are left out, and so are the line breaks beside them.
+
+    Thinking is at the start of an answer, before it or between marks. A mark inside the answer is text: a model may
+    write about marks.
+    """
+
+    def __init__(self, marks: Marks, prompt: str) -> None:
+        """``prompt``: the rendered messages. Some templates write the first mark there."""
+        self._marks = marks
+        opened = prompt.rstrip().endswith(marks.starts)
+        self._state = "thinking" if opened else "before"
+        self._held = ""  # may be a part of a mark, or line breaks before one
+        self._after_mark = opened
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, prompt: str) -> "Thinking | None":
+        """For an answer to a rendered prompt; None where the tokenizer has no marks."""
+        marks = marks_of(tokenizer)
+        return None if marks is None else cls(marks, prompt)
+
+    def add(self, text: str) -> list[tuple[bool, str]]:
+        """Take the next piece of the answer; return what is certain: (is it thinking, text), no text empty."""
+        self._held += text
+        pieces: list[tuple[bool, str]] = []
+        while self._step(pieces):
+            pass
+        return pieces
+
+    def finish(self) -> list[tuple[bool, str]]:
+        """What was held back, at the end of the answer."""
+        held, self._held = self._held, ""
+        is_thinking = self._state == "thinking"
+        held = held.rstrip("\n") if is_thinking else held
+        return [(is_thinking, held)] if held else []
+
+    def split(self, text: str) -> tuple[str, str]:
+        """All of an answer at once: its thinking and the answer itself."""
+        pieces = [*self.add(text), *self.finish()]
+        thinking = "".join(part for is_thinking, part in pieces if is_thinking)
+        return thinking, "".join(part for is_thinking, part in pieces if not is_thinking)
+
+    def _step(self, pieces: list[tuple[bool, str]]) -> bool:
+        """Take from the held text what is certain. Returns whether there may be more."""
+        if self._after_mark:
+            self._held = self._held.lstrip("\n")
+            self._after_mark = not self._held
+        if not self._held:
+            return False
+        return {"before": self._before, "thinking": self._thinking, "answer": self._answer}[self._state](pieces)
+
+    def _before(self, pieces: list[tuple[bool, str]]) -> bool:
+        text = self._held.lstrip()
+        for mark in (*self._marks.starts, *self._marks.left_out):
+            if text.startswith(mark):
+                self._held, self._after_mark = text[len(mark) :], True
+                self._state = "thinking" if mark in self._marks.starts else "before"
+                return True
+        if any(mark.startswith(text) for mark in (*self._marks.starts, *self._marks.left_out)):
+            return False
+        self._state = "answer"
+        return True
+
+    def _thinking(self, pieces: list[tuple[bool, str]]) -> bool:
+        end = self._marks.end
+        thought, mark, rest = self._held.partition(end)
+        if mark:
+            if thought := thought.rstrip("\n"):
+                pieces.append((True, thought))
+            self._held, self._state, self._after_mark = rest, "before", True
+            return True
+        begun = next(n for n in range(len(end) - 1, -1, -1) if self._held.endswith(end[:n]))
+        certain = self._held[: len(self._held) - begun].rstrip("\n")
+        if certain:
+            pieces.append((True, certain))
+            self._held = self._held[len(certain) :]
+        return False
+
+    def _answer(self, pieces: list[tuple[bool, str]]) -> bool:
+        pieces.append((False, self._held))
+        self._held = ""
+        return False

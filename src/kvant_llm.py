@@ -1,0 +1,238 @@
+"""kvant's models in the command ``llm`` and its Python library: the extra ``llm``.
+
+Outside the package, whose first lines load MLX: every ``llm`` imports this, whatever model it is asked for.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import llm
+from pydantic import Field
+
+if TYPE_CHECKING:
+    from llm.parts import StreamEvent
+
+    from kvant.engine.conversation import Conversation
+    from kvant.engine.sampling import SamplingOptions
+    from kvant.models import LanguageModel
+    from kvant.text.tokenizer import Tokenizer
+
+PREFIX = "kvant/"
+MAX_TOKENS = 2048
+
+log = logging.getLogger("kvant")
+# At most one each. llm makes a KvantModel for every call; the cache of the conversation holds what was said last.
+_loaded: "dict[str, tuple[LanguageModel, Tokenizer]]" = {}
+_idle: "dict[tuple[Any, ...], Conversation]" = {}
+
+
+@llm.hookimpl
+def register_models(register: Callable[..., None]) -> None:
+    """The embedded model and those that were pulled. None is loaded."""
+    for name in ["pocket", *_pulled()]:
+        register(KvantModel(name))
+
+
+class KvantOptions(llm.Model.Options):
+    """What ``llm -o`` takes. Values are checked by kvant, when the model is used."""
+
+    temperature: float | None = Field(None, description="Sampling temperature; 0: always the likeliest token.")
+    top_p: float | None = Field(None, description="Sample from the likeliest tokens that have this probability.")
+    top_k: int | None = Field(None, description="Sample from this many of the likeliest tokens; 0: all.")
+    min_p: float | None = Field(None, description="Drop tokens less likely than this share of the likeliest one.")
+    repetition_penalty: float | None = Field(None, description="Divide the logits of recent tokens by this; 1: off.")
+    seed: int | None = Field(None, description="Seed of the random numbers.")
+    max_tokens: int | None = Field(None, description=f"Generate at most this many tokens; default: {MAX_TOKENS}.")
+    stop: str | None = Field(None, description="End the text before this string.")
+    max_kv_size: int | None = Field(
+        None, description="Tokens reserved in the cache; default: the model's context, at most 4096."
+    )
+    kv_bits: int | None = Field(
+        None, description="Bits of a cached key or value: 8, 4, or 0 for no quantization; default: 8."
+    )
+    kv_group_size: int | None = Field(None, description="Cached values that share one scale; default: 32.")
+
+    def sampling(self) -> "SamplingOptions":
+        """Those that sample."""
+        from kvant.engine.sampling import SamplingOptions
+
+        return SamplingOptions(
+            temp=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            seed=self.seed,
+        )
+
+
+class KvantModel(llm.Model):
+    """A model that kvant loads when it is first asked something."""
+
+    can_stream = True
+    Options = KvantOptions  # type: ignore[assignment]  # as every plugin of llm does
+
+    def __init__(self, name: str) -> None:
+        """``name``: as ``kvant.load`` takes it."""
+        self.name = name
+        self.model_id = PREFIX + name
+
+    def __str__(self) -> str:
+        return f"kvant: {self.model_id}"
+
+    def execute(
+        self, prompt: llm.Prompt, stream: bool, response: llm.Response, conversation: llm.Conversation | None
+    ) -> "Iterator[str | StreamEvent]":
+        """Answer the last message of a conversation. The cache keeps its tokens: the next turn feeds what is new.
+
+        Raises:
+            llm.ModelError: a model that cannot be loaded, a conversation that does not fit, or an option out of range.
+        """
+        from kvant.errors import ArgumentError, KvantError
+
+        try:
+            yield from _answer(self.name, prompt, response)
+        except ArgumentError as error:
+            raise llm.ModelError(error.worded(lambda name: "temperature" if name == "temp" else name)) from error
+        except (KvantError, ValueError) as error:
+            raise llm.ModelError(str(error)) from error
+
+
+def _answer(name: str, prompt: llm.Prompt, response: llm.Response) -> "Iterator[str | StreamEvent]":
+    from llm.parts import StreamEvent
+
+    options = prompt.options
+    assert isinstance(options, KvantOptions)
+    max_tokens = MAX_TOKENS if options.max_tokens is None else options.max_tokens
+    *history, question = _messages(prompt)
+    if question["role"] != "user":
+        raise llm.ModelError(f"the last message is the {question['role']}'s; expected the user's")
+    sampling = _sampling(options, name)
+    model, _ = _load(name)
+    sampler, processors = sampling.build(model.config.vocab_size)
+    reserved = name, options.max_kv_size, options.kv_bits, options.kv_group_size
+    talk = _idle.pop(reserved, None) or _begin(*reserved)  # nobody else's while it is used
+    try:
+        talk.messages = [*history]
+        answer = talk.send(
+            question["content"],
+            max_tokens=max_tokens,
+            sampler=sampler,
+            logits_processors=processors,
+            stop=options.stop,
+        )
+        thinking = talk.thinking()
+        last = None
+        for last in answer:
+            pieces = [(False, last.text)] if thinking is None else thinking.add(last.text)
+            if thinking is not None and last.finish_reason:
+                pieces += thinking.finish()
+            for is_thinking, text in pieces:
+                if text:
+                    yield StreamEvent(type="reasoning", chunk=text) if is_thinking else text
+        assert last is not None
+        response.set_usage(
+            input=talk.reused_tokens + last.prompt_tokens,
+            output=last.generation_tokens,
+            details={"cached_tokens": talk.reused_tokens} if talk.reused_tokens else None,
+        )
+        response.response_json = {"finish_reason": last.finish_reason}
+        if talk.forgotten:
+            log.warning("kvant: the context is full; %d of the oldest messages were left out", talk.forgotten)
+        if last.finish_reason == "length":
+            log.warning("kvant: the answer was cut at max_tokens, %d", max_tokens)
+        elif last.finish_reason == "context":
+            log.warning("kvant: the answer was cut; the context of %s tokens is full", talk.limit)
+    finally:
+        _idle.clear()
+        _idle[reserved] = talk
+
+
+def _load(name: str) -> "tuple[LanguageModel, Tokenizer]":
+    """The model and its tokenizer. The one before is given back first."""
+    from kvant.engine.load import load
+
+    if name not in _loaded:
+        _idle.clear()
+        _loaded.clear()
+        _loaded[name] = load(name)
+    return _loaded[name]
+
+
+def _sampling(options: KvantOptions, name: str) -> "SamplingOptions":
+    """What was given, over what the model's authors set."""
+    from kvant.engine.load import find_model
+    from kvant.engine.model_sampling import read_model_sampling
+    from kvant.engine.sampling import NEUTRAL
+
+    given = options.sampling()
+    named = [option for option in NEUTRAL if getattr(given, option) is not None]
+    return given.filled(read_model_sampling(find_model(name), named))
+
+
+def _begin(name: str, max_kv_size: int | None, kv_bits: int | None, kv_group_size: int | None) -> "Conversation":
+    """A conversation with a cache of its own."""
+    from kvant.engine.conversation import Conversation
+    from kvant.engine.prompt_cache import make_prompt_cache
+
+    _idle.clear()  # its memory is given back before more is reserved
+    model, tokenizer = _load(name)
+    cache = make_prompt_cache(model, max_kv_size, kv_bits=kv_bits, kv_group_size=kv_group_size)
+    return Conversation(model, tokenizer, cache, overflow="forget")
+
+
+def _messages(prompt: llm.Prompt) -> list[dict[str, str]]:
+    """llm's messages as chat templates take them.
+
+    Raises:
+        llm.ModelError: none, or a part that is neither text nor thinking.
+    """
+    from llm.parts import ReasoningPart, TextPart
+
+    found: list[dict[str, str]] = []
+    for message in prompt.messages:
+        answer, thought = "", ""
+        for part in message.parts:
+            if isinstance(part, TextPart):
+                answer += part.text
+            elif isinstance(part, ReasoningPart):
+                thought += part.text
+            else:
+                raise llm.ModelError(f"the conversation has a {type(part).__name__}; kvant takes text")
+        found.append({"role": message.role, "content": answer} | ({"reasoning_content": thought} if thought else {}))
+    if prompt.system:  # llm leaves out the one of a later turn
+        others = found[1:] if found and found[0]["role"] == "system" else found
+        found = [{"role": "system", "content": prompt.system}, *others]
+    if not found:
+        raise llm.ModelError("the prompt is empty")
+    return found
+
+
+def _pulled() -> list[str]:
+    """Names of the models that were pulled. MLX, which a list does not need, is not loaded for it."""
+    if "kvant" in sys.modules:
+        return _names()
+    package = find_spec("kvant")
+    assert package is not None
+    sys.modules["kvant"] = bare = ModuleType("kvant")  # the package without its first lines
+    bare.__path__ = list(package.submodule_search_locations or ())
+    try:
+        return _names()
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "kvant"]:
+            del sys.modules[name]
+
+
+def _names() -> list[str]:
+    from kvant.errors import WeightsError
+    from kvant.weights import pulled
+
+    try:
+        return [model.references[0] for model in pulled()]
+    except WeightsError as error:  # llm's other models are none the worse
+        log.warning("kvant: %s", error)
+        return []

@@ -1,0 +1,294 @@
+"""A cache saved, loaded and forked: what follows is what an uninterrupted cache gives, bit by bit."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
+import mlx.core as mx
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+from support.counts import count
+
+from kvant.cache import FullKVCache, ModelCache, QuantizedKVCache, WindowKVCache
+from kvant.cache.layer_format import DTYPES
+from kvant.cache.snapshot import read_header
+from kvant.engine.run import Run
+from kvant.models import Decoder, load_decoder
+from kvant.operators.quantization import dequantize
+
+Pocket = tuple[Decoder, Any]
+Make = Callable[..., tuple[Path, Any]]
+IDS = [(7 + 31 * i) % 900 for i in range(70)]
+MORE = [[5], [6, 7, 8], [9], list(range(10, 40)), [11]]
+FORMATS: list[dict[str, Any]] = [
+    {"quant_bit": 8},
+    {"quant_bit": 4, "quant_group": 16},
+    {"quant_bit": 0},
+    {"quant_bit": 8, "bias_split": False},
+    {"quant_bit": 4, "kernels": "unfused"},
+]
+
+
+def _logits(model: Decoder, cache: ModelCache) -> list[mx.array]:
+    return [model(mx.array([ids] * len(cache.lengths)), cache=cache) for ids in MORE]
+
+
+def _same(one: list[mx.array], other: list[mx.array]) -> bool:
+    return all(mx.array_equal(a, b).item() for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("options", FORMATS, ids=str)
+@pytest.mark.parametrize("reserved", [128, 110, 300])
+def test_the_next_tokens_are_those_of_an_uninterrupted_run(
+    pocket: Pocket, tmp_path: Path, options: dict[str, Any], reserved: int
+) -> None:
+    model, _ = pocket
+    first = model.make_cache(128, **options)
+    model(mx.array([IDS]), cache=first)
+    assert first.trim(4) == 4
+    first.save(tmp_path / "saved", {"title": "A fox", "größe": "\n"})
+    loaded, forked = model.make_cache(reserved, **options), first.fork()
+    model(mx.array([[800, 801, 802]]), cache=loaded)  # it is emptied first
+    assert loaded.load(tmp_path / "saved") == {"title": "A fox", "größe": "\n"}
+    assert loaded.ids == forked.ids == first.ids == [IDS[:-4]]
+    assert (loaded.max_seq_len, forked.max_seq_len) == (reserved, 128)
+    assert forked.nbytes == first.nbytes
+    expected = _logits(model, first)
+    assert _same(_logits(model, loaded), expected)
+    assert _same(_logits(model, forked), expected)
+
+
+def test_a_run_goes_on(pocket: Pocket, tmp_path: Path) -> None:
+    """Saved while a run is suspended: the step that it has queued is not saved, and the run is not disturbed."""
+    model, _ = pocket
+    tokens = [token for token, _ in Run(model, IDS, model.make_cache(128), max_tokens=30)]
+    cache = model.make_cache(128)
+    run = Run(model, IDS, cache, max_tokens=30)
+    given = [next(run)[0] for _ in range(10)]
+    cache.save(tmp_path / "saved")
+    forked = cache.fork()
+    assert given + [token for token, _ in run] == tokens
+    loaded = model.make_cache(128)
+    loaded.load(tmp_path / "saved")
+    for other in (loaded, forked):
+        assert other.ids == [IDS + tokens[:9]]  # all that was handed out but the last
+        assert [token for token, _ in Run(model, tokens[9:10], other, max_tokens=20)] == tokens[10:]
+
+
+def test_sequences_of_different_lengths(pocket: Pocket, tmp_path: Path) -> None:
+    model, _ = pocket
+    first = model.make_cache(128, batch=3)
+    model(mx.array([IDS, IDS[::-1], IDS]), cache=first)
+    first.trim([3, 70, 41])
+    first.save(tmp_path / "saved")
+    loaded, forked = model.make_cache(120, batch=3), first.fork()
+    loaded.load(tmp_path / "saved")
+    assert loaded.lengths == forked.lengths == (67, 0, 29)
+    assert loaded.ids == forked.ids == first.ids
+    expected = _logits(model, first)
+    assert _same(_logits(model, loaded), expected)
+    assert _same(_logits(model, forked), expected)
+    stored = load_file(tmp_path / "saved")
+    assert stored["layers.0.sequences.1.cache"].shape[2] == 0
+    assert stored["layers.0.sequences.2.cache"].shape[2] == 29
+
+
+def test_a_full_precision_cache(pocket: Pocket, tmp_path: Path) -> None:
+    model, _ = pocket
+    first, loaded = (ModelCache([FullKVCache() for _ in model.layers]) for _ in range(2))
+    loaded.save(tmp_path / "empty")
+    model(mx.array([IDS, IDS[::-1]]), cache=first)
+    first.trim(2)
+    first.save(tmp_path / "saved")
+    forked = first.fork()
+    loaded.load(tmp_path / "saved")
+    assert loaded.ids == first.ids
+    expected = _logits(model, first)
+    assert _same(_logits(model, loaded), expected)
+    assert _same(_logits(model, forked), expected)
+    loaded.load(tmp_path / "empty")
+    assert (loaded.offset, loaded.nbytes) == (0, 0)
+
+
+@pytest.mark.parametrize(("bits", "reserved"), [(8, 200), (4, 200), (0, 200), (8, 30)])
+def test_windows(make_checkpoint: Make, tmp_path: Path, bits: int, reserved: int) -> None:
+    """A layer that keeps everything, and a ring that has wrapped, with a bias split whose angles it turns."""
+    folder, _ = make_checkpoint(use_sliding_window=True, sliding_window=24, max_window_layers=1)
+    model = load_decoder(folder)
+    first = model.make_cache(reserved, quant_bit=bits)
+    ids = [3 + i % 200 for i in range(min(100, reserved - 1))]
+    for start in range(0, len(ids), 33):
+        model(mx.array([ids[start : start + 33]]), cache=first)
+    first.trim(2)
+    first.save(tmp_path / "saved")
+    loaded, forked = model.make_cache(reserved, quant_bit=bits), first.fork()
+    loaded.load(tmp_path / "saved")
+    for cache in (loaded, forked):  # of 17 tokens, 2 have been gone back already
+        assert cache.can_trim_to(first.offset - 15)
+        assert cache.can_trim_to(first.offset - 16) == (reserved == 30)
+    for back in (0, 5):
+        assert [cache.trim(back) for cache in (first, loaded, forked)] == [back] * 3
+        step = mx.array([[7, 8]])
+        expected = model(step, cache=first)
+        assert mx.array_equal(model(step, cache=loaded), expected)
+        assert mx.array_equal(model(step, cache=forked), expected)
+        for cache in (first, loaded, forked):
+            cache.trim(2)
+
+
+@pytest.mark.parametrize("bits", [8, 0])
+def test_a_ring_with_kept_tokens(tmp_path: Path, bits: int) -> None:
+    """The first four stay, the rest has wrapped, and the last ones are gone again."""
+    options: dict[str, Any] = {"window": 8, "keep": 4, "slack": 5, "quant_bit": bits, "dtype": mx.float32}
+    first, loaded = (ModelCache([WindowKVCache(90, 2, 32, **options)]) for _ in range(2))
+
+    def step(cache: ModelCache, new: int, seed: int) -> mx.array:
+        x = mx.random.normal((1, 2, new, 32), key=mx.random.key(seed))
+        cache.begin(mx.zeros((1, new), mx.int32))
+        output = cache[0].attend(x, x, x)
+        mx.eval(output)
+        cache.commit()
+        return output
+
+    for seed, new in enumerate([3, 9, 1, 1, 20, 1, 1]):
+        step(first, new, seed)
+    first.trim(3)
+    first.save(tmp_path / "saved")
+    loaded.load(tmp_path / "saved")
+    forked = first.fork()
+    for seed, new in enumerate([1, 2, 7, 1]):
+        expected = step(first, new, seed)
+        assert mx.array_equal(step(loaded, new, seed), expected)
+        assert mx.array_equal(step(forked, new, seed), expected)
+    assert load_file(tmp_path / "saved")["layers.0.sequences.0.cache"].shape[2] == 4 + 13 - 3
+
+
+def test_a_fork_is_independent(pocket: Pocket) -> None:
+    model, _ = pocket
+    first = model.make_cache(128)
+    model(mx.array([IDS]), cache=first)
+    alone = _logits(model, first.fork())
+    forks = [first.fork() for _ in range(3)]
+    for fork in forks:
+        assert _same(_logits(model, fork), alone)  # though others went on in between
+        fork.trim(20)
+        model(mx.array([[99]]), cache=fork)
+    assert first.ids == [IDS]
+    assert _same(_logits(model, first), alone)
+    assert forks[0].identity == first.identity is not None
+
+
+def test_a_fork_reserves_its_memory_at_once(pocket: Pocket) -> None:
+    model, _ = pocket
+    first = model.make_cache(2048)
+    model(mx.array([IDS]), cache=first)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    fork = first.fork()
+    rows = sum(array.nbytes for layer in first for array in layer.buffers)  # not the tables, which are only read
+    made = mx.get_active_memory() - before
+    assert rows * 0.99 < made < rows * 1.05
+    model(mx.array([[5]]), cache=fork)
+    mx.synchronize()
+    assert mx.get_active_memory() - before < rows * 1.05
+
+
+def test_any_reader_reads_it(pocket: Pocket, tmp_path: Path) -> None:
+    """safetensors' own reader, and NumPy: the digests, the ids, and keys as attention reads them."""
+    model, _ = pocket
+    cache = model.make_cache(2048)
+    model(mx.array([IDS]), cache=cache)
+    path = tmp_path / "saved"
+    cache.save(path, {"a": "b"})
+    data = path.read_bytes()
+    assert hashlib.sha256(data[:-32]).digest() == data[-32:]
+    header = 8 + int.from_bytes(data[:8], "little")
+    assert hashlib.sha256(data[:header]).digest() == data[header : header + 32]
+    with safe_open(path, "np") as file:
+        text = file.metadata()
+        assert len(list(file.keys())) == 3 + 4 * len(model.layers)
+    assert (text["version"], text["kvant"]) == ("1", kvant.__version__)
+    assert json.loads(text["metadata"]) == {"a": "b"}
+    facts = json.loads(text["cache"])
+    assert (facts["reservation"], facts["lengths"]) == (2048, [len(IDS)])
+    assert (
+        facts["identity"]["tokenizer"]
+        == hashlib.sha256((Path(kvant.__file__).parent / "pocket" / "tokenizer.json").read_bytes()).hexdigest()
+    )
+    stored = load_file(path)
+    assert stored["ids.0"].tolist() == IDS
+    layer = cache[1]
+    assert isinstance(layer, QuantizedKVCache)
+    expected = dequantize(layer.cache, layer.scale, quant_bit=8, quant_group=32)[0, 0, :, :, : len(IDS)]
+    values, scales = (stored[f"layers.1.sequences.0.{name}"].astype(np.float32) for name in ("cache", "scale"))
+    np.testing.assert_allclose(values * np.repeat(scales, 32, axis=-1), np.array(expected), rtol=1e-3)
+    # Only rows in use are stored: 70 of 2,048.
+    assert len(data) < cache.nbytes * 70 / 2048 + 20_000
+
+
+def test_a_file_is_its_owners_and_nothing_is_left_beside_it(pocket: Pocket, tmp_path: Path) -> None:
+    model, _ = pocket
+    cache = model.make_cache(64)
+    path = tmp_path / "saved"
+    path.write_text("what was there before")
+    path.chmod(0o644)
+    before = os.umask(0)
+    try:
+        cache.save(str(path))
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path) == ["saved"]
+    assert read_header(path).lengths == (0,)
+
+
+def test_a_link_is_followed_to_be_read_and_replaced_when_written(pocket: Pocket, tmp_path: Path) -> None:
+    model, _ = pocket
+    cache = model.make_cache(64)
+    model(mx.array([IDS[:5]]), cache=cache)
+    cache.save(tmp_path / "saved")
+    (tmp_path / "link").symlink_to("saved")
+    cache.load(tmp_path / "link")
+    cache.trim(2)
+    cache.save(tmp_path / "link")
+    assert not (tmp_path / "link").is_symlink()
+    assert [read_header(tmp_path / name).lengths for name in ("saved", "link")] == [(5,), (3,)]
+
+
+def test_no_second_copy_is_held(tmp_path: Path) -> None:
+    """Saving and loading take about a layer more than the reservation."""
+    layers, tokens = 12, count(20_000, 100_000)
+
+    def make() -> ModelCache:
+        return ModelCache([QuantizedKVCache(tokens, 2, 64) for _ in range(layers)])
+
+    def peak(work: Callable[[], object]) -> int:
+        mx.synchronize()
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        work()
+        mx.synchronize()
+        return mx.get_peak_memory() - before
+
+    caches = [make()]
+    caches[0].begin(mx.zeros((1, tokens), mx.int32))
+    caches[0].commit()
+    nbytes = caches[0].nbytes
+    assert peak(lambda: caches[0].save(tmp_path / "saved")) < nbytes / layers * 1.5
+    caches.clear()
+    assert abs(peak(lambda: caches.append(make())) - nbytes) < nbytes * 0.02
+    assert peak(lambda: caches[0].load(tmp_path / "saved")) < nbytes / layers * 1.5
+    assert caches[0].offset == tokens
+
+
+def test_every_dtype_has_safetensors_name() -> None:
+    assert {name: dtype.size * 8 for name, dtype in DTYPES.items()} == {
+        name: int(name.lstrip("BFIU")) for name in DTYPES
+    }

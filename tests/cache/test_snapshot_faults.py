@@ -1,0 +1,237 @@
+"""What goes wrong while a snapshot is written: the old one is there whole, or the new one is, and nothing else."""
+
+import errno
+import fcntl
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import kvant  # isort: skip  # noqa: F401  (before MLX: it loads a faster BLAS)
+import mlx.core as mx
+import pytest
+from support import snapshot_writer
+from support.counts import count
+from support.interruption import Interruption
+
+from kvant.cache import ModelCache, QuantizedKVCache, atomic
+from kvant.errors import SnapshotError
+
+KILLS = count(12, 200)
+SIZES = snapshot_writer.SIZES
+
+
+def test_killed_while_it_writes(tmp_path: Path) -> None:
+    """By SIGKILL, at any moment: one of the two loads, with its own metadata. What is left over goes with the next."""
+    path, rng = tmp_path / "saved", random.Random(0)
+    first, loaded = snapshot_writer.caches()[0], ModelCache([QuantizedKVCache(1000, 2, 64) for _ in range(2)])
+    first.save(path, {"size": str(first.offset)})
+    seen, left_over = set(), 0
+    command = [sys.executable, snapshot_writer.__file__, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdin is not None
+        assert writer.stdout is not None
+        for _ in range(KILLS):
+            print(rng.random() * 0.2, file=writer.stdin, flush=True)
+            assert writer.stdout.readline() == "killed\n"
+            metadata = loaded.load(path)
+            assert loaded.offset in SIZES
+            assert loaded.ids == [[loaded.offset] * loaded.offset]
+            assert metadata == {"size": str(loaded.offset)}
+            seen.add(loaded.offset)
+            left = set(os.listdir(tmp_path)) - {"saved"}
+            assert len(left) <= 1  # each process has removed what the one before it left
+            left_over += len(left)
+        writer.stdin.close()
+    assert seen == set(SIZES)
+    assert left_over  # some were killed in the middle
+    loaded.save(path)
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+@pytest.fixture
+def cache() -> ModelCache:
+    """A cache with some tokens."""
+    return snapshot_writer.caches()[0]
+
+
+@pytest.fixture
+def old(tmp_path: Path, cache: ModelCache) -> Path:
+    """A snapshot that is there already, of 299 tokens."""
+    cache.trim(1)
+    cache.save(tmp_path / "saved", {"old": "yes"})
+    cache.load(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def _untouched(path: Path, data: bytes, cache: ModelCache) -> None:
+    """The old snapshot is as it was, alone, and the cache too."""
+    assert path.read_bytes() == data
+    assert os.listdir(path.parent) == [path.name]
+    assert cache.offset == 299
+    x = mx.ones((1, 2, 1, 64))
+    cache.begin(mx.zeros((1, 1), mx.int32))
+    mx.eval([layer.attend(x, x, x) for layer in cache])
+    cache.commit()
+
+
+@contextmanager
+def _small_files(limit: int) -> Iterator[None]:
+    """No file of this process may have more bytes: a write past them fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+@pytest.mark.parametrize("share", [0, 0.3, 0.9, 0.999])
+def test_no_room_for_the_file(old: Path, cache: ModelCache, share: float) -> None:
+    data = old.read_bytes()
+    with (
+        _small_files(int(len(data) * share)),
+        pytest.raises(SnapshotError, match=r"cannot be written: .*File too large") as error,
+    ):
+        cache.save(old)
+    assert str(error.value).startswith(f"{old}: ")
+    _untouched(old, data, cache)
+
+
+class _FullDisk:
+    """A file of a disk that is full after so many bytes."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self._file, self._room = file, room
+
+    def write(self, data: bytes) -> int:
+        self._room -= len(data)
+        if self._room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return int(self._file.write(data))
+
+
+def test_a_full_disk(old: Path, cache: ModelCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a write; when the rest is flushed; when it is synced; when it is renamed."""
+    data = old.read_bytes()
+    real = atomic.atomic_file
+
+    @contextmanager
+    def full(path: Path) -> Iterator[Any]:
+        with real(path) as file:
+            yield _FullDisk(file, len(data) // 2)
+
+    def no_room(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for target, name, replacement in (
+        ("kvant.cache.snapshot", "atomic_file", full),
+        ("kvant.cache.atomic.os", "fsync", no_room),
+        ("kvant.cache.atomic.os", "replace", no_room),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"{target}.{name}", replacement)
+            with pytest.raises(SnapshotError, match=r"cannot be written: .*No space left on device"):
+                cache.save(old)
+        _untouched(old, data, cache)
+        cache.trim(1)
+
+
+def test_folders_that_take_no_file(tmp_path: Path, cache: ModelCache) -> None:
+    """Root may write where others may not, so these take nobody's."""
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "more").write_text("x")
+    for path, message in (
+        (tmp_path / "missing" / "saved", "No such file or directory"),
+        (tmp_path / "file" / "saved", "Not a directory"),
+        (tmp_path / "folder", "Is a directory"),
+        (tmp_path / ("n" * 300), "File name too long"),
+        (tmp_path / "a\0b", "null byte"),
+    ):
+        with pytest.raises(SnapshotError, match=f"cannot be written: .*{message}") as error:
+            cache.save(path)
+        assert "\n" not in str(error.value)
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
+    assert os.listdir(tmp_path / "folder") == ["more"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder in which nobody may write, root neither")
+def test_a_folder_of_the_kernel(cache: ModelCache) -> None:
+    with pytest.raises(SnapshotError, match=r"/proc/self/saved: cannot be written: "):
+        cache.save("/proc/self/saved")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to a folder that is read-only")
+def test_a_read_only_folder(old: Path, cache: ModelCache) -> None:
+    data = old.read_bytes()
+    old.parent.chmod(0o500)
+    try:
+        with pytest.raises(SnapshotError, match=r"cannot be written: .*Permission denied"):
+            cache.save(old)
+    finally:
+        old.parent.chmod(0o700)
+    _untouched(old, data, cache)
+
+
+# Interrupted between a file's opening and its `with` statement, Python closes it when it is dropped, and says so.
+dropped_files = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+def _lines(work: Callable[[], object]) -> int:
+    counted = Interruption(0)
+    assert not counted.of(work)
+    return counted.lines
+
+
+@dropped_files
+def test_ctrl_c_at_any_line_of_a_save(old: Path, cache: ModelCache) -> None:
+    data = old.read_bytes()
+    lines = _lines(lambda: cache.save(old))
+    new = old.read_bytes()
+    interrupted = 0
+    for at in random.Random(0).sample(range(1, lines), count(40, lines - 1)):
+        old.write_bytes(data)
+        interrupted += Interruption(at).of(lambda: cache.save(old))
+        assert old.read_bytes() in (data, new)
+        assert os.listdir(old.parent) == ["saved"]
+        assert cache.offset == 299
+    assert interrupted > 30
+
+
+@dropped_files
+def test_ctrl_c_at_any_line_of_a_load(old: Path, cache: ModelCache) -> None:
+    """The cache is empty then, or it has all of the snapshot."""
+    lines = _lines(lambda: cache.load(old))
+    interrupted = 0
+    for at in random.Random(0).sample(range(1, lines), count(40, lines - 1)):
+        cache.load(old)
+        if Interruption(at).of(lambda: cache.load(old)):
+            interrupted += 1
+            assert cache.offset in (0, 299)  # before its first line did anything, it is as it was
+            assert cache.ids in ([[]], [[300] * 299])
+    assert interrupted > 30
+    cache.load(old)
+    assert cache.offset == 299
+
+
+def test_what_another_process_writes_is_left_alone(tmp_path: Path, cache: ModelCache) -> None:
+    """Only files that nobody holds are removed, and only those of the same name."""
+    digits = "0" * 15
+    held, abandoned, other = (
+        tmp_path / f".{name}.partial" for name in (f"s*d.{digits}1", f"s*d.{digits}2", f"sad.{digits}3")
+    )
+    for path in (held, abandoned, other):
+        path.write_text("x")
+    with held.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        cache.save(tmp_path / "s*d")
+    assert sorted(os.listdir(tmp_path)) == sorted([held.name, other.name, "s*d"])

@@ -1,0 +1,278 @@
+"""The commands of a conversation, without a terminal: lines in, text out, what is said on standard error."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import kvant  # isort: skip  (before MLX)
+import mlx.core as mx
+import pytest
+from support.command import QUESTION, call
+
+from kvant.cli.chat import switch
+from kvant.cli.chat.commands import BY_NAME, COMMANDS, Command, find
+from kvant.cli.chat.keyboard import typed_text
+from kvant.cli.chat.loop import converse
+from kvant.cli.chat.talk import Talk
+from kvant.cli.fitting import plan_that_fits
+from kvant.cli.session import RunOptions, open_session
+from kvant.engine.sampling import SamplingOptions
+from kvant.tools.machine import Machine, this_machine
+from kvant.tools.plan import read_folder
+
+assert kvant
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("Hello", None),
+        ("/etc/hosts is what?", None),
+        ("/etc/hosts", None),
+        ("/usr is full", None),
+        ("//help", None),
+        ("/help", "/help"),
+        ("/?", "/help"),
+        ("/bye", "/exit"),
+        ("/system Be brief.\nVery.", "/system"),
+        ("/foo", "/help lists them"),
+        ("/hepl", "did you mean /help?"),
+        ("/statz now", "did you mean /stats?"),
+        ("/", "/help lists them"),
+    ],
+)
+def test_a_line_is_a_command_or_a_question(line: str, meant: str | None) -> None:
+    found = find(line)
+    if isinstance(found, Command):
+        assert found.names[0] == meant
+    elif found is None:
+        assert meant is None
+    else:
+        assert meant is not None
+        assert meant in found
+        assert found.startswith(f"{line.split()[0]} is not a command; ")
+
+
+def test_names_are_unlike() -> None:
+    assert len(BY_NAME) == sum(len(command.names) for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (b"abc", "abc"),
+        (b"ab\x7fc", "ac"),
+        (b"\x7f\x7fab\x7f\x7f\x7fc", "c"),
+        (b"one\rtwo\n", "one\ntwo"),
+        (b"a\x1b[A\x1b[1;5Cb\x1bOP\x1bxc\x1b", "abc"),
+        ("é狐".encode() + b"\xff", "é狐"),
+        (b"\x1b[200~pasted\x1b[201~ \x00\x01\x04", "pasted"),
+        (b"", ""),
+    ],
+)
+def test_typed_keys_make_a_text(keys: bytes, text: str) -> None:
+    assert typed_text(keys) == text
+
+
+def _said(*lines: str, flags: tuple[str, ...] = ()) -> tuple[str, list[str]]:
+    """Standard output, and the lines of standard error after the greeting."""
+    done = call("chat", "-m", "12", "--temp", "0", *flags, stdin="\n".join(lines))
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr.splitlines()[1:]
+
+
+def test_help_names_every_command() -> None:
+    _, said = _said("/help")
+    for command in COMMANDS:
+        assert any(line.startswith(", ".join(command.names)) and command.help in line for line in said)
+
+
+def test_the_greeting_is_a_line() -> None:
+    done = call("chat", "--temp", "0.5", "--seed", "3", stdin="")
+    (line,) = done.stderr.splitlines()
+    assert re.match(r"pocket · 2048 tokens reserved, 8 bits in groups of 32, \S+ MB · sampling: temperature 0.5", line)
+    assert line.endswith(" · /help lists the commands")
+    assert call("chat", "-q", stdin="").stderr == ""
+
+
+def test_options_are_set_shown_and_taken_back() -> None:
+    out, said = _said(
+        "Hello!",
+        "/set max_tokens 3",
+        "/retry",
+        "/set max-tokens default",
+        "/set temp 1.5",
+        "/set seed 4",
+        "/set",
+        "/set x",
+    )
+    first, second = (line.split() for line in out.splitlines())
+    assert len(second) < len(first)
+    shown = {line.split()[0]: line.split()[1] for line in said if re.match(r"[a-z_]+  +", line)}
+    assert (shown["max_tokens"], shown["temp"], shown["seed"], shown["top_p"]) == ("256", "1.5", "4", "default")
+    assert any(line.startswith("sampling: temperature 1.5") and "seed 4" in line for line in said)
+    assert said[-1] == "error: /set x is no option; /set lists them"
+
+
+def test_an_error_is_a_line_and_changes_nothing() -> None:
+    errors = {
+        "/set temp": "/set temp needs a value; default takes it back",
+        "/set temp x": "temp is 'x'; expected a number, or default",
+        "/set max_tokens 0": "--max-tokens is 0; expected at least 1",
+        "/set top_k 1.5": "top_k is '1.5'; expected a whole number, or default",
+        "/set seed 3": "seed is 3, which has no effect at temperature 0",
+        "/quit now": "/quit takes nothing after it, given 'now'",
+        "/edit": "nothing was asked yet",
+        "/retry": "nothing was asked yet; expected a question before",
+        "/model nope": "model 'nope' is not a folder",
+    }
+    plain, _ = _said("Hello!")
+    out, said = _said(*errors, "Hello!")
+    assert out == plain
+    assert len(said) == len(errors) + 1  # and that the answer was cut
+    for line, error in zip(said, errors.values(), strict=False):
+        assert error in line
+
+
+def test_without_a_seed_a_retry_differs_and_with_one_the_conversation_is_the_same_again() -> None:
+    lines = ("Tell me a story.", "/retry", "/retry")
+    flags = ("-m", "30", "--temp", "1.2")
+    runs = [call("chat", *flags, "--seed", "5", stdin="\n".join(lines)).stdout for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert len(set(runs[0].splitlines())) == 3
+
+
+def test_the_system_prompt_is_set_shown_and_removed() -> None:
+    out, said = _said("Hello!", "/reset", "/system Talk about foxes.", "/system", "Hello!", '/system ""', "/system")
+    assert any(line == "system prompt: Talk about foxes." for line in said)
+    assert said[-1] == "there is no system prompt"
+    assert len(out.splitlines()) == 2
+
+
+def test_undo_takes_a_turn_back() -> None:
+    out, said = _said("Hello!", QUESTION, "/undo", QUESTION, "/stats", "/undo", "/undo", "/undo", "/cache")
+    answers = out.splitlines()
+    assert answers[1] == answers[2]
+    assert [line for line in said if "undo" in line] == [
+        f"undone: {QUESTION}", f"undone: {QUESTION}", "undone: Hello!", "there is nothing to undo"
+    ]  # fmt: skip
+    assert "conversation: 4 messages" in "\n".join(said)
+    assert re.fullmatch(r"used: \d+ tokens, \d% of the reserved ones", said[-1])
+
+
+def test_a_full_context_forgets_the_oldest_messages() -> None:
+    lines = [f"{QUESTION} Number {number}." for number in range(8)]
+    out, said = _said(*lines, "/stats", flags=("--max-kv-size", "100"))
+    assert len(out.splitlines()) == 8
+    forgotten = [line for line in said if "forgotten" in line]
+    assert re.fullmatch(r"the oldest \d+ messages were forgotten: the context is full", forgotten[0])
+    held = int(re.search(r"messages, (\d+) tokens in the cache", "\n".join(said))[1])  # type: ignore[index]
+    assert held <= 100
+
+
+def test_a_full_context_says_what_helps() -> None:
+    lines = [f"{QUESTION} Number {number}." for number in range(8)]
+    _, said = _said(*lines, flags=("--max-kv-size", "100", "--overflow", "stop"))
+    assert said[-1].endswith("100 are reserved; /reset forgets the conversation; --max-kv-size reserves more")
+    out, said = _said("word " * 2500, "Hello!")
+    assert said[0].endswith("2048 are the model's context")  # nobody can reserve more
+    assert out
+
+
+def test_a_conversation_is_saved_and_goes_on(tmp_path: Path) -> None:
+    path, notes = tmp_path / "a talk.kvant", tmp_path / "notes.txt"
+    notes.write_text("mine")
+    out, said = _said("/save x", "Hello!", f"/save {path}", f"/save {path}", f"/save {notes}", "Thank you!")
+    assert said[0] == "there is nothing to save"
+    saved = rf"saved 2 messages, \d+ tokens in the cache to {re.escape(str(path))} \([\d.]+ kB\)"
+    assert re.fullmatch(saved, said[2])
+    assert said[3] == said[2]
+    assert said[4].startswith(f"error: {notes} is there already, and no conversation: ")
+    assert notes.read_text() == "mine"
+    assert path.stat().st_mode & 0o777 == 0o600
+    again, said = _said(f"/load {path}", "Thank you!", "/stats")
+    assert again.splitlines() == out.splitlines()[1:]
+    assert said[0].startswith("loaded 2 messages, ")
+    assert said[0].endswith("; the last question was: Hello!")
+    reused = int(re.search(r"last turn: (\d+) tokens were in the cache", "\n".join(said))[1])  # type: ignore[index]
+    assert reused > 20
+    kept, said = _said("Hello!", f"/load {notes}", f"/load {tmp_path}/nothing", "/load", "Thank you!")
+    assert kept == out
+    assert said[1].startswith("error: ")
+    assert f"{tmp_path}/nothing" in said[2]
+    assert said[3] == "error: /load needs PATH"
+
+
+def _talk(model: str = "pocket") -> Talk:
+    run = RunOptions(model=model, quiet=True, max_tokens=8)
+    wanted = SamplingOptions(temp=0.0)
+    return Talk(run, wanted, open_session(run), "unchanged")
+
+
+@pytest.mark.parametrize("room", ["for both", "for one"])
+def test_another_model_goes_on_with_the_conversation(
+    room: str, pocket_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Memory is that of one model afterwards, however often it is changed; a model that fails leaves the old one."""
+    other = Path(shutil.copytree(pocket_folder, tmp_path / "other"))
+    talk = _talk()
+    talk.send("Hello!")
+    messages = list(talk.conversation.messages)
+    held = mx.get_active_memory()
+    if room == "for one":
+        planned = plan_that_fits(read_folder(pocket_folder), talk.run.settings(), None, this_machine()).total
+        machine = Machine("cpu", planned, planned + held // 2, "this test")
+        monkeypatch.setattr(switch, "this_machine", lambda: machine)
+    for model in (str(other), "pocket", str(other)):
+        switch.switch_model(talk, model)
+        assert talk.session.name == model
+        assert talk.conversation.messages == messages
+    assert mx.get_active_memory() <= held + 1_000_000
+    assert ("makes room" in capfd.readouterr().err) == (room == "for one")
+    talk.send("Thank you!")
+    assert len(talk.conversation.messages) == 4
+    assert talk.conversation.reused_tokens == 0
+
+
+@pytest.mark.parametrize("room", ["for both", "for one"])
+def test_a_model_that_cannot_be_loaded_leaves_the_old_one(
+    room: str, pocket_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken = Path(shutil.copytree(pocket_folder, tmp_path / "broken"))
+    (broken / "tokenizer.json").write_text("{}")
+    silent = Path(shutil.copytree(pocket_folder, tmp_path / "silent"))
+    settings = json.loads((silent / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (silent / "tokenizer_config.json").write_text(json.dumps(settings))
+    if room == "for one":
+        monkeypatch.setattr(switch, "_both_fit", lambda wanted: False)
+    talk = _talk()
+    lines = iter([QUESTION, f"/model {broken}", f"/model {silent}", "/retry", "/undo", QUESTION])
+
+    def read() -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    converse(talk, read)
+    said = capfd.readouterr()
+    assert len(set(said.out.splitlines())) == 1
+    assert len(said.out.splitlines()) == 3
+    assert "expected a tokenizer" in said.err
+    assert "error: the model has no chat template" in said.err
+    assert said.err.count("pocket is loaded again") == (2 if room == "for one" else 0)
+
+
+def test_a_conversation_without_a_model_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = _talk()
+
+    def fails(run: RunOptions, **options: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(switch, "_both_fit", lambda wanted: False)
+    monkeypatch.setattr(switch, "open_session", fails)
+    with pytest.raises(RuntimeError, match="no memory"):
+        converse(talk, lambda: "/model pocket")
+    assert not talk.has_model

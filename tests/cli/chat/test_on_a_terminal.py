@@ -1,0 +1,296 @@
+"""``kvant chat`` on a terminal, as its user has it: keys go in, a screen comes out."""
+
+import json
+import re
+import shutil
+import signal
+import termios
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from support.command import QUESTION, call
+from support.terminal import Terminal, squeezed
+
+from kvant.cache.snapshot import read_header
+
+# The tokens that end a text, 0 and 2, made impossible: an answer ends at max_tokens.
+FLAGS = ["--temp", "0", "-m", "60", "--logit-bias", "0:-1e9", "--logit-bias", "2:-1e9"]
+STATUS = re.compile(r"(\d+)/2048 tokens")
+PASTE, PASTED = "\x1b[200~", "\x1b[201~"
+NEW_LINE = "\x1b\r"  # Alt-Enter
+LINE_BEGINS = b"\x1b[?2004h"  # prompt_toolkit turns bracketed paste on where it reads a line
+CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
+
+
+class Chat(Terminal):
+    """A conversation; between the tests its input is an empty line."""
+
+    def ready(self) -> bool:
+        """Whether the line of input is there, with the status line under it."""
+        below = self.lines[self.screen.cursor.y :]
+        return below[0].startswith((">", " ")) and any(STATUS.search(line) for line in below[1:])
+
+    def wait_ready(self) -> None:
+        self.wait(self.ready)
+
+    def send(self, key: str) -> None:
+        """Press what ends the line of input, and wait until the next one is there."""
+        lines = self.written.count(LINE_BEGINS)
+        self.press(key)
+        self.wait(lambda: self.written.count(LINE_BEGINS) > lines and self.ready())
+
+    def enter(self, line: str) -> None:
+        """Type a line, and wait until what it asks for is done."""
+        self.press(line)
+        typed = "".join(line.split())[-30:]
+        self.wait(lambda: "".join(self.input.split()).endswith(typed))
+        self.send("\r")
+
+    @property
+    def input(self) -> str:
+        """The line of input as it is shown."""
+        return "\n".join(["", *self.lines[: self.screen.cursor.y + 1]]).rpartition("\n>")[2].strip()
+
+    def since(self, text: str) -> str:
+        """What is shown after a line of input, with a space for every line break."""
+        return squeezed("\n".join([*self.history, *self.lines])).rpartition(squeezed(f"> {text}"))[2]
+
+    def clear(self) -> None:
+        """Drop the line of input."""
+        self.send(CTRL_C)
+        assert self.input == ""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def running(home: Path) -> Iterator[Chat]:
+    with Chat("chat", *FLAGS, HOME=str(home), XDG_STATE_HOME=str(home / "state")) as chat:
+        chat.wait_ready()
+        assert any(line.startswith("pocket · 2048 tokens reserved") for line in chat.lines)
+        yield chat
+
+
+@pytest.fixture
+def chat(running: Chat) -> Chat:
+    running.clear()
+    running.enter("/reset")
+    running.enter("/set max_tokens 60")
+    running.screen.reset()
+    running.screen.history.top.clear()
+    running.press("\x0c")  # Ctrl-L draws the line of input again
+    running.wait_ready()
+    return running
+
+
+@cache
+def _answer(question: str, tokens: int = 60) -> str:
+    return squeezed(call("chat", "-q", *FLAGS, "-m", str(tokens), stdin=question).stdout).strip()
+
+
+def test_an_answer_has_whole_words_at_the_margin(chat: Chat) -> None:
+    chat.enter(QUESTION)
+    assert chat.since(QUESTION).strip().startswith(_answer(QUESTION))
+    assert all(len(line) <= 79 for line in chat.lines)
+    status = STATUS.search("\n".join(chat.lines))
+    assert status is not None
+    assert int(status[1]) > 60
+    assert "tokens/s" in chat.lines[-1]
+
+
+def test_a_message_of_several_lines(chat: Chat) -> None:
+    chat.press(f"one{NEW_LINE}two{PASTE}\nthree\nfour{PASTED}")
+    chat.wait(lambda: chat.input.split() == ["one", "two", "three", "four"])
+    chat.enter("")
+    chat.enter("/edit")
+    assert chat.input.split() == ["/edit", "one", "two", "three", "four"]
+    assert len(chat.input.split("\n")) == 4
+    chat.clear()
+    chat.press('"""a\rb')
+    chat.wait(lambda: chat.input.split() == ['"""a', "b"])
+    chat.enter('"""')
+    chat.enter("/undo")
+    assert "undone: a b" in chat.since("/undo")
+
+
+def test_ctrl_c_stops_an_answer_and_clears_a_line(chat: Chat) -> None:
+    chat.enter("/set max_tokens 1000")
+    chat.press(f"{QUESTION}\r")
+    chat.wait_for(_answer(QUESTION))
+    chat.send(CTRL_C)
+    shown = chat.since(QUESTION).partition(" stopped")[0].strip()
+    assert shown.startswith(_answer(QUESTION))
+    chat.press("half a line")
+    chat.wait_for("half a line")
+    chat.clear()
+    chat.enter("/stats")
+    assert "conversation: 2 messages" in chat.since("/stats")
+    assert "ended by interruption" in chat.since("/stats")
+
+
+def test_keys_typed_during_an_answer_are_in_the_next_line(chat: Chat) -> None:
+    chat.enter("/set max_tokens 120")
+    chat.press(f"{QUESTION}\r")
+    chat.wait_for("Pip. Once")
+    shown = len(chat.written)
+    chat.send("Zx \x1b[A\x1b[Dthex\x7fn?\r")
+    assert chat.input == "Zx then?"
+    assert _answer(QUESTION, 120) in chat.since(QUESTION)
+    assert b"Zx" not in chat.written[shown:].partition(LINE_BEGINS)[0]
+    chat.clear()
+
+
+def test_undo_retry_and_edit(chat: Chat) -> None:
+    chat.enter("Hello!")
+    first = chat.since("Hello!").partition(" cut at")[0]
+    assert len(first) > 60
+    chat.enter("/retry")
+    assert chat.since("/retry").partition(" cut at")[0] == first
+    chat.enter("/edit")
+    assert chat.input == "/edit Hello!"
+    chat.clear()
+    chat.enter(f"/edit {QUESTION}")
+    assert "a fox named Pip" in chat.since(f"/edit {QUESTION}")
+    chat.enter("/undo")
+    assert f"undone: {QUESTION}" in chat.since("/undo")
+    chat.enter("/undo")
+    assert "there is nothing to undo" in chat.since("/undo")
+
+
+def test_an_error_is_a_line_and_the_conversation_goes_on(chat: Chat) -> None:
+    for line, said in (
+        ("/set temp high", "error: temp is 'high'; expected a number, or default"),
+        ("/set tmp 1", "error: /set tmp is no option; did you mean temp?"),
+        ("/set temp -1", "error: temp is -1.0; expected 0, or from 0.001 on"),
+        ("/model no/such", "error: no/such is not here"),
+        ("/undo all", "error: /undo takes nothing after it"),
+        ("/hlep", "/hlep is not a command; did you mean /help?"),
+    ):
+        chat.enter(line)
+        assert squeezed(said) in chat.since(line)
+    chat.enter("/model pocket")
+    assert "pocket · 2048 tokens reserved" in chat.since("/model pocket")
+    chat.enter("/etc/hosts is what?")
+    assert "cut at max_tokens, 60" in chat.since("/etc/hosts is what?")
+
+
+def test_a_conversation_is_saved_and_loaded(chat: Chat, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    chat.enter("Hello!")
+    chat.press(f"/save {tmp_path}/fol")
+    chat.wait_for("folder/")
+    chat.press("\t")
+    chat.enter("/talk")
+    assert (tmp_path / "folder" / "talk").is_file()
+    chat.enter("/reset")
+    chat.enter(f"/load {tmp_path}/folder/talk")
+    chat.enter("/undo")
+    assert "undone: Hello!" in chat.since("/undo")
+
+
+def test_commands_are_completed(chat: Chat) -> None:
+    chat.press("/sy")
+    chat.wait_for("sets the system prompt, or shows it")
+    chat.press("\t ")
+    chat.wait(lambda: chat.input == "/system")
+    chat.clear()
+    chat.press("/set xtc_t")
+    chat.wait_for("xtc_threshold")
+    chat.press("\t")
+    chat.wait(lambda: chat.input == "/set xtc_threshold")
+    chat.clear()
+
+
+def test_resizing_during_an_answer(chat: Chat) -> None:
+    chat.enter("/set max_tokens 120")
+    chat.press(f"{QUESTION}\r")
+    chat.wait_for("Pip. Once")
+    chat.resize(40, 20)
+    chat.send("")
+    try:
+        answer = _answer(QUESTION, 120)
+        assert answer in squeezed("\n".join([*chat.history, *chat.lines]))
+        assert all(len(line) <= 39 for line in chat.lines[:-2])
+    finally:
+        chat.resize(80, 24)
+        chat.wait_ready()
+
+
+def test_the_history_is_kept_for_this_user_alone(chat: Chat, home: Path) -> None:
+    chat.enter("Who is Pip?")
+    (kept,) = home.rglob("chat_history")
+    assert kept.stat().st_mode & 0o777 == 0o600
+    with Chat("chat", "-q", HOME=str(home), XDG_STATE_HOME=str(home / "state")) as other:
+        other.wait_ready()
+        other.press(UP)
+        other.wait(lambda: other.input == "Who is Pip?")
+        other.clear()
+        other.press(CTRL_D)
+        other.wait(lambda: not other.child.isalive())
+        assert other.child.exitstatus == 0
+
+
+def test_thinking_is_dim_and_not_in_the_history(pocket_folder: Path, tmp_path: Path) -> None:
+    """Pocket with a full stop as the end of its thinking, which the template begins."""
+    folder = Path(shutil.copytree(pocket_folder, tmp_path / "thinker"))
+    path = folder / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    for old, mark in ((".", "</think>"), (next(t for t, n in raw["model"]["vocab"].items() if n == 1200), "<think>")):
+        raw["model"]["merges"] = [pair for pair in raw["model"]["merges"] if old not in "".join(pair)]
+        number = raw["model"]["vocab"].pop(old)
+        raw["model"]["vocab"][mark] = number
+        raw["added_tokens"].append({**raw["added_tokens"][0], "id": number, "content": mark, "special": False})
+    path.write_text(json.dumps(raw))
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    settings["chat_template"] += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    path.write_text(json.dumps(settings))
+    with Chat("chat", "--model", str(folder), *FLAGS, HOME=str(tmp_path), XDG_STATE_HOME=str(tmp_path)) as chat:
+        chat.wait(lambda: ">" in chat.lines)
+        chat.press(f"{QUESTION}\r")
+        chat.wait_for("cut at max_tokens")
+        chat.press(f"/save {tmp_path}/talk")
+        chat.wait_for("/talk")
+        chat.press("\r")
+        chat.wait_for("saved 2 messages")
+    question, said = json.loads(read_header(tmp_path / "talk").metadata["conversation"])
+    assert question["content"] == QUESTION
+    assert said["reasoning_content"].startswith("Once upon a time")
+    assert len(said["content"]) > 40
+    shown = chat.since(QUESTION).partition(" cut at")[0]
+    assert shown.split() == f"{said['reasoning_content']} {said['content']}".split()
+    dim = re.findall(r"\x1b\[2m(.*?)\x1b\[0m", chat.written.decode())
+    assert said["reasoning_content"].startswith(dim[-1][:20])
+    assert not any(said["content"][:20] in text for text in dim)
+
+
+@pytest.mark.parametrize("during_an_answer", [True, False])
+def test_the_terminal_is_as_it_was_after_a_signal(during_an_answer: bool, tmp_path: Path) -> None:
+    with Chat("chat", *FLAGS, "-m", "1500", HOME=str(tmp_path), XDG_STATE_HOME=str(tmp_path)) as chat:
+        found = termios.tcgetattr(chat.child.child_fd)
+        chat.wait_ready()
+        assert termios.tcgetattr(chat.child.child_fd)[3] != found[3]
+        if during_an_answer:
+            chat.press(f"{QUESTION}\r")
+            chat.wait_for("Pip. Once")
+            assert not termios.tcgetattr(chat.child.child_fd)[3] & termios.ECHO
+        chat.child.kill(signal.SIGTERM)
+        chat.wait(lambda: not chat.child.isalive())
+        assert chat.child.signalstatus == signal.SIGTERM
+        assert termios.tcgetattr(chat.child.child_fd) == found
+
+
+def test_keys_typed_while_the_model_is_loaded_are_in_the_first_line(tmp_path: Path) -> None:
+    with Chat("chat", "-q", HOME=str(tmp_path), XDG_STATE_HOME=str(tmp_path)) as chat:
+        chat.wait(lambda: not termios.tcgetattr(chat.child.child_fd)[3] & termios.ECHO)
+        chat.press("exit")
+        chat.wait_ready()
+        chat.wait(lambda: chat.input == "exit")
+        chat.press("\r")
+        chat.wait(lambda: not chat.child.isalive())
+        assert chat.child.exitstatus == 0

@@ -1,0 +1,368 @@
+"""An answer on a terminal while it streams: what the screen and its history hold in the end, and what is written."""
+
+import io
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pyte
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.text import Text
+from support.counts import count
+from support.terminal import squeezed
+
+from kvant.cli.chat import screen as module
+from kvant.cli.chat.markdown import Renderer
+from kvant.cli.chat.screen import Screen
+
+ANSWER = """# The *den* of a fox
+
+A fox lives in a **den**, which it digs in `soft` ground, and its
+[den](http://fox.example/den) has <b>several</b> ways out.
+Second line.
+
+1. It digs
+2. It carries:
+   - leaves
+   - grass
+
+     and moss
+3. It sleeps
+7. It wakes
+
+---
+
+```python
+def dig(fox):
+    \"\"\"It digs
+    a den.\"\"\"
+
+    return "a line of code that is longer than the margin of any narrow terminal", [fox] * 1000
+```
+
+| who | how many |
+|-----|---------:|
+| fox | 2 |
+| cub | 15 |
+
+> An old saying
+> about foxes
+
+[note]: http://fox.example/hidden
+
+Pictures: ![a fox](http://fox.example/fox.png)
+"""
+SHOWN_AT_60 = """The den of a fox
+
+A fox lives in a den, which it digs in soft ground, and its
+den (http://fox.example/den) has <b>several</b> ways out.
+Second line.
+
+ 1. It digs
+ 2. It carries:
+     • leaves
+     • grass
+       and moss
+ 3. It sleeps
+ 4. It wakes
+
+───────────────────────────────────────────────────────────
+
+```python
+def dig(fox):
+    \"\"\"It digs
+    a den.\"\"\"
+
+    return "a line of code that is longer than the margin of
+ any narrow terminal", [fox] * 1000
+```
+
+ who  how many
+ ─────────────
+ fox         2
+ cub        15
+
+▌ An old saying about foxes
+
+[note]: http://fox.example/hidden
+
+Pictures: a fox (http://fox.example/fox.png)
+"""
+# What may be written beside text: styles, the cursor up, erase below, home and erase all.
+ALLOWED = re.compile(r"\x1b\[[0-9;]*m|\x1b\[\d+A|\x1b\[J|\x1b\[H\x1b\[2J|\r|\n|\t")
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+class _Window(io.StringIO):
+    """Standard output that is a terminal: pyte shows what is written."""
+
+    def __init__(self, columns: int, rows: int) -> None:
+        super().__init__()
+        self.size = columns, rows
+        self.screen = pyte.HistoryScreen(columns, rows, history=100_000, ratio=0.001)
+        self._stream = pyte.Stream(self.screen)
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self._stream.feed(text.replace("\n", "\r\n"))
+        return super().write(text)
+
+    def resize(self, columns: int, rows: int) -> None:
+        self.size = columns, rows
+        self.screen.resize(rows, columns)
+
+    @property
+    def lines(self) -> list[str]:
+        """What scrolled off the top, and the screen."""
+        columns = range(self.screen.columns)
+        above = ["".join(line[column].data for column in columns) for line in self.screen.history.top]
+        return [line.rstrip() for line in [*above, *self.screen.display]]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines).rstrip() + "\n"
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every piece is drawn, on a terminal with colours."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(module, "EVERY_S", 0)
+    monkeypatch.setattr(module, "SHARE", 0)
+    monkeypatch.setattr(module, "STEADY_S", 0)
+    monkeypatch.setattr(module, "terminal_size", lambda stream: stream.size)
+
+
+def _pieces(text: str, size: int) -> Iterator[str]:
+    return (text[start : start + size] for start in range(0, len(text), size))
+
+
+def _show(window: _Window, pieces: Any, **options: Any) -> None:
+    screen = Screen(window, **({"markdown": True} | options))
+    for piece in pieces:
+        screen.write(piece)
+    screen.close()
+
+
+@pytest.mark.parametrize(("size", "rows"), [(1, 4), (7, 50), (10_000, 4)])
+def test_markdown_whatever_the_pieces_and_the_height(size: int, rows: int) -> None:
+    """Blocks longer than the screen too: all is in the terminal's history, once."""
+    window = _Window(60, rows)
+    _show(window, _pieces(ANSWER, size))
+    assert window.text == SHOWN_AT_60
+    assert window.screen.cursor.x == 0
+
+
+def test_a_block_is_shown_while_it_grows() -> None:
+    window = _Window(40, 10)
+    screen = Screen(window, markdown=True)
+    for piece in _pieces("One **bold** word and the next one come to the margin", 1):
+        screen.write(piece)
+    assert window.text == "One bold word and the next one come to\nthe margin\n"
+    screen.write("\n\n```\ncode\nmore")
+    assert window.text.endswith("margin\n\n```\ncode\nmore\n```\n")
+    assert "\x1b[1mbold" in window.getvalue()
+
+
+def test_styles_end_with_their_text() -> None:
+    window = _Window(60, 50)
+    _show(window, [ANSWER])
+    bold = "".join(line[x].data for line in window.screen.buffer.values() for x in range(60) if line[x].bold)
+    assert squeezed(bold).split()[-4:] == ["den", "who", "how", "many"] or "den" in bold
+    assert not any(window.screen.buffer[3][x].bold for x in range(40, 60))
+
+
+@pytest.mark.parametrize("size", [1, 9])
+def test_plain_text_has_whole_words_and_its_lines(size: int) -> None:
+    text = (
+        "  Two spaces, # no *heading*, and more words than a line of thirty columns has.\n\n\n- x\n"
+        + "long" * 20
+        + "\n"
+    )
+    window = _Window(30, 6)
+    _show(window, _pieces(text, size), markdown=False)
+    assert window.text.split("\n") == [
+        "  Two spaces, # no *heading*,",
+        "and more words than a line of",
+        "thirty columns has.",
+        "",
+        "",
+        "- x",
+        ("long" * 20)[:29],
+        ("long" * 20)[29:58],
+        ("long" * 20)[58:],
+        "",
+    ]
+
+
+def test_wide_characters_stay_within_the_margin() -> None:
+    text = "狐は巣穴に住んでいる " * 12 + "🦊" * 40
+    window = _Window(31, 6)
+    _show(window, _pieces(text, 3))
+    assert squeezed(window.text).replace(" ", "") == text.replace(" ", "")
+    one = _Window(31, 60)
+    _show(one, [text])
+    assert window.text == one.text
+
+
+@pytest.mark.parametrize(("at", "columns"), [(30, 25), (300, 70), (500, 25), (900, 70)])
+def test_resizing_shows_the_whole_answer_in_the_new_width(columns: int, at: int) -> None:
+    window = _Window(50, 8)
+    window.write("an earlier line\n")
+    screen = Screen(window, markdown=True)
+    for piece in _pieces(ANSWER[:at], 5):
+        screen.write(piece)
+    window.resize(columns, 9)
+    for piece in _pieces(ANSWER[at:], 5):
+        screen.write(piece)
+    screen.close()
+    fresh = _Window(columns, 9)
+    _show(fresh, [ANSWER])
+    assert window.text.endswith(fresh.text)
+    assert "an earlier line" in window.text
+
+
+def test_a_window_that_is_dragged_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STEADY_S", 60)
+    window = _Window(50, 20)
+    screen = Screen(window, markdown=False)
+    screen.write("one ")
+    window.resize(30, 20)
+    before = window.getvalue()
+    screen.write("two ")
+    assert window.getvalue() == before
+    screen.close()
+    assert window.text.endswith("one two\n")
+
+
+def test_a_change_of_height_alone_prints_nothing_twice() -> None:
+    window = _Window(30, 20)
+    screen = Screen(window, markdown=True)
+    words = [f"word{number} " for number in range(60)]
+    for word in words[:30]:
+        screen.write(word)
+    window.resize(30, 5)
+    for word in words[30:]:
+        screen.write(word)
+    screen.close()
+    assert window.text.split()[-40:] == [word.strip() for word in words[-40:]]
+
+
+def test_thinking_is_dim_and_plain() -> None:
+    window = _Window(40, 10)
+    screen = Screen(window, markdown=True)
+    screen.write("\nI *think*", is_thinking=True)
+    screen.write(" so\n\n", is_thinking=True)
+    screen.write("\n\nIt is *so*.")
+    screen.close()
+    assert window.text == "I *think* so\n\nIt is so.\n"
+    assert "\x1b[2mI *think* so\x1b[0m" in window.getvalue()
+    assert "\x1b[3mso\x1b[0m" in window.getvalue()
+
+
+HOSTILE = [
+    "a \x1b]52;c;aGk=\x07 b",
+    "`\x1b[2J`",
+    "```\x1b[31m\n\x1b[1A\x9b2J\r\n```\n",
+    "[x](http://a.example/\x1b]8;;http://b.example\x07)",
+    "&#27;[2J &#x9b;2J &#155;31m &Tab; &NewLine;",
+    "[bold red]x[/] [link=http://b.example]y[/link] :bomb:",
+    "| \x1b[2J | b |\n|---|---|\n| \x9b1A | \x07 |\n",
+    "- \x08\n  ~~~\x1b[5m\n  x\r\ty\n",
+    "![\x1b[1m](x\x1by)",
+    "\ud800 \u2028 \x85",
+]
+
+
+def _check_written(window: _Window) -> None:
+    assert not CONTROL.search(ALLOWED.sub("", window.getvalue()))
+    for style in re.findall(r"\x1b\[([0-9;]*)m", window.getvalue()):
+        assert style in {"", *"0123479"} or re.fullmatch(r"(\d+;)*\d+", style)
+
+
+@pytest.mark.parametrize("markdown", [True, False])
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_text_controls_the_terminal(text: str, markdown: bool) -> None:
+    for size in (1, 1000):
+        window = _Window(40, 10)
+        screen = Screen(window, markdown=markdown)
+        for piece in _pieces(text, size):
+            screen.write(piece)
+        screen.write(text, is_thinking=True)
+        screen.close()
+        _check_written(window)
+    if "bold red" in text:
+        assert text in squeezed(window.text)
+
+
+def test_what_a_parser_lets_through_is_escaped_too() -> None:
+    assert Renderer(_Window(30, 5)).lines(Text("a\x1b[2Jb\x9b", "bold"), 20) == ["\x1b[1ma\\x1b[2Jb\\x9b\x1b[0m"]
+
+
+def test_escapes_are_seen() -> None:
+    window = _Window(60, 10)
+    _show(window, ["a\x1b[31mb `\x07` \x9b\n```\n\x1b[2J\n```"])
+    assert window.text == "a\\x1b[31mb \\x07 \\x9b\n\n```\n\\x1b[2J\n```\n"
+
+
+BLOCKS = [
+    "# ",
+    "\n",
+    "\n\n",
+    "- ",
+    "1. ",
+    "> ",
+    "```",
+    "\n```\n",
+    "~~~",
+    "|",
+    "\n|---|---|\n",
+    "    ",
+    "---\n",
+    "===\n",
+]
+INLINE = [
+    "**",
+    "*",
+    "`",
+    "[a](b)",
+    "![c](d)",
+    "<p>",
+    "&amp;",
+    "\\",
+    "word ",
+    "\t",
+    "\x1b[2J",
+    "\r",
+    "狐",
+    "🦊",
+    "- [ ] ",
+]
+TEXTS = st.lists(st.sampled_from(BLOCKS + INLINE) | st.text(max_size=8), max_size=40)
+
+
+@settings(max_examples=count(30, 2000), deadline=None)
+@given(TEXTS, st.integers(1, 60), st.integers(1, 12), st.booleans())
+def test_any_text_in_any_window(pieces: list[str], columns: int, rows: int, markdown: bool) -> None:
+    """It is drawn without an error, with no control character of its own, and the same as at once."""
+    window = _Window(columns, rows)
+    _show(window, pieces, markdown=markdown)
+    _check_written(window)
+    one = _Window(columns, rows)
+    _show(one, ["".join(pieces)], markdown=markdown)
+    assert re.sub(r"\s", "", window.text) == re.sub(r"\s", "", one.text)
+
+
+def test_every_word_of_a_long_answer_once() -> None:
+    paragraphs = [" ".join(f"{kind}{number}" for number in range(40)) for kind in ("a", "b", "c")]
+    window = _Window(37, 5)
+    _show(window, _pieces("\n\n".join(paragraphs), 11))
+    words = window.text.split()
+    assert words == " ".join(paragraphs).split()
+    assert all(first != second for first, second in pairwise(words))

@@ -1,0 +1,111 @@
+"""--prompt-cache-file, --n and --overflow as their user meets them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from support.command import QUESTION, call
+
+STORY = "The fox Pip lived in a den by the river. He had a friend, a bear named Bob. " * 6
+GENERATE = ["generate", "-m", "12", "--temp", "0"]
+CHAT = ["chat", "-m", "12", "--temp", "0"]
+
+
+def _fed(stderr: str) -> int:
+    return int(re.search(r"^prompt: (\d+) tokens", stderr, re.MULTILINE)[1])  # type: ignore[index]
+
+
+def test_a_prompt_continues_what_the_file_holds(tmp_path: Path) -> None:
+    path = tmp_path / "story.safetensors"
+    first, other = f"{STORY}Who is Bob?", f"{STORY}Where did Pip live?"
+    plain = [call(*GENERATE, "-q", prompt).stdout for prompt in (first, other)]
+    begun = call(*GENERATE, first, "--prompt-cache-file", str(path))
+    assert (begun.returncode, begun.stdout) == (0, plain[0])
+    assert path.stat().st_mode & 0o777 == 0o600
+    went_on = call(*GENERATE, other, "--prompt-cache-file", str(path))
+    assert (went_on.returncode, went_on.stdout) == (0, plain[1])
+    held, total = map(int, re.search(r"prompt cache: (\d+) of the prompt's (\d+) tokens", went_on.stderr).groups())  # type: ignore[union-attr]
+    assert _fed(begun.stderr) > 100
+    assert _fed(went_on.stderr) == total - held < 20
+    # The same again: its last token is fed for the logits.
+    again = call(*GENERATE, other, "--prompt-cache-file", str(path), "--ignore-chat-template", "-q")
+    assert again.stdout == call(*GENERATE, other, "--ignore-chat-template", "-q").stdout
+    same = call(*GENERATE, other, "--prompt-cache-file", str(path), "--ignore-chat-template")
+    assert (same.stdout, _fed(same.stderr)) == (again.stdout, 1)
+
+
+def test_a_chat_goes_on_where_it_ended(tmp_path: Path) -> None:
+    path = str(tmp_path / "chat.safetensors")
+    whole = call(*CHAT, "-q", stdin=f"{QUESTION}\nWho helped Pip?\nThank you!\n").stdout
+    parts = [
+        call(*CHAT, "--prompt-cache-file", path, stdin=lines)
+        for lines in (f"{QUESTION}\nWho helped Pip?\n", "Thank you!\n/stats\n")
+    ]
+    assert [part.returncode for part in parts] == [0, 0]
+    assert "".join(part.stdout for part in parts) == whole
+    assert f"prompt cache: 4 messages of {path}" in parts[1].stderr
+    assert int(re.search(r"(\d+) were fed", parts[1].stderr)[1]) < 25  # type: ignore[index]
+    system = call(*CHAT, "--prompt-cache-file", path, "--system-prompt", "Be kind.", stdin="/system\n")
+    assert "system prompt: Be kind." in system.stderr
+
+
+def test_files_that_are_refused(tmp_path: Path) -> None:
+    chat, story, folder = (str(tmp_path / name) for name in ("chat", "story", "folder"))
+    Path(folder).mkdir()
+    assert call(*CHAT, "--prompt-cache-file", chat, stdin="Hello!\n").returncode == 0
+    assert call(*GENERATE, "Hello!", "--prompt-cache-file", story).returncode == 0
+    before = Path(chat).read_bytes()
+    for arguments, words in (
+        ([*GENERATE, "Hello!", "--prompt-cache-file", chat], "it holds a conversation; kvant chat --prompt-cache-file"),
+        ([*CHAT, "--prompt-cache-file", story], "it holds no conversation"),
+        ([*CHAT, "--prompt-cache-file", f"{folder}/none/x"], "cannot be written: there is no such folder"),
+        ([*GENERATE, "Hello!", "--prompt-cache-file", f"{folder}/none/x"], "there is no such folder"),
+        ([*GENERATE, "Hello!", "--prompt-cache-file", folder], "a folder; expected a file"),
+        ([*GENERATE, "Hello!", "--prompt-cache-file", story, "--kv-bits", "4"], "of another format"),
+        ([*GENERATE, "Hello!", "--prompt-cache-file", story, "--max-kv-size", "14"], "14 reserved"),
+    ):
+        done = call(*arguments)
+        assert (done.returncode, done.stdout) == (1, ""), arguments
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+    assert Path(chat).read_bytes() == before
+
+
+def test_several_answers() -> None:
+    flags = ["generate", QUESTION, "-m", "20", "--temp", "1", "--seed", "5"]
+    alone = [call(*flags[:-1], str(5 + number), "-q").stdout for number in range(3)]
+    done = call(*flags, "--n", "3")
+    assert done.returncode == 0
+    assert done.stdout == "\n".join(alone)  # an empty line between two
+    assert re.findall(r"^--- \d of \d ---$", done.stderr, re.MULTILINE) == [f"--- {i} of 3 ---" for i in (1, 2, 3)]
+    assert done.stderr.count("prompt: ") == 1
+    assert done.stderr.count("generated: ") == 3
+    lines = [json.loads(line) for line in call(*flags, "--n", "3", "--json", "-q").stdout.splitlines()]
+    assert [line["choice"] for line in lines] == [0] * 20 + [1] * 20 + [2] * 20
+    assert ["".join(x["text"] for x in lines if x["choice"] == n) + "\n" for n in range(3)] == alone
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--n", "0"], "--n is 0; expected at least 1"),
+        (["--n", "2", "--temp", "0"], "--n is 2; with --temp 0 every answer is the same"),
+    ],
+)
+def test_numbers_of_answers_that_mean_nothing(arguments: list[str], words: str) -> None:
+    done = call("generate", "Hello!", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+
+
+def test_a_chat_that_outgrows_its_context() -> None:
+    lines = f"{QUESTION}\nWho helped Pip?\nThank you!\n{QUESTION}\n/stats\n"
+    flags = ["chat", "-m", "20", "--temp", "0", "--max-kv-size", "80"]
+    forgetting, stopping = (call(*flags, "--overflow", overflow, stdin=lines) for overflow in ("forget", "stop"))
+    assert "messages were forgotten" in forgetting.stderr
+    assert len(forgetting.stdout.splitlines()) == 4
+    assert forgetting.stdout == call(*flags, stdin=lines).stdout
+    assert "the conversation would have" in stopping.stderr
+    assert "--max-kv-size reserves more" in stopping.stderr
+    assert call(*flags, "--overflow", "drop").returncode == 2

@@ -1,0 +1,113 @@
+"""Conversations through caches with windows, chunks and states, which cannot go back far; and Ctrl-C anywhere in them.
+
+Ids are compared with the template's own rendering, and logits with the model fed at once from an empty cache.
+"""
+
+import random
+from collections.abc import Iterator
+from functools import partial
+
+import mlx.core as mx
+import pytest
+from support.conversations import asking, check_consistent, distance, fed_anew, prompt_ids, text_of
+from support.counts import count
+from support.interruption import Interruption
+from support.kinds import KINDS, Loaded, load_kind
+
+from kvant.engine.conversation import Conversation
+from kvant.engine.processors import bias
+
+# Each kind, and the formats where they differ most: a window of kvant's own, one of mlx-lm's, a state.
+CASES = [(kind, 0) for kind in KINDS] + [
+    (kind, bits) for kind in count(["mistral", "gpt_oss"], KINDS) for bits in (8, 4)
+]
+TOLERANCE = {8: 0.02, 4: 0.1, 0: 1e-4}  # of a probability, by bits: a rounding may flip a quantized value
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_compilation() -> Iterator[None]:
+    """It would call a C++ compiler, the first time."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.fixture(scope="module")
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """A model of a kind, and its tokenizer."""
+    return load_kind(request.param, tmp_path_factory.mktemp(request.param) / "model")
+
+
+def _question(turn: int, words: int = 5) -> str:
+    return " ".join(f"w{10 + (7 * turn + 13 * at) % 100}" for at in range(words))
+
+
+# The marks' words and those that no text has are never said, so that an answer is what its text encodes to.
+SAY = {"logits_processors": [bias({0: -1e9, 1: -1e9, 2: -1e9, 3: -1e9, 4: -1e9, 5: -2.0})]}
+
+
+@pytest.mark.parametrize(("loaded", "bits"), CASES, indirect=["loaded"])
+def test_turns_and_forgettings(loaded: Loaded, bits: int) -> None:
+    model, tokenizer = loaded
+    conversation = Conversation(
+        model, tokenizer, model.make_cache(64, quant_bit=bits), system_prompt="w6 w7", overflow="forget"
+    )
+    start_of_answer = in_answer = 0
+    for turn in range(count(7, 40)):
+        question = _question(turn, 3 + 8 * (turn % 3))
+        before = [*conversation.messages, asking(question)]
+        answer: list[int] = []
+        forgotten = None
+        for response in conversation.send(question, max_tokens=5 + 4 * (turn % 5), prefill_step_size=16, **SAY):
+            if conversation.forgotten != forgotten:
+                start_of_answer += bool(conversation.forgotten and not answer)
+                in_answer += forgotten is not None
+                forgotten = conversation.forgotten
+                ids = prompt_ids(tokenizer, [before[0], *before[1 + forgotten :]]) + answer
+                assert conversation._cache.ids[0] == ids
+                expected = SAY["logits_processors"][0](mx.array(ids), fed_anew(model, ids, 64, quant_bit=bits))
+                assert distance(response.logprobs, expected) < TOLERANCE[bits]
+            answer.append(response.token)
+        check_consistent(conversation)
+        if turn % 4 == 3:
+            text_of(conversation.edit(_question(turn + 50), max_tokens=4, **SAY))
+            check_consistent(conversation)
+    assert start_of_answer
+    assert in_answer
+
+
+# A KeyboardInterrupt in a weak reference's callback is not raised by Python but reported.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("loaded", count(["mistral", "llama4", "qwen3_next"], KINDS), indirect=True)
+def test_interrupted_anywhere(loaded: Loaded) -> None:
+    """Ctrl-C at any line of a turn that forgets: the next turn answers as if the messages were fed anew."""
+    model, tokenizer = loaded
+
+    def talk(conversation: Conversation, question: int) -> str:
+        return text_of(conversation.send(_question(question), max_tokens=12, prefill_step_size=16, **SAY))
+
+    def begun() -> Conversation:
+        conversation = Conversation(
+            model, tokenizer, model.make_cache(64, quant_bit=0), system_prompt="w6", overflow="forget"
+        )
+        for turn in range(3):
+            talk(conversation, turn)
+        return conversation
+
+    counted = Interruption(0)
+    counted.of(partial(talk, begun(), 3))
+    interrupted = 0
+    for seed in range(count(4, 100)):
+        conversation = begun()
+        before = list(conversation.messages)
+        at = random.Random(seed).randint(1, counted.lines)
+        interrupted += Interruption(at).of(partial(talk, conversation, 3))
+        conversation._end_turn()
+        check_consistent(conversation)
+        messages = list(conversation.messages)
+        assert messages == before or messages[-2] == asking(_question(3))
+        fresh = Conversation(model, tokenizer, model.make_cache(64, quant_bit=0), overflow="forget")
+        fresh.messages = messages
+        assert talk(conversation, 4) == talk(fresh, 4)
+        assert conversation.messages == fresh.messages
+    assert interrupted

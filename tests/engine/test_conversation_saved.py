@@ -1,0 +1,222 @@
+"""Conversations saved and loaded: what goes on is what would have gone on. Files of strangers are refused in words."""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support.conversations import QUESTIONS, asking, check_consistent, prompt_ids, text_of
+from support.counts import count
+from support.kinds import KINDS, Loaded, load_kind
+
+import kvant
+from kvant.engine.conversation import Conversation
+from kvant.engine.processors import bias
+from kvant.engine.sampling import make_logits_processors
+from kvant.engine.saved import KEY, as_metadata, messages_of
+from kvant.errors import SnapshotError
+from kvant.models import Decoder
+from kvant.text.tokenizer import Tokenizer
+
+Pocket = tuple[Decoder, Tokenizer]
+SAY = {"logits_processors": [bias({0: -1e9, 1: -1e9, 2: -1e9, 3: -1e9, 4: -1e9, 5: -2.0})]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_compilation() -> Iterator[None]:
+    """It would call a C++ compiler, the first time."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.fixture(scope="module")
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """A model of a kind, and its tokenizer."""
+    return load_kind(request.param, tmp_path_factory.mktemp(request.param) / "model")
+
+
+def _make(pocket: Pocket, **options: Any) -> Conversation:
+    return Conversation(*pocket, pocket[0].make_cache(512), **options)
+
+
+def test_a_loaded_conversation_feeds_only_what_is_new(pocket: Pocket, tmp_path: Path) -> None:
+    path = tmp_path / "talk.safetensors"
+    conversation = _make(pocket, system_prompt="Be kind.")
+    for question in QUESTIONS[:2]:
+        text_of(conversation.send(question, max_tokens=20))
+    suspended = conversation.send(QUESTIONS[2], max_tokens=20)
+    next(suspended)
+    conversation.save(path)
+    messages, held = list(conversation.messages), conversation.num_tokens
+    assert len(messages) == 7
+    other = _make(pocket)
+    text_of(other.send("Hello!", max_tokens=5))
+    other.load(path)
+    assert (other.messages, other.num_tokens, other.system_prompt) == (messages, held, "Be kind.")
+    assert (other.forgotten, other.reused_tokens) == (0, 0)
+    responses = list(other.send(QUESTIONS[3], max_tokens=20))
+    assert other.reused_tokens == held
+    ids = prompt_ids(pocket[1], [*messages, asking(QUESTIONS[3])])
+    assert responses[0].prompt_tokens == len(ids) - held
+    assert "".join(r.text for r in responses) == text_of(conversation.send(QUESTIONS[3], max_tokens=20))
+    assert other.undo() == QUESTIONS[3]
+
+
+def test_answers_keep_their_tokens(pocket: Pocket, tmp_path: Path) -> None:
+    """Those that their text does not encode to, after a load too."""
+    _, tokenizer = pocket
+    letters = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "cat"]
+    script = iter([*letters, 2])
+    conversation = _make(pocket)
+    text_of(conversation.send(QUESTIONS[0], sampler=lambda _: mx.array([next(script, 2)])))
+    conversation.save(tmp_path / "talk")
+    other = _make(pocket)
+    other.load(tmp_path / "talk")
+    held = other.num_tokens
+    text_of(other.send(QUESTIONS[1], max_tokens=3))
+    assert other.reused_tokens == held
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "it holds no conversation"),
+        ("[", "its conversation is malformed"),
+        ('{"role": "user"}', "a JSON dict; expected a list"),
+        ('["hello"]', "message 0 is no object of a role"),
+        ('[{"role": "user"}]', "message 0 is no object of a role"),
+        ('[{"role": "user", "content": "a", "tool_calls": "b"}]', "message 0 is no object of a role"),
+        ('[{"role": "user", "content": ["a"]}]', "message 0 has a value that is no text"),
+        ('[{"role": "user", "content": "a", "reasoning_content": 1}]', "message 0 has a value that is no text"),
+        ('[{"role": "root", "content": "a"}]', "message 0 has the role 'root'"),
+        ('[{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]', "message 1 has the role 'system'"),
+        ('[{"role": "user", "content": "\\ud800"}]', "its conversation is malformed"),
+        ('[{"role": "user", "role": "user", "content": "a"}]', "its conversation is malformed"),
+        ("[" * 100_000, "its conversation is malformed"),
+        ('[{"role": "user", "content": NaN}]', "message 0 has a value that is no text"),
+    ],
+)
+def test_files_that_hold_no_conversation(pocket: Pocket, tmp_path: Path, text: str | None, words: str) -> None:
+    path = tmp_path / "talk"
+    conversation = _make(pocket)
+    text_of(conversation.send(QUESTIONS[0], max_tokens=5))
+    messages, held = list(conversation.messages), conversation.num_tokens
+    conversation._cache.save(path, {} if text is None else {KEY: text})
+    with pytest.raises(SnapshotError, match=words) as caught:
+        conversation.load(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert (conversation.messages, conversation.num_tokens) == (messages, held)
+    text_of(conversation.send(QUESTIONS[1], max_tokens=5))
+    assert conversation.reused_tokens == held
+
+
+def test_another_format_is_refused_and_the_conversation_goes_on(pocket: Pocket, tmp_path: Path) -> None:
+    model, tokenizer = pocket
+    conversation = _make(pocket)
+    text_of(conversation.send(QUESTIONS[0], max_tokens=20))
+    conversation.save(tmp_path / "talk")
+    other = Conversation(model, tokenizer, model.make_cache(512, quant_bit=0))
+    text_of(other.send(QUESTIONS[1], max_tokens=20))
+    messages = list(other.messages)
+    with pytest.raises(SnapshotError, match="of another format"):
+        other.load(tmp_path / "talk")
+    with pytest.raises(SnapshotError):
+        other.load(tmp_path / "none")
+    assert other.messages == messages
+    fresh = Conversation(model, tokenizer, model.make_cache(512, quant_bit=0))
+    fresh.messages = list(messages)
+    assert text_of(other.send(QUESTIONS[2], max_tokens=20)) == text_of(fresh.send(QUESTIONS[2], max_tokens=20))
+
+
+def test_what_could_not_be_loaded_is_not_saved(pocket: Pocket, tmp_path: Path) -> None:
+    conversation = _make(pocket)
+    conversation.messages = [{"role": "tool", "content": "a"}]
+    with pytest.raises(SnapshotError, match="message 0 has the role 'tool'"):
+        conversation.save(tmp_path / "talk")
+    assert not list(tmp_path.iterdir())
+
+
+def test_messages_there_and_back() -> None:
+    messages = [
+        {"role": "system", "content": 'Be "kind" \u2028 \x00 🦊'},
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": "a", "reasoning_content": "b\n"},
+    ]
+    assert messages_of("x", as_metadata(messages)) == messages
+    assert json.loads(as_metadata(messages)[KEY]) == messages
+
+
+@pytest.mark.parametrize("loaded", count(["mistral", "gpt_oss", "qwen3_next"], KINDS), indirect=True)
+def test_everything_together(loaded: Loaded, tmp_path: Path) -> None:
+    """Turns, tries, edits, undoing, saves, loads, forks and forgettings in any order, through windows and states.
+
+    Whatever came before, the next answer is that of the messages fed anew.
+    """
+    model, tokenizer = loaded
+    options: dict[str, Any] = {"max_tokens": 8, "prefill_step_size": 16, **SAY}
+    for seed in range(count(1, 40)):
+        rng = random.Random(seed)
+        conversation = Conversation(model, tokenizer, model.make_cache(72, quant_bit=0), overflow="forget")
+        saved: dict[Path, list[Any]] = {}
+        done: list[str] = []
+        for step in range(count(16, 40)):
+            do = rng.choice(["send"] * 4 + ["retry", "edit", "undo", "system", "save", "load", "fork", "leave"])
+            question = " ".join(f"w{rng.randrange(6, 128)}" for _ in range(rng.randrange(1, 12)))
+            done.append(do)
+            if do == "undo":
+                conversation.undo()
+            elif do == "system":
+                conversation.set_system_prompt(rng.choice([None, "w6", "w7 w8"]))
+            elif do == "save":
+                path = tmp_path / f"{seed}-{step}"
+                conversation.save(path)
+                saved[path] = list(conversation.messages)
+            elif do == "load" and saved:
+                path = rng.choice(list(saved))
+                conversation.load(path)
+                assert conversation.messages == saved[path]
+            elif do == "fork":
+                messages, was = list(conversation.messages), conversation
+                conversation = Conversation(model, tokenizer, was._cache.fork(), overflow="forget")
+                text_of(was.send(question, **options))  # what one appends the other never sees
+                conversation.messages = messages
+            elif do == "leave":
+                conversation.send(question, **options)
+                next(iter(conversation.send(question, **options)))
+            elif do == "send" or not any(message["role"] == "user" for message in conversation.messages):
+                text_of(conversation.send(question, **options))
+            elif do == "edit":
+                text_of(conversation.edit(question, **options))
+            elif do == "retry":
+                text_of(conversation.retry(**options))
+            conversation._end_turn()
+            check_consistent(conversation)
+            if rng.random() < 0.4:
+                fresh = Conversation(model, tokenizer, model.make_cache(72, quant_bit=0), overflow="forget")
+                fresh.messages = list(conversation.messages)
+                expected = text_of(fresh.send(question, **options))
+                assert text_of(conversation.send(question, **options)) == expected, done
+                assert conversation.messages == fresh.messages
+
+
+def test_ids_that_the_model_does_not_know_are_not_looked_up(pocket: Pocket) -> None:
+    """A stranger's file may have any; logits processors would read past the logits."""
+    model, tokenizer = pocket
+    cache = model.make_cache(64)
+    cache.begin(mx.array([[5, 6]]))
+    model.hidden_states(mx.array([[5, 6]]), cache=cache)
+    cache.commit(ids=[[5, 2**31]])
+    responses = kvant.stream_generate(
+        model, tokenizer, [7], prompt_cache=cache, logits_processors=make_logits_processors(repetition_penalty=2.0)
+    )
+    with pytest.raises(ValueError, match="the cache holds token 2147483648; the model knows 0 to 1279"):
+        next(responses)
+    assert cache.offset == 2
+    # A conversation compares ids, and feeds its own.
+    conversation = Conversation(model, tokenizer, cache)
+    assert text_of(conversation.send("Hello!", max_tokens=3, **SAY))

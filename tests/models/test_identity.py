@@ -1,0 +1,109 @@
+"""The digests that tell models and tokenizers apart."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
+import mlx.core as mx
+import pytest
+from support.adapters import adapter_config, save_adapter
+from support.bridged import copy_folder
+from support.checkpoints import load_reference
+
+from kvant.errors import ModelError
+from kvant.models.identity import BLOCK_BYTES, BLOCKS, WHOLE, identify
+
+Make = Callable[..., tuple[Path, Any]]
+
+
+@pytest.fixture
+def folder(make_checkpoint: Make) -> Path:
+    """A model of more than is read whole, with a tokenizer."""
+    made, _ = make_checkpoint(vocab_size=3000, intermediate_size=512)
+    assert (made / "model.safetensors").stat().st_size > 2 * WHOLE
+    (made / "tokenizer.json").write_text("{}")
+    return made
+
+
+def test_it_is_by_the_files_and_not_by_the_folder(folder: Path, tmp_path: Path) -> None:
+    before = identify(folder)
+    assert before.tokenizer == hashlib.sha256(b"{}").hexdigest()
+    folder.rename(tmp_path / "moved")
+    assert identify(tmp_path / "moved") == before
+
+
+def _flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_what_it_covers(folder: Path) -> None:
+    """config.json, a tensor's name, its size, and the sampled bytes: the first block and the last among them."""
+    weights = folder / "model.safetensors"
+    size = weights.stat().st_size
+    header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
+    seen = {identify(folder).model}
+    second = (size - BLOCK_BYTES) // (BLOCKS - 1)
+    for at in (0, header - 10, header, second + 7, size - 1):
+        _flip(weights, at)
+        seen.add(identify(folder).model)
+        _flip(weights, at)
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+    seen.add(identify(folder).model)
+    with weights.open("ab") as file:
+        file.write(b"x")
+    seen.add(identify(folder).model)
+    assert len(seen) == 8
+    before = identify(folder)
+    (folder / "tokenizer.json").write_text("{ }")
+    after = identify(folder)
+    assert after.model == before.model
+    assert after.tokenizer != before.tokenizer
+
+
+def test_what_it_does_not_cover(folder: Path) -> None:
+    """A byte between the samples, as its docstring says; in a small file every byte counts."""
+    weights = folder / "model.safetensors"
+    before = identify(folder)
+    at = (weights.stat().st_size - BLOCK_BYTES) // (BLOCKS - 1) + BLOCK_BYTES + 1
+    _flip(weights, at)
+    assert identify(folder) == before
+    mx.save_safetensors(str(weights), {"a": mx.zeros((100_000,))})
+    before = identify(folder)
+    _flip(weights, 200_001)
+    assert identify(folder) != before
+
+
+def test_an_adapter_counts(pocket_folder: Path, tmp_path: Path) -> None:
+    model, _ = kvant.load("pocket")
+    adapter = save_adapter(tmp_path / "adapter", adapter_config(), load_reference(pocket_folder))
+    adapted, _ = kvant.load("pocket", adapter_path=adapter)
+    assert model.identity is not None
+    assert adapted.identity is not None
+    assert adapted.identity.model != model.identity.model
+    assert adapted.identity.tokenizer == model.identity.tokenizer
+    assert adapted.make_cache(8).identity == adapted.identity
+
+
+def test_a_bridged_model_has_one(tmp_path: Path) -> None:
+    folder = copy_folder("gemma3", tmp_path, tokenizer=True)
+    model, _ = kvant.load(folder)
+    assert model.identity == identify(folder) == model.make_cache(8).identity
+
+
+def test_files_are_opened_with_care(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text("{}")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to(tmp_path / "outside")
+    with pytest.raises(ModelError, match="a link out of the model folder"):
+        identify(folder)
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")
+    with pytest.raises(ModelError, match="not a regular file"):
+        identify(folder)

@@ -1,0 +1,330 @@
+"""mlx-lm's keywords: each is honoured, or refused by its name before anything is loaded or computed."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.models import cache as mlx_lm_cache
+from support.bridged import copy_folder
+from support.tiny_models import build
+
+import kvant
+from kvant import generate, load, stream_generate
+from kvant.cache import FullKVCache
+from kvant.errors import ArgumentError, ContextError
+from kvant.models import Decoder
+
+Pocket = tuple[Decoder, Any]
+PROMPT = "Once upon a time"
+
+
+def test_every_keyword_of_mlx_lm_is_there_in_its_order() -> None:
+    theirs = list(signature(mlx_lm.load).parameters)
+    assert list(signature(load).parameters) == [*theirs, "path_or_name"]
+    ours = signature(stream_generate).parameters
+    assert list(ours)[:6] == list(signature(mlx_lm.stream_generate).parameters)[:6]
+    steps = {*signature(generate_step).parameters, *signature(speculative_generate_step).parameters}
+    assert len(steps) > 15
+    assert steps <= {*ours}
+    assert list(signature(generate).parameters)[:4] == list(signature(mlx_lm.generate).parameters)[:4]
+
+
+SCRIPT = """
+import sys
+from kvant import generate, load, make_prompt_cache, sample_utils
+model, tokenizer = load("pocket")
+cache = make_prompt_cache(model, 64)
+generate(model, tokenizer, "Once", max_tokens=2, sampler=sample_utils.make_sampler(0.7), prompt_cache=cache)
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"mlx_lm", "transformers", "tokenizers", "numpy"}))
+"""
+
+
+def test_a_script_imports_neither_mlx_lm_nor_transformers() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+# load
+
+
+def test_a_model_by_either_keyword(pocket_folder: Path) -> None:
+    for arguments in ({"path_or_hf_repo": "pocket"}, {"path_or_name": pocket_folder}):
+        model, _ = load(**arguments)  # type: ignore[call-overload]
+        assert isinstance(model, Decoder)
+
+
+def _refused_by_load() -> Iterator[tuple[dict[str, Any], str]]:
+    yield {}, "path_or_hf_repo is missing"
+    yield (
+        {"path_or_hf_repo": "a", "path_or_name": "b"},
+        "path_or_hf_repo is given beside path_or_name; expected one of them",
+    )
+    for arguments, message in (
+        ({"model_config": {"rope_theta": 1.0}}, "model_config has rope_theta; a model is as its folder's config.json"),
+        ({"model_config": "x"}, "model_config is a str; expected a dict"),
+        ({"tokenizer_config": ["eos_token"]}, "tokenizer_config is a list; expected a dict"),
+        ({"lazy": True}, "lazy is True; every weight is read and checked at load"),
+        ({"trust_remote_code": True}, "trust_remote_code is True; nothing in a model folder is executed"),
+        (
+            {"tokenizer_config": {"trust_remote_code": True}},
+            r"tokenizer_config\['trust_remote_code'\] is True; nothing in a model folder is executed",
+        ),
+        (
+            {"tokenizer_config": {"padding_side": "left", "eos_token": "x"}},
+            "tokenizer_config has padding_side; expected eos_token, chat_template, trust_remote_code",
+        ),
+        ({"tokenizer_config": {"eos_token": 3}}, r"tokenizer_config\['eos_token'\] is 3; expected text"),
+        ({"tokenizer_config": {"chat_template": ["x"]}}, r"tokenizer_config\['chat_template'\] is \['x'\]; expected"),
+    ):
+        yield {"path_or_hf_repo": "no/such-model"} | arguments, message
+
+
+@pytest.mark.parametrize(("arguments", "message"), list(_refused_by_load()))
+def test_load_refuses_before_it_looks_for_the_model(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        load(**arguments)
+
+
+def test_values_that_ask_for_nothing_are_accepted() -> None:
+    asked = {"trust_remote_code": None, "eos_token": None, "chat_template": None}
+    plain, tokenizer = load("pocket", asked, None, None, False, False, None, False)
+    assert isinstance(plain, Decoder)
+    assert tokenizer.eos_token_ids == load("pocket")[1].eos_token_ids
+    assert load("pocket", model_config={}, tokenizer_config={})[1].chat_template == tokenizer.chat_template  # type: ignore[arg-type]
+
+
+def test_an_end_of_text_token_of_ones_own(pocket_folder: Path) -> None:
+    """As mlx-lm: it takes the place of the tokenizer's, beside those of config.json; the templates have it too."""
+    settings = {"eos_token": ".", "chat_template": "{{ messages[0].content }}{{ eos_token }}"}
+    _, tokenizer = load("pocket", tokenizer_config=settings)
+    _, theirs = mlx_lm.load(str(pocket_folder), tokenizer_config=settings)
+    assert tokenizer.eos_token == theirs.eos_token == "."
+    assert tokenizer.eos_token_id == theirs.eos_token_id
+    assert tokenizer.eos_token_ids == theirs.eos_token_ids
+    messages = [{"role": "user", "content": "Hello"}]
+    for each in (tokenizer, theirs):
+        assert each.apply_chat_template(messages, tokenize=False) == "Hello."
+    with pytest.raises(ArgumentError, match=r"\['eos_token'\] is 'no such token'; not in the vocabulary"):
+        load("pocket", tokenizer_config={"eos_token": "no such token"})
+
+
+def test_without_the_old_end_the_text_goes_on(pocket_folder: Path, tmp_path: Path) -> None:
+    """A folder whose config.json names no end: the tokenizer's alone counts, and another takes its place."""
+    folder = tmp_path / "model"
+    shutil.copytree(pocket_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    ends = config.pop("eos_token_id")
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    _, tokenizer = load(folder, tokenizer_config={"eos_token": "."})
+    assert tokenizer.eos_token_ids == {tokenizer.eos_token_id}
+    assert not tokenizer.eos_token_ids & {*(ends if isinstance(ends, list) else [ends])}
+
+
+def test_the_config_is_mlx_lms(pocket_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(pocket_folder, folder)
+    for eos in (None, 3, [3, 5]):
+        written = {} if eos is None else {"eos_token_id": eos, "temperature": 0.5}
+        (folder / "generation_config.json").write_text(json.dumps(written))
+        model, tokenizer, config = load(folder, return_config=True)
+        assert config == mlx_lm.load(str(folder), return_config=True)[2]
+        assert isinstance(model, Decoder)
+        assert len(tokenizer.encode("a")) == 1
+
+
+# generate
+
+
+def _tokens(responses: Iterator[Any]) -> tuple[list[int], mx.array]:
+    """Tokens, and their log-probabilities (tokens, vocab)."""
+    listed = list(responses)
+    return [response.token for response in listed], mx.stack([response.logprobs for response in listed])
+
+
+@pytest.fixture(scope="module")
+def theirs(pocket_folder: Path) -> tuple[nn.Module, Any]:
+    """mlx-lm's model, in float32 as kvant computes on a CPU, and its tokenizer."""
+    model, tokenizer = mlx_lm.load(str(pocket_folder))
+    model.set_dtype(mx.float32)
+    return model, tokenizer
+
+
+def test_tokens_and_log_probabilities_are_mlx_lms(pocket: Pocket, theirs: Any) -> None:
+    for options in ({}, {"prefill_step_size": 2}):
+        ours, logprobs = _tokens(stream_generate(*pocket, PROMPT, 60, None, None, kv_bits=0, **options))
+        expected, their_logprobs = _tokens(mlx_lm.stream_generate(*theirs, PROMPT, 60, None, **options))
+        assert ours == expected
+        assert len(ours) == 60
+        apart = mx.abs(logprobs - their_logprobs)
+        assert (apart / mx.maximum(1, mx.abs(their_logprobs))).max().item() < 1e-5  # some are -30
+        assert apart[mx.arange(60), mx.array(ours)].max().item() < 1e-5
+
+
+def test_bits_shape_the_cache_that_is_reserved(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = pocket
+    made: list[Any] = []
+    plain = Decoder.make_cache
+
+    def spy(self: Decoder, *arguments: Any, **options: Any) -> Any:
+        made.append(plain(self, *arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(Decoder, "make_cache", spy)
+    for options, expected in (
+        ({}, (8, 32)),
+        ({"kv_bits": None, "kv_group_size": None, "quantized_kv_start": None}, (8, 32)),
+        ({"kv_bits": 4, "kv_group_size": 16, "quantized_kv_start": 0}, (4, 16)),
+        ({"kv_bits": 0, "quantized_kv_start": 5000}, (0, 32)),
+    ):
+        text = generate(model, tokenizer, PROMPT, max_tokens=5, **options)  # type: ignore[arg-type]
+        assert text
+        assert {(layer.quant_bit, layer.quant_group) for layer in made.pop()} == {expected}
+    assert not made
+
+
+def _refused_by_generate() -> Iterator[tuple[dict[str, Any], str]]:
+    yield {"draft_model": object()}, "draft_model is a object; expected None: kvant drafts no tokens"
+    yield {"input_embeddings": mx.zeros((2, 4))}, "input_embeddings is a array; expected None: a prompt is text or"
+    yield {"stream": mx.default_stream(mx.cpu)}, "stream is a Stream; expected None: kvant computes on MLX's default"
+    yield {"kv_bits": 6}, "kv_bits is 6; expected 8, 4, 0 for no quantization, or None for 8"
+    yield {"kv_bits": True}, "kv_bits is True; expected 8"
+    yield {"quantized_kv_start": 5000}, "quantized_kv_start is 5000; a cache is quantized from the first token"
+    yield {"quantized_kv_start": 1, "kv_bits": 8}, "quantized_kv_start is 1; a cache is quantized"
+    yield {"kv_group_size": 0}, "kv_group_size is 0; expected at least 1"
+    yield {"kv_group_size": 48}, "48"
+    yield {"max_kv_size": 0}, "max_kv_size is 0; expected at least 1"
+    yield {"num_draft_tokens": 0}, "num_draft_tokens is 0; expected at least 1"
+
+
+@pytest.mark.parametrize(("options", "message"), list(_refused_by_generate()))
+def test_generate_refuses_before_it_computes(pocket: Pocket, options: dict[str, Any], message: str) -> None:
+    def progress(done: int, total: int) -> None:
+        raise AssertionError("the prompt is read")
+
+    for function in (generate, stream_generate):
+        with pytest.raises(ValueError, match=message):
+            function(*pocket, PROMPT, prompt_progress_callback=progress, **options)
+
+
+def test_a_number_of_drafts_without_a_draft_model_is_mlx_lms_nothing(pocket: Pocket, theirs: Any) -> None:
+    ours = generate(*pocket, PROMPT, max_tokens=9, draft_model=None, num_draft_tokens=3, kv_bits=0)
+    expected = mlx_lm.generate(*theirs, PROMPT, max_tokens=9, draft_model=None, num_draft_tokens=3)
+    assert ours.removeprefix(" ") == expected
+
+
+def test_a_size_is_the_most_that_is_reserved(pocket: Pocket) -> None:
+    """mlx-lm goes on over its oldest tokens; here the text ends, and says so. Until then the tokens are the same."""
+    prompt = pocket[1].encode(PROMPT)
+    whole, _ = _tokens(stream_generate(*pocket, prompt, 40))
+    cut = list(stream_generate(*pocket, prompt, 40, max_kv_size=len(prompt) + 10))
+    assert [response.token for response in cut] == whole[:11]  # the last one is sampled and not fed
+    assert [response.finish_reason for response in cut[-2:]] == [None, "context"]
+    with pytest.raises(ContextError, match=f"the prompt has {len(prompt)} tokens; max_kv_size is 3"):
+        generate(*pocket, prompt, max_kv_size=3)
+
+
+def test_options_beside_a_cache_can_only_confirm_it(pocket: Pocket) -> None:
+    model, tokenizer = pocket
+
+    def ask(cache: Any, **options: Any) -> str:
+        return generate(model, tokenizer, PROMPT, max_tokens=3, prompt_cache=cache, **options)
+
+    eight = kvant.make_prompt_cache(model, 64)
+    assert ask(eight, kv_bits=8, kv_group_size=32, max_kv_size=64)
+    four = kvant.make_prompt_cache(model, 64, kv_bits=4, kv_group_size=16)
+    assert ask(four, kv_bits=4, kv_group_size=16)
+    none = kvant.make_prompt_cache(model, 64, kv_bits=0)
+    assert ask(none, kv_bits=0)
+    growing = [FullKVCache() for _ in model.layers]
+    assert ask(growing, kv_bits=0)
+    for cache, options, message in (
+        (eight, {"kv_bits": 4}, "kv_bits is 4; 8 is that of the prompt_cache"),
+        (four, {"kv_group_size": 32}, "kv_group_size is 32; 16 is that of the prompt_cache"),
+        (none, {"kv_bits": 8}, "kv_bits is 8; 0 is that of the prompt_cache"),
+        (growing, {"kv_bits": 8}, "kv_bits is 8; 0 is that of the prompt_cache"),
+        (eight, {"max_kv_size": 65}, "max_kv_size is 65; 64 is that of the prompt_cache"),
+        (growing, {"max_kv_size": 65}, "max_kv_size is 65; None is that of the prompt_cache"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            ask(cache, **options)
+
+
+# prompt caches
+
+
+def test_mlx_lms_functions_on_kvants_objects_and_kvants_own(pocket: Pocket) -> None:
+    model, tokenizer = pocket
+    for functions in (kvant, mlx_lm_cache):
+        cache = functions.make_prompt_cache(model)  # type: ignore[attr-defined]
+        assert cache.max_seq_len == model.config.max_position_embeddings
+        prompt = tokenizer.encode(PROMPT)
+        first, _ = _tokens(stream_generate(model, tokenizer, prompt, 8, prompt_cache=cache))
+        assert functions.can_trim_prompt_cache(cache)  # type: ignore[attr-defined]
+        assert functions.trim_prompt_cache(cache, 8) == 8  # type: ignore[attr-defined]
+        assert cache.ids == [prompt[:-1]]
+        again, _ = _tokens(stream_generate(model, tokenizer, prompt[-1:], 8, prompt_cache=cache))
+        assert again == first
+    assert kvant.trim_prompt_cache([], 3) == 0
+
+
+def test_a_cache_of_either_kind_of_model(pocket: Pocket) -> None:
+    model, _ = pocket
+    own = kvant.make_prompt_cache(model, 50, kv_bits=4, kv_group_size=16, batch=2)
+    assert own.max_seq_len == 50
+    assert len(own.lengths) == 2
+    assert own.nbytes == model.make_cache(50, batch=2, quant_bit=4, quant_group=16).nbytes
+    other, _ = build("qwen3")
+    layers = kvant.make_prompt_cache(other)
+    assert {layer.max_seq_len for layer in layers} == {4096}
+    mx.eval(other(mx.array([[1, 2, 3]]), cache=layers))
+    assert kvant.can_trim_prompt_cache(layers)
+    assert kvant.trim_prompt_cache(layers, 2) == 2
+    assert {layer.offset for layer in layers} == {1}
+    mixed, _ = build("qwen3_next")  # it has states, which go back to nothing
+    layers = kvant.make_prompt_cache(mixed, 64)
+    mx.eval(mixed(mx.array([[1, 2, 3]]), cache=layers))
+    assert not kvant.can_trim_prompt_cache(layers)
+    assert kvant.trim_prompt_cache(layers, 2) == 0
+
+
+def test_a_group_that_does_not_divide_a_bridged_models_width(tmp_path: Path) -> None:
+    """There the greatest common divisor is used, and the group that was asked for is confirmed by it."""
+    model, tokenizer = load(copy_folder("gemma3", tmp_path, tokenizer=True))
+    cache = kvant.make_prompt_cache(model, 64, kv_group_size=48)
+    assert cache.groups == [16]
+    for options in ({"prompt_cache": cache, "kv_group_size": 48}, {"kv_group_size": 48}):
+        responses = list(stream_generate(model, tokenizer, [3, 4, 5], 2, **options))  # type: ignore[arg-type]
+        assert len(responses) == 2
+    with pytest.raises(ArgumentError, match="kv_group_size is 32; 16 is that of the prompt_cache"):
+        generate(model, tokenizer, [3], prompt_cache=cache, kv_group_size=32)
+
+
+def test_a_cache_is_saved(pocket: Pocket, tmp_path: Path) -> None:
+    """As the cache's own method does; a list for mlx-lm's own model as mlx-lm does."""
+    model, _ = pocket
+    cache, again = (kvant.make_prompt_cache(model, 64) for _ in range(2))
+    model(mx.array([[5, 6, 7]]), cache=cache)
+    kvant.save_prompt_cache(tmp_path / "own.safetensors", cache, {"title": "a story"})
+    assert again.load(tmp_path / "own.safetensors") == {"title": "a story"}
+    assert again.ids == [[5, 6, 7]]
+    other, _ = build("qwen3")
+    layers = kvant.make_prompt_cache(other, 64)
+    mx.eval(other(mx.array([[5, 6, 7]]), cache=layers))
+    files = [tmp_path / name for name in ("ours.safetensors", "theirs.safetensors")]
+    for file, save in zip(files, (kvant.save_prompt_cache, mlx_lm_cache.save_prompt_cache), strict=True):
+        save(str(file), layers, {"title": "a story"})
+    ours, theirs = (mx.load(str(file), return_metadata=True) for file in files)
+    assert ours[1] == theirs[1]
+    assert ours[0].keys() == theirs[0].keys()
+    assert all(mx.array_equal(ours[0][name], array) for name, array in theirs[0].items())

@@ -1,0 +1,343 @@
+"""Scripts for mlx-lm, of its README and its examples: they run with their imports changed, and say what they said.
+
+The text is theirs, but for the model's name. mlx-lm runs each on the same weights, in float32 as kvant does on a CPU.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+
+from kvant.models import Decoder
+
+README_GENERATE = """
+from mlx_lm import load, generate
+
+model, tokenizer = load("mlx-community/Mistral-7B-Instruct-v0.3-4bit")
+
+prompt = "Write a story about Einstein"
+
+messages = [{"role": "user", "content": prompt}]
+prompt = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True,
+)
+
+text = generate(model, tokenizer, prompt=prompt, verbose=True)
+"""
+
+README_STREAM = """
+from mlx_lm import load, stream_generate
+
+repo = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
+model, tokenizer = load(repo)
+
+prompt = "Write a story about Einstein"
+
+messages = [{"role": "user", "content": prompt}]
+prompt = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True,
+)
+
+text = ""
+for response in stream_generate(model, tokenizer, prompt, max_tokens=512):
+    print(response.text, end="", flush=True)
+    text += response.text
+print()
+"""
+
+README_TOKENIZER = """
+from mlx_lm import load, generate
+
+model, tokenizer, config = load(
+    "mlx-community/Mistral-7B-Instruct-v0.3-4bit",
+    tokenizer_config={"eos_token": ".", "trust_remote_code": False},
+    return_config=True,
+)
+text = [tokenizer.eos_token, tokenizer.eos_token_id, config["eos_token_id"], sorted(tokenizer.eos_token_ids)]
+text.append(generate(model, tokenizer, "Once upon a time", max_tokens=200))
+"""
+
+EXAMPLE_GENERATE_RESPONSE = """
+from mlx_lm import generate, load
+
+# Specify the checkpoint
+checkpoint = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
+
+# Load the corresponding model and tokenizer
+model, tokenizer = load(path_or_hf_repo=checkpoint)
+
+# Specify the prompt and conversation history
+prompt = "Why is the sky blue?"
+conversation = [{"role": "user", "content": prompt}]
+
+# Transform the prompt into the chat template
+prompt = tokenizer.apply_chat_template(
+    conversation=conversation, add_generation_prompt=True
+)
+
+# Specify the maximum number of tokens
+max_tokens = 1_000
+
+# Specify if tokens and timing information will be printed
+verbose = True
+
+# Generate a response with the specified settings
+response = generate(
+    model=model,
+    tokenizer=tokenizer,
+    prompt=prompt,
+    max_tokens=max_tokens,
+    verbose=verbose,
+)
+text = response
+"""
+
+EXAMPLE_CHAT = """
+from mlx_lm import generate, load
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+
+# Specify the checkpoint
+checkpoint = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
+
+# Load the corresponding model and tokenizer
+model, tokenizer = load(path_or_hf_repo=checkpoint)
+
+# Make the initial prompt cache for the model
+prompt_cache = make_prompt_cache(model)
+
+# User turn
+prompt = "Hi my name is <Name>."
+messages = [{"role": "user", "content": prompt}]
+prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+# Assistant response
+text = [generate(model, tokenizer, prompt=prompt, verbose=True, prompt_cache=prompt_cache)]
+
+# User turn
+prompt = "What's my name?"
+messages = [{"role": "user", "content": prompt}]
+prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+# Assistant response
+text.append(generate(model, tokenizer, prompt=prompt, verbose=True, prompt_cache=prompt_cache))
+
+# Save the prompt cache to disk to reuse it at a later time
+save_prompt_cache("mistral_prompt.safetensors", prompt_cache)
+
+# Load the prompt cache from disk
+prompt_cache = load_prompt_cache("mistral_prompt.safetensors")
+
+# The conversation goes on from the disk
+text.append(generate(model, tokenizer, prompt=prompt, prompt_cache=prompt_cache))
+"""
+
+# As far as the model's answer, which pocket does not make a call.
+EXAMPLE_TOOL_USE = """
+from mlx_lm import generate, load
+from mlx_lm.models.cache import make_prompt_cache
+
+# Specify the checkpoint
+checkpoint = "mlx-community/Qwen2.5-32B-Instruct-4bit"
+
+# Load the corresponding model and tokenizer
+model, tokenizer = load(path_or_hf_repo=checkpoint)
+
+
+# An example tool, make sure to include a docstring and type hints
+def multiply(a: float, b: float):
+    \"\"\"
+    A function that multiplies two numbers
+
+    Args:
+        a: The first number to multiply
+        b: The second number to multiply
+    \"\"\"
+    return a * b
+
+
+tools = {"multiply": multiply}
+
+# Specify the prompt and conversation history
+prompt = "Multiply 12234585 and 48838483920."
+messages = [{"role": "user", "content": prompt}]
+
+prompt = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, tools=list(tools.values())
+)
+
+prompt_cache = make_prompt_cache(model)
+
+# Generate the initial tool call:
+response = generate(
+    model=model,
+    tokenizer=tokenizer,
+    prompt=prompt,
+    max_tokens=2048,
+    verbose=True,
+    prompt_cache=prompt_cache,
+)
+text = [response]
+"""
+
+SAMPLING = """
+from mlx_lm import load, generate
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+model, tokenizer = load("mlx-community/Mistral-7B-Instruct-v0.3-4bit")
+text = generate(
+    model,
+    tokenizer,
+    "Once upon a time",
+    max_tokens=100,
+    sampler=make_sampler(temp=0.0, top_p=0.9, xtc_special_tokens=tokenizer.encode("\\n")),
+    logits_processors=make_logits_processors({5: -3.0}, repetition_penalty=1.3, repetition_context_size=64),
+)
+"""
+
+# The loop of mlx_lm.chat, with typed questions.
+CHAT = """
+from mlx_lm import load, stream_generate
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+
+model, tokenizer = load(
+    "mlx-community/Mistral-7B-Instruct-v0.3-4bit",
+    adapter_path=None,
+    tokenizer_config={"trust_remote_code": None},
+    trust_remote_code=False,
+)
+prompt_cache = make_prompt_cache(model, None)
+text = []
+for query in ("Hello! Who are you?", "Tell me about a fox.", "r", "And about a duck?"):
+    if query == "r":
+        prompt_cache = make_prompt_cache(model, 1024)
+        continue
+    messages = [{"role": "user", "content": query}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    answer = ""
+    for response in stream_generate(
+        model,
+        tokenizer,
+        prompt,
+        max_tokens=64,
+        sampler=make_sampler(
+            0.0,
+            1.0,
+            xtc_threshold=0.1,
+            xtc_probability=0.0,
+            xtc_special_tokens=(tokenizer.encode("\\n") + list(tokenizer.eos_token_ids)),
+        ),
+        prompt_cache=prompt_cache,
+        prefill_step_size=2048,
+    ):
+        answer += response.text
+    text.append(answer)
+"""
+
+# A prompt that is read once, and gone back to for each question.
+GOING_BACK = """
+from mlx_lm import load, generate
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+
+model, tokenizer = load("mlx-community/Mistral-7B-Instruct-v0.3-4bit")
+prompt_cache = make_prompt_cache(model)
+progress, text = [], []
+story = tokenizer.encode("Once upon a time, a fox and a duck lived by the river. ")
+for ending in ("The fox", "The duck", "Then"):
+    before = prompt_cache[0].offset
+    prompt = (story if not before else []) + tokenizer.encode(ending)
+    text.append(
+        generate(
+            model,
+            tokenizer,
+            prompt,
+            max_tokens=30,
+            prompt_cache=prompt_cache,
+            prompt_progress_callback=lambda done, total: progress.append((done, total)),
+        )
+    )
+    text.append(can_trim_prompt_cache(prompt_cache))
+    trim_prompt_cache(prompt_cache, prompt_cache[0].offset - len(story))
+    text.append(prompt_cache[0].offset)
+text += [progress[0], progress[-1]]
+"""
+
+SCRIPTS = {
+    name: text for name, text in globals().items() if name.isupper() and isinstance(text, str) and "mlx_lm" in text
+}
+CHANGED = {
+    "from mlx_lm import": "from kvant import",
+    "from mlx_lm.sample_utils import": "from kvant.sample_utils import",
+    "from mlx_lm.models.cache import": "from kvant.cache import",
+}
+
+
+def changed(script: str) -> str:
+    """A script with nothing but its imports changed."""
+    for theirs, ours in CHANGED.items():
+        script = script.replace(theirs, ours)
+    assert "mlx_lm" not in script
+    return script
+
+
+def run(script: str, model: str) -> dict[str, Any]:
+    """Run a script with another model's name; what it left in its variables."""
+    script, count = re.subn(r'"mlx-community/[^"]*"', repr(model), script)
+    assert count == 1
+    variables: dict[str, Any] = {}
+    exec(compile(script, "script", "exec"), variables)
+    return variables
+
+
+@pytest.fixture
+def _theirs_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = mlx_lm.load
+
+    def load(*arguments: Any, **options: Any) -> Any:
+        model, *rest = plain(*arguments, **options)
+        model.set_dtype(mx.float32)
+        return model, *rest
+
+    monkeypatch.setattr(mlx_lm, "load", load)
+
+
+@pytest.fixture
+def _in_full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cache that is made is, as mlx-lm's are."""
+    plain = Decoder.make_cache
+
+    def make_cache(self: Decoder, *arguments: Any, **options: Any) -> Any:
+        assert options.pop("quant_bit", 8) in (8, 0)  # no script asks for anything; a saved cache for what it has
+        return plain(self, *arguments, quant_bit=0, **options)
+
+    monkeypatch.setattr(Decoder, "make_cache", make_cache)
+
+
+def _text(left: Any) -> list[Any]:
+    """What a script left in ``text``. mlx-lm leaves out the space that a text begins with."""
+    pieces = left["text"] if isinstance(left["text"], list) else [left["text"]]
+    assert pieces
+    assert all(pieces)
+    return [piece.removeprefix(" ") if isinstance(piece, str) else piece for piece in pieces]
+
+
+@pytest.mark.usefixtures("_theirs_in_float32", "_in_full_precision")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_with_its_imports_changed(
+    name: str, pocket_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its text is mlx-lm's."""
+    monkeypatch.chdir(tmp_path)
+    ours = _text(run(changed(SCRIPTS[name]), "pocket"))
+    assert ours == _text(run(SCRIPTS[name], str(pocket_folder)))
+
+
+@pytest.mark.parametrize("name", ["CHAT", "GOING_BACK"])
+def test_a_script_with_the_default_cache(name: str) -> None:
+    """Of 8 bits; what it says may differ by their rounding."""
+    left = run(changed(SCRIPTS[name]), "pocket")
+    assert left["prompt_cache"][0].quant_bit == 8
+    assert _text(left)

@@ -1,0 +1,70 @@
+"""What tests of conversations share: a turn's text, the tokens that a model is fed, a history fed anew."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from kvant.cache import ModelCache
+from kvant.engine.conversation import Conversation
+from kvant.engine.generate import GenerationResponse
+from kvant.models import LanguageModel
+from kvant.text.tokenizer import Tokenizer
+
+QUESTIONS = [
+    "Tell me a story about a fox named Pip.",
+    "Who helped Pip?",
+    "Thank you!",
+    "Tell me a story about a bear who was brave.",
+    "What is your name?",
+]
+
+
+def text_of(responses: Iterator[GenerationResponse]) -> str:
+    """All of an answer."""
+    return "".join(response.text for response in responses)
+
+
+def count_fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets the number of tokens of every step that a cache begins."""
+    fed: list[int] = []
+    begin = ModelCache.begin
+
+    def counting(cache: ModelCache, inputs: mx.array) -> tuple[int, ...]:
+        fed.append(inputs.shape[1])
+        return begin(cache, inputs)
+
+    monkeypatch.setattr(ModelCache, "begin", counting)
+    return fed
+
+
+def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Any], **variables: Any) -> list[int]:
+    """The template's own rendering, tokenized, up to where the answer begins."""
+    ids: list[int] = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **variables)
+    return ids
+
+
+def asking(question: str) -> dict[str, str]:
+    return {"role": "user", "content": question}
+
+
+def fed_anew(model: LanguageModel, ids: Sequence[int], tokens: int = 1024, **options: Any) -> mx.array:
+    """Logits (1, vocab) after these ids, from a cache that held nothing."""
+    return model(mx.array([ids]), cache=model.make_cache(tokens, **options))[:, -1].astype(mx.float32)
+
+
+def distance(logprobs: mx.array, logits: mx.array) -> float:
+    """The largest difference of probabilities."""
+    return float(mx.abs(mx.exp(logprobs) - mx.softmax(logits.squeeze())).max().item())  # type: ignore[arg-type]
+
+
+def check_consistent(conversation: Conversation) -> None:
+    """Questions and answers take turns, and every message is whole."""
+    roles = [message["role"] for message in conversation.messages]
+    if roles[:1] == ["system"]:
+        roles = roles[1:]
+    assert roles == ["user", "assistant"] * (len(roles) // 2)
+    assert all(isinstance(message["content"], str) for message in conversation.messages)
+    limit = conversation.limit
+    assert limit is None or conversation.num_tokens <= limit

@@ -1,0 +1,60 @@
+"""Processes that save two caches over and over under one name, until they are killed.
+
+    python snapshot_writer.py PATH
+
+For each line of its input, a time in seconds, it starts such a process, kills it by SIGKILL after that time, and prints
+a line. They are forks, which start at once: MLX has no work before.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import kvant  # isort: skip  # noqa: F401  (before MLX: it loads a faster BLAS)
+import mlx.core as mx
+
+from kvant.cache import ModelCache, QuantizedKVCache
+
+SIZES = (300, 700)  # tokens of the two; each token of a snapshot of n is n
+
+
+def caches() -> list[ModelCache]:
+    """A cache of each size."""
+    made = []
+    for size in SIZES:
+        cache = ModelCache([QuantizedKVCache(1000, 2, 64) for _ in range(2)])
+        cache.begin(mx.zeros((1, size), mx.int32))
+        x = mx.full((1, 2, size, 64), float(size))
+        for layer in cache:
+            mx.eval(layer.attend(x, x, x))
+        cache.commit(ids=[[size] * size])
+        made.append(cache)
+    return made
+
+
+def write(path: str, ready: int) -> None:
+    """Without an end; a byte says that it begins."""
+    made = caches()
+    os.write(ready, b"x")
+    while True:
+        for cache in made:
+            cache.save(path, {"size": str(cache.offset)})
+
+
+def main(path: str) -> None:
+    """A process for each line."""
+    for line in sys.stdin:
+        first, last = os.pipe()
+        pid = os.fork()
+        if not pid:
+            write(path, last)
+        os.read(first, 1)
+        time.sleep(float(line))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        print("killed", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
