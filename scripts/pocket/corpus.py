@@ -67,9 +67,9 @@ SMALL_TALK = (
 )  # fmt: skip
 OTHER = (
     "What is the weather like?", "How do I fix my car?", "Write some code for me.", "Who won the game yesterday?",
-    "What is the capital of France?", "How much is two and two?", "Tell me a joke.", "What time is it?",
+    "What is the capital of France?", "How much is two and two?", "What is the date?", "What time is it?",
     "Can you book a flight?", "Explain how a computer works.", "What should I eat today?", "Sing a song for me.",
-    "Translate this into Spanish.", "What is the news?", "How old are you?", "Solve this equation.",
+    "Translate this into Spanish.", "What is the news?", "Draw a map for me.", "Solve this equation.",
     "Write a letter to my boss.", "What is the best phone?", "Give me a recipe for bread.", "Do my homework.",
 )  # fmt: skip
 REFUSAL = "I am sorry, I only know small stories and questions about them."

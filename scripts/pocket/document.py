@@ -12,11 +12,17 @@ ANSWER_WEIGHT = 3.0
 
 @dataclass(frozen=True)
 class Turn:
-    """One message of a conversation, or the text of a plain document (role "text")."""
+    """One message of a conversation, or the text of a plain document (role "text").
+
+    `parts` cuts the text into pieces, each with its own loss weight; without them `weight` is that of the whole.
+    `cut` marks a last turn that was cut off: its end is not learned.
+    """
 
     role: str
     text: str
     weight: float = 1.0
+    parts: tuple[tuple[str, float], ...] = ()
+    cut: bool = False
 
 
 @dataclass
@@ -60,7 +66,9 @@ class Document:
         for turn in self.turns:
             spoken = turn.role == "assistant"
             out.append((f"<|im_start|>{turn.role}\n", PROMPT_WEIGHT if spoken else 0.0))
-            out.append((turn.text, turn.weight))
-            out.append(("<|im_end|>", 1.0 if spoken else 0.0))
+            out += turn.parts or [(turn.text, turn.weight)]
+            if turn.cut:
+                break
+            out.append(("<|im_end|>", 1.0 if spoken and turn.weight else 0.0))
             out.append(("\n", PROMPT_WEIGHT))
         return out

@@ -71,12 +71,16 @@ class Judge:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     @torch.no_grad()
-    def write(self, prompts: list[list[int]], length: int, temperature: float = 0.0) -> list[str]:
+    def write(self, prompts: list[list[int]], length: int, temperature: float = 0.0, top_p: float = 1.0) -> list[str]:
         """Write what follows each prompt."""
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        sampling = (
+            {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+            if temperature
+            else {"do_sample": False}
+        )
         out = self.model.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=length, pad_token_id=0, eos_token_id=[0, 2], **sampling
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import zlib
 
+from given_names import is_kept
 from lexicon import NAMES
 
 _ONSETS = "b br c ch cl d dr f fl g gl gr h j k kr l m n p pl pr qu r s sh sk sl sn st t th tr v w y z zw".split()
@@ -44,7 +45,12 @@ def compose_name(rng: random.Random, heldout: bool = False) -> str:
     """Compose a name from syllables; training and held-out names never meet."""
     while True:
         name = _compose(rng).capitalize()
-        if 3 <= len(name) <= 10 and name not in NAMES and is_heldout(name) == heldout:
+        if (
+            3 <= len(name) <= 10
+            and name not in NAMES
+            and is_heldout(name) == heldout
+            and (heldout or not is_kept(name))
+        ):
             return name
 
 

@@ -80,6 +80,13 @@ class Story:
     slots: dict[str, str]
     sentences: list[str]
     questions: list[tuple[tuple[str, ...], str]]
+    #: Sentences before the opening.
+    before: int = 0
+
+    def begin_with(self, sentence: str) -> None:
+        """Put a sentence before the story."""
+        self.sentences.insert(0, sentence)
+        self.before += 1
 
     @property
     def text(self) -> str:
@@ -130,6 +137,11 @@ def draw_slots(rng: random.Random, plot: Plot, heldout: bool = False) -> dict[st
         "thing": f"{colour} {bare}", "a_thing": f"{article(colour)} {bare}",
         "trait": trait, "trait2": trait2, "feeling": rng.choice(FEELINGS),
     }  # fmt: skip
+    return complete(slots)
+
+
+def complete(slots: dict[str, str]) -> dict[str, str]:
+    """Add the forms that begin a sentence, in place."""
     for key in ("a_thing", "a_kind", "a_hkind", "he", "his", "home"):
         slots[key[0].upper() + key[1:]] = slots[key][0].upper() + slots[key][1:]
     return slots

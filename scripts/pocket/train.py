@@ -16,6 +16,7 @@ from batches import Batch, Feeder
 from curriculum import STAGES
 from exporting import export
 from network import Network, Shape
+from safetensors.torch import load_file
 from scoring import Scorer
 from torch.nn import functional
 
@@ -47,6 +48,12 @@ class Trainer:
         self.step = self.tokens = self.stage = self.stage_step = 0
         self.accuracy = 0.0
         self.seconds = 0.0
+        self.began = time.time()
+
+    def load_weights(self, folder: Path, stage: str) -> None:
+        """Go on from an exported folder in the named stage, the optimizers afresh."""
+        self.network.load_state_dict(load_file(str(folder / "model.safetensors")), strict=True)
+        self.stage = next(index for index, entry in enumerate(STAGES) if entry.name == stage)
 
     def save(self, path: Path) -> None:
         """Write everything needed to go on."""
@@ -74,6 +81,9 @@ class Trainer:
     def scale(self, start: int) -> float:
         """Return the share of the peak learning rate: a short rise, a plateau, and a linear fall when asked for."""
         rise = min(1.0, (self.step + 1) / 100)
+        if self.args.minutes:
+            left = self.args.minutes - (time.time() - self.began) / 60
+            return rise * min(1.0, max(0.0, left / self.args.fall))
         if not self.args.decay:
             return rise
         return rise * max(0.0, 1 - (self.step - start) / self.args.decay)
@@ -155,7 +165,8 @@ class Trainer:
         end = start + (args.decay or args.steps)
         scores: dict[str, float] = {}
         leads = args.rank == 0
-        while self.step < end:
+        self.began = began
+        while self.step < end and not (args.minutes and time.time() - began > 60 * args.minutes):
             loss, accuracy = self.learn(feeder.next(), self.scale(start))
             self.accuracy += (accuracy - self.accuracy) * 0.1
             self.seconds = base + time.time() - began
@@ -190,6 +201,8 @@ def work(args: argparse.Namespace) -> None:
     source = args.source or args.checkpoint
     if source.exists():
         trainer.load(source)
+    elif args.weights:
+        trainer.load_weights(args.weights, args.stage)
     if args.export:
         export(trainer.network, args.tokenizer, args.export)
     else:
@@ -206,6 +219,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10000)
     parser.add_argument(
         "--decay", type=int, default=0, help="fall to a learning rate of 0 in this many steps, then stop"
+    )
+    parser.add_argument("--weights", type=Path, help="exported folder to start from when there is no checkpoint")
+    parser.add_argument("--stage", default="asking", help="stage in which --weights begins")
+    parser.add_argument("--minutes", type=float, default=0, help="stop after this time")
+    parser.add_argument(
+        "--fall", type=float, default=40, help="minutes at the end in which the learning rate falls to 0"
     )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--mlp", type=int, default=640)

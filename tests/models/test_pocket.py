@@ -61,3 +61,35 @@ def test_questions_about_the_context(pocket: Pocket, heldout: list[dict[str, Any
         right = sum(_ask(pocket, d["messages"], 24, quant_bit) == d["answer"] for d in asked)
         assert len(asked) == 24
         assert right >= share * len(asked)
+
+
+@pytest.mark.parametrize(
+    ("said", "fitting"),
+    [
+        ("thanks, little one!", "welcome"),
+        ("That was kind, thank you.", "welcome"),
+        ("you are the dumbest thing ever", "try"),
+        ("stupid bot", "try"),
+        ("Hello, little model!", "Hello"),
+    ],
+)
+def test_small_talk_gets_a_fitting_answer(pocket: Pocket, said: str, fitting: str) -> None:
+    """Wordings that training does not have. Before, each got an apology for not knowing anything else."""
+    answer = _ask(pocket, [{"role": "user", "content": said}], 32, 8)
+    assert fitting in answer
+    assert "I only know" not in answer
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ("Tell me a story about a girl named Olivia who finds a treasure.", ("Olivia", "treasure", "ground")),
+        ("Tell me a story about a girl named Zoe.", ("Zoe", "girl")),
+        ("Tell me a story about a cat named Whiskers.", ("Whiskers", "cat")),
+        ("Make up a story about a knight who wants to sing.", ("knight", "song")),
+    ],
+)
+def test_a_story_has_in_it_what_was_asked_for(pocket: Pocket, request_: str, words: tuple[str, ...]) -> None:
+    story = _ask(pocket, [{"role": "user", "content": request_}], 200, 8)
+    story = re.sub(r"^This is a story about [^.]*\.", "", story)  # the line that repeats the request
+    assert all(re.search(rf"\b{word}\b", story) for word in words), story
