@@ -21,7 +21,8 @@ from support.checkpoints import (
 from support.numbers import relative_error
 
 from kvant.errors import CheckpointError, ModelError
-from kvant.models import Quantization, linear, load_decoder
+from kvant.models import Quantization, load_decoder
+from kvant.models import matrix as matrix_module
 from kvant.models.matrix import QuantizedMatrix
 from kvant.models.matrix_loading import quantized_matrix
 
@@ -128,8 +129,8 @@ def _e4m3(raw: np.ndarray) -> np.ndarray:
 def test_every_way_to_multiply(monkeypatch: pytest.MonkeyPatch, mode: str, parallel: bool) -> None:
     """Against float64, with a thread for each core and without, dequantized in parts and not."""
     if parallel:
-        monkeypatch.setattr(linear, "PARALLEL_ELEMENTS", 1)
-        monkeypatch.setattr(linear, "DEQUANTIZED_ELEMENTS", 5 * 256)
+        monkeypatch.setattr(matrix_module, "PARALLEL_ELEMENTS", 1)
+        monkeypatch.setattr(matrix_module, "DEQUANTIZED_ELEMENTS", 5 * 256)
     bits, group_size = FLOATS[mode]
     parts = []
     for rows, seed in ((20, 0), (17, 1)):
