@@ -1,9 +1,9 @@
 """What somebody who tries the model meets first, in prompts kept out of training: names, small talk, subjects, variety.
 
-The prompts are fixed and written by hand. The names asked for are kept out of training by `given_names.is_kept`; the model
-card says which may have slipped in. No line of small talk is among 100,000 that training drew. Half of the subjects are
-words kept out of training, the others words of the pocket world. Requests for a second and a third story are plain, and
-some are worded as in training.
+The prompts are fixed and written by hand. The names asked for are kept out of training by `given_names.is_kept`; the
+model card says which may have slipped in. No line of small talk is among 100,000 that training drew. Half of the
+subjects are words kept out of training, the others words of the pocket world. Requests for a second
+and a third story are plain, and some are worded as in training.
 """
 
 from __future__ import annotations
