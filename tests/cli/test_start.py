@@ -190,25 +190,31 @@ def test_tokens_that_end_a_text(command: str) -> None:
         assert message in done.stderr
 
 
+THANKS = "<|im_start|>user\nThanks!<|im_end|>\n<|im_start|>assistant\n"  # whatever the question was
+
+
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_variables_of_the_chat_template(command: str, model: Path) -> None:
     path = model / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     path.write_text(
-        json.dumps(settings | {"chat_template": "{% if shout %}LOUD LOUD LOUD {% endif %}" + settings["chat_template"]})
+        json.dumps(
+            settings
+            | {"chat_template": f"{{% if thank %}}{THANKS}{{% else %}}{settings['chat_template']}{{% endif %}}"}
+        )
     )
 
     def text(*flags: str) -> subprocess.CompletedProcess[str]:
         return call(command, "--model", str(model), "-q", "--temp", "0", "-m", "30", *flags, stdin=f"{QUESTION}\n")
 
-    plain = text("--chat-template-config", '{"shout": false}').stdout
-    assert text().stdout == plain != text("--chat-template-config", '{"shout": true}').stdout
+    plain = text("--chat-template-config", '{"thank": false}').stdout
+    assert text().stdout == plain != text("--chat-template-config", '{"thank": true}').stdout
     for given, message in (
-        ('{"shoot": 1}', "--chat-template-config has 'shoot', which the chat template does not mention; did you mean"),
+        ('{"thanx": 1}', "--chat-template-config has 'thanx', which the chat template does not mention; did you mean"),
         ('{"messages": []}', "--chat-template-config has 'messages', which kvant sets itself"),
         ("[1]", "--chat-template-config is '[1]'; expected an object of JSON"),
         ("{", "--chat-template-config is '{': not JSON"),
-        ('{"shout": 1, "shout": 2}', "not JSON: 'shout' is there twice"),
+        ('{"thank": 1, "thank": 2}', "not JSON: 'thank' is there twice"),
     ):
         done = text("--chat-template-config", given)
         assert (done.returncode, done.stdout) == (2, "")

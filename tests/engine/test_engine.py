@@ -161,8 +161,8 @@ def test_only_the_last_token_is_fed_in_decode(
     )
     n = len(prompt)
     chunks = [(first, min(8, n - first)) for first in range(0, n, 8)]
-    assert fed == [*chunks, (n, 1), (n + 1, 1), (n + 2, 1)]
-    assert cache[0].offset == n + 3
+    assert fed == [*chunks, (n, 1), (n + 1, 1), (n + 2, 1), (n + 3, 1)]
+    assert cache[0].offset == n + 4
 
 
 def test_a_prompt_cache_is_continued(pocket: Pocket, prompt: list[int]) -> None:
@@ -173,7 +173,9 @@ def test_a_prompt_cache_is_continued(pocket: Pocket, prompt: list[int]) -> None:
             layer.reset()
         first = list(stream_generate(model, tokenizer, prompt[:7], max_tokens=1, prompt_cache=cache))
         assert len(first) == 1
-        assert cache[0].offset == 7
+        assert cache[0].offset == 8
+        for layer in cache:
+            layer.trim(1)
         assert generate(model, tokenizer, prompt[7:], max_tokens=20, prompt_cache=cache) == whole
 
 
@@ -229,7 +231,7 @@ def test_a_suspended_run_gives_way_to_the_next(pocket: Pocket, prompt: list[int]
                 next(first)
         assert list(first) == []
         first.close()
-        assert cache[0].offset == len(prompt) + 3 + 2 + 8
+        assert cache[0].offset == len(prompt) + 3 + 2 + 9
     assert expected[0] == expected[1]
 
 
@@ -408,9 +410,9 @@ def test_a_prompt_longer_than_the_room_left(pocket: Pocket) -> None:
     model, tokenizer = pocket
     cache = model.make_cache(10)
     generate(model, tokenizer, [1, 2, 3], max_tokens=1, prompt_cache=cache)
-    with pytest.raises(ContextError, match="the prompt has 8 tokens; 10 are reserved, 3 of them used"):
+    with pytest.raises(ContextError, match="the prompt has 8 tokens; 10 are reserved, 4 of them used"):
         generate(model, tokenizer, [1] * 8, prompt_cache=cache)
-    assert cache[0].offset == 3
+    assert cache[0].offset == 4
 
 
 def test_load_refuses_what_it_cannot_apply() -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 import pytest
+from mlx_lm.models.cache import make_prompt_cache as mlx_make_prompt_cache
 
+import kvant
 from kvant.models import Decoder
 
 README_GENERATE = """
@@ -341,3 +343,17 @@ def test_a_script_with_the_default_cache(name: str) -> None:
     left = run(changed(SCRIPTS[name]), "pocket")
     assert left["prompt_cache"][0].quant_bit == 8
     assert _text(left)
+
+
+@pytest.mark.parametrize("max_tokens", [5, 300])
+def test_the_cache_holds_what_mlx_lms_does(pocket_folder: Path, max_tokens: int) -> None:
+    """Every token, the end of text too: the next turn's prompt goes behind it."""
+    model, tokenizer = mlx_lm.load(str(pocket_folder))
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hello!"}], add_generation_prompt=True)
+    theirs, (own, own_tokenizer) = mlx_make_prompt_cache(model), kvant.load("pocket")
+    last = [r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens, prompt_cache=theirs)][-1]
+    ours = own.make_cache(400)
+    kvant.generate(own, own_tokenizer, prompt, max_tokens=max_tokens, prompt_cache=ours)
+    assert ours.offset == theirs[0].offset
+    assert ours.ids[0][-1] == last
+    assert (last in own_tokenizer.eos_token_ids) == (max_tokens == 300)

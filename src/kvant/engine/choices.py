@@ -7,8 +7,8 @@ import mlx.core as mx
 
 from kvant.cache import KVCache
 from kvant.engine.draw import Sampler, for_answer
-from kvant.engine.generate import check_stops, responses
-from kvant.engine.limits import check_count, reservation
+from kvant.engine.generate import responses
+from kvant.engine.limits import check_count, check_stops, reservation
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.response import GenerationResponse
 from kvant.engine.run import PREFILL_STEP_SIZE, PromptProgress, Run

@@ -12,8 +12,8 @@ from typing import Any, get_args
 from kvant.cache import KVCache
 from kvant.cache.snapshot import read_header
 from kvant.engine.draw import Sampler
-from kvant.engine.generate import check_stops, responses
-from kvant.engine.limits import limit_in_words, reuse
+from kvant.engine.generate import responses
+from kvant.engine.limits import check_stops, limit_in_words, reuse
 from kvant.engine.long_run import LongRun
 from kvant.engine.overflow import Overflow, Prompt, newest_turns, questions
 from kvant.engine.processors import LogitsProcessor

@@ -9,6 +9,7 @@ import mlx.core as mx
 from kvant.cache import KVCache
 from kvant.engine.draw import Sampler
 from kvant.engine.keywords import cache_for, check_generate
+from kvant.engine.limits import check_stops
 from kvant.engine.long_run import LongRun
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.response import GenerationResponse
@@ -57,8 +58,8 @@ def stream_generate(
         max_kv_size: reserve at most so many tokens, where that is less than prompt + max_tokens. mlx-lm overwrites the
             oldest tokens then; here the text ends, with the ``finish_reason`` "context".
         prompt_cache: from ``model.make_cache``; the prompt continues what it holds. Afterwards it holds the prompt
-            and every generated token but the last. It serves one run at a time: a run left suspended on it raises a
-            RuntimeError when it is asked for more.
+            and every generated token, where there is room, as in mlx-lm; before the end all but the last. It serves one
+            run at a time: a run left suspended on it raises a RuntimeError when it is asked for more.
             Default: one that is reserved for prompt + max_tokens, at most the model's context.
         prefill_step_size: prompt tokens fed at a time.
         kv_bits, kv_group_size: of the cache that is reserved; default: 8 bits in groups of 32. 0 bits: no quantization,
@@ -111,7 +112,13 @@ def stream_generate(
         prefill_step_size=prefill_step_size,
         progress=prompt_progress_callback,
     )
-    return responses(run, tokenizer, stops, started)
+    answer = responses(run, tokenizer, stops, started)
+    return answer if prompt_cache is None else _kept(run, answer)
+
+
+def _kept(run: Run, answer: Iterator[GenerationResponse]) -> Iterator[GenerationResponse]:
+    yield from answer
+    run.keep_last()
 
 
 def responses(
@@ -146,14 +153,6 @@ def responses(
             latency_ms=(ready - previous) * 1e3,
         )
         previous = ready
-
-
-def check_stops(stop: str | Sequence[str] | None) -> list[str]:
-    """Stop strings as a list; a ValueError where one is none."""
-    stops = [stop] if isinstance(stop, str) else list(stop or ())
-    if not all(isinstance(text, str) and text for text in stops):
-        raise ValueError(f"stop is {stop!r}; expected a string or strings, none empty")
-    return stops
 
 
 def generate(

@@ -18,6 +18,14 @@ def check_count(name: str, value: int, *, or_minus_one: bool = False) -> None:
         raise ValueError(f"{name} is {value!r}; expected at least 1{also}")
 
 
+def check_stops(stop: str | Sequence[str] | None) -> list[str]:
+    """Stop strings as a list; a ValueError where one is none."""
+    stops = [stop] if isinstance(stop, str) else list(stop or ())
+    if not all(isinstance(text, str) and text for text in stops):
+        raise ValueError(f"stop is {stop!r}; expected a string or strings, none empty")
+    return stops
+
+
 def reservation(model: LanguageModel, prompt_tokens: int, max_tokens: int, max_kv_size: int | None = None) -> int:
     """The tokens that a cache is reserved for where the caller has none: prompt and answer, at most the context.
 

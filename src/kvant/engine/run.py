@@ -27,7 +27,7 @@ class Run:
     after an error too. An error before the first token leaves the cache as it was. A cache that cannot go back to what
     it was, because a window or a state has moved on, is emptied instead.
 
-    A cache serves one run at a time. Once another run or call used it, this run raises a RuntimeError.
+    A cache serves one run at a time: once it was used otherwise, this run raises a RuntimeError.
 
     Attributes:
         prompt: token ids that are fed.
@@ -66,9 +66,8 @@ class Run:
             stop_tokens: token ids that end the run.
             prefill_step_size: prompt tokens a chunk; it bounds the memory of activations.
             progress: called with (prompt tokens fed, prompt tokens in all), first with 0.
-            look_ahead: 0 queues the next step when a token is ready; 1 queues it before. With 1 a read of the cache may
-                be unfinished when the next append is queued, and MLX then copies that layer's whole buffer (measured
-                on a CPU for models of up to two layers: 19 ms a step instead of 0.2 with 131,072 tokens reserved).
+            look_ahead: 0 queues the next step when a token is ready, 1 before. With 1 a cache may still be read when
+                the next append is queued, and MLX then copies that layer's buffer (19 ms a step instead of 0.2, CPU).
             compiled: whether the step is a compiled function; default: where that is faster and the cache allows it.
             logits: (1, vocab) after the last token that the cache holds; the prompt is empty then.
 
@@ -153,7 +152,16 @@ class Run:
     def stop(self) -> None:
         """End the run after the token that was handed out last."""
         self.finish_reason = "stop"
-        self._next = self._fed = None
+        self._next = None
+
+    def keep_last(self) -> None:
+        """Count the last token of a run that has ended, where there is room, as mlx-lm's cache does."""
+        with (cache := self._cache).turn:
+            if not self.finish_reason or cache.lengths != self._lengths or not room_after(self._model, cache, 0):
+                return
+            if self._fed is None or cache.step is not self._fed:
+                mx.eval(self._model.feed(mx.array([self.generated[-1:]]), cache))
+            cache.commit(ids=[self.generated[-1:]])
 
     def _step(self) -> tuple[int, mx.array]:
         model, cache = self._model, self._cache
@@ -230,17 +238,10 @@ def prefill(
     step_size: int = PREFILL_STEP_SIZE,
     progress: PromptProgress | None = None,
 ) -> mx.array:
-    """Feed every token of the prompt, in chunks, and return the logits of the last one.
-
-    Args:
-        model: computes the logits.
-        prompt: token ids, at least one.
-        cache: appended to.
-        step_size: tokens a chunk; it bounds the memory of activations.
-        progress: called with (tokens fed, tokens in all), first with 0.
+    """Feed every token of the prompt, in chunks of ``step_size``; arguments as those of :class:`Run`.
 
     Returns:
-        (1, vocab) logits, evaluated.
+        (1, vocab) logits of the last token, evaluated.
     """
     cache = ModelCache.of(cache)
     total = len(prompt)

@@ -260,7 +260,7 @@ def test_thinking_is_dim_and_not_in_the_history(pocket_folder: Path, tmp_path: P
         chat.wait_for("saved 2 messages")
     question, said = json.loads(read_header(tmp_path / "talk").metadata["conversation"])
     assert question["content"] == QUESTION
-    assert said["reasoning_content"].startswith("Once upon a time")
+    assert said["reasoning_content"].startswith("There was once a fox called Pip")
     assert len(said["content"]) > 40
     shown = chat.since(QUESTION).partition(" cut at")[0]
     assert shown.split() == f"{said['reasoning_content']} {said['content']}".split()
