@@ -1,12 +1,9 @@
 """Several continuations of one prompt: read once, each what a run of its own with that seed gives."""
 
-from collections.abc import Iterator
-
-import mlx.core as mx
 import pytest
 from support.conversations import QUESTIONS, asking, count_fed, prompt_ids
 from support.counts import count
-from support.kinds import KINDS, Loaded, load_kind
+from support.kinds import KINDS, Loaded
 
 import kvant
 from kvant.cache import ModelCache
@@ -16,22 +13,9 @@ from kvant.errors import ContextError
 from kvant.models import Decoder
 from kvant.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("without_compilation")
 Pocket = tuple[Decoder, Tokenizer]
 PROMPT = [10 + (7 * at) % 100 for at in range(40)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _without_compilation() -> Iterator[None]:
-    """It would call a C++ compiler, the first time."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
-@pytest.fixture(scope="module")
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    """A model of a kind, and its tokenizer."""
-    return load_kind(request.param, tmp_path_factory.mktemp(request.param) / "model")
 
 
 def _continued(model: object, tokenizer: Tokenizer, prompt: list[int], n: int, **options: object) -> list[list[int]]:

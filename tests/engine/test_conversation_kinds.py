@@ -4,7 +4,6 @@ Ids are compared with the template's own rendering, and logits with the model fe
 """
 
 import random
-from collections.abc import Iterator
 from functools import partial
 
 import mlx.core as mx
@@ -12,30 +11,17 @@ import pytest
 from support.conversations import asking, check_consistent, distance, fed_anew, prompt_ids, text_of
 from support.counts import count
 from support.interruption import Interruption
-from support.kinds import KINDS, Loaded, load_kind
+from support.kinds import KINDS, Loaded
 
 from kvant.engine.conversation import Conversation
 from kvant.engine.processors import bias
 
+pytestmark = pytest.mark.usefixtures("without_compilation")
 # Each kind, and the formats where they differ most: a window of kvant's own, one of mlx-lm's, a state.
 CASES = [(kind, 0) for kind in KINDS] + [
     (kind, bits) for kind in count(["mistral", "gpt_oss"], KINDS) for bits in (8, 4)
 ]
 TOLERANCE = {8: 0.02, 4: 0.1, 0: 1e-4}  # of a probability, by bits: a rounding may flip a quantized value
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _without_compilation() -> Iterator[None]:
-    """It would call a C++ compiler, the first time."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
-@pytest.fixture(scope="module")
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    """A model of a kind, and its tokenizer."""
-    return load_kind(request.param, tmp_path_factory.mktemp(request.param) / "model")
 
 
 def _question(turn: int, words: int = 5) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import mlx.core as mx
 import pytest
 from support.conversations import QUESTIONS, asking, check_consistent, prompt_ids, text_of
 from support.counts import count
-from support.kinds import KINDS, Loaded, load_kind
+from support.kinds import KINDS, Loaded
 
 import kvant
 from kvant.engine.conversation import Conversation
@@ -21,22 +20,9 @@ from kvant.errors import SnapshotError
 from kvant.models import Decoder
 from kvant.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("without_compilation")
 Pocket = tuple[Decoder, Tokenizer]
 SAY = {"logits_processors": [bias({0: -1e9, 1: -1e9, 2: -1e9, 3: -1e9, 4: -1e9, 5: -2.0})]}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _without_compilation() -> Iterator[None]:
-    """It would call a C++ compiler, the first time."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
-@pytest.fixture(scope="module")
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    """A model of a kind, and its tokenizer."""
-    return load_kind(request.param, tmp_path_factory.mktemp(request.param) / "model")
 
 
 def _make(pocket: Pocket, **options: Any) -> Conversation:
