@@ -362,7 +362,7 @@ def test_load_takes_an_adapter(pocket_folder: Path, pocket_adapter: Path) -> Non
 
 def test_the_command_applies_it(pocket_adapter: Path) -> None:
     def text(*arguments: str) -> str:
-        done = run(*arguments, "-q", "-m", "12", "--temp", "0", stdin=f"{QUESTION}\n")
+        done = run(*arguments, "-q", "-m", "100", "--temp", "0", stdin=f"{QUESTION}\n")
         assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr  # that it was cut
         return done.stdout
 

@@ -271,7 +271,7 @@ def test_mlx_lms_functions_on_kvants_objects_and_kvants_own(pocket: Pocket) -> N
         prompt = tokenizer.encode(PROMPT)
         first, _ = _tokens(stream_generate(model, tokenizer, prompt, 8, prompt_cache=cache))
         assert functions.can_trim_prompt_cache(cache)  # type: ignore[attr-defined]
-        assert functions.trim_prompt_cache(cache, 8) == 8  # type: ignore[attr-defined]
+        assert functions.trim_prompt_cache(cache, 9) == 9  # type: ignore[attr-defined]
         assert cache.ids == [prompt[:-1]]
         again, _ = _tokens(stream_generate(model, tokenizer, prompt[-1:], 8, prompt_cache=cache))
         assert again == first

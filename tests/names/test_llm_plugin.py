@@ -79,7 +79,7 @@ def test_the_entry_point_is_installed() -> None:
 def _pull(folder: Path, repository: str, commit: str, model: Path) -> None:
     """As ``kvant pull`` leaves it."""
     snapshot = folder / "hub" / f"models--{repository.replace('/', '--')}" / "snapshots" / commit
-    shutil.copytree(model, snapshot)
+    shutil.copytree(model, snapshot, ignore=shutil.ignore_patterns("__pycache__"))
     files = {
         path.name: {
             "bytes": path.stat().st_size,
