@@ -103,12 +103,12 @@ def check_current(
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {len(axes)} dimensions ({', '.join(axes)})")
     if current_key.shape != current_value.shape:
         raise ValueError(
-            f"current_value has shape {tuple(current_value.shape)}, current_key {tuple(current_key.shape)}"
+            f"current_value has shape {tuple(current_value.shape)}; expected current_key's, {tuple(current_key.shape)}"
         )
     if current_key.dtype != current_value.dtype:
         raise ValueError(f"current_value is {current_value.dtype}, current_key {current_key.dtype}; expected one dtype")
     if 0 in current_key.shape:
-        raise ValueError(f"current_key has shape {tuple(current_key.shape)}; every dimension must be at least 1")
+        raise ValueError(f"current_key has shape {tuple(current_key.shape)}; expected at least 1 in every dimension")
     check_quantization(quant_bit, quant_group, current_key.shape[-1])
     _check_dtypes(current_key.dtype, cache, scale, quant_bit)
 
