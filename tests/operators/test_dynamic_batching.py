@@ -4,6 +4,9 @@ A failure names the case with its seed; `draw_packed_case(seed)` makes it again.
 test_dynamic_batching_errors.py.
 """
 
+from collections.abc import Callable
+
+import mlx.core as mx
 import numpy as np
 import pytest
 from support import packed_oracle
@@ -16,12 +19,15 @@ from support.operator_cases import (
     check_stored,
     draw_values,
     run_cases,
+    same_bits,
     to_mx,
     to_numpy,
 )
 from support.oracle import KEY, VALUE, Array, cast
+from support.packed_calls import good_call
 from support.packed_cases import FORMS, MASKS, PAGE_SIZES, PackedCase, draw_packed_case, make_cache, make_mask
 
+from kvant import operators
 from kvant.operators import dynamic_batching
 
 CASES = count(480, 5000)
@@ -144,3 +150,117 @@ def test_the_cases_cover_the_parameter_space() -> None:
     assert any(max(c.seqlens[: c.decoding_batches], default=0) > 1 for c in causal), "nothing is not causal"
     assert any(max(c.seqlens[c.decoding_batches :], default=0) > 1 for c in causal), "nothing is causal"
     assert any(c.attention_options["num_kv_heads"] == 0 for c in attention)
+
+
+# ---- against the static operators ------------------------------------------------------------------------------------
+
+STEPS = ((5, 3, 0), (1, 1, 4), (2, 0, 1), (1, 1, 1))  # new tokens of each sequence
+PAGES = [[8, 21, 0], [25, 4, 12], [16, 34, 29]]  # of four rows
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("layout", range(4))
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("quant_bit", [0, 8, 4])
+def test_the_same_bits_as_the_static_operators(quant_bit: int, mode: int, layout: int, dtype: str) -> None:
+    """A conversation of three sequences in one cache, and of each in its own."""
+    H, K, D, G, rows = 4, 2, 16, 8, 40
+    width, stored = (D // 2, mx.uint8) if quant_bit == 4 else (D, mx.int8 if quant_bit else mx.float32)
+
+    def arrays(shape: Callable[[int], tuple[int, ...]]) -> dict[str, mx.array]:
+        scale = {"scale": mx.zeros(shape(D // G), mx.float16)} if quant_bit else {}
+        return {"cache": mx.zeros(shape(width), stored), **scale}
+
+    packed = arrays(lambda x: ((rows, 1, 2, K, x), (1, rows, 2, K, x), (1, 2, rows, K, x), (1, 2, K, rows, x))[layout])
+    own = [arrays(lambda x: (1, 1, 2, K, 12, x)) for _ in PAGES]
+    options = {"quant_bit": quant_bit, "quant_group": G}
+    here = {"cache_mode": mode, "cache_layout": layout, "page_size": 4}
+    heads = {"num_heads": H, "num_kv_heads": K, "head_dim": D}
+    start_pos = [0, 0, 0]
+    for step, seqlens in enumerate(STEPS):
+        ends = [start + new for start, new in zip(start_pos, seqlens, strict=True)]
+        seq = [sum(seqlens[:b]) for b in range(4)]
+        q, k, v = (
+            mx.random.normal((seq[-1], x, D), key=mx.random.key(10 * step + i)).astype(getattr(mx, dtype))
+            for i, x in enumerate((H, K, K))
+        )
+        kv = [sum(ends[:b]) for b in range(4)]
+        index = (seq, kv, PAGES if mode else [0, 13, 27], start_pos)
+        last = step == len(STEPS) - 1
+        if last:
+            outputs = dynamic_batching.key_value_cache(k, v, *index, 1, max(ends), **packed, **options, **here)
+        else:
+            longest = (max(seqlens), max(ends))
+            outputs = dynamic_batching.multi_head_cache_attention(
+                q, k, v, *index, 0, *longest, **packed, is_causal=True, **heads, **options, **here
+            )
+        for b, new in enumerate(seqlens):
+            if not new:
+                continue
+            now = slice(seq[b], seq[b + 1])
+            alone = {**own[b], **options, "cache_layout": 1}
+            if last:
+                expected = operators.key_value_cache(k[None, now], v[None, now], start_pos[b], **alone)
+                pairs = [(x[kv[b] : kv[b + 1]], y[0]) for x, y in zip(outputs, expected, strict=True)]
+            else:
+                new_tokens = (q[None, now], k[None, now], v[None, now])
+                expected = operators.multi_head_cache_attention(
+                    *new_tokens, start_pos[b], **alone, is_causal=True, **heads
+                )
+                pairs = [(outputs[now], expected[0])]
+            assert all(same_bits(to_numpy(x), to_numpy(y)) for x, y in pairs), (step, b)
+        start_pos = ends
+
+
+# ---- in place --------------------------------------------------------------------------------------------------------
+
+
+def peak_of_a_call(operator: str, mode: int, layout: int, quant_bit: int, rows: int) -> tuple[int, int]:
+    """The most memory that a second call takes above what is held before it, and the bytes of the smaller array."""
+    K, D = 2, 32
+    shape = ((rows, 1, 2, K, D), (1, rows, 2, K, D), (1, 2, rows, K, D), (1, 2, K, rows, D))[layout]
+    arrays = [mx.zeros(shape, mx.int8 if quant_bit else mx.float32)]
+    if quant_bit:
+        arrays.append(mx.zeros((*shape[:-1], D // 8), mx.float16))
+    new = mx.ones((3, K, D))
+    peak = 0
+    for first in (6, 7):
+        starts = ([0, 1, 2, 3], [0, first + 1, 2 * first + 2, 3 * first + 3])
+        table = [[40, 4], [0, 900], [80, 20]] if mode else [900, 0, 40]
+        decoding, options = (), {"quant_bit": quant_bit, "cache_mode": mode, "cache_layout": layout, "page_size": 4}
+        inputs = [new, new]
+        if operator == "multi_head_cache_attention":
+            inputs, decoding = [new, *inputs], (3,)
+            options |= {"num_heads": K, "head_dim": D}
+        mx.eval(inputs, arrays)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        call = getattr(dynamic_batching, operator)
+        result = call(*inputs, *starts, table, [first] * 3, *decoding, 1, first + 1, *arrays, **options)
+        mx.eval(result, arrays)
+        peak = mx.get_peak_memory() - before
+        del result
+    return peak, arrays[-1].nbytes
+
+
+@pytest.mark.parametrize("quant_bit", [0, 8])
+@pytest.mark.parametrize("layout", range(4))
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("operator", ["key_value_cache", "multi_head_cache_attention"])
+def test_memory_of_a_call_does_not_grow_with_the_cache(operator: str, mode: int, layout: int, quant_bit: int) -> None:
+    """The bound allows what is alive at once on the way (it varies by 20 KB), but no copy of a cache or its scale."""
+    for rows in (1_000, 20_000):
+        peak, smallest = peak_of_a_call(operator, mode, layout, quant_bit, rows)
+        assert 0 < peak < 100_000
+    assert smallest > 500_000
+
+
+def test_inputs_are_left_alone() -> None:
+    """Cache and scale are in-out; all else is not."""
+    given = good_call("multi_head_cache_attention", 8, 1, 3)
+    given |= {name: mx.array(given[name]) for name in ("seqstarts", "kvstarts", "cachestarts", "start_pos")}
+    given["attn_mask"] = mx.zeros((7, 21))
+    before = {name: to_numpy(x).copy() for name, x in given.items() if isinstance(x, mx.array)}
+    mx.eval(dynamic_batching.multi_head_cache_attention(**given))
+    changed = {name for name, bits in before.items() if not same_bits(to_numpy(given[name]), bits)}
+    assert changed == {"cache", "scale"}
