@@ -255,6 +255,34 @@ def test_memory_of_a_call_does_not_grow_with_the_cache(operator: str, mode: int,
     assert smallest > 500_000
 
 
+@pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="measured on a CPU, where MLX queues ahead")
+def test_memory_of_the_attention_does_not_grow_with_the_sequences() -> None:
+    """Each sequence's keys and values are dequantized when it is its turn."""
+    K, D, tokens, most = 2, 64, 1024, 16
+    cache = mx.zeros((1, 2, K, most * tokens, D), mx.int8)
+    scale = mx.zeros((1, 2, K, most * tokens, D // 8), mx.float16)
+    floats = 2 * K * tokens * D * 4  # of one sequence
+    peaks = []
+    for B in (4, most):
+        new = mx.ones((B, K, D))
+        mx.eval(new, cache, scale)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        starts = (list(range(B + 1)), list(range(0, (B + 1) * tokens, tokens)))
+        rows = list(range(0, B * tokens, tokens))
+        output = dynamic_batching.multi_head_cache_attention(
+            *(new, new, new, *starts, rows, [tokens - 1] * B, B, 1, tokens, cache, scale),
+            num_heads=K,
+            head_dim=D,
+            quant_bit=8,
+            cache_layout=3,
+        )
+        mx.eval(output, cache, scale)
+        peaks.append(mx.get_peak_memory() - before)
+    assert floats < peaks[1] < most / 2 * floats
+    assert peaks[1] < peaks[0] + 2 * floats
+
+
 def test_inputs_are_left_alone() -> None:
     """Cache and scale are in-out; all else is not."""
     given = good_call("multi_head_cache_attention", 8, 1, 3)

@@ -14,9 +14,9 @@ from kvant.operators.dispatch import resolve
 from kvant.operators.packed_validation import PackedCall, Run, check_packed_attention, check_packed_call
 from kvant.operators.validation import check_heads, check_repeat
 
-# For each cache_layout the order of a layer's axes, of (2, K, rows, last), and the way back.
-FROM_KERNEL_ORDER = ((2, 0, 1, 3), (2, 0, 1, 3), (0, 2, 1, 3), (0, 1, 2, 3))
-TO_KERNEL_ORDER = ((1, 2, 0, 3), (1, 2, 0, 3), (0, 2, 1, 3), (0, 1, 2, 3))
+# For each cache_layout: from (2, K, rows, last) to the order of its axes, and back.
+TO_LAYOUT = ((2, 0, 1, 3), (2, 0, 1, 3), (0, 2, 1, 3), (0, 1, 2, 3))
+FROM_LAYOUT = ((1, 2, 0, 3), (1, 2, 0, 3), (0, 2, 1, 3), (0, 1, 2, 3))
 
 
 def key_value_cache(
@@ -192,13 +192,13 @@ def multi_head_cache_attention(
     check_packed_attention(mask, call, decoding_batches, num_heads, (num_kv_heads or num_heads) * head_dim)
     resolve(unsupported_reason="packed sequences")
     _append(call, current_key, current_value)
-    outputs = []
+    outputs: list[mx.array] = []
     for b, sequence in enumerate(call.sequences):
         if not sequence.new_tokens:
             continue
         output = attend_tokens(
             query[sequence.queries].transpose(1, 0, 2)[None],  # (S, H, D) -> (1, H, S, D)
-            *_read(call, sequence.runs, query.dtype),
+            *_read(call, sequence.runs, query.dtype, after=outputs[-1:]),
             is_causal=is_causal and b >= decoding_batches,
             is_alibi=is_alibi,
             mask=None if mask is None else mask[..., sequence.queries, sequence.keys],
@@ -215,16 +215,23 @@ def _append(call: PackedCall, key: mx.array, value: mx.array) -> None:
     key, value = (x.transpose(1, 0, 2)[None] for x in (key, value))
     new = stored_tokens(key, value, call.arrays, quant_bit=call.quant_bit, quant_group=call.quant_group)
     for array, part in zip(call.arrays, new, strict=True):
-        array[place] = part[0].transpose(FROM_KERNEL_ORDER[call.cache_layout])  # part is (1, 2, K, N, last)
+        array[place] = part[0].transpose(TO_LAYOUT[call.cache_layout])  # part is (1, 2, K, N, last)
 
 
-def _read(call: PackedCall, runs: Sequence[Run], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """The tokens in these rows, as keys and values (1, K, rows, D)."""
-    order = TO_KERNEL_ORDER[call.cache_layout]
+def _read(
+    call: PackedCall, runs: Sequence[Run], dtype: mx.Dtype, after: Sequence[mx.array] = ()
+) -> tuple[mx.array, mx.array]:
+    """The tokens in these rows, as keys and values (1, K, rows, D).
+
+    Without ``after``, arrays that are to be made before, MLX dequantizes many sequences before it uses the first.
+    """
+    order = FROM_LAYOUT[call.cache_layout]
     stored = []
     for array in call.arrays:
         parts = [array[_place(call, slice(*run))].transpose(order) for run in runs]  # (2, K, rows, last) each
         stored.append(mx.concatenate(parts, axis=2)[None])
+    if after:
+        stored = mx.depends(stored, list(after))
     return float_tokens(stored, quant_bit=call.quant_bit, dtype=dtype, product_dtype=stored[-1].dtype)
 
 
