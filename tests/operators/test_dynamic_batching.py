@@ -43,10 +43,16 @@ class Call:
         shape = (case.new_tokens, case.num_kv_heads, case.head_dim)
         self.key, self.value = draw_values(rng, shape, case), draw_values(rng, shape, case)
         self.cache, self.scale = make_cache(case, rng)
-        self.mx_key, self.mx_value = to_mx(self.key, spec.dtype), to_mx(self.value, spec.dtype)
+        self.mx_key, self.mx_value = self.given(self.key), self.given(self.value)
         self.mx_cache = to_mx(self.cache, spec.cache_dtype)
         self.mx_scale = None if self.scale is None else to_mx(self.scale, spec.scale_dtype)
         self.rng = rng
+
+    def given(self, x: Array) -> mx.array:
+        """(N, heads, D) as an array of its own, or in every third case as a transposed view."""
+        if self.case.seed % 3:
+            return to_mx(x, self.case.spec.dtype)
+        return to_mx(np.ascontiguousarray(x.swapaxes(0, 1)), self.case.spec.dtype).swapaxes(0, 1)
 
     def check_stored(self, tally: QuantizedTally) -> None:
         case = self.case
@@ -85,7 +91,7 @@ def check_attention_case(case: PackedCase, tally: QuantizedTally) -> None:
     query = cast(call.rng.standard_normal((case.new_tokens, case.num_heads, case.head_dim)), case.spec.dtype)
     mask = make_mask(case, call.rng)
     output = dynamic_batching.multi_head_cache_attention(
-        to_mx(query, case.spec.dtype),
+        call.given(query),
         call.mx_key,
         call.mx_value,
         decoding_batches=case.decoding_batches,
@@ -281,6 +287,24 @@ def test_memory_of_the_attention_does_not_grow_with_the_sequences() -> None:
         peaks.append(mx.get_peak_memory() - before)
     assert floats < peaks[1] < most / 2 * floats
     assert peaks[1] < peaks[0] + 2 * floats
+
+
+@pytest.mark.parametrize("layout", range(4))
+@pytest.mark.parametrize("quant_bit", [0, 8, 4])
+def test_a_sequence_of_nan_stays_alone(quant_bit: int, layout: int) -> None:
+    outputs = []
+    for value in (1.0, float("nan")):
+        given = good_call("multi_head_cache_attention", quant_bit, 1, layout) | {"layer_idx": 0}
+        given["cache"] = mx.full(given["cache"].shape, 3, given["cache"].dtype)
+        if quant_bit:
+            given["scale"] = mx.full(given["scale"].shape, 0.1)
+        second = mx.arange(7)[:, None, None]
+        second = (second >= 1) & (second < 5)  # the new tokens of the second sequence
+        for name in ("query", "current_key", "current_value"):
+            given[name] = mx.where(second, value, given[name])
+        outputs.append(to_numpy(dynamic_batching.multi_head_cache_attention(**given)))
+    assert np.isfinite(outputs[0]).all()
+    assert all(same_bits(outputs[0][part], outputs[1][part]) for part in (slice(0, 1), slice(5, 7)))
 
 
 def test_inputs_are_left_alone() -> None:
