@@ -205,6 +205,7 @@ DEFECTS = [
             (1, [[16, 3, 8], [12], [20, 7]], ("sequence 2", "row 8", "sequence 0")),  # pages at any row
             (1, [[16, 3, 8], [12], [20, 20]], ("sequence 2", "row 21", "sequence 2")),  # in one sequence
             (1, [[16, 3, 15], [12], [20, 24]], ("sequence 1", "row 15", "sequence 0")),
+            (1, [[0, 4, 20], [6], [1, 24]], ("sequence 1", "row 6", "sequence 0")),  # 0 reads 0 to 7, 2 reads 1 to 4
         )
     ),
     # index arguments that are none

@@ -261,8 +261,8 @@ def _check_written_rows(tables: list[tuple[list[int], int]], seqlens: list[int],
                 "expected one token in a written row"
             )
         any_end = max(any_end, (end, b))
-        if written:
-            written_end = max(written_end, (end, b))
+        if written:  # it overlaps nothing before it, so its end is the largest
+            written_end = (end, b)
 
 
 def _ints(given: object, name: str) -> list[int]:
