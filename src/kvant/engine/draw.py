@@ -172,18 +172,18 @@ def filtered(logprobs: mx.array, samplers: Sequence[SeededSampler], coins: mx.ar
 
     rows = [row for row, sampler in enumerate(samplers) if 0 < sampler.top_p < 1]
     if rows:
-        logprobs = withrows_of(logprobs, rows, keep_top_p(rows_of(logprobs, rows), each("top_p", rows)))
+        logprobs = with_rows(logprobs, rows, keep_top_p(rows_of(logprobs, rows), each("top_p", rows)))
     for at_least, rows in _alike(samplers, lambda sampler: sampler.min_p and sampler.min_tokens_to_keep):
         kept = keep_min_p(rows_of(logprobs, rows), each("min_p", rows), at_least)
-        logprobs = withrows_of(logprobs, rows, kept)
+        logprobs = with_rows(logprobs, rows, kept)
     for (threshold, special), rows in _alike(
         samplers, lambda sampler: sampler.xtc_probability and (sampler.xtc_threshold, sampler.xtc_special_tokens)
     ):
         chosen, coin = rows_of(logprobs, rows), rows_of(coins, rows) if coins.ndim else coins
         kept = leave_out_top_choices(chosen, each("xtc_probability", rows), threshold, special, coin)
-        logprobs = withrows_of(logprobs, rows, kept)
+        logprobs = with_rows(logprobs, rows, kept)
     for top_k, rows in _alike(samplers, lambda sampler: sampler.top_k):
-        logprobs = withrows_of(logprobs, rows, keep_top_k(rows_of(logprobs, rows), top_k))
+        logprobs = with_rows(logprobs, rows, keep_top_k(rows_of(logprobs, rows), top_k))
     return logprobs * column([1 / sampler.temp for sampler in samplers], logprobs.dtype)
 
 
