@@ -201,6 +201,9 @@ class PoolSequence:
     def share_prefix(self, upto: int | None = None) -> None:
         """Let other sequences read its whole pages.
 
+        Through a window they need the pages of the last tokens that they begin with. So where there are windows, texts
+        can be joined at the lengths at which this was called, and not before them.
+
         Args:
             upto: only pages of its first tokens, up to this one; None: of all.
         """
