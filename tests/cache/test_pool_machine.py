@@ -206,11 +206,11 @@ class _Machine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    "kind, bits", count([("all", 0), ("mixed", 8), ("windows", 4)], list(product(WINDOWS, (0, 8, 4))))
+    ("kind", "bits"), count([("all", 0), ("mixed", 8), ("windows", 4)], list(product(WINDOWS, (0, 8, 4))))
 )
 def test_any_order_of_what_a_pool_can_do(kind: str, bits: int) -> None:
     case = type(f"Machine_{kind}_{bits}", (_Machine,), {"kind": kind, "bits": bits}).TestCase
     case.settings = settings(
-        max_examples=count(5, 100), stateful_step_count=count(25, 60), deadline=None, derandomize=count(True, False)
+        max_examples=count(3, 100), stateful_step_count=count(20, 60), deadline=None, derandomize=count(True, False)
     )
     case().runTest()

@@ -134,5 +134,5 @@ def rows_of(pool: Pool, sequence: PoolSequence, first: int, end: int) -> list[li
         table = sequence.tables[tables[id(layer)]]
         skipped = table.first // PAGE
         rows = [table.pages[at // PAGE - skipped] * PAGE + at % PAGE for at in range(first, end)]
-        found.append([np.array(array)[:, :, rows] for array in layer.arrays])
+        found.append([np.array(array[:, :, mx.array(rows)]) for array in layer.arrays])
     return found
