@@ -106,6 +106,27 @@ def test_ragged_sequences_are_mlx_lms_own(
             assert close(logits[b : b + 1], reference(mx.array([ids]))[:, -1], 1e-4)
 
 
+@pytest.mark.parametrize("bits", [8, 4, 0])
+def test_in_batches_of_one_size_company_changes_no_bit(tmp_path: Path, bits: int) -> None:
+    """On a CPU: a sequence's logits alone and beside others, in other pages, are the same."""
+    model = tiny_model(tmp_path, (None, 40, None))
+    texts = [[(i * i + 7 * b) % 290 for i in range(length)] for b, length in enumerate((130, 5, 300, 130))]
+    found = []
+    for order in ([0], [3, 0, 1], [2, 1, 3, 0]):
+        pool = model.make_pool(4096, sequences=4, quant_bit=bits, quant_group=16)
+        sequences = [pool.sequence(400) for _ in order]
+        for sequence, number in zip(sequences, order, strict=True):
+            prefill(model, pool, sequence, texts[number])
+        batch, own = pool.batch(sequences, rows=4), []
+        for token in range(20):
+            ids = [[token + number] for number in order]
+            own.append(model.next_logits(mx.array(ids + [[0]] * (4 - len(ids))), batch)[order.index(0)])
+            batch.commit(ids=ids)
+        found.append(mx.stack(own))
+    assert mx.array_equal(found[0], found[1])
+    assert mx.array_equal(found[0], found[2])
+
+
 def test_a_step_counts_when_it_is_committed(pocket: Pocket) -> None:
     """What was abandoned, or committed in part, is as if it had not been."""
     model, _ = pocket
@@ -214,10 +235,17 @@ def test_another_models_pool_is_refused(pocket: Pocket, tmp_path: Path) -> None:
             model.next_logits(mx.array([[1]]), batch)
 
 
-def test_what_make_pool_refuses(pocket: Pocket) -> None:
+def test_what_make_pool_refuses(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = pocket
-    with pytest.raises(ValueError, match="kernels is 'fused'; a pool is read by the unfused operator"):
+    with pytest.raises(ValueError, match="kernels is 'fused'; a pool's pages are read by the unfused operator alone"):
         model.make_pool(1024, sequences=1, kernels="fused")
+    with pytest.raises(ValueError, match="kernels is 'fast'; expected 'unfused'"):
+        model.make_pool(1024, sequences=1, kernels="fast")
+    with monkeypatch.context() as patch:
+        patch.setenv("KVANT_KERNELS", "fused")
+        with pytest.raises(ValueError, match="KVANT_KERNELS is 'fused'"):
+            model.make_pool(1024, sequences=1)
+        assert model.make_pool(1024, sequences=1, kernels="unfused").num_pages == 8
     for name in ("tokens", "sequences", "prefill_step_size", "max_seq_len"):
         with pytest.raises(ValueError, match=f"{name} is 0; expected a positive int"):
             model.make_pool(**{"tokens": 128, "sequences": 1, name: 0})
