@@ -220,6 +220,6 @@ class _Machine(RuleBasedStateMachine):
 def test_any_order_of_what_a_pool_can_do(kind: str, bits: int) -> None:
     case = type(f"Machine_{kind}_{bits}", (_Machine,), {"kind": kind, "bits": bits}).TestCase
     case.settings = settings(
-        max_examples=count(3, 100), stateful_step_count=count(20, 60), deadline=None, derandomize=count(True, False)
+        max_examples=count(3, 40), stateful_step_count=count(20, 50), deadline=None, derandomize=count(True, False)
     )
     case().runTest()
