@@ -1,0 +1,320 @@
+"""A sequence of a pool: its tokens, and the pages they are in."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+
+from kvant.cache.identity import Identity
+from kvant.cache.layer_format import difference
+from kvant.cache.model import ModelCache
+from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
+from kvant.cache.pages import PAGE_SIZE, runs
+from kvant.cache.prefix import digests
+from kvant.cache.window import SLACK
+from kvant.errors import ContextError
+from kvant.operators.paged_attention import put_rows, stored_rows
+from kvant.threads import Turn
+
+
+class PoolState:
+    """What the sequences of a pool have in common.
+
+    Attributes:
+        turn: held by the thread that computes through the pool.
+        layers: of the model, in order.
+        parts: the same layers by the page tables that they share.
+        max_sequences: sequences that can be open at once.
+        num_sequences: sequences that are open.
+        max_seq_len: tokens that a sequence can have.
+        prefill_step_size: new tokens of a sequence in one step, at most.
+        make_cache: a cache for so many tokens of one sequence, in the pool's format.
+        identity: of the model whose tokens it holds; None: not known.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[PoolLayer],
+        parts: Sequence[PagedLayers],
+        *,
+        max_sequences: int,
+        max_seq_len: int,
+        prefill_step_size: int,
+        make_cache: Callable[[int], ModelCache],
+        identity: Identity | None,
+    ) -> None:
+        self.turn = Turn()
+        self.layers = tuple(layers)
+        self.parts = tuple(parts)
+        self.max_sequences = max_sequences
+        self.num_sequences = 0
+        self.max_seq_len = max_seq_len
+        self.prefill_step_size = prefill_step_size
+        self.make_cache = make_cache
+        self.identity = identity
+
+    def check_opening(self, max_tokens: int) -> None:
+        """Refuse a sequence that the pool is not made for, or one too many.
+
+        Raises:
+            ValueError: max_tokens is no positive int.
+            ContextError: more tokens than a sequence can have, or as many sequences as there can be are open.
+        """
+        if type(max_tokens) is not int or max_tokens < 1:
+            raise ValueError(f"max_tokens is {max_tokens!r}; expected a positive int")
+        if max_tokens > self.max_seq_len:
+            raise ContextError(
+                f"a sequence of {max_tokens} tokens is asked for; one of this pool has at most {self.max_seq_len}"
+            )
+        if self.num_sequences == self.max_sequences:
+            raise ContextError(f"the pool is for {self.max_sequences} sequences; all of them are in use")
+
+
+class PoolSequence:
+    """A text in a pool. ``pool.sequence`` makes it.
+
+    Attributes:
+        pool: it is part of.
+        tables: its pages, one table for each of the pool's parts.
+        max_tokens: tokens that pages are reserved for.
+        salt: who may share its pages: sequences with the same one.
+        step: the step that it takes part in and that is not committed; None: none.
+    """
+
+    def __init__(
+        self, pool: PoolState, tables: list[PageTable], max_tokens: int, ids: Sequence[int], salt: bytes
+    ) -> None:
+        """With ``ids`` of tokens whose rows are in the tables' pages already."""
+        self.pool = pool
+        self.tables = tables
+        self.max_tokens = max_tokens
+        self.salt = salt
+        self.step: object | None = None
+        self._ids = list(ids)
+        self._length = len(self._ids)
+        self._released = False
+        pool.num_sequences += 1
+
+    @property
+    def length(self) -> int:
+        """Committed tokens; the position of the next one."""
+        return self._length
+
+    @property
+    def ids(self) -> list[int]:
+        """Ids of the committed tokens."""
+        return self._ids[: self._length]
+
+    @property
+    def released(self) -> bool:
+        """Whether its pages were given back."""
+        return self._released
+
+    def check_room(self, new_tokens: int) -> None:
+        """Raise a ContextError unless so many more tokens fit.
+
+        Raises:
+            RuntimeError: it was released.
+        """
+        self.check_open()
+        if self._length + new_tokens > self.max_tokens:
+            raise ContextError(
+                f"{new_tokens} more tokens do not fit: {self._length} of the {self.max_tokens} reserved tokens are used"
+            )
+
+    def check_open(self) -> None:
+        """Raise a RuntimeError if it was released."""
+        if self._released:
+            raise RuntimeError("the sequence was released; expected one that was not")
+
+    def commit(self, ids: Sequence[int]) -> None:
+        """Count tokens whose rows were written; for a batch."""
+        # The length last: an interruption before leaves ids that are past it and not looked at.
+        self._ids[self._length :] = ids
+        self._length += len(ids)
+        self.step = None
+
+    def trim(self, num_tokens: int) -> int:
+        """Forget the last tokens, or all it has.
+
+        Returns:
+            how many were forgotten.
+
+        Raises:
+            ValueError: no number of tokens, or so many that a window cannot go back; nothing was forgotten.
+            RuntimeError: another thread uses the pool, or the sequence was released.
+        """
+        if type(num_tokens) is not int or num_tokens < 0:
+            raise ValueError(f"num_tokens is {num_tokens!r}; expected an int, 0 or more")
+        with self.pool.turn:
+            self.check_open()
+            lost = min(num_tokens, self._length)
+            length = self._length - lost
+            if not self.can_trim_to(length):
+                raise ValueError(
+                    f"{lost} of {self._length} tokens are to be forgotten; the pages of a window that {length} tokens "
+                    "would need were given back"
+                )
+            self.step = None
+            self._length = length
+            for part, table in zip(self.pool.parts, self.tables, strict=True):
+                part.go_back(table, length)
+            return lost
+
+    def trim_to(self, num_tokens: int) -> None:
+        """Forget what it has past its first ``num_tokens`` tokens; errors as those of :meth:`trim`."""
+        if type(num_tokens) is not int or num_tokens < 0:
+            raise ValueError(f"num_tokens is {num_tokens!r}; expected an int, 0 or more")
+        self.trim(max(0, self._length - num_tokens))
+
+    def can_trim_to(self, num_tokens: int) -> bool:
+        """Whether it can go back to its first ``num_tokens`` tokens, exactly."""
+        length = min(num_tokens, self._length)
+        parts = zip(self.pool.parts, self.tables, strict=True)
+        return length == self._length or all(part.can_go_back(table, length) for part, table in parts)
+
+    def fork(self, max_tokens: int | None = None) -> "PoolSequence":
+        """A sequence of its own with the same tokens. It shares their pages; what one writes the other never sees.
+
+        Args:
+            max_tokens: tokens that pages are reserved for; None: as many as this one has.
+
+        Raises:
+            ContextError: no room for it, or fewer than the tokens it begins with; nothing was taken.
+            RuntimeError: another thread uses the pool, or the sequence was released.
+        """
+        max_tokens = self.max_tokens if max_tokens is None else max_tokens
+        with self.pool.turn:
+            self.check_open()
+            self.pool.check_opening(max_tokens)
+            if max_tokens < self._length:
+                raise ContextError(f"max_tokens is {max_tokens}; the sequence has {self._length} tokens")
+            tables: list[PageTable] = []
+            try:
+                for part, table in zip(self.pool.parts, self.tables, strict=True):
+                    tables.append(part.fork(table, self._length, max_tokens))
+            except BaseException:
+                close(self.pool, tables)
+                raise
+            return PoolSequence(self.pool, tables, max_tokens, self.ids, self.salt)
+
+    def share_prefix(self, upto: int | None = None) -> None:
+        """Let other sequences read its whole pages.
+
+        Through a window they need the pages of the last tokens that they begin with. So where there are windows, texts
+        can be joined at the lengths at which this was called, and not before them.
+
+        Args:
+            upto: only pages of its first tokens, up to this one; None: of all.
+        """
+        with self.pool.turn:
+            self.check_open()
+            chain = digests(self.ids[:upto], self.salt)
+            for part, table in zip(self.pool.parts, self.tables, strict=True):
+                first = -(-table.first // PAGE_SIZE)  # the first whole page that is there
+                for number in range(first, len(chain)):
+                    part.prefix.put(chain[number], table.pages[number - table.start // PAGE_SIZE])
+                part.prefix.use(chain)
+
+    def load(self, cache: ModelCache, sequence: int = 0) -> None:
+        """Take the tokens of a cache of the same model and format. The sequence must be empty.
+
+        Args:
+            cache: of any reservation; it stays as it is.
+            sequence: which of its sequences.
+
+        Raises:
+            ValueError: tokens of another format or model, or a sequence that has tokens; nothing was taken.
+            ContextError: more tokens than the sequence has room for, or no page to write in place of a shared one;
+                nothing was taken.
+            RuntimeError: another thread uses the pool or the cache, or the sequence was released.
+        """
+        with self.pool.turn, cache.turn:
+            length = cache.lengths[sequence]
+            self.check_room(length)
+            if self._length:
+                raise ValueError(f"the sequence holds {self._length} tokens; expected an empty one")
+            self._check_format(cache)
+            if len(cache.ids[sequence]) != length:
+                raise ValueError(f"the cache knows the ids of {len(cache.ids[sequence])} of its {length} tokens")
+            self.step = None
+            try:
+                for part, table in zip(self.pool.parts, self.tables, strict=True):
+                    self._load(part, table, cache, sequence)
+            except BaseException:
+                for part, table in zip(self.pool.parts, self.tables, strict=True):
+                    part.go_back(table, 0)
+                raise
+            self.commit(cache.ids[sequence])
+
+    def _load(self, part: PagedLayers, table: PageTable, cache: ModelCache, sequence: int) -> None:
+        """:meth:`load`, of some layers; without counting the tokens."""
+        length = cache.lengths[sequence]
+        layers = [(layer, cache[self.pool.layers.index(layer)]) for layer in part.layers]
+        written = cache[0].sequences.written[sequence]
+        first = max(given.format.first(length, written) for _, given in layers)
+        part.begin_at(table, first, length)
+        rows = runs(table.pages, table.first - table.start, length - table.start)
+        for layer, given in layers:
+            given.settle_committed()
+            skipped = table.first - given.format.first(length, written)
+            for array, tokens in zip(layer.arrays, given.stored(sequence), strict=True):
+                put_rows(array, tokens[:, :, skipped:], rows)
+            mx.eval(layer.arrays)  # or the cache's next append would copy its whole array
+
+    def to_cache(self, max_seq_len: int | None = None) -> ModelCache:
+        """A cache of its own with the same tokens, for ``save`` or another engine.
+
+        Args:
+            max_seq_len: its reservation; None: as many tokens as the sequence has pages for.
+
+        Raises:
+            ContextError: a reservation for fewer tokens than there are, or more than this machine's memory.
+            RuntimeError: another thread uses the pool, or the sequence was released.
+        """
+        with self.pool.turn:
+            self.check_open()
+            made = self.pool.make_cache(self.max_tokens if max_seq_len is None else max_seq_len)
+            length = self._length
+            made.reserve(length)
+            # A ring that had this many tokens has lost the rows that are missing here.
+            parts = list(zip(self.pool.parts, self.tables, strict=True))
+            lost = [table.first + (part.window or 0) + SLACK for part, table in parts if table.first]
+            written = max([length, *lost])
+            for part, table in parts:
+                for layer in part.layers:
+                    own = made[self.pool.layers.index(layer)]
+                    first = own.format.first(length, written)
+                    rows = runs(table.pages, first - table.start, length - table.start)
+                    own.restore(0, [stored_rows(array, rows) for array in layer.arrays], first, (length,))
+                    mx.eval(own.buffers)  # or the pool's next append would copy its whole array
+            made[0].sequences.restore((length,), (written,), [self.ids])
+            return made
+
+    def _check_format(self, cache: ModelCache) -> None:
+        """Raise a ValueError unless a cache's tokens are stored as the pool's."""
+        if len(cache) != len(self.pool.layers):
+            raise ValueError(f"the cache has {len(cache)} layers; expected {len(self.pool.layers)}")
+        if cache.unchecked is not None:
+            raise ValueError("the cache comes from a snapshot that no model was compared with; check_cache does that")
+        if None not in (cache.identity, self.pool.identity) and cache.identity != self.pool.identity:
+            raise ValueError("the cache holds tokens of another model than the pool's")
+        for number, (given, layer) in enumerate(zip(cache, self.pool.layers, strict=True)):
+            own = replace(layer.format, slack=given.format.slack)
+            differs = difference(given.format, own, given.max_seq_len, self.pool.max_seq_len)
+            if differs:
+                raise ValueError(f"the cache is of another format: {differs}, in layer {number}")
+
+    def release(self) -> None:
+        """Give its pages back. It cannot be used after it; to release it again does nothing."""
+        with self.pool.turn:
+            if not self._released:
+                self._released = True
+                self.pool.num_sequences -= 1
+                close(self.pool, self.tables)
+
+
+def close(pool: PoolState, tables: Sequence[PageTable]) -> None:
+    """Give back the pages of the first parts' tables, or of all."""
+    for part, table in zip(pool.parts, tables, strict=False):
+        part.close(table)
