@@ -21,25 +21,19 @@ CHUNK = 128  # prompt tokens between two tokens of others: a quarter of a prefil
 
 
 class Counts(NamedTuple):
-    """What a scheduler has to do, and what it did.
+    """What a scheduler has to do.
 
     Attributes:
-        waiting: requests that no page is reserved for.
-        prefilling, running: answers whose prompt is being fed, and that get a token every step.
-        free_pages: that a request could have.
-        steps: of the batch.
-        tokens: handed out.
-        fed, cached: prompt tokens that were fed, and that a shared prefix had.
+        waiting: requests that no page is reserved for yet.
+        prefilling: answers whose prompt is being fed.
+        running: answers that get a token every step.
+        free_pages: that requests could have.
     """
 
     waiting: int
     prefilling: int
     running: int
     free_pages: int
-    steps: int
-    tokens: int
-    fed: int
-    cached: int
 
 
 @dataclass(eq=False, slots=True)
@@ -133,7 +127,6 @@ class Scheduler:
         self._prompt: _Work | None = None  # is being fed
         self._running: list[_Answer] = []  # those that call out last
         self._ready: list[Token] = []
-        self._steps = self._tokens = self._fed = self._cached = 0
 
     @property
     def idle(self) -> bool:
@@ -142,17 +135,10 @@ class Scheduler:
 
     @property
     def counts(self) -> Counts:
-        """What there is to do, and what was done."""
-        return Counts(
-            waiting=len(self._waiting),
-            prefilling=0 if (prompt := self._prompt) is None else len(prompt.open),
-            running=len(self._running),
-            free_pages=self._pool.num_free,
-            steps=self._steps,
-            tokens=self._tokens,
-            fed=self._fed,
-            cached=self._cached,
-        )
+        """What there is to do."""
+        prompt = self._prompt
+        prefilling = 0 if prompt is None else len(prompt.open)
+        return Counts(len(self._waiting), prefilling, len(self._running), self._pool.num_free)
 
     def check(self, request: Request) -> CheckedRequest:
         """See :func:`kvant.engine.request.check_request`; any thread may call it."""
@@ -214,27 +200,33 @@ class Scheduler:
             return
         try:
             self._reserve(work)
-        except ContextError:
-            self._free_when_full = self._pool.num_free
-            return
-        self._free_when_full = None
-        self._waiting.popleft()
-        self._prompt = work
+        except ContextError as error:
+            if not self._running:  # there is nothing to wait for: the pool serves somebody else too
+                self._end(work, "error", work.open, error)
+            else:
+                self._free_when_full = self._pool.num_free
+        except Exception as error:
+            self._end(work, "error", work.open, error)
+        else:
+            self._waiting.popleft()
+            self._free_when_full, self._prompt = None, work
 
     def _reserve(self, work: _Work) -> None:
-        checked, pool = work.checked, self._pool
-        prompt = () if checked.cache is not None else checked.ids
+        """Open the sequences of a request, with the beginning that others have fed."""
+        checked, pool, sequences = work.checked, self._pool, work.sequences
+        known = () if checked.cache is not None else checked.ids
         try:
-            work.sequences.append(pool.sequence(checked.reserved, prompt, salt=checked.request.salt))
-            for _ in range(len(work.open) - 1):  # what a fork needs of its own
-                work.sequences.append(pool.sequence(own_tokens(len(checked.ids), checked.reserved, pool)))
-            if checked.cache is not None:
-                work.sequences[0].load(checked.cache)
-            else:
-                work.cached = work.exact = work.sequences[0].length
-                self._cached += work.cached
+            sequences.append(pool.sequence(checked.reserved, known, salt=checked.request.salt))
+            for _ in range(len(work.open) - 1):  # places that are kept for forks
+                sequences.append(pool.sequence(own_tokens(len(checked.ids), checked.reserved, pool)))
+            if checked.cache is None:
+                work.cached = work.exact = sequences[0].length
+                return
+            sequences[0].load(checked.cache)
+            if sequences[0].ids != checked.ids[: checked.held]:
+                raise ValueError("the request's cache was changed after it was submitted")
         except BaseException:
-            _release(work.sequences)
+            _release(sequences)
             raise
 
     def _feed(self) -> None:
@@ -249,8 +241,8 @@ class Scheduler:
         except Exception as error:
             self._end(work, "error", work.open, error)
             return
-        self._prompt = None
         self._running = sorted([*self._running, *answers], key=lambda answer: answer.work.checked.calls_out)
+        self._prompt, work.sequences = None, []
         self._pick(mx.broadcast_to(logits, (len(answers), logits.shape[-1])), answers)
 
     def _feed_chunk(self, work: _Work) -> mx.array | None:
@@ -274,7 +266,6 @@ class Scheduler:
         batch.commit(ids=[chunk])
         if work.exact == start and len(chunk) == CHUNK:
             work.exact = end
-        self._fed += len(chunk)
         return logits
 
     def _begin(self, work: _Work) -> list[_Answer]:
@@ -290,7 +281,6 @@ class Scheduler:
             sampler = for_answer(checked.sampler, number)
             answers.append(_Answer(work, number, sampler, sequences[place], list(checked.ids)))
         _release(sequences[len(answers) :])  # of answers that were cancelled since
-        work.sequences = []
         return answers
 
     def _decode(self) -> None:
@@ -304,7 +294,6 @@ class Scheduler:
             for answer in answers:
                 self._end(answer.work, "error", answer.work.open, error)
             return
-        self._steps += 1
         self._pick(logits, answers)
 
     def _logits(self, answers: Sequence[_Answer]) -> mx.array:
@@ -346,7 +335,6 @@ class Scheduler:
         """Count a token and hand it out; after the last one the answer leaves."""
         checked = answer.work.checked
         answer.tokens.append(picked.token)
-        self._tokens += 1
         reason: FinishReason | None = None
         if picked.token in checked.stop_tokens:
             reason = "stop"
@@ -375,7 +363,9 @@ class Scheduler:
                 sequence.share_prefix()
             if not answer.work.checked.request.keep_cache:
                 return None, None
-            if sequence.length < min(len(answer.tokens), sequence.max_tokens):  # mlx-lm's caches hold the last token too
+            if sequence.length < min(
+                len(answer.tokens), sequence.max_tokens
+            ):  # mlx-lm's caches hold the last token too
                 self._logits([answer])
             return sequence.to_cache(), None
         except Exception as error:
