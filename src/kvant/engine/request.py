@@ -28,7 +28,8 @@ class Request:
         max_tokens: of each answer at most; -1: until the context is full.
         sampler: of :func:`kvant.sample_utils.make_sampler`, or (1, vocab) log-probabilities -> (1,). The draw at a
             position is the one that :func:`kvant.stream_generate` makes there. None: greedy.
-        logits_processors: called with all tokens so far, of the cache, the prompt and the answer, and (1, vocab) logits.
+        logits_processors: called with all tokens so far, of the cache, the prompt and the answer, and with logits
+            (1, vocab).
         stop_tokens: token ids that end an answer, which includes them.
         salt: prefixes are shared only between requests with the same salt.
         top_logprobs: how many of the most probable tokens are told with each token.
@@ -124,11 +125,12 @@ def check_request(request: Request, model: LanguageModel, pool: Pool, max_batch:
         raise ValueError(f"salt is {request.salt!r:.80}; expected bytes")
     sampler = for_a_run(greedy if request.sampler is None else request.sampler)
     processors = tuple(request.logits_processors)
-    for own in (sampler, *processors):
-        if isinstance(own, SeededSampler | Bias):
-            own.check(vocab_size)
-        elif not callable(own):
-            raise ValueError(f"{own!r:.80} is no sampler and no logits processor; expected a function")
+    own: list[object] = [sampler, *processors]
+    for each in own:
+        if isinstance(each, SeededSampler | Bias):
+            each.check(vocab_size)
+        elif not callable(each):
+            raise ValueError(f"{each!r:.80} is no sampler and no logits processor; expected a function")
     stop_tokens = frozenset(request.stop_tokens)
     if not all(type(token) is int for token in stop_tokens):
         raise ValueError(f"stop_tokens is {request.stop_tokens!r:.80}; expected token ids")

@@ -163,9 +163,9 @@ class Scheduler:
         self._waiting.append(work)
 
     def cancel(self, request: Request, answer: int | None = None) -> None:
-        """End its answers, or one of them, now: its pages are free. The next step tells. One that has ended is no error.
+        """End its answers, or one of them, now: their pages are free. The next step tells.
 
-        Another thread must not call it during a step.
+        One that has ended is no error. Another thread must not call it during a step.
         """
         if (work := self._under_way.get(request)) is not None:
             self._end(work, "cancelled", work.open if answer is None else work.open & {answer})
@@ -355,7 +355,7 @@ class Scheduler:
                 del self._under_way[token.request]
 
     def _leave(self, answer: _Answer) -> tuple[ModelCache | None, Exception | None]:
-        """Take an answer out of the batch; its pages are free. Returns its cache, if one is wanted, or why there is none."""
+        """Take an answer out of the batch; its pages are free. Returns its cache, where one is wanted, or an error."""
         self._running.remove(answer)
         sequence = answer.sequence
         try:
@@ -403,23 +403,21 @@ def _release(sequences: list[PoolSequence]) -> None:
 def _sample(logits: mx.array, answers: Sequence[_Answer]) -> list[_Picked]:
     """The next token of every answer, of the first rows of logits (rows, vocab)."""
     tokens, logprobs = sample_rows(logits, [answer.row for answer in answers])
-    count, vocab_size = len(answers), logits.shape[-1]
+    vocab_size = logits.shape[-1]
     if answers[0].work.checked.calls_out:  # as an index an unknown token would be read out of bounds
-        if tokens.shape != (count,):
-            raise ValueError(f"the sampler returned shape {tuple(tokens.shape)}; expected (1,)")
-        if not 0 <= (token := int(tokens.item())) < vocab_size:
+        token = int(tokens.item())  # type: ignore[arg-type]
+        if not 0 <= token < vocab_size:
             raise ValueError(f"the sampler picked token {token}; the model knows 0 to {vocab_size - 1}")
-    logprobs = logprobs[:count]
     chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1).squeeze(-1)
-    wanted = [answer.work.checked.request.top_logprobs for answer in answers]
-    tops: list[list[tuple[int, float]]] = [[] for _ in answers]
-    if most := max(wanted):
-        rows = [row for row, number in enumerate(wanted) if number]
-        asked = logprobs[mx.array(rows)]
-        ids = mx.argpartition(-asked, most - 1, axis=-1)[:, :most]
-        values = mx.take_along_axis(asked, ids, axis=-1)
-        mx.eval(tokens, chosen, ids, values)
-        for row, *pairs in zip(rows, ids.tolist(), values.tolist(), strict=True):
-            tops[row] = sorted(zip(*pairs, strict=True), key=lambda pair: (-pair[1], pair[0]))[: wanted[row]]
     mx.eval(tokens, chosen)
-    return [_Picked(*each) for each in zip(tokens.tolist(), chosen.tolist(), tops, strict=True)]
+    tops = [_top(logprobs, row, answer.work.checked.request.top_logprobs) for row, answer in enumerate(answers)]
+    return [_Picked(*each) for each in zip(tokens.tolist(), chosen.tolist(), tops, strict=True)]  # type: ignore[arg-type]
+
+
+def _top(logprobs: mx.array, row: int, count: int) -> list[tuple[int, float]]:
+    """The ``count`` most probable tokens of a row of (rows, vocab), the first first, with their log-probabilities."""
+    if not count:
+        return []
+    ids = mx.argpartition(-logprobs[row], count - 1)[:count]
+    pairs: list[tuple[int, float]] = list(zip(ids.tolist(), logprobs[row, ids].tolist(), strict=True))  # type: ignore[arg-type]
+    return sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
