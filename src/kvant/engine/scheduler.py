@@ -178,7 +178,8 @@ class Scheduler:
     def step(self) -> list[Token]:
         """Do one step. Returns the tokens that are new.
 
-        Errors of a request, or of the model, end the requests they belong to. An interruption ends all.
+        Errors of a request, or of the model, end the requests they belong to. An interruption ends all: every sequence
+        is released. Where it came in the middle of the pool's bookkeeping, a page may stay taken.
         """
         check_process()
         try:
