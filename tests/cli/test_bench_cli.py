@@ -234,14 +234,18 @@ def _wait_for(process: subprocess.Popen[str], line: str) -> None:
 
 
 TWO = ["--engine", "kvant", "--kv-bits", "8,4"]
-ENDLESS = [*TWO, "--prompt-tokens", "32", "-m", "16", "--repeats", "100000"]
+LONG = ["--prompt-tokens", "32", "-m", "16", "--repeats", "100000"]
+ENDLESS = [*TWO, *LONG]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "bits"), [(signal.SIGINT, "8,4"), (signal.SIGTERM, "8"), (signal.SIGHUP, "8")], ids=str
+)
+def test_interrupted(tmp_path: Path, number: signal.Signals, bits: str) -> None:
+    """In the third run. Several engines with one signal; the others end the same command."""
     file = tmp_path / "cut.jsonl"
-    process = _start(*ENDLESS, "--output", str(file))
-    _wait_for(process, "round 2 of 100000")
+    process = _start("--engine", "kvant", "--kv-bits", bits, *LONG, "--output", str(file))
+    _wait_for(process, f"round {2 if ',' in bits else 3} of 100000")
     workers = _children(process.pid)
     process.send_signal(number)
     output, errors = process.communicate(timeout=60)
@@ -249,8 +253,8 @@ def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
     assert "Traceback" not in errors
     recording = read_recording(file)
     assert len(recording.runs) >= 3
-    assert "kvant 8-bit" in output  # the report of the runs that came to their end
-    assert "kvant 4-bit" in output
+    for each in bits.split(","):
+        assert f"kvant {each}-bit" in output  # the report of the runs that came to their end
     _check_ended(workers)
 
 
