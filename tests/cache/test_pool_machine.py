@@ -80,6 +80,8 @@ class _Machine(RuleBasedStateMachine):
         oracle = OracleSequence(self.model, self.pool)
         oracle.ids = prompt[:held]
         unknown = [np.full(array.shape[:2] + array.shape[3:], np.nan) for array in self.pool.layers[0].arrays]
+        if self.bits:  # the scale says that it is unknown
+            unknown[0] = np.zeros(unknown[0].shape, np.uint8)
         for number, part in enumerate(self.pool.parts):
             numbers = [self.pool.layers.index(layer) for layer in part.layers]
             for page, digest in enumerate(digests(prompt[:held], salt)):
