@@ -60,8 +60,10 @@ def test_requests_from_many_threads(pocket: Pocket, make: Callable[..., BatchEng
         return [token.token for token in engine.submit(request)]
 
     with ThreadPoolExecutor(8) as threads:
+        asking = threads.submit(lambda: [engine.counts for _ in range(20_000)])
         for request, tokens in zip(requests * 2, threads.map(answer, [*requests]), strict=False):
             assert tokens == alone(pocket[0], request)
+    assert all(0 <= counts.free_pages <= PAGES for counts in asking.result())
     assert engine.counts == (0, 0, 0, PAGES)
     assert engine.alive
 
@@ -252,7 +254,7 @@ def test_many_short_requests_leave_nothing_behind(pocket: Pocket, make: Callable
     """A tenth of them is cancelled."""
     engine = make(max_batch=8, max_queue=None)
     rng = random.Random(0)
-    requests = count(150, 10_000)
+    requests = count(100, 10_000)
 
     def some(number: int) -> None:
         answers = []
@@ -278,7 +280,7 @@ def test_many_short_requests_leave_nothing_behind(pocket: Pocket, make: Callable
         mx.synchronize()
         return mx.get_active_memory(), len(gc.get_objects())
 
-    some(50)
+    some(30)
     memory, objects = held()
     some(requests)
     now, number = held()

@@ -28,7 +28,7 @@ TEXTS = [
 
 def _requests(pocket: Pocket, prompts: Sequence[Sequence[int]], **options: Any) -> list[Request]:
     stop = {"stop_tokens": pocket[1].eos_token_ids}
-    return [Request(prompt, **({"max_tokens": 20} | stop | options)) for prompt in prompts]
+    return [Request(prompt, **({"max_tokens": 12} | stop | options)) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_greedy_tokens_are_those_of_mlx_lms_model(
 ) -> None:
     """Without a cache: all of a text is computed again for every token."""
     scheduler, _ = scheduler_of(pocket[0])
-    for request, tokens in run_all(scheduler, _requests(pocket, prompts, stop_tokens=(), max_tokens=8)).items():
+    for request, tokens in run_all(scheduler, _requests(pocket, prompts, stop_tokens=(), max_tokens=4)).items():
         ids = list(request.prompt)
         for token in tokens:
             ids.append(mx.argmax(pocket_mlx_lm(mx.array([ids]))[0, -1]).item())  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def test_greedy_tokens_are_those_of_mlx_lms_model(
 def test_texts_are_the_same_in_company(pocket: Pocket, heldout_ids: list[int], bits: int) -> None:
     """At 8 and 4 bits rounding may flip a stored value, and so a text in a hundred; at 0 bits a draw."""
     scheduler, _ = scheduler_of(pocket[0], bits)
-    texts = count(6, 300)
+    texts = count(4, 300)
     starts = [(37 * i) % 900 for i in range(texts)]
     requests = [
         _requests(pocket, [heldout_ids[s : s + 20 + i % 100]], sampler=make_sampler(1.0, seed=i) if i % 2 else None)[0]
@@ -264,7 +264,7 @@ def test_cancelled_requests_leave_at_once(pocket: Pocket, heldout_ids: list[int]
 def test_several_answers_of_one_prompt(pocket: Pocket, heldout_ids: list[int], length: int) -> None:
     """Each is that of a single request with the next seed; the prompt is fed once, and its whole pages are shared."""
     scheduler, pool = scheduler_of(pocket[0], pages=7)
-    request = Request(heldout_ids[:length], max_tokens=40, sampler=make_sampler(1.2, seed=6), answers=4)
+    request = Request(heldout_ids[:length], max_tokens=12, sampler=make_sampler(1.2, seed=6), answers=4)
     scheduler.submit(request)
     told = scheduler.step()
     assert scheduler.counts[:3] == (0, 0, 4)
@@ -273,7 +273,7 @@ def test_several_answers_of_one_prompt(pocket: Pocket, heldout_ids: list[int], l
     while not scheduler.idle:
         told += scheduler.step()
     for answer in range(4):
-        alone = Request(request.prompt, max_tokens=40, sampler=make_sampler(1.2, seed=6 + answer))
+        alone = Request(request.prompt, max_tokens=12, sampler=make_sampler(1.2, seed=6 + answer))
         expected = ids_of(run_all(scheduler_of(pocket[0])[0], [alone])[alone])
         tokens = [token for token in told if token.answer == answer]
         if answer == 2:
@@ -363,7 +363,7 @@ def test_the_end_of_the_context(pocket: Pocket) -> None:
 def test_a_second_turn_feeds_what_is_new(pocket: Pocket, heldout_ids: list[int], deterministic: bool) -> None:
     """With determinism only what a prompt's chunks computed."""
     scheduler, _ = scheduler_of(pocket[0], deterministic=deterministic)
-    first = Request(heldout_ids[:200], max_tokens=100)
+    first = Request(heldout_ids[:240], max_tokens=20)
     told = run_all(scheduler, [first])[first]
     turn = [*first.prompt, *ids_of(told), 11, 12]
     again, salted = Request(turn, max_tokens=5), Request(turn, max_tokens=5, salt=b"another")
