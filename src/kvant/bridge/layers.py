@@ -21,6 +21,12 @@ from kvant.operators.fused_attention import attend_fused
 Mask = mx.array | str | None
 
 
+def scaled_query(query: mx.array, scale: float) -> mx.array:
+    """A query for attention that multiplies the scores by 1/sqrt(D), so that they are multiplied by ``scale``."""
+    factor = scale * math.sqrt(query.shape[3])
+    return query if math.isclose(factor, 1, rel_tol=1e-6) else query * factor
+
+
 class BridgedKVCache(QuantizedKVCache):
     """Keys and values of one layer of mlx-lm's model.
 
@@ -127,7 +133,7 @@ class BridgedKVCache(QuantizedKVCache):
         S = query.shape[2]
         causal = isinstance(mask, str)
         added = None if isinstance(mask, str) else mask
-        scaled = self.scaled(query, scale)
+        scaled = scaled_query(query, scale)
         backend = self.backend_for(query)
         placed = None if backend is None or sinks is not None else self._placed(key, mask)
         if backend is not None and placed is not None:
@@ -147,11 +153,6 @@ class BridgedKVCache(QuantizedKVCache):
         if on_cpu and (S == 1 or causal):  # fewer products for one token, no score matrix for many
             return attend_tokens(scaled, key, value, is_causal=causal, mask=added, sinks=sinks)
         return None
-
-    def scaled(self, query: mx.array, scale: float) -> mx.array:
-        """A query for attention that multiplies the scores by 1/sqrt(D), so that they are multiplied by ``scale``."""
-        factor = scale * math.sqrt(query.shape[3])
-        return query if math.isclose(factor, 1, rel_tol=1e-6) else query * factor
 
     def row_of(self, position: mx.array) -> mx.array:
         """The row of a position (), in operations that are the same for any."""

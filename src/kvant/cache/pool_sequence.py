@@ -1,6 +1,7 @@
 """A sequence of a pool: its tokens, and the pages they are in."""
 
 from collections.abc import Sequence
+from typing import Self
 
 from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
 from kvant.cache.pages import PAGE_SIZE
@@ -159,7 +160,7 @@ class PoolSequence:
         parts = zip(self.pool.parts, self.tables, strict=True)
         return length == self._length or all(part.can_go_back(table, length) for part, table in parts)
 
-    def fork(self, max_tokens: int | None = None) -> "PoolSequence":
+    def fork(self, max_tokens: int | None = None) -> Self:
         """A sequence of its own with the same tokens. It shares their pages; what one writes the other never sees.
 
         Args:
@@ -182,7 +183,7 @@ class PoolSequence:
             except BaseException:
                 close(self.pool, tables)
                 raise
-            return PoolSequence(self.pool, tables, max_tokens, self.ids, self.salt)
+            return type(self)(self.pool, tables, max_tokens, self.ids, self.salt)
 
     def share_prefix(self, upto: int | None = None) -> None:
         """Let other sequences read its whole pages.
