@@ -332,12 +332,17 @@ class StateCache(KVCache):
     @property
     def format(self) -> LayerFormat:
         """The arrays of the committed state."""
-        arrays = self._committed if self.offset else [None] * len(self._committed)
-        return LayerFormat("state", state=tuple(None if a is None else (DTYPE_NAMES[a.dtype], a.shape) for a in arrays))
+        state = tuple(None if a is None else (DTYPE_NAMES[a.dtype], a.shape) for a in self.committed)
+        return LayerFormat("state", state=state)
+
+    @property
+    def committed(self) -> list[mx.array | None]:
+        """The arrays of the committed state; None: not computed yet."""
+        return list(self._committed) if self.offset else [None] * len(self._committed)
 
     def stored_state(self) -> list[mx.array]:
         """See :class:`kvant.cache.KVCache`."""
-        return [array for array in self._committed if array is not None and self.offset]
+        return [array for array in self.committed if array is not None]
 
     def restore_state(self, arrays: list[mx.array | None]) -> None:
         """See :class:`kvant.cache.KVCache`."""
@@ -359,7 +364,7 @@ class StateCache(KVCache):
         """See :class:`kvant.cache.KVCache`. A step replaces the arrays, so these can be shared."""
         made = copy(self)
         made.arrays = ArraysCache(len(self.arrays.cache))
-        made.restore_state(self._committed if self.offset else [None] * len(self._committed))
+        made.restore_state(self.committed)
         return made
 
     def begin(self) -> None:

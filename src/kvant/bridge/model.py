@@ -179,9 +179,18 @@ class BridgedModel:
         if max_seq_len is None:
             max_seq_len = min(tokens, self.config.max_position_embeddings or tokens)
         sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
-        sizes |= {"prefill_step_size": prefill_step_size, "quant_group": quant_group}
-        check_format(sizes, "quant_bit", quant_bit)
-        pool = make_pool(self.module, self.config.model_type, self.dtype, quant_bit=quant_bit, **sizes)
+        sizes["prefill_step_size"] = prefill_step_size
+        check_format(sizes | {"quant_group": quant_group}, "quant_bit", quant_bit)
+        pool = make_pool(
+            self.module,
+            self.config.model_type,
+            self.dtype,
+            sizes=sizes,
+            quant_bit=quant_bit,
+            quant_group=quant_group,
+            make_cache=self.make_cache,
+            identity=self.identity,
+        )
         self._layout = self._layout or pool.layout
         return pool
 

@@ -1,6 +1,7 @@
 """A pool for mlx-lm's models: sequences of different lengths in one step, each with its own pages and states."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -8,8 +9,12 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 from mlx_lm.models.cache import KVCache as MlxLmKVCache
 
 from kvant.bridge import hook
+from kvant.bridge.cache import BridgedCache
+from kvant.bridge.layers import StateCache
 from kvant.bridge.pool_layer import PooledLayer, StepRows
 from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, as_text, leaves_of, probe
+from kvant.cache import ModelCache
+from kvant.cache.identity import Identity
 from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, stored_dtype
 from kvant.cache.pool import Pool, pool_bytes
 from kvant.cache.pool_batch import PoolBatch
@@ -26,11 +31,9 @@ AGREE, AGREE_HALF = 1e-3, 0.05
 
 
 class BridgedSequence(PoolSequence):
-    """A text in a pool of mlx-lm's model.
+    """A text in a pool of mlx-lm's model: its tokens, and the states of its linear and convolution layers."""
 
-    Attributes:
-        states: the arrays of each linear or convolution layer after its tokens; of another length they are not known.
-    """
+    pool: "BridgedPool"
 
     def __init__(self, pool: "BridgedPool", *arguments: Any) -> None:
         super().__init__(pool, *arguments)
@@ -56,6 +59,25 @@ class BridgedSequence(PoolSequence):
         made.states = self.states
         return made
 
+    def load(self, cache: ModelCache, sequence: int = 0) -> None:
+        """As :meth:`PoolSequence.load`, the states too."""
+        if not isinstance(cache, BridgedCache) or cache.layout != self.pool.layout:
+            raise ValueError("the cache is for a model with other layers than the pool's")
+        super().load(cache, sequence)
+        self.states = [
+            [None if array is None else array[sequence : sequence + 1] for array in layer.committed]
+            for layer in cache.layers
+            if isinstance(layer, StateCache)
+        ]
+
+    def to_cache(self, max_seq_len: int | None = None) -> ModelCache:
+        """As :meth:`PoolSequence.to_cache`, the states too."""
+        made = super().to_cache(max_seq_len)
+        layers = (layer for layer in made.layers if isinstance(layer, StateCache))
+        for layer, arrays in zip(layers, self.states, strict=True):
+            layer.restore_state(arrays)
+        return made
+
     def share_prefix(self, upto: int | None = None) -> None:
         """As :meth:`PoolSequence.share_prefix`; nothing where there are states, which no page holds."""
         if not self._empty:
@@ -79,9 +101,9 @@ class BridgedPool(Pool):
 
     sequence_kind = BridgedSequence
 
-    def __init__(self, found: Sequence[Entry], formats: Sequence[LayerFormat], **sizes: int) -> None:
-        """``found``: by a probe of the model. ``formats``: of its layers that keep rows. ``sizes``: as in Pool."""
-        super().__init__(formats, [None] * len(formats), **sizes)
+    def __init__(self, found: Sequence[Entry], formats: Sequence[LayerFormat], **options: Any) -> None:
+        """``found``: by a probe of the model. ``formats``: of its layers that keep rows. ``options``: as Pool has."""
+        super().__init__(formats, [None] * len(formats), **options)
         self.layout = as_text(found)
         self.entries = tuple(found)
         self.states = tuple(leaf for leaf in leaves_of(found) if isinstance(leaf, State))
@@ -197,41 +219,43 @@ def make_pool(
     name: str,
     dtype: mx.Dtype,
     *,
-    tokens: int,
-    sequences: int,
-    max_seq_len: int,
-    prefill_step_size: int,
+    sizes: dict[str, int],
     quant_bit: int,
     quant_group: int,
+    make_cache: Callable[..., BridgedCache],
+    identity: Identity | None,
 ) -> BridgedPool:
-    """A pool of mlx-lm's model; arguments and errors as :meth:`kvant.bridge.model.BridgedModel.make_pool` has them.
+    """A pool of mlx-lm's model; errors as :meth:`kvant.bridge.model.BridgedModel.make_pool` has them.
 
     Before anything is reserved the model is tried with a small pool: some take one position for all sequences, or
     the position from the number of rows that they read, or add a boolean mask to the scores.
+
+    Args:
+        model: mlx-lm's.
+        name: of its architecture, for errors.
+        dtype: it computes in.
+        sizes: tokens, sequences, max_seq_len and prefill_step_size, as :class:`kvant.cache.pool.Pool` has them.
+        quant_bit, quant_group: as :func:`kvant.bridge.make_model_cache` has them.
+        make_cache, identity: of the model.
     """
     found = probe(model)
     for leaf in leaves_of(found):
         if isinstance(leaf, Attention) and (leaf.chunk is not None or leaf.keep):
             kind = "attends in chunks" if leaf.chunk is not None else f"keeps its first {leaf.keep} tokens in a window"
             raise ModelError(f"{name} {kind}, which a pool has no pages for; one sequence at a time works")
-    tried = BridgedPool(
-        found,
-        _formats(found, 64, 0, quant_group),
-        tokens=len(TRIED) * Pool.page_size,
-        sequences=len(TRIED),
-        max_seq_len=64,
-        prefill_step_size=32,
-    )
-    attends_apart = _try(model, name, tried, AGREE if dtype == mx.float32 else AGREE_HALF)
-    del tried
-    formats = _formats(found, max_seq_len, quant_bit, quant_group)
-    sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
-    sizes["prefill_step_size"] = prefill_step_size
-    states = sequences * sum(leaf.nbytes for leaf in leaves_of(found) if isinstance(leaf, State))
-    check_memory(tokens, pool_bytes(formats, **sizes) + states)
-    made = BridgedPool(found, formats, **sizes)
-    made.attends_apart = attends_apart
-    return made
+
+    def made(bits: int, sizes: dict[str, int]) -> BridgedPool:
+        formats = _formats(found, sizes["max_seq_len"], bits, quant_group)
+        states = sizes["sequences"] * sum(leaf.nbytes for leaf in leaves_of(found) if isinstance(leaf, State))
+        check_memory(sizes["tokens"], pool_bytes(formats, **sizes) + states)
+        options = {"quant_bit": bits, "quant_group": quant_group}
+        return BridgedPool(found, formats, **sizes, make_cache=partial(make_cache, **options), identity=identity)
+
+    small = {"tokens": len(TRIED) * Pool.page_size, "sequences": len(TRIED), "max_seq_len": 64, "prefill_step_size": 32}
+    attends_apart = _try(model, name, made(0, small), AGREE if dtype == mx.float32 else AGREE_HALF)
+    pool = made(quant_bit, sizes)
+    pool.attends_apart = attends_apart
+    return pool
 
 
 def _try(model: Model, name: str, pool: BridgedPool, agree: float) -> bool:
@@ -241,7 +265,7 @@ def _try(model: Model, name: str, pool: BridgedPool, agree: float) -> bool:
         ModelError: such a step fails, or gives other logits than a step of each sequence.
     """
     hook.install()
-    refused = f"{name} runs one sequence at a time, not several of different lengths in a step"
+    refused = f"{name} has no step of several sequences of different lengths; one sequence at a time works"
     texts = [[2 + (7 + 31 * i + 5 * b) % 59 for i in range(count + 1)] for b, count in enumerate(TRIED)]
     opened = [pool.sequence(pool.max_seq_len) for _ in texts]
 
@@ -264,13 +288,13 @@ def _try(model: Model, name: str, pool: BridgedPool, agree: float) -> bool:
     try:
         given = logits(batch, [[text[-1]] for text in texts])
     except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ModelError(f"{refused}: {reason}") from error
+        said = str(error).partition("\n")[0]
+        raise ModelError(f"{refused}. mlx-lm's model raised {type(error).__name__}: {said}") from error
     expected = mx.concatenate(alone)
     finite = mx.isfinite(expected)
     difference = mx.abs(mx.where(finite, given - expected, 0)).max()
     if not (difference <= agree * mx.abs(mx.where(finite, expected, 0)).max()).item():
-        raise ModelError(f"{refused}: its logits would be others")
+        raise ModelError(f"{refused}. Its logits would be others than alone")
     return all(layer.attends for layer in batch.layers)
 
 
