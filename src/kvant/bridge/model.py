@@ -226,7 +226,8 @@ class BridgedModel:
         if cache is None:
             return logits
         # What logits do not need is computed too: it would wait, with all that it is made of, step after step.
-        return mx.depends([logits], cache.state)[0]
+        (logits,) = mx.depends([logits], cache.state)
+        return logits
 
 
 def parameters(module: Module) -> dict[str, mx.array]:
