@@ -65,9 +65,9 @@ def read_prompt(argument: str | None, option: str | None) -> str:
     written = option if argument is None else argument
     options.check_text(the_prompt=written)
     if written == "-":
-        prompt = _standard_input()
+        prompt = _piped_text()
     else:
-        piped = "" if sys.stdin.isatty() else _standard_input().rstrip("\r\n")
+        piped = "" if sys.stdin.isatty() else _piped_text().rstrip("\r\n")
         parts = [part for part in (piped, written) if part is not None and (part is written or part.strip())]
         if not parts:
             raise BadValueError("no prompt; give it as an argument, with --prompt, or pipe it into standard input")
@@ -77,12 +77,15 @@ def read_prompt(argument: str | None, option: str | None) -> str:
     return prompt
 
 
-def _standard_input() -> str:
+def standard_input() -> bytes:
     """All of it. Whoever inherits a pipe that nobody closes waits for ever, and is told so."""
     with _said_if_it_lasts("waiting for the end of standard input; Ctrl-D ends it, `< /dev/null` leaves it out"):
-        data = sys.stdin.buffer.read()
+        return sys.stdin.buffer.read()
+
+
+def _piped_text() -> str:
     try:
-        return data.decode("utf-8")
+        return standard_input().decode("utf-8")
     except UnicodeDecodeError as error:
         raise PromptError(f"standard input is not UTF-8: {error}") from error
 
