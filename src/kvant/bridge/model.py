@@ -17,6 +17,9 @@ from kvant.bridge.config import BridgedConfig
 from kvant.bridge.traced import can_trace
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
+from kvant.cache.pool import Pool
+from kvant.cache.pool_batch import PoolBatch
+from kvant.errors import ModelError
 from kvant.models.inputs import check_ids, check_offset
 from kvant.models.reservation import default_reservation
 from kvant.threads import check_process
@@ -67,14 +70,14 @@ class BridgedModel:
             cache.commit()
         return logits
 
-    def feed(self, inputs: mx.array, cache: ModelCache) -> list[mx.array]:
+    def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
         """Begin a step of (B, S) ids whose logits nobody reads; see :class:`kvant.models.LanguageModel`."""
         bridged = self.check_cache(cache)
         bridged.begin(inputs)
         self._logits(inputs, bridged)  # dropped, so that what only logits need is never computed
         return bridged.state
 
-    def next_logits(self, inputs: mx.array, cache: ModelCache) -> mx.array:
+    def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
         """Begin a step of (B, S) ids. Returns the logits (B, vocab) of the last position, not evaluated."""
         bridged = self.check_cache(cache)
         bridged.begin(inputs)
@@ -93,7 +96,7 @@ class BridgedModel:
         logits: mx.array = self.module(token[None], cache=views)
         return logits[:, -1]
 
-    def check_cache(self, cache: Sequence[KVCache], batch: int | None = None) -> BridgedCache:
+    def check_cache(self, cache: Sequence[KVCache] | PoolBatch, batch: int | None = None) -> BridgedCache:
         """The cache, if :meth:`make_cache` of a model of this kind made it.
 
         Raises:
@@ -143,6 +146,21 @@ class BridgedModel:
         cache.identity = self.identity
         self._layout = self._layout or cache.layout  # or the model would be probed once more
         return cache
+
+    def make_pool(
+        self,
+        tokens: int,
+        *,
+        sequences: int,
+        quant_bit: int = 8,
+        quant_group: int = 32,
+        bias_split: bool = True,
+        kernels: str | None = None,
+        max_seq_len: int | None = None,
+        prefill_step_size: int = 512,
+    ) -> Pool:
+        """Raise a ModelError: there is no pool for the layers of mlx-lm's models."""
+        raise ModelError(f"{self.config.model_type} runs through mlx-lm's model, whose layers cannot use a pool")
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,7 @@
 """The block stack: token ids in, logits out. B batch, S new tokens, H query heads, K kv heads, D head_dim."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,8 @@ import mlx.core as mx
 
 from kvant.cache import AttentionCache, KVCache, ModelCache, QuantizedKVCache, WindowKVCache
 from kvant.cache.identity import Identity
+from kvant.cache.pool import Pool, pool_bytes
+from kvant.cache.pool_batch import PoolBatch
 from kvant.models.adapted import Matrix
 from kvant.models.bias import ProjectionBias
 from kvant.models.cache_check import check_cache
@@ -17,6 +19,7 @@ from kvant.models.experts import Experts
 from kvant.models.inputs import check_ids, check_offset
 from kvant.models.linear import Linear
 from kvant.models.mlp import MLP
+from kvant.models.pool import check_batch, longest_sequence, pool_formats
 from kvant.models.reservation import check_memory, default_reservation
 from kvant.operators.attention import attend_tokens
 from kvant.operators.masks import window_mask
@@ -156,7 +159,10 @@ class Decoder:
         self._lm_head = lm_head
 
     def __call__(
-        self, inputs: mx.array, offset: int | mx.array | None = None, cache: Sequence[KVCache] | None = None
+        self,
+        inputs: mx.array,
+        offset: int | mx.array | None = None,
+        cache: Sequence[KVCache] | PoolBatch | None = None,
     ) -> mx.array:
         """Logits of every position; the step is committed.
 
@@ -164,7 +170,8 @@ class Decoder:
             inputs: (B, S) token ids: S new tokens of each of B sequences.
             offset: tokens already in the cache: an int where all sequences have as many, or an integer array (B,).
                 It can only confirm the cache's own count, which None takes.
-            cache: from :meth:`make_cache`, appended to; None: plain causal attention, nothing kept.
+            cache: from :meth:`make_cache`, or a batch of a pool from :meth:`make_pool`, appended to; None: plain causal
+                attention, nothing kept.
 
         Returns:
             (B, S, vocab) in the compute dtype.
@@ -179,7 +186,7 @@ class Decoder:
         check_ids(inputs, self.config.vocab_size)
         if cache is None:
             return self.logits(self.hidden_states(inputs, offset))
-        cache = self.check_cache(cache)
+        cache = self._checked(cache)
         with cache.turn:
             hidden = self.hidden_states(inputs, offset, cache)
             if threading.active_count() > 1:  # computed while no other thread may write to the cache
@@ -188,7 +195,10 @@ class Decoder:
         return self.logits(hidden)
 
     def hidden_states(
-        self, inputs: mx.array, offset: int | mx.array | None = None, cache: Sequence[KVCache] | None = None
+        self,
+        inputs: mx.array,
+        offset: int | mx.array | None = None,
+        cache: Sequence[KVCache] | PoolBatch | None = None,
     ) -> mx.array:
         """The normalized stream after the last layer, (B, S, hidden): what :meth:`logits` reads.
 
@@ -201,13 +211,15 @@ class Decoder:
         if cache is None:
             check_offset(offset, (0,) * batch)
             return self.states(inputs, 0, [None] * len(self.layers))
-        cache = self.check_cache(cache)
+        cache = self._checked(cache)
         # An empty cache that grows takes any number of sequences. Another number of them is refused by begin.
         check_offset(offset, cache.lengths if len(cache.lengths) == batch else cache.lengths[:1] * batch)
         lengths = cache.begin(inputs)
-        return self.states(inputs, lengths[0] if len(set(lengths)) == 1 else mx.array(lengths), cache)
+        # A pool's are an array always: a token's logits are not to depend on the lengths of other sequences.
+        alike = len(set(lengths)) == 1 and isinstance(cache, ModelCache)
+        return self.states(inputs, lengths[0] if alike else mx.array(lengths), cache)
 
-    def states(self, inputs: mx.array, start: int | mx.array, caches: Sequence[AttentionCache | None]) -> mx.array:
+    def states(self, inputs: mx.array, start: int | mx.array, caches: Iterable[AttentionCache | None]) -> mx.array:
         """:meth:`hidden_states` through anything that attends, in operations that are the same for any array ``start``.
 
         Args:
@@ -240,11 +252,14 @@ class Decoder:
         """See :class:`kvant.models.LanguageModel`."""
         return check_cache(cache, batch, self.config, self.identity, self.make_cache)
 
-    def feed(self, inputs: mx.array, cache: ModelCache) -> list[mx.array]:
+    def _checked(self, cache: Sequence[KVCache] | PoolBatch) -> ModelCache | PoolBatch:
+        return check_batch(cache, self.config) if isinstance(cache, PoolBatch) else self.check_cache(cache)
+
+    def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
         """Begin a step of (B, S) ids whose logits nobody reads; see :class:`kvant.models.LanguageModel`."""
         return [self.hidden_states(inputs, cache=cache)[:, -1]]
 
-    def next_logits(self, inputs: mx.array, cache: ModelCache) -> mx.array:
+    def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
         """Begin a step of (B, S) ids. Returns the logits (B, vocab) of the last position, not evaluated."""
         return self.logits(self.hidden_states(inputs, cache=cache)[:, -1])
 
@@ -294,6 +309,55 @@ class Decoder:
         cache = ModelCache([layer.self_attn.cache(max_seq_len, bias_split, options) for layer in self.layers])
         cache.identity, cache.rotary = self.identity, self._rotary
         return cache
+
+    def make_pool(
+        self,
+        tokens: int,
+        *,
+        sequences: int,
+        quant_bit: int = 8,
+        quant_group: int = 32,
+        bias_split: bool = True,
+        kernels: str | None = None,
+        max_seq_len: int | None = None,
+        prefill_step_size: int = 512,
+    ) -> Pool:
+        """Reserve a pool for many sequences; at 0 bits they keep the compute dtype.
+
+        Args:
+            tokens: of all sequences together. Whole pages of 128 are made of them, and a page is one sequence's.
+            sequences: that can be open at once.
+            quant_bit, quant_group, bias_split: as in :meth:`make_cache`.
+            kernels: "unfused" or None. The fused kernel does not read pages.
+            max_seq_len: tokens that one sequence can have; None: all of the pool's, at most the model's context.
+            prefill_step_size: new tokens of one sequence in a step, at most.
+
+        Raises:
+            ValueError: a size below 1, a cache format that the model cannot have, or kernels="fused".
+            ContextError: more than this machine's memory; nothing was allocated.
+        """
+        check_process()
+        if kernels not in (None, "unfused"):
+            raise ValueError(f"kernels is {kernels!r}; a pool is read by the unfused operator, 'unfused' or None")
+        for name, number in (("tokens", tokens), ("sequences", sequences), ("prefill_step_size", prefill_step_size)):
+            if type(number) is not int or number < 1:
+                raise ValueError(f"{name} is {number!r}; expected a positive int")
+        max_seq_len = longest_sequence(self.config, tokens, max_seq_len)
+        biases = [layer.self_attn.qkv_bias for layer in self.layers] if bias_split else []
+        split = [bias for bias in biases if bias is not None]
+        formats = pool_formats(
+            self.config,
+            dtype=self.dtype,
+            quant_bit=quant_bit,
+            quant_group=quant_group,
+            max_seq_len=max_seq_len,
+            split_pairs=[bias.pairs for bias in split] if split else None,
+        )
+        sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
+        sizes["prefill_step_size"] = prefill_step_size
+        check_memory(tokens, pool_bytes(formats, **sizes))
+        splits = [bias.split(self.config, max_seq_len) for bias in split]
+        return Pool(formats, splits or [None] * len(formats), **sizes)
 
     @property
     def nbytes(self) -> int:

@@ -7,6 +7,8 @@ import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
+from kvant.cache.pool import Pool
+from kvant.cache.pool_batch import PoolBatch
 
 
 class LanguageModelConfig(Protocol):
@@ -70,13 +72,13 @@ class LanguageModel(Protocol):
     ) -> mx.array:
         """Logits (B, S, vocab) of every position of (B, S) ids. The step is committed; see :class:`Decoder`."""
 
-    def feed(self, inputs: mx.array, cache: ModelCache) -> list[mx.array]:
+    def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
         """Begin a step of (B, S) ids whose logits nobody reads. Evaluating the arrays computes it.
 
         As :meth:`next_logits`, the step is left for ``cache.commit``, and ids are not looked at.
         """
 
-    def next_logits(self, inputs: mx.array, cache: ModelCache) -> mx.array:
+    def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
         """Begin a step of (B, S) ids. Returns the logits (B, vocab) of the last position, not evaluated."""
 
     @property
@@ -115,6 +117,24 @@ class LanguageModel(Protocol):
         kernels: str | None = None,
     ) -> ModelCache:
         """Reserve a cache; see :meth:`Decoder.make_cache`."""
+
+    def make_pool(
+        self,
+        tokens: int,
+        *,
+        sequences: int,
+        quant_bit: int = 8,
+        quant_group: int = 32,
+        bias_split: bool = True,
+        kernels: str | None = None,
+        max_seq_len: int | None = None,
+        prefill_step_size: int = 512,
+    ) -> Pool:
+        """Reserve a pool for many sequences; see :meth:`Decoder.make_pool`.
+
+        Raises:
+            ModelError: the model's layers cannot use one.
+        """
 
 
 def context_limit(model: LanguageModel, reserved: int | None) -> int | None:

@@ -1,0 +1,231 @@
+"""The arrays of a pool's layers, and the pages that a sequence has in them."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from kvant.cache.layer_format import DTYPES, LayerFormat
+from kvant.cache.pages import PAGE_SIZE, Pages, pages_for
+from kvant.cache.prefix import PrefixIndex
+from kvant.errors import ContextError
+from kvant.operators.bias_split import BiasSplit
+
+
+@dataclass(slots=True)
+class PageTable:
+    """The pages of one sequence in the layers that share them, in the order of positions.
+
+    Attributes:
+        first: the first position whose row is still there; 0 without a window.
+        pages: page 0 is that of position ``first``.
+        limit: pages that it may have at once.
+    """
+
+    first: int
+    pages: list[int]
+    limit: int
+
+    @property
+    def start(self) -> int:
+        """The position of the first row of the first page."""
+        return self.first // PAGE_SIZE * PAGE_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLayer:
+    """A layer's rows.
+
+    Attributes:
+        format: of its tokens.
+        bias_split: the biases that tokens are stored without.
+        arrays: values (2, K, T, D'), and where they are quantized scales (2, K, T, D/G). Nothing else may hold them, or
+            a slice of them: MLX would copy the whole array at the next append.
+    """
+
+    format: LayerFormat
+    bias_split: BiasSplit | None
+    arrays: list[mx.array] = field(default_factory=list)
+
+    def allocate(self, num_pages: int) -> None:
+        """Allocate the arrays and touch them; they never grow."""
+        stored = self.format.arrays(num_pages * PAGE_SIZE).values()
+        self.arrays.extend(mx.zeros(shape, DTYPES[dtype]) for dtype, shape in stored)
+        split = self.bias_split
+        mx.eval(self.arrays, [] if split is None else [split.key_bias, split.rotation, split.value_bias])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays and of the bias tables."""
+        return sum(part.nbytes for part in (*self.arrays, self.bias_split) if part is not None)
+
+
+class PagedLayers:
+    """The layers that share page tables: those that see all tokens, or those of one window width.
+
+    Without a window a sequence is given all its pages when it is opened. With one its pages move along: a page whose
+    rows all left the window is given back, and one is taken for new rows. How many it may have at once is promised when
+    it is opened, and the promises to all sequences are never more than there are pages. So a page is always found.
+
+    Attributes:
+        window: tokens that a query sees, its own included; None: all.
+        layers: their rows.
+        pages: of each of these layers.
+        prefix: the pages that new sequences may share.
+        promised: pages that sequences may have, with a window.
+    """
+
+    def __init__(self, window: int | None, layers: Sequence[PoolLayer], num_pages: int, step_size: int) -> None:
+        """``step_size``: new tokens of a sequence in one step, at most."""
+        self.window = window
+        self.layers = tuple(layers)
+        self.pages = Pages(num_pages)
+        self.prefix = PrefixIndex(self.pages)
+        self.promised = 0
+        self._ring = ring_pages(window, step_size)
+
+    def limit(self, max_tokens: int) -> int:
+        """Pages that a sequence may have at once."""
+        return int(min(pages_for(max_tokens), self._ring))
+
+    @property
+    def num_free(self) -> int:
+        """Pages that a new sequence could have: also those that only the prefix index holds."""
+        return self._room if self.window is None else self.pages.num - self.promised
+
+    @property
+    def _room(self) -> int:
+        return self.pages.num_free + self.prefix.num_idle
+
+    def first_seen(self, length: int) -> int:
+        """The first position that the query at position ``length`` sees."""
+        return 0 if self.window is None else max(0, length - self.window + 1)
+
+    def open(self, chain: Sequence[bytes], max_tokens: int) -> PageTable:
+        """Pages for ``max_tokens`` tokens, of which those under a chain of digests are shared.
+
+        Raises:
+            ContextError: too few pages are free; nothing was taken.
+        """
+        first = self.first_seen(len(chain) * PAGE_SIZE) // PAGE_SIZE
+        table = PageTable(first * PAGE_SIZE, self.prefix.hold(chain[first:]), self.limit(max_tokens))
+        return self._reserve(table, max_tokens)
+
+    def fork(self, table: PageTable, length: int, max_tokens: int) -> PageTable:
+        """A table that shares whole pages with another, for a sequence of the same ``length`` tokens.
+
+        The last page, where it is not whole, is copied at once: each of the two is going to write there, so that its
+        place has to be found in any case.
+
+        Raises:
+            ContextError: too few pages are free; nothing was taken.
+        """
+        whole, rest = (length - table.start) // PAGE_SIZE, length % PAGE_SIZE
+        self.pages.share(table.pages[:whole])
+        made = self._reserve(PageTable(table.first, table.pages[:whole], self.limit(max_tokens)), max_tokens)
+        if rest:
+            if len(made.pages) == whole:
+                made.pages += self._take(1)
+            self._copy(table.pages[whole], made.pages[whole], rest)
+        return made
+
+    def close(self, table: PageTable) -> None:
+        """Give a table's pages back."""
+        if self.window is not None:
+            self.promised -= table.limit
+        self.pages.release(table.pages)
+        table.pages = []
+        table.limit = 0
+
+    def can_go_back(self, table: PageTable, length: int) -> bool:
+        """Whether all that the query at position ``length`` sees is still there, or nothing is to be."""
+        return length == 0 or self.first_seen(length) >= table.first
+
+    def go_back(self, table: PageTable, length: int) -> None:
+        """Become a table of so many tokens."""
+        if self.first_seen(length) < table.first:  # of none
+            self.pages.release(table.pages)
+            table.pages, table.first = [], 0
+
+    def make_room(self, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int) -> None:
+        """Give each table pages of its own for the rows of tokens behind ``lengths``. A shared page is copied.
+
+        Raises:
+            ContextError: too few pages are free for the copies; no row was written.
+        """
+        for table, length in zip(tables, lengths, strict=True):
+            if self.window is not None:
+                self._move(table, length, length + new_tokens)
+        written = [
+            (table, number, max(0, length - table.start - number * PAGE_SIZE))
+            for table, length in zip(tables, lengths, strict=True)
+            for number in range((length - table.start) // PAGE_SIZE, pages_for(length + new_tokens - table.start))
+        ]
+        counts = Counter(table.pages[number] for table, number, _ in written)
+        shared = [page for page in counts if self.pages.refcount(page) > 1]
+        if not shared:
+            return
+        if self._copies(counts, shared) > self._room:
+            for page in shared:  # a page that only the index holds besides is no longer shared
+                self.prefix.forget(page)
+        if (needed := self._copies(counts, shared)) > self._room:
+            raise ContextError(
+                f"{needed} shared pages are to be written; of {self.pages.num} pages {self._room} are free for a copy"
+            )
+        for table, number, rows in written:
+            page = table.pages[number]
+            if self.pages.refcount(page) > 1:
+                (own,) = self._take(1)
+                if rows:
+                    self._copy(page, own, rows)
+                table.pages[number] = own
+                self.pages.release([page])
+
+    def _move(self, table: PageTable, start: int, end: int) -> None:
+        """Give back the pages that no query from position ``start`` on sees, and take those up to ``end``."""
+        gone = min(self.first_seen(start) // PAGE_SIZE - table.first // PAGE_SIZE, len(table.pages))
+        if gone > 0:
+            given, table.pages = table.pages[:gone], table.pages[gone:]
+            table.first = table.start + gone * PAGE_SIZE
+            self.pages.release(given)
+        table.pages += self._take(max(0, pages_for(end - table.start) - len(table.pages)))
+
+    def _reserve(self, table: PageTable, max_tokens: int) -> PageTable:
+        """The table with its pages, or a promise of them; where there is neither, what it holds is given back."""
+        needed = table.limit if self.window is not None else table.limit - len(table.pages)
+        if needed > self.num_free:
+            free = self.num_free
+            self.pages.release(table.pages)
+            raise ContextError(
+                f"{max_tokens} tokens need {needed} more pages of {PAGE_SIZE}; {free} of {self.pages.num} are free"
+            )
+        if self.window is not None:
+            self.promised += needed
+        else:
+            table.pages += self._take(needed)
+        return table
+
+    def _take(self, count: int) -> list[int]:
+        if count > self.pages.num_free:
+            self.prefix.give_up(count - self.pages.num_free)
+        return self.pages.allocate(count)
+
+    def _copies(self, counts: Counter[int], shared: Sequence[int]) -> int:
+        """Pages needed so that each writer of a shared page has one of its own: the last holder needs none."""
+        return sum(min(counts[page], self.pages.refcount(page) - 1) for page in shared)
+
+    def _copy(self, page: int, to: int, rows: int) -> None:
+        """Copy the first rows of a page to another, in all layers."""
+        page, to = page * PAGE_SIZE, to * PAGE_SIZE
+        for layer in self.layers:
+            held = [mx.contiguous(array[:, :, page : page + rows]) for array in layer.arrays]
+            mx.eval(held)  # before the write: MLX would copy the whole array for it
+            for array, part in zip(layer.arrays, held, strict=True):
+                array[:, :, to : to + rows] = part
+
+
+def ring_pages(window: int | None, step_size: int) -> float:
+    """Pages that hold what steps of ``step_size`` tokens see through a window; without one any number."""
+    return math.inf if window is None else pages_for(window - 1 + step_size) + 1

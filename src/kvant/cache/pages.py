@@ -1,0 +1,96 @@
+"""Pages of a pool: which are free, and how many hold each. No arrays."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from kvant.errors import ContextError
+
+PAGE_SIZE = 128  # rows; PMX's default
+
+Run = tuple[int, int]  # the first row of some that lie side by side, and the one behind the last
+
+
+class Pages:
+    """The pages 0 to ``num - 1``. A page that nobody holds is free.
+
+    Attributes:
+        num, num_free: pages in all, and those that are free.
+    """
+
+    def __init__(self, num: int) -> None:
+        self.num = self.num_free = num
+        self._holders = [0] * num
+        self._free = [(0, num)] if num else []  # the first page and the number of each free stretch, in order
+
+    def allocate(self, count: int) -> list[int]:
+        """``count`` free pages, held once, as few stretches as there are.
+
+        The smallest stretch that is long enough is taken, so that long ones stay; where none is, the longest first.
+
+        Raises:
+            ContextError: fewer are free; nothing was taken.
+        """
+        if count > self.num_free:
+            raise ContextError(f"{count} pages are needed; {self.num_free} of {self.num} are free")
+        pages: list[int] = []
+        while len(pages) < count:
+            missing = count - len(pages)
+            fitting = [length for _, length in self._free if length >= missing]
+            wanted = min(fitting) if fitting else max(length for _, length in self._free)
+            place = next(i for i, (_, length) in enumerate(self._free) if length == wanted)
+            first, taken = self._free[place][0], min(wanted, missing)
+            self._free[place : place + 1] = [(first + taken, wanted - taken)] if wanted > taken else []
+            pages += range(first, first + taken)
+        for page in pages:
+            self._holders[page] = 1
+        self.num_free -= count
+        return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Hold pages once more."""
+        for page in pages:
+            assert self._holders[page], f"page {page} is free"
+            self._holders[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Hold pages once less."""
+        for page in pages:
+            assert self._holders[page], f"page {page} is free"
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._add_free(page)
+
+    def refcount(self, page: int) -> int:
+        """How many hold a page."""
+        return self._holders[page]
+
+    def _add_free(self, page: int) -> None:
+        """Make a page free and join it with its free neighbours."""
+        place = bisect_left(self._free, (page, 0))
+        first, last, start, end = page, page + 1, place, place
+        if place and sum(self._free[place - 1]) == page:
+            start, first = place - 1, self._free[place - 1][0]
+        if place < len(self._free) and self._free[place][0] == page + 1:
+            end, last = place + 1, sum(self._free[place])
+        self._free[start:end] = [(first, last - first)]
+        self.num_free += 1
+
+
+def runs(pages: Sequence[int], first: int, end: int) -> list[Run]:
+    """The rows of tokens ``first`` to ``end`` where token 0 is at the first row of ``pages[0]``, neighbours joined."""
+    found: list[Run] = []
+    token = first
+    while token < end:
+        row = pages[token // PAGE_SIZE] * PAGE_SIZE + token % PAGE_SIZE
+        count = min(PAGE_SIZE - token % PAGE_SIZE, end - token)
+        if found and found[-1][1] == row:
+            found[-1] = (found[-1][0], row + count)
+        else:
+            found.append((row, row + count))
+        token += count
+    return found
+
+
+def pages_for(num_tokens: int) -> int:
+    """Pages that so many tokens take."""
+    return -(-num_tokens // PAGE_SIZE)

@@ -1,0 +1,187 @@
+"""One reservation for many sequences: the keys and values of all layers, in pages of 128 rows."""
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+from kvant.cache.layer_format import DTYPES, LayerFormat
+from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer, ring_pages
+from kvant.cache.pages import PAGE_SIZE, pages_for
+from kvant.cache.pool_batch import PoolBatch
+from kvant.cache.pool_sequence import PoolSequence, PoolState, close
+from kvant.cache.prefix import digests
+from kvant.errors import ContextError
+from kvant.operators.bias_split import BiasSplit
+from kvant.threads import check_process
+
+__all__ = ["Pool", "PoolSequence", "pool_bytes"]
+
+
+class Pool(PoolState):
+    """All memory is allocated, and touched, when the pool is made; it never grows. ``model.make_pool`` makes it.
+
+    A layer's arrays are those of PMX's dynamic batching: values (2, K, T, D') and scales (2, K, T, D/G), cache_mode 1
+    with pages of 128 rows, cache_layout 3, one layer. T is as many rows as all pages have.
+    """
+
+    page_size = PAGE_SIZE
+
+    def __init__(
+        self,
+        formats: Sequence[LayerFormat],
+        bias_splits: Sequence[BiasSplit | None],
+        *,
+        tokens: int,
+        sequences: int,
+        max_seq_len: int,
+        prefill_step_size: int,
+    ) -> None:
+        """Allocate the pool.
+
+        Args:
+            formats: of each layer, with its window.
+            bias_splits: of each layer, the biases that keys and values come without; position j is at column j of its
+                rotation.
+            tokens: of all sequences together; whole pages are made of them.
+            sequences: that can be open at once.
+            max_seq_len: tokens that one can have.
+            prefill_step_size: new tokens of one in a step, at most.
+
+        Raises:
+            ValueError: a size below 1.
+        """
+        sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
+        for name, number in (sizes | {"prefill_step_size": prefill_step_size}).items():
+            if type(number) is not int or number < 1:
+                raise ValueError(f"{name} is {number!r}; expected a positive int")
+        check_process()
+        layers = [PoolLayer(own, split) for own, split in zip(formats, bias_splits, strict=True)]
+        parts = []
+        for window in dict.fromkeys(own.window for own in formats):  # in the order of the layers
+            of_part = [layer for layer in layers if layer.format.window == window]
+            num_pages = _num_pages(window, tokens, sequences, prefill_step_size)
+            for layer in of_part:
+                layer.allocate(num_pages)
+            parts.append(PagedLayers(window, of_part, num_pages, prefill_step_size))
+        super().__init__(
+            layers,
+            parts,
+            max_sequences=sequences,
+            max_seq_len=max_seq_len,
+            prefill_step_size=prefill_step_size,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers, with their bias tables."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the layers that see all tokens; where all have a window, of those with the widest."""
+        return self._main.pages.num
+
+    @property
+    def num_free(self) -> int:
+        """Of :attr:`num_pages` those that new sequences could have."""
+        return self._main.num_free
+
+    def pages_needed(self, max_tokens: int) -> int:
+        """Pages, of :attr:`num_pages`, for a sequence of so many tokens that shares none."""
+        return self._main.limit(max_tokens)
+
+    def fits(self, max_tokens: int) -> bool:
+        """Whether a sequence of so many tokens can be opened now."""
+        free = all(part.limit(max_tokens) <= part.num_free for part in self.parts)
+        return free and max_tokens <= self.max_seq_len and self.num_sequences < self.max_sequences
+
+    def can_ever_fit(self, max_tokens: int) -> bool:
+        """Whether a sequence of so many tokens can be opened where it is the only one."""
+        whole = all(part.limit(max_tokens) <= part.pages.num for part in self.parts)
+        return whole and max_tokens <= self.max_seq_len
+
+    def sequence(self, max_tokens: int, prompt: Sequence[int] = (), *, salt: bytes = b"") -> PoolSequence:
+        """Open a sequence, with pages for ``max_tokens`` tokens.
+
+        Args:
+            max_tokens: the most that it will have.
+            prompt: ids that it will begin with. As many as others have shared are there at once, in whole pages and at
+                least one less than given: one has to be fed for there to be logits.
+            salt: sequences share pages only with those of the same one.
+
+        Returns:
+            a sequence that holds the shared tokens, and must be released.
+
+        Raises:
+            ContextError: no room now, or too long for this pool; nothing was taken.
+            ValueError: max_tokens is no positive int.
+            RuntimeError: another thread uses the pool.
+        """
+        with self.turn:
+            self.check_opening(max_tokens)
+            if len(prompt) > max_tokens:
+                raise ContextError(f"the prompt has {len(prompt)} tokens; max_tokens of its sequence is {max_tokens}")
+            chain = self._shared(digests(prompt[: max(0, len(prompt) - 1)], salt))
+            tables: list[PageTable] = []
+            try:
+                for part in self.parts:
+                    part.prefix.use(chain)
+                    tables.append(part.open(chain, max_tokens))
+            except BaseException:
+                close(self, tables)
+                raise
+            return PoolSequence(self, tables, max_tokens, prompt[: len(chain) * PAGE_SIZE], salt)
+
+    def batch(self, sequences: Sequence[PoolSequence], rows: int | None = None) -> PoolBatch:
+        """The cache of steps in which these sequences take part.
+
+        Args:
+            sequences: at least one, none twice.
+            rows: sequences that the steps' inputs have, those past the given ones as padding; None: no padding.
+
+        Raises:
+            ValueError: no sequence, one twice, one of another pool, or fewer rows than sequences.
+        """
+        return PoolBatch(self, sequences, rows)
+
+    @property
+    def _main(self) -> PagedLayers:
+        return max(self.parts, key=lambda part: float("inf") if part.window is None else part.window)
+
+    def _shared(self, chain: list[bytes]) -> list[bytes]:
+        """As much of the beginning of a text as the pages of all layers hold."""
+        count = len(chain)
+        for part in self.parts:
+            if part.window is None:
+                count = min(count, sum(1 for _ in takewhile(part.prefix.__contains__, chain)))
+        windows = [part for part in self.parts if part.window is not None]
+
+        def held(part: PagedLayers) -> bool:
+            first = part.first_seen(count * PAGE_SIZE) // PAGE_SIZE
+            return all(digest in part.prefix for digest in chain[first:count])
+
+        while count and not all(held(part) for part in windows):
+            count -= 1
+        return chain[:count]
+
+
+def pool_bytes(
+    formats: Sequence[LayerFormat], *, tokens: int, sequences: int, max_seq_len: int, prefill_step_size: int
+) -> int:
+    """:attr:`Pool.nbytes` of a pool with these arguments, which is not made."""
+    total = 0
+    for own in formats:
+        rows = PAGE_SIZE * _num_pages(own.window, tokens, sequences, prefill_step_size)
+        stored = [*own.arrays(rows).values(), *own.tables().values()]
+        if own.split_pairs is not None:
+            stored.append(("F32", (2, len(own.split_pairs), max_seq_len)))  # cosines and sines
+        for dtype, shape in stored:
+            size = DTYPES[dtype].size
+            for number in shape:
+                size *= number
+            total += size
+    return total
+
+
+def _num_pages(window: int | None, tokens: int, sequences: int, step_size: int) -> int:
+    """Pages of a layer: as many as the sequences can use of those that the tokens take."""
+    return int(min(pages_for(tokens), sequences * ring_pages(window, step_size)))

@@ -1,0 +1,222 @@
+"""What a model sees of a pool in one step: the sequences that take part."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from kvant.cache.layer import AttentionCache
+from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
+from kvant.cache.pages import runs
+from kvant.cache.pool_sequence import PoolSequence, PoolState
+from kvant.operators.bias_split import BiasSplit
+from kvant.operators.masks import window_mask
+from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
+from kvant.operators.validation import check_tokens
+from kvant.threads import Turn
+
+
+class PoolBatch:
+    """The cache of a model's step, of sequences of different lengths. ``pool.batch`` makes it.
+
+    As with a :class:`kvant.cache.ModelCache`, a step has three parts: :meth:`begin`, the computation, and
+    :meth:`commit`. Only a committed step counts. It serves any number of steps.
+
+    A step is to be evaluated before another one of the same pool begins, or that one has to need its result: MLX would
+    copy the layers' arrays to read what the other is about to change.
+
+    Attributes:
+        pool: of the sequences.
+        sequences: that take part, B of them.
+        rows: sequences of the inputs, B or more. Those past B are padding: nothing of them is written, and their
+            attention is 0.
+        step: token ids (rows, S) of a step that was begun and is not committed.
+    """
+
+    def __init__(self, pool: PoolState, sequences: Sequence[PoolSequence], rows: int | None = None) -> None:
+        """See :meth:`kvant.cache.pool.Pool.batch`."""
+        self.pool = pool
+        self.sequences = tuple(sequences)
+        count = len(self.sequences)
+        self.rows = count if rows is None else rows
+        if not count or len({id(sequence) for sequence in self.sequences}) != count:
+            raise ValueError(f"a batch of {count} sequences; expected at least one, none twice")
+        if any(sequence.pool is not pool for sequence in self.sequences):
+            raise ValueError("a sequence of another pool; expected those of this one")
+        if type(self.rows) is not int or self.rows < count:
+            raise ValueError(f"rows is {rows!r}; expected an int, at least {count} for so many sequences")
+        self.step: mx.array | None = None
+        self._placed: dict[PagedLayers, PagedRows] = {}
+
+    def __getitem__(self, layer: int) -> AttentionCache:
+        return list(self)[layer]
+
+    def __iter__(self) -> Iterator[AttentionCache]:
+        by_layer = {id(layer): part for part in self.pool.parts for layer in part.layers}
+        return (PoolLayerView(self, by_layer[id(layer)], layer) for layer in self.pool.layers)
+
+    def __len__(self) -> int:
+        return len(self.pool.layers)
+
+    @property
+    def turn(self) -> Turn:
+        """Held by the thread that computes through the pool."""
+        return self.pool.turn
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence, and 0 for padding: the position of each one's next token."""
+        return (*(sequence.length for sequence in self.sequences), *(0,) * (self.rows - len(self.sequences)))
+
+    @property
+    def offset(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.lengths)
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """Ids of the tokens of each sequence."""
+        return [sequence.ids for sequence in self.sequences]
+
+    def begin(self, inputs: mx.array) -> tuple[int, ...]:
+        """Begin a step of token ids (rows, S); earlier ones of its sequences that were not committed are gone.
+
+        Returns:
+            the position of each row's first new token, 0 for padding.
+
+        Raises:
+            ContextError: no room; nothing was begun.
+            ValueError: another number of rows, or more tokens than the pool's largest chunk.
+            RuntimeError: another thread uses the pool, or a sequence was released.
+        """
+        rows, S = inputs.shape
+        if rows != self.rows:
+            raise ValueError(f"the batch has {self.rows} rows; given {rows}")
+        if self.pool.prefill_step_size < S:
+            raise ValueError(f"{S} new tokens in one step; the pool takes {self.pool.prefill_step_size}")
+        with self.turn:
+            for sequence in self.sequences:
+                sequence.check_room(S)
+            lengths = [sequence.length for sequence in self.sequences]
+            placed = {}
+            for number, part in enumerate(self.pool.parts):
+                tables = [sequence.tables[number] for sequence in self.sequences]
+                part.make_room(tables, lengths, S)
+                placed[part] = _place(part, tables, lengths, S)
+            self._placed = placed
+            self.step = inputs
+            for sequence in self.sequences:
+                sequence.step = self.step
+            return self.lengths
+
+    def commit(
+        self, num_tokens: int | Sequence[int] | None = None, *, ids: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """Count the tokens of the step that was begun; a sequence that was released since counts nothing.
+
+        Args:
+            num_tokens: the first so many of its tokens, an int or one for each sequence; None: all.
+            ids: the step's token ids, one list for each sequence; None: they are read from what the step was begun
+                with.
+
+        Raises:
+            RuntimeError: no step was begun; or a sequence was trimmed, began another step, or is in use by another
+                thread. Nothing was counted.
+            ValueError: numbers that do not fit the step; nothing was counted.
+        """
+        with self.turn:
+            step, count = self.step, len(self.sequences)
+            live = [(b, sequence) for b, sequence in enumerate(self.sequences) if not sequence.released]
+            if step is None or any(sequence.step is not step for _, sequence in live):
+                raise RuntimeError(
+                    "no step to commit: none was begun, or a sequence was trimmed or began another one since"
+                )
+            S = step.shape[1]
+            each = num_tokens if isinstance(num_tokens, Sequence) else [S if num_tokens is None else num_tokens] * count
+            if len(each) != count or any(type(number) is not int or not 0 <= number <= S for number in each):
+                raise ValueError(f"num_tokens is {num_tokens}; expected ints up to {S}, one for all or {count}")
+            given: Sequence[Sequence[int]] = step.tolist() if ids is None else ids  # type: ignore[assignment]
+            new = [list(given[b][: each[b]]) for b in range(count)]
+            if any(len(own) != number for own, number in zip(new, each, strict=True)):
+                raise ValueError(f"ids has {[len(own) for own in given]} tokens; expected {list(each)}")
+            for b, sequence in live:
+                sequence.commit(new[b])
+            self.end_step()
+
+    def end_step(self) -> None:
+        """Drop a step that was begun and is not committed."""
+        self.step = None
+        self._placed = {}
+
+    def placed(self, part: PagedLayers) -> PagedRows:
+        """Where the step's tokens are, in some of the layers."""
+        if self.step is None:
+            raise RuntimeError("no step was begun; expected begin before attention")
+        return self._placed[part]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLayerView:
+    """A layer of a pool as a model sees it in a step."""
+
+    batch: PoolBatch
+    part: PagedLayers
+    layer: PoolLayer
+
+    @property
+    def bias_split(self) -> BiasSplit | None:
+        """The biases that keys and values are to be given without; None: they are given whole."""
+        return self.layer.bias_split
+
+    def attend(
+        self,
+        query: mx.array,
+        key: mx.array,
+        value: mx.array,
+        mask: mx.array | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Append and attend; see :meth:`kvant.cache.AttentionCache.attend`. R rows, padding among them.
+
+        Raises:
+            RuntimeError: no step was begun.
+            ValueError: a mask, or shapes that do not fit the layer or the step.
+        """
+        rows, step = self.batch.placed(self.part), self.batch.step
+        assert step is not None
+        if mask is not None:
+            raise ValueError("a mask is given; a pool's sequences see all of their tokens, or those of a window")
+        check_tokens(query, key, value, None, 0)
+        own = self.layer.format
+        expected = (*step.shape, own.num_kv_heads, own.head_dim)
+        if (key.shape[0], key.shape[2], key.shape[1], key.shape[3]) != expected:
+            R, S, K, D = expected
+            raise ValueError(f"key has shape {tuple(key.shape)}; expected {(R, K, S, D)}")
+        return append_and_attend_paged(
+            query,
+            key,
+            value,
+            self.layer.arrays,
+            rows,
+            quant_bit=own.quant_bit,
+            quant_group=own.quant_group,
+            bias_split=self.bias_split,
+            sinks=sinks,
+        )
+
+
+def _place(part: PagedLayers, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int) -> PagedRows:
+    """Where S new tokens of each sequence are written, and what their queries read."""
+    first = [part.first_seen(length) for length in lengths]
+    new, read = [], []
+    masks: list[mx.array | None] = []
+    for table, length, seen in zip(tables, lengths, first, strict=True):
+        end, start = length + new_tokens, table.start
+        new.append(runs(table.pages, length - start, end - start))
+        read.append(runs(table.pages, seen - start, end - start))
+        narrow = part.window is not None and end - seen > part.window
+        masks.append(window_mask(new_tokens, end - seen, part.window) if narrow and part.window else None)
+    if len(new) == 1:
+        return PagedRows(new[0], read, first, masks)
+    rows = [row for own in new for run in own for row in range(*run)]
+    return PagedRows(mx.array(rows, mx.int32), read, first, masks)
