@@ -76,4 +76,6 @@ def describe_pool(session: Session, pool: Pool) -> str:
     """The reservation in a line."""
     tokens = pool.num_pages * pool.page_size
     at_once = f"{pool.max_sequences} sequence{'s' if pool.max_sequences > 1 else ''} at once"
-    return f"{tokens} tokens reserved for {at_once}, {session.describe_format(pool.groups)}, {format_bytes(pool.nbytes)}"
+    return (
+        f"{tokens} tokens reserved for {at_once}, {session.describe_format(pool.groups)}, {format_bytes(pool.nbytes)}"
+    )

@@ -210,8 +210,7 @@ def _describe_tokens(made: MemoryPlan) -> str:
     if made.settings.sequences is None:
         return f"{made.max_kv_size} tokens"
     return (
-        f"{made.settings.sequences} sequences of {made.max_kv_size} tokens, "
-        f"{format_bytes(made.sequence)} for one more,"
+        f"{made.settings.sequences} sequences of {made.max_kv_size} tokens, {format_bytes(made.sequence)} for one more,"
     )
 
 

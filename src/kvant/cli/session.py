@@ -132,9 +132,7 @@ class Session:
         assert isinstance(self.cache, BridgedCache)
         return self.cache.used.keys_values
 
-    def sampling(
-        self, wanted: SamplingOptions, drawn: int | None = None
-    ) -> tuple[Sampler, list[LogitsProcessor]]:
+    def sampling(self, wanted: SamplingOptions, drawn: int | None = None) -> tuple[Sampler, list[LogitsProcessor]]:
         """The sampler and processors for this model; options that were not given are the model's own.
 
         The sampler has a seed, drawn where none is given: sampling_line says which, so that a run can be repeated.
@@ -260,9 +258,7 @@ def load_session(
     set_ends(tokenizer, run.extra_eos_token or (), model.config.vocab_size, ignored=run.ignore_eos)
     gc.freeze()  # the loaded objects stay: the collector need not look at them between tokens
     load_s = time.perf_counter() - started
-    return Session(
-        model, tokenizer, load_s, run.model, folder, checkpoint, settings, machine, variables, run.origins
-    )
+    return Session(model, tokenizer, load_s, run.model, folder, checkpoint, settings, machine, variables, run.origins)
 
 
 @contextmanager

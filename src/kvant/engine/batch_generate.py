@@ -2,13 +2,12 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
-from kvant.cache.pool import Pool
 from kvant.engine.batch_stream import Piece, Wanted, stream_pieces
 from kvant.engine.draw import Sampler, for_a_run, for_answer, greedy
 from kvant.engine.keywords import DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE, check_format
@@ -16,8 +15,8 @@ from kvant.engine.limits import check_count, check_stops, pool_reservation, rese
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.request import Request
 from kvant.engine.run import PREFILL_STEP_SIZE
-from kvant.engine.scheduler import Scheduler
-from kvant.errors import ArgumentError
+from kvant.engine.scheduler import CHUNK, Scheduler
+from kvant.errors import ArgumentError, ContextError, PromptError
 from kvant.models import LanguageModel
 from kvant.sizes import format_bytes
 from kvant.text.prompt import encode_prompt
@@ -81,14 +80,14 @@ class BatchResponse:
     Attributes:
         texts: without what ended them.
         stats: counts and times.
-        caches: of prompt and answer, where they were asked for, each reserved by itself: ``cache.save(path)`` works.
+        caches: of prompt and answer, where they were asked for, each in memory of its own: ``cache.save(path)`` works.
         token_ids: of the answers, where they were asked for, without the token that ended a text.
         logprobs: of these tokens, where they were asked for.
     """
 
     texts: list[str]
     stats: BatchStats
-    caches: list[ModelCache] | None
+    caches: list[ModelCache | None] | None
     token_ids: list[list[int]] | None = None
     logprobs: list[list[float]] | None = None
 
@@ -109,7 +108,7 @@ def batch_generate(
     logits_processors: Sequence[LogitsProcessor] | None = None,
     completion_batch_size: int = 32,
     prefill_batch_size: int = 8,
-    prefill_step_size: int = PREFILL_STEP_SIZE,
+    prefill_step_size: int | None = None,
     max_kv_size: int | None = None,
     stream: None = None,
     samplers: Sequence[Sampler | None] | None = None,
@@ -134,7 +133,8 @@ def batch_generate(
         logits_processors: for all prompts; functions of (tokens so far, logits).
         completion_batch_size: prompts that run at once, at most.
         prefill_batch_size: completion_batch_size is at least this, as in mlx-lm. One prompt is fed at a time.
-        prefill_step_size: prompt tokens fed at a time while no answer runs; default: 512. While one does: 128.
+        prefill_step_size: prompt tokens fed at a time, at most; default: 512. While an answer runs, and where it is
+            deterministic, at most 128.
         max_kv_size: a sequence has at most so many tokens, as in :func:`kvant.stream_generate`.
         stream: refused.
         samplers: one for each prompt, None: ``sampler``. Each draws with its own seed.
@@ -152,21 +152,26 @@ def batch_generate(
     _check_each(len(prompts), prompt_caches=prompt_caches, max_tokens=max_tokens, samplers=samplers)
     check_count("completion_batch_size", completion_batch_size)
     check_count("prefill_batch_size", prefill_batch_size)
-    check_count("prefill_step_size", prefill_step_size)
+    step_size = prefill_step_size
+    if step_size is None:
+        step_size = CHUNK if deterministic else PREFILL_STEP_SIZE
+    check_count("prefill_step_size", step_size)
+    if deterministic and step_size < CHUNK:
+        raise ArgumentError("prefill_step_size", f"is {step_size}; expected {CHUNK} or more with", "deterministic")
     check_format(kv_bits, kv_group_size, max_kv_size)
     stops, ends = check_stops(stop), _ends(stop_tokens, tokenizer)
-    at_once = max(completion_batch_size, prefill_batch_size)
     shared = for_a_run(sampler or greedy)
     wanted: list[Wanted] = []
     needs: list[int] = []
     for number, prompt in enumerate(prompts):
-        ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)
-        cache = None if prompt_caches is None else prompt_caches[number]
-        held = 0 if cache is None else model.check_cache(cache, batch=1).offset
         limit = max_tokens if isinstance(max_tokens, int) else max_tokens[number]
-        check_count("max_tokens", limit)
-        needs.append(reservation(model, held + len(ids), limit, max_kv_size))
+        cache = None if prompt_caches is None else prompt_caches[number]
         own = None if samplers is None else samplers[number]
+        with _named(number):
+            ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)
+            held = 0 if cache is None else model.check_cache(cache, batch=1).offset
+            check_count("max_tokens", limit)
+            needs.append(reservation(model, held + len(ids), limit, max_kv_size))
         request = Request(
             ids,
             max_tokens=limit,
@@ -177,28 +182,29 @@ def batch_generate(
             keep_cache=return_prompt_caches,
         )
         wanted.append(Wanted(request, stops, [end for end in ends if len(end) > 1]))
+    at_once = max(completion_batch_size, prefill_batch_size)
     stats = BatchStats()
-    pieces: list[list[Piece]] = [[] for _ in wanted]
+    pieces: list[list[Piece]] = []
     if wanted:
         pool = model.make_pool(
             pool_reservation(needs, at_once),
-            # Deterministic: the rows of a step are as many for any number of prompts.
+            # Deterministic: a step has as many rows for any number of prompts.
             sequences=at_once if deterministic else min(at_once, len(needs)),
             quant_bit=DEFAULT_KV_BITS if kv_bits is None else kv_bits,
             quant_group=kv_group_size or DEFAULT_KV_GROUP_SIZE,
             max_seq_len=max(needs),
-            prefill_step_size=prefill_step_size,
+            prefill_step_size=step_size,
         )
-        scheduler = Scheduler(model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
-        stats.reserved_bytes = pool.nbytes
         if verbose:
             print(f"[batch_generate] Reserved: {format_bytes(pool.nbytes)} for {pool.max_sequences} sequences at once")
-        for piece in _with_progress(stream_pieces(scheduler, wanted, tokenizer), len(wanted), verbose):
-            pieces[piece.number].append(piece)
-        _take_counts(stats, scheduler.counts, time.perf_counter() - started)
+        scheduler = Scheduler(model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
+        stats, pieces = _answer(scheduler, wanted, tokenizer, verbose)
+        stats.reserved_bytes = pool.nbytes
     if verbose:
         print(f"[batch_generate] Prompt: {stats.prompt_tokens} tokens, {stats.prompt_tps:.3f} tokens-per-sec")
-        print(f"[batch_generate] Generation: {stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec")
+        print(
+            f"[batch_generate] Generation: {stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec"
+        )
         print(f"[batch_generate] Peak memory: {stats.peak_memory:.3f} GB")
     return BatchResponse(
         texts=["".join(piece.text for piece in own) for own in pieces],
@@ -207,6 +213,40 @@ def batch_generate(
         token_ids=[[piece.token for piece in _kept(own)] for own in pieces] if return_token_ids else None,
         logprobs=[[piece.logprob for piece in _kept(own)] for own in pieces] if return_logprobs else None,
     )
+
+
+def _answer(
+    scheduler: Scheduler, wanted: Sequence[Wanted], tokenizer: Tokenizer, verbose: bool
+) -> tuple[BatchStats, list[list[Piece]]]:
+    """All tokens of each answer, and what they took."""
+    pieces: list[list[Piece]] = [[] for _ in wanted]
+    finished, started = 0, time.perf_counter()
+    for piece in stream_pieces(scheduler, wanted, tokenizer):
+        pieces[piece.number].append(piece)
+        finished += piece.finish_reason is not None
+        if verbose and piece.finish_reason is not None:
+            end = "\n" if finished == len(wanted) else " ...\r"
+            print(f"[batch_generate] Finished processing {finished}/{len(wanted)}", end=end)
+    counts = scheduler.counts
+    stats = BatchStats(
+        prompt_tokens=counts.fed,
+        prompt_time=counts.feeding_s,
+        generation_tokens=counts.tokens,
+        generation_steps=counts.steps,
+        decode_time=counts.decoding_s,
+        wall_time=time.perf_counter() - started,
+        peak_memory=mx.get_peak_memory() / 1e9,
+    )
+    return stats, pieces
+
+
+@contextmanager
+def _named(number: int) -> Iterator[None]:
+    """Errors of a prompt say which one it is."""
+    try:
+        yield
+    except (ContextError, PromptError) as error:
+        raise type(error)(f"prompts[{number}]: {error}") from error
 
 
 def _kept(pieces: Sequence[Piece]) -> Sequence[Piece]:
@@ -237,12 +277,3 @@ def _ends(stop_tokens: Sequence[Sequence[int]] | None, tokenizer: Tokenizer) -> 
         if not isinstance(row, Sequence) or not row or any(type(token) is not int for token in row):
             raise ArgumentError("stop_tokens", f"has {row!r:.80}; expected rows of token ids, such as [[2], [13, 13]]")
     return [list(row) for row in stop_tokens]
-
-
-def _with_progress(pieces: Iterator[Piece], count: int, verbose: bool) -> Iterator[Piece]:
-    finished = 0
-    for piece in pieces:
-        yield piece
-        if piece.finish_reason is not None and verbose:
-            finished += 1
-            print(f"[batch_generate] Finished processing {finished}/{count}", end="\n" if finished == count else " ...\r")

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -64,7 +64,7 @@ class _Answer:
     """An answer under way."""
 
     def __init__(self, number: int, wanted: Wanted, tokenizer: Tokenizer) -> None:
-        self.ended = False  # by its text or its tokens; the scheduler has yet to say so
+        self.last: Piece | None = None  # where its text ended it; the scheduler has yet to say so
         self._number, self._wanted = number, wanted
         self._text = TextStream(tokenizer, wanted.stop)
         self._tokens: list[int] = []
@@ -84,7 +84,6 @@ class _Answer:
             text += self._text.finish()
         if self._text.stopped:
             reason = "stop"
-        self.ended = reason is not None
         if count == 1:
             self._first_s = seconds
         latency_s, self._previous_s = seconds - self._previous_s, seconds
@@ -98,7 +97,7 @@ class _Answer:
             prompt_tokens=fed,
             prompt_tps=fed / self._first_s,
             generation_tokens=count,
-            generation_tps=(count - 1) / (seconds - self._first_s) if count > 1 else 0.0,
+            generation_tps=(count - 1) / (seconds - self._first_s) if seconds > self._first_s else 0.0,
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=reason,
             since_start_ms=seconds * 1e3,
@@ -133,11 +132,15 @@ def stream_pieces(scheduler: Scheduler, wanted: Sequence[Wanted], tokenizer: Tok
                     raise token.error
                 place = token.request, token.answer
                 under_way = answers[place] if token.finish_reason is None else answers.pop(place)
-                if under_way.ended or token.token is None:
-                    continue
-                piece = under_way.take(token, seconds)
-                if under_way.ended and token.finish_reason is None:
-                    scheduler.cancel(token.request, token.answer)
-                yield piece
+                if token.token is None:  # it was cancelled below, and is told now with its cache
+                    assert under_way.last is not None
+                    yield replace(under_way.last, cache=token.cache)
+                elif under_way.last is None:
+                    piece = under_way.take(token, seconds)
+                    if piece.finish_reason is None or token.finish_reason is not None:
+                        yield piece
+                    else:
+                        under_way.last = piece
+                        scheduler.cancel(token.request, token.answer)
     finally:
         scheduler.close()

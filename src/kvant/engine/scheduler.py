@@ -1,5 +1,6 @@
 """Many requests at once: which of them are fed, in what order, and what is sampled of them."""
 
+import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ class Counts(NamedTuple):
         steps: of the batch.
         tokens: handed out.
         fed, cached: prompt tokens that were fed, and that a shared prefix had.
+        feeding_s, decoding_s: seconds that prompts and steps of the batch took.
     """
 
     waiting: int
@@ -40,6 +42,8 @@ class Counts(NamedTuple):
     tokens: int
     fed: int
     cached: int
+    feeding_s: float
+    decoding_s: float
 
 
 @dataclass(eq=False, slots=True)
@@ -134,6 +138,7 @@ class Scheduler:
         self._running: list[_Answer] = []  # those that call out last
         self._ready: list[Token] = []
         self._steps = self._tokens = self._fed = self._cached = 0
+        self._feeding_s = self._decoding_s = 0.0
 
     @property
     def idle(self) -> bool:
@@ -152,6 +157,8 @@ class Scheduler:
             tokens=self._tokens,
             fed=self._fed,
             cached=self._cached,
+            feeding_s=self._feeding_s,
+            decoding_s=self._decoding_s,
         )
 
     def check(self, request: Request) -> CheckedRequest:
@@ -196,9 +203,13 @@ class Scheduler:
         """
         check_process()
         try:
+            started = time.perf_counter()
             self._admit()
             self._feed()
+            fed = time.perf_counter()
             self._decode()
+            self._feeding_s += fed - started
+            self._decoding_s += time.perf_counter() - fed
         except BaseException as error:
             self.close(error)
             raise
@@ -260,7 +271,8 @@ class Scheduler:
         if self._deterministic:
             end = (start // CHUNK + 1) * CHUNK
         else:
-            end = start + (CHUNK if self._running else self._pool.prefill_step_size)
+            step_size = self._pool.prefill_step_size
+            end = start + (min(CHUNK, step_size) if self._running else step_size)
         end = min(end, len(ids))
         if end == len(ids) and self._model.last_token_alone:
             end = max(end - 1, start + 1)
@@ -375,7 +387,9 @@ class Scheduler:
                 sequence.share_prefix()
             if not answer.work.checked.request.keep_cache:
                 return None, None
-            if sequence.length < min(len(answer.tokens), sequence.max_tokens):  # mlx-lm's caches hold the last token too
+            if sequence.length < min(
+                len(answer.tokens), sequence.max_tokens
+            ):  # mlx-lm's caches hold the last token too
                 self._logits([answer])
             return sequence.to_cache(), None
         except Exception as error:

@@ -254,7 +254,9 @@ def _planner(
         else:
             in_all = pool_tokens(settings, tokens)
             cache, more = (
-                _pool_bytes(config, settings, dtype, pairs, tokens, in_all + further * page_rows(tokens), count + further)
+                _pool_bytes(
+                    config, settings, dtype, pairs, tokens, in_all + further * page_rows(tokens), count + further
+                )
                 for further in (0, 1)
             )
             one = more - cache
