@@ -34,7 +34,7 @@ class PageTable:
         return self.first // PAGE_SIZE * PAGE_SIZE
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PoolLayer:
     """A layer's rows.
 
@@ -147,7 +147,15 @@ class PagedLayers:
         """Become a table of so many tokens."""
         if self.first_seen(length) < table.first:  # of none
             self.pages.release(table.pages)
-            table.pages, table.first = [], 0
+            table.first, table.pages = 0, []
+
+    def begin_at(self, table: PageTable, first: int, length: int) -> None:
+        """Become a table of ``length`` tokens whose rows are still to be written, from position ``first`` on."""
+        if self.window is None:
+            return
+        self.pages.release(table.pages)
+        table.first, table.pages = max(first, self.first_seen(length) // PAGE_SIZE * PAGE_SIZE), []
+        table.pages = self._take(pages_for(length - table.start))
 
     def make_room(self, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int) -> None:
         """Give each table pages of its own for the rows of tokens behind ``lengths``. A shared page is copied.
@@ -187,8 +195,8 @@ class PagedLayers:
         """Give back the pages that no query from position ``start`` on sees, and take those up to ``end``."""
         gone = min(self.first_seen(start) // PAGE_SIZE - table.first // PAGE_SIZE, len(table.pages))
         if gone > 0:
-            given, table.pages = table.pages[:gone], table.pages[gone:]
-            table.first = table.start + gone * PAGE_SIZE
+            given, start = table.pages[:gone], table.start
+            table.first, table.pages = start + gone * PAGE_SIZE, table.pages[gone:]
             self.pages.release(given)
         table.pages += self._take(max(0, pages_for(end - table.start) - len(table.pages)))
 

@@ -1,9 +1,11 @@
 """One reservation for many sequences: the keys and values of all layers, in pages of 128 rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
+from kvant.cache.identity import Identity
 from kvant.cache.layer_format import DTYPES, LayerFormat
+from kvant.cache.model import ModelCache
 from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer, ring_pages
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool_batch import PoolBatch
@@ -11,6 +13,7 @@ from kvant.cache.pool_sequence import PoolSequence, PoolState, close
 from kvant.cache.prefix import digests
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
+from kvant.sizes import format_bytes
 from kvant.threads import check_process
 
 __all__ = ["Pool", "PoolSequence", "pool_bytes"]
@@ -34,6 +37,8 @@ class Pool(PoolState):
         sequences: int,
         max_seq_len: int,
         prefill_step_size: int,
+        make_cache: Callable[[int], ModelCache],
+        identity: Identity | None = None,
     ) -> None:
         """Allocate the pool.
 
@@ -45,6 +50,8 @@ class Pool(PoolState):
             sequences: that can be open at once.
             max_seq_len: tokens that one can have.
             prefill_step_size: new tokens of one in a step, at most.
+            make_cache: makes a cache for so many tokens of one sequence, in the same format.
+            identity: of the model; None: not known.
 
         Raises:
             ValueError: a size below 1.
@@ -68,7 +75,19 @@ class Pool(PoolState):
             max_sequences=sequences,
             max_seq_len=max_seq_len,
             prefill_step_size=prefill_step_size,
+            make_cache=make_cache,
+            identity=identity,
         )
+
+    def describe(self) -> str:
+        """Its size and format, in a line."""
+        kinds = []
+        for part in self.parts:
+            seen = "all tokens" if part.window is None else f"the last {part.window}"
+            kinds.append(f"{part.pages.num} pages for {len(part.layers)} layers that see {seen}")
+        own = self.layers[0].format
+        bits = f"{own.quant_bit} bits" if own.quant_bit else own.dtype
+        return f"{format_bytes(self.nbytes)} at {bits} for {self.max_sequences} sequences: {', '.join(kinds)}"
 
     @property
     def nbytes(self) -> int:

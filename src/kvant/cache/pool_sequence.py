@@ -1,11 +1,19 @@
 """A sequence of a pool: its tokens, and the pages they are in."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import mlx.core as mx
+
+from kvant.cache.identity import Identity
+from kvant.cache.layer_format import difference
+from kvant.cache.model import ModelCache
 from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
-from kvant.cache.pages import PAGE_SIZE
+from kvant.cache.pages import PAGE_SIZE, runs
 from kvant.cache.prefix import digests
+from kvant.cache.window import SLACK
 from kvant.errors import ContextError
+from kvant.operators.paged_attention import put_rows, stored_rows
 from kvant.threads import Turn
 
 
@@ -20,6 +28,8 @@ class PoolState:
         num_sequences: sequences that are open.
         max_seq_len: tokens that a sequence can have.
         prefill_step_size: new tokens of a sequence in one step, at most.
+        make_cache: a cache for so many tokens of one sequence, in the pool's format.
+        identity: of the model whose tokens it holds; None: not known.
     """
 
     def __init__(
@@ -30,6 +40,8 @@ class PoolState:
         max_sequences: int,
         max_seq_len: int,
         prefill_step_size: int,
+        make_cache: Callable[[int], ModelCache],
+        identity: Identity | None,
     ) -> None:
         self.turn = Turn()
         self.layers = tuple(layers)
@@ -38,6 +50,8 @@ class PoolState:
         self.num_sequences = 0
         self.max_seq_len = max_seq_len
         self.prefill_step_size = prefill_step_size
+        self.make_cache = make_cache
+        self.identity = identity
 
     def check_opening(self, max_tokens: int) -> None:
         """Refuse a sequence that the pool is not made for, or one too many.
@@ -187,6 +201,9 @@ class PoolSequence:
     def share_prefix(self, upto: int | None = None) -> None:
         """Let other sequences read its whole pages.
 
+        Through a window they need the pages of the last tokens that they begin with. So where there are windows, texts
+        can be joined at the lengths at which this was called, and not before them.
+
         Args:
             upto: only pages of its first tokens, up to this one; None: of all.
         """
@@ -198,6 +215,82 @@ class PoolSequence:
                 for number in range(first, len(chain)):
                     part.prefix.put(chain[number], table.pages[number - table.start // PAGE_SIZE])
                 part.prefix.use(chain)
+
+    def load(self, cache: ModelCache, sequence: int = 0) -> None:
+        """Take the tokens of a cache of the same model and format. The sequence must be empty.
+
+        Args:
+            cache: of any reservation; it stays as it is.
+            sequence: which of its sequences.
+
+        Raises:
+            ValueError: tokens of another format or model, or a sequence that has tokens; nothing was taken.
+            ContextError: more tokens than the sequence has room for; nothing was taken.
+            RuntimeError: another thread uses the pool or the cache, or the sequence was released.
+        """
+        with self.pool.turn, cache.turn:
+            length = cache.lengths[sequence]
+            self.check_room(length)
+            if self._length:
+                raise ValueError(f"the sequence holds {self._length} tokens; expected an empty one")
+            self._check_format(cache)
+            self.step = None
+            for part, table in zip(self.pool.parts, self.tables, strict=True):
+                own = [(layer, cache[self.pool.layers.index(layer)]) for layer in part.layers]
+                written = max(layer.sequences.written[sequence] for _, layer in own)
+                first = max(layer.format.first(length, written) for _, layer in own)
+                part.begin_at(table, first, length)
+                rows = runs(table.pages, table.first - table.start, length - table.start)
+                for layer, given in own:
+                    given.settle_committed()
+                    skipped = table.first - given.format.first(length, written)
+                    for array, tokens in zip(layer.arrays, given.stored(sequence), strict=True):
+                        put_rows(array, tokens[:, :, skipped:], rows)
+                    mx.eval(layer.arrays)  # or the cache's next append would copy its whole array
+            self.commit(cache.ids[sequence])
+
+    def to_cache(self, max_seq_len: int | None = None) -> ModelCache:
+        """A cache of its own with the same tokens, for ``save`` or another engine.
+
+        Args:
+            max_seq_len: its reservation; None: as many tokens as the sequence has pages for.
+
+        Raises:
+            ContextError: a reservation for fewer tokens than there are, or more than this machine's memory.
+            RuntimeError: another thread uses the pool, or the sequence was released.
+        """
+        with self.pool.turn:
+            self.check_open()
+            made = self.pool.make_cache(self.max_tokens if max_seq_len is None else max_seq_len)
+            length = self._length
+            made.reserve(length)
+            # A ring that had this many tokens has lost the rows that are missing here.
+            parts = list(zip(self.pool.parts, self.tables, strict=True))
+            lost = [table.first + (part.window or 0) + SLACK for part, table in parts if table.first]
+            written = max([length, *lost])
+            for part, table in parts:
+                for layer in part.layers:
+                    own = made[self.pool.layers.index(layer)]
+                    first = own.format.first(length, written)
+                    rows = runs(table.pages, first - table.start, length - table.start)
+                    own.restore(0, [stored_rows(array, rows) for array in layer.arrays], first, (length,))
+                    mx.eval(own.buffers)  # or the pool's next append would copy its whole array
+            made[0].sequences.restore((length,), (written,), [self.ids])
+            return made
+
+    def _check_format(self, cache: ModelCache) -> None:
+        """Raise a ValueError unless a cache's tokens are stored as the pool's."""
+        if len(cache) != len(self.pool.layers):
+            raise ValueError(f"the cache has {len(cache)} layers; expected {len(self.pool.layers)}")
+        if cache.unchecked is not None:
+            raise ValueError("the cache comes from a snapshot that no model was compared with; check_cache does that")
+        if None not in (cache.identity, self.pool.identity) and cache.identity != self.pool.identity:
+            raise ValueError("the cache holds tokens of another model than the pool's")
+        for number, (given, layer) in enumerate(zip(cache, self.pool.layers, strict=True)):
+            own = replace(layer.format, slack=given.format.slack)
+            differs = difference(given.format, own, given.max_seq_len, self.pool.max_seq_len)
+            if differs:
+                raise ValueError(f"the cache is of another format: {differs}, in layer {number}")
 
     def release(self) -> None:
         """Give its pages back. It cannot be used after it; to release it again does nothing."""

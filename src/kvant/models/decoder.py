@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -357,7 +358,14 @@ class Decoder:
         sizes["prefill_step_size"] = prefill_step_size
         check_memory(tokens, pool_bytes(formats, **sizes))
         splits = [bias.split(self.config, max_seq_len) for bias in split]
-        return Pool(formats, splits or [None] * len(formats), **sizes)
+        stored: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "bias_split": bias_split}
+        return Pool(
+            formats,
+            splits or [None] * len(formats),
+            **sizes,
+            make_cache=partial(self.make_cache, **stored),
+            identity=self.identity,
+        )
 
     @property
     def nbytes(self) -> int:

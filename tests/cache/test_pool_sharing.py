@@ -1,0 +1,229 @@
+"""Sequences of a pool that share pages: prefixes, forks, and what happens to a shared page that is written."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support.pools import check_pages, close, decode, prefill, tiny_model
+
+from kvant.cache.pool import Pool, PoolSequence
+from kvant.errors import ContextError
+from kvant.models import Decoder
+
+TEXT = [(7 * i * i + 3 * i) % 290 for i in range(700)]
+WINDOWS = (None, 40, 200)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """Layers that see everything, and two widths of windows."""
+    return tiny_model(tmp_path_factory.mktemp("windows"), WINDOWS)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """Two layers without a window."""
+    return tiny_model(tmp_path_factory.mktemp("plain"), (None, None))
+
+
+def _pool(model: Decoder, tokens: int = 4096, **options: Any) -> Pool:
+    return model.make_pool(tokens, sequences=8, quant_bit=0, prefill_step_size=128, **options)
+
+
+def _expected(model: Decoder, ids: list[int]) -> mx.array:
+    """The logits (1, vocab) of the last token, without any cache."""
+    return model.logits(model.hidden_states(mx.array([ids]))[:, -1])
+
+
+def test_a_shared_prefix_is_there_at_once_and_no_byte_is_copied(model: Decoder) -> None:
+    pool = _pool(model)
+    first = pool.sequence(700)
+    prefill(model, pool, first, TEXT[:600])
+    first.share_prefix()
+    mx.reset_peak_memory()
+    second = pool.sequence(700, TEXT[:513])
+    assert mx.get_peak_memory() == 0, "nothing was allocated since"
+    assert second.length == 512
+    assert second.ids == TEXT[:512]
+    assert close(prefill(model, pool, second, TEXT[512:600]), _expected(model, TEXT[:600]))
+    check_pages(pool, [first, second])
+    first.release()
+    assert close(decode(model, pool, [second], [5]), _expected(model, [*TEXT[:600], 5]))
+    second.release()
+    check_pages(pool, [])
+    assert pool.num_free == pool.num_pages
+    assert pool.sequence(600, TEXT[:512]).length == 0, "the windows' pages at 384 tokens were given back long ago"
+
+
+def test_what_is_not_the_same_text_of_the_same_owner_is_not_shared(plain: Decoder) -> None:
+    pool = _pool(plain, 8192)
+    own = pool.sequence(600, salt=b"a")
+    prefill(plain, pool, own, TEXT[:300])
+    own.share_prefix(upto=255)
+    assert pool.sequence(700, TEXT, salt=b"a").length == 128
+    own.share_prefix()
+    assert pool.sequence(700, TEXT, salt=b"a").length == 256
+    assert pool.sequence(700, TEXT[:256], salt=b"a").length == 128, "a token is to be fed"
+    assert pool.sequence(700, TEXT, salt=b"b").length == 0
+    assert pool.sequence(700, TEXT).length == 0
+    other = [*TEXT[:100], 1 + TEXT[100], *TEXT[101:600]]
+    assert pool.sequence(600, other, salt=b"a").length == 0, "its second page has the same tokens behind another first"
+    assert pool.sequence(700, [*TEXT[:200], 1, *TEXT[201:]], salt=b"a").length == 128
+
+
+def test_pages_that_only_the_index_holds_make_room_the_least_recently_used_first(plain: Decoder) -> None:
+    pool = _pool(plain, 1024)  # 8 pages
+    texts = [[i, *TEXT[:400]] for i in range(2)]
+    for text in texts:
+        sequence = pool.sequence(400)
+        prefill(plain, pool, sequence, text[:384])
+        sequence.share_prefix()
+        sequence.release()
+    assert pool.num_free == 8
+    assert pool.fits(1024)
+    used = pool.sequence(300, texts[0][:257])  # the first two pages of the first text are used now
+    assert used.length == 256
+    used.release()
+    large = pool.sequence(4 * 128)  # two are free, so the last page of both texts goes
+    check = pool.sequence(300, texts[0][:300])
+    assert check.length == 256, "for its third page the second text's second one went"
+    for sequence in (large, check):
+        sequence.release()
+    assert pool.sequence(401, texts[1]).length == 128
+
+
+def test_a_fork_goes_its_own_way(model: Decoder) -> None:
+    pool = _pool(model)
+    parent = pool.sequence(600)
+    prefill(model, pool, parent, TEXT[:300])
+    children = [parent.fork() for _ in range(2)]
+    check_pages(pool, [parent, *children])
+    assert all(len(set(child.tables[0].pages) & set(parent.tables[0].pages)) == 2 for child in children)
+    three = [parent, *children]
+    logits = decode(model, pool, three, [1, 2, 3])
+    for i, token in enumerate((1, 2, 3)):
+        assert close(logits[i : i + 1], _expected(model, [*TEXT[:300], token]))
+    parent.release()
+    logits = decode(model, pool, children, [8, 9])
+    for i, ids in enumerate(([2, 8], [3, 9])):
+        assert close(logits[i : i + 1], _expected(model, TEXT[:300] + ids))
+    check_pages(pool, children)
+
+
+def test_a_shared_page_is_copied_when_it_is_written(model: Decoder) -> None:
+    pool = _pool(model)
+    parent = pool.sequence(700)
+    prefill(model, pool, parent, TEXT[:256])
+    parent.share_prefix()
+    child = parent.fork()
+    child.trim_to(255)
+    assert close(decode(model, pool, [child], [9]), _expected(model, [*TEXT[:255], 9]))
+    assert close(decode(model, pool, [parent], [9]), _expected(model, [*TEXT[:256], 9]))
+    check_pages(pool, [parent, child])
+    child.trim_to(0)
+    assert close(prefill(model, pool, child, TEXT[300:500]), _expected(model, TEXT[300:500]))
+    hit = pool.sequence(700, TEXT)
+    assert hit.length == 256
+    assert close(prefill(model, pool, hit, TEXT[256:280]), _expected(model, TEXT[:280]))
+    check_pages(pool, [parent, child, hit])
+
+
+def test_a_copy_that_there_is_no_page_for_is_refused_before_anything_is_written(plain: Decoder) -> None:
+    pool = _pool(plain, 640)  # 5 pages
+    parent = pool.sequence(384)
+    prefill(plain, pool, parent, TEXT[:256])
+    child = parent.fork(384)
+    third = pool.sequence(128)
+    child.trim_to(100)
+    with pytest.raises(ContextError, match="1 shared pages are to be written; of 5 pages 0 are free for a copy"):
+        decode(plain, pool, [child], [9])
+    assert child.length == 100
+    assert close(decode(plain, pool, [parent], [9]), _expected(plain, [*TEXT[:256], 9]))
+    third.release()
+    assert close(decode(plain, pool, [child], [9]), _expected(plain, [*TEXT[:100], 9]))
+    check_pages(pool, [parent, child])
+
+
+def test_a_page_that_only_the_index_shares_is_written_without_a_copy_where_there_is_no_room(plain: Decoder) -> None:
+    pool = _pool(plain, 256)  # 2 pages
+    sequence = pool.sequence(256)
+    prefill(plain, pool, sequence, TEXT[:256])
+    sequence.share_prefix()
+    sequence.trim_to(100)
+    assert close(decode(plain, pool, [sequence], [9]), _expected(plain, [*TEXT[:100], 9]))
+    sequence.release()
+    assert pool.sequence(256, TEXT[:256]).length == 0
+
+
+def test_pools_and_prefixes_of_quantized_tokens_are_read_as_they_were_written(model: Decoder) -> None:
+    """A hit gives the logits that feeding the same chunks again gives, bit for bit."""
+    for bits in (8, 4):
+        pool = model.make_pool(4096, sequences=8, quant_bit=bits, quant_group=16, prefill_step_size=128)
+        first = pool.sequence(700)
+        expected = prefill(model, pool, first, TEXT[:400])
+        first.share_prefix()
+        second = pool.sequence(700, TEXT[:400])
+        assert second.length == 384
+        assert mx.array_equal(prefill(model, pool, second, TEXT[384:400]), expected)
+
+
+def test_room_is_said_with_its_numbers(plain: Decoder) -> None:
+    pool = _pool(plain, 1024)
+    sequences = [pool.sequence(300)]
+    assert (pool.num_pages, pool.num_free, pool.page_size) == (8, 5, 128)
+    assert (pool.pages_needed(640), pool.pages_needed(641)) == (5, 6)
+    assert (pool.fits(640), pool.fits(641)) == (True, False)
+    assert (pool.can_ever_fit(1024), pool.can_ever_fit(1025)) == (True, False)
+    with pytest.raises(ContextError, match="700 tokens need 6 more pages of 128; 5 of 8 are free"):
+        pool.sequence(700)
+    with pytest.raises(ContextError, match="a sequence of 1025 tokens is asked for; one of this pool has at most 1024"):
+        pool.sequence(1025)
+    with pytest.raises(ContextError, match="the prompt has 700 tokens; max_tokens of its sequence is 100"):
+        pool.sequence(100, TEXT)
+    with pytest.raises(ValueError, match="max_tokens is 0; expected a positive int"):
+        pool.sequence(0)
+    with pytest.raises(ContextError, match="700 tokens need 6 more pages"):
+        sequences[0].fork(700)
+    check_pages(pool, sequences)
+    pool = _pool(plain, 8 * 128 * 2)
+    sequences = [pool.sequence(1) for _ in range(8)]
+    with pytest.raises(ContextError, match="the pool is for 8 sequences; all of them are in use"):
+        sequences[0].fork()
+    sequences.pop().release()
+    sequences.append(sequences[0].fork())
+    prefill(plain, pool, sequences[0], TEXT[:1])
+    with pytest.raises(ContextError, match="1 more tokens do not fit: 1 of the 1 reserved tokens are used"):
+        decode(plain, pool, sequences, [5] * 8)
+    with pytest.raises(ValueError, match="129 new tokens in one step; the pool takes 128"):
+        plain.next_logits(mx.array([TEXT[:129]]), pool.batch([pool_sequence(pool, sequences)]))
+
+
+def pool_sequence(pool: Pool, sequences: list[PoolSequence]) -> PoolSequence:
+    """A sequence in place of those that are open."""
+    for sequence in sequences:
+        sequence.release()
+    return pool.sequence(300)
+
+
+def test_release(plain: Decoder, tmp_path: Path) -> None:
+    pool = _pool(plain, 1024)
+    sequence, other = pool.sequence(300), pool.sequence(300)
+    batch = pool.batch([sequence, other])
+    mx.eval(plain.next_logits(mx.array([[1], [2]]), batch))
+    sequence.release()
+    sequence.release()
+    assert pool.num_free == 5
+    batch.commit()
+    assert (sequence.length, other.length) == (0, 1), "a sequence released during a step counts nothing"
+    uses = [
+        lambda: pool.batch([sequence]).begin(mx.array([[1]])),
+        lambda: sequence.trim(0),
+        lambda: sequence.fork(),
+        lambda: sequence.share_prefix(),
+        lambda: sequence.to_cache(),
+        lambda: sequence.load(plain.make_cache(8, quant_bit=0)),
+    ]
+    for use in uses:
+        with pytest.raises(RuntimeError, match="the sequence was released"):
+            use()

@@ -1,0 +1,73 @@
+"""Steps of a pool, models to take them with, and whether a pool's pages add up."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from kvant.cache.pool import Pool, PoolSequence
+from kvant.models import Decoder, load_decoder
+from kvant.models.bias import split_pairs
+from support.checkpoints import qwen2_config, reference_model, save_checkpoint
+
+
+def prefill(model: Decoder, pool: Pool, sequence: PoolSequence, ids: Sequence[int], step: int = 128) -> mx.array:
+    """Feed a text. Returns the logits (1, vocab) of its last token."""
+    batch = pool.batch([sequence])
+    for first in range(0, len(ids), step):
+        logits = model.next_logits(mx.array([list(ids[first : first + step])]), batch)
+        mx.eval(logits)
+        batch.commit()
+    return logits
+
+
+def decode(model: Decoder, pool: Pool, sequences: Sequence[PoolSequence], ids: Sequence[int]) -> mx.array:
+    """Logits (B, vocab) after one more token of each."""
+    batch = pool.batch(sequences)
+    logits = model.next_logits(mx.array(list(ids))[:, None], batch)
+    mx.eval(logits)
+    batch.commit()
+    return logits
+
+
+def close(given: mx.array, expected: mx.array, tolerance: float = 1e-5) -> bool:
+    """Whether they differ by no more than this part of the largest."""
+    return bool((mx.abs(given - expected).max() <= tolerance * mx.abs(expected).max()).item())
+
+
+def tiny_model(folder: Path, windows: Sequence[int | None] = (None,), **changes: Any) -> Decoder:
+    """A random Qwen2 with the window of each layer, and biases of which some rotary pairs are split off."""
+    config = qwen2_config(
+        num_hidden_layers=len(windows), hidden_size=64, intermediate_size=64, num_attention_heads=4, **changes
+    )
+    model = load_decoder(save_checkpoint(folder, config, reference_model(config)))
+    layers = []
+    for layer, window in zip(model.layers, windows, strict=True):
+        assert layer.self_attn.qkv_bias is not None
+        bias = split_pairs(model.config, layer.self_attn.qkv_bias.whole, (0, 3, 5))
+        layers.append(replace(layer, self_attn=replace(layer.self_attn, window=window, qkv_bias=bias)))
+    model.layers = tuple(layers)
+    model.config = replace(model.config, windows=tuple(windows))
+    return model
+
+
+def check_pages(pool: Pool, sequences: Sequence[PoolSequence]) -> None:
+    """Every page is held as often as it has holders, what nobody holds is free, and promises are those made."""
+    assert pool.num_sequences == len(sequences) <= pool.max_sequences
+    for number, part in enumerate(pool.parts):
+        tables = [sequence.tables[number] for sequence in sequences]
+        holders = Counter(page for table in tables for page in table.pages) + Counter(part.prefix.pages)
+        assert [part.pages.refcount(page) for page in range(part.pages.num)] == [
+            holders[page] for page in range(part.pages.num)
+        ]
+        assert part.pages.num_free == part.pages.num - len(holders)
+        assert len(set(part.prefix.pages)) == len(part.prefix.pages)
+        for table in tables:
+            assert len(set(table.pages)) == len(table.pages) <= table.limit
+        if part.window is None:
+            assert part.num_free == part.pages.num - len({page for table in tables for page in table.pages})
+        else:
+            assert part.promised == sum(table.limit for table in tables) <= part.pages.num
