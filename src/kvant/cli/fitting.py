@@ -71,8 +71,10 @@ def describe(made: MemoryPlan, machine: Machine) -> str:
         parts = {"loading the weights": made.loading}
     parts |= {"the process": made.process} if made.process else {}
     listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items())
+    count = made.settings.sequences
+    tokens = f"{made.max_kv_size} tokens" if count is None else f"{count} sequences of {made.max_kv_size} tokens"
     return (
-        f"{made.max_kv_size} tokens need {format_bytes(made.total)} ({listed}); "
+        f"{tokens} need {format_bytes(made.total)} ({listed}); "
         f"there are {format_bytes(machine.limit_bytes)} ({machine.limit_source})"
     )
 
