@@ -66,7 +66,7 @@ def describe(made: MemoryPlan, machine: Machine) -> str:
     """A plan that does not fit, in a line."""
     parts = {"weights": made.weights, "cache": made.cache, "prefill scratch": made.scratch}
     parts |= {"state": made.state} if made.state else {}
-    parts |= {"a second cache for --n": made.fork} if made.fork else {}
+    parts |= {"caches for --prompt-cache-file": made.caches} if made.caches else {}
     if made.loading > sum(parts.values()):
         parts = {"loading the weights": made.loading}
     parts |= {"the process": made.process} if made.process else {}

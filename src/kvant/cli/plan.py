@@ -230,7 +230,7 @@ def _record(
         "model": model,
         "context": checkpoint.config.max_position_embeddings,
         "max_kv_size": made.max_kv_size,
-        **{name: value for name, value in asdict(made.settings).items() if name not in ("forks", "pool_tokens")},
+        **{name: value for name, value in asdict(made.settings).items() if name not in ("pool_tokens", "caches")},
         "bytes": as_record(made),
         "machine": asdict(machine),
         "fits": made.total <= machine.limit_bytes,

@@ -89,6 +89,7 @@ class Session:
         checkpoint, settings, machine: what its memory was planned with.
         template_variables: for the chat template, beside those it always has.
         origins: of the options that no flag gave, as those of RunOptions.
+        reserved: tokens that a sequence can have.
         state_bytes: of linear and convolution layers, beside keys and values: mlx-lm allocates them at the first
             prefill.
         sampling_line: for a person, what :meth:`sampling` gave last: every option in force and where it comes from.
@@ -104,6 +105,7 @@ class Session:
     machine: Machine
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    reserved: int | None = field(default=None, init=False)
     state_bytes: int = field(default=0, init=False)
     sampling_line: str = field(default="", init=False)
     _cache: ModelCache | None = field(default=None, init=False)
@@ -213,7 +215,7 @@ def open_session(
             kernels=run.kernels,
         )
     session.load_s += time.perf_counter() - started
-    session.state_bytes = planned.state
+    session.reserved, session.state_bytes = planned.max_kv_size, planned.state
     if announce and not run.quiet:
         print("\n  ".join([f"cache: {session.describe_cache()}", *session.describe_layers()]), file=sys.stderr)
     return session

@@ -41,18 +41,18 @@ class Settings:
         kv_group_size: elements of a head that share one scale; without meaning at 0 bits.
         kv_bias_split: the projections' biases stay out of the cache.
         prefill_step_size: prompt tokens fed at a time.
-        forks: whether a prompt is continued several times: a cache that cannot go back is forked for it.
         sequences: of a pool, at once; None: a cache of one sequence.
         pool_tokens: that the pool is reserved for in all; None: each sequence has max_kv_size of them.
+        caches: of conversations that are held beside a pool.
     """
 
     kv_bits: int = 8
     kv_group_size: int = 32
     kv_bias_split: bool = True
     prefill_step_size: int = PREFILL_STEP_SIZE
-    forks: bool = False
     sequences: int | None = None
     pool_tokens: int | None = None
+    caches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class MemoryPlan:
         loading: the most while the weights are loaded, before there is a cache.
         state: of a bridged model's linear and convolution layers, which mlx-lm allocates at the first prefill.
         process: interpreter, libraries, tokenizer and MLX's buffers for reuse; 0 where it isn't the GPU's memory.
-        fork: of a second cache and its state, where the settings fork it and windows or states cannot go back.
+        caches: of conversations' caches and their states, beside a pool.
         sequence: of a pool, the part of the cache that one more sequence of max_kv_size tokens would add.
     """
 
@@ -82,13 +82,13 @@ class MemoryPlan:
     loading: int
     process: int
     state: int = 0
-    fork: int = 0
+    caches: int = 0
     sequence: int = 0
 
     @property
     def arrays(self) -> int:
         """An upper bound of what ``mx.get_peak_memory`` says after a run of the full context."""
-        return max(self.weights + self.cache + self.state + self.fork + self.scratch, self.loading)
+        return max(self.weights + self.cache + self.state + self.caches + self.scratch, self.loading)
 
     @property
     def total(self) -> int:
@@ -197,7 +197,6 @@ def _bridged_planner(checkpoint: BridgedCheckpoint, settings: Settings, on_cpu: 
             loading=needed.loading,
             process=BRIDGED_PROCESS_BYTES + tokenizer if on_cpu else 0,
             state=needed.state,
-            fork=needed.cache + needed.state if settings.forks and not needed.goes_back else 0,
         )
 
     return planned
@@ -262,7 +261,6 @@ def _planner(
             one = more - cache
             each = min(tokens, -(-in_all // count))  # of the sequences of a step, on average
             scratch = max(chunk(prefill, tokens, 1), chunk(1, each, count) + count * logits)
-        goes_back = all(window is None or window + SLACK >= tokens for window in config.windows)
         return MemoryPlan(
             max_kv_size=tokens,
             settings=settings,
@@ -272,7 +270,7 @@ def _planner(
             scratch=scratch,
             loading=loading,
             process=PROCESS_BYTES + TOKENIZER_BYTES * config.vocab_size if on_cpu else 0,
-            fork=cache if settings.forks and not goes_back else 0,
+            caches=settings.caches * _cache_bytes(config, tokens, row, pairs),
             sequence=one,
         )
 
@@ -341,6 +339,6 @@ def _pool_bytes(
 
 def as_record(plan: MemoryPlan) -> dict[str, int]:
     """A plan's bytes by name, with the sums; "sequence" where it is of a pool."""
-    left_out = {"max_kv_size", "settings", "fork", *(["sequence"] if plan.settings.sequences is None else [])}
+    left_out = {"max_kv_size", "settings", "caches", *(["sequence"] if plan.settings.sequences is None else [])}
     names = [field.name for field in fields(plan) if field.name not in left_out]
     return {name: getattr(plan, name) for name in (*names, "arrays", "total")}
