@@ -23,7 +23,7 @@ from kvant.engine.draw import SeededSampler, for_answer
 from kvant.engine.limits import reservation
 from kvant.engine.request import Request
 from kvant.engine.sampling import SamplingOptions
-from kvant.engine.scheduler import Counts, Scheduler
+from kvant.engine.scheduler import Scheduler
 from kvant.errors import ArgumentError, ContextError, PromptError
 from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
@@ -78,9 +78,7 @@ def answer_lines(
         finally:
             progress.stop()
             if not run.quiet:
-                seconds = time.perf_counter() - started
-                said = _statistics(scheduler.counts, output.finished, len(lines), seconds, session)
-                print("\n".join(said), file=sys.stderr)
+                print("\n".join(output.statistics(time.perf_counter() - started)), file=sys.stderr)
 
 
 def _wanted(session: Session, run: RunOptions, line: Line, number: int, seed: int, plain: bool) -> Wanted:
@@ -141,13 +139,16 @@ class _Output:
         self._json_lines = json_lines
         self._answers: dict[int, _Answer] = {}
         self._next = 0  # to be printed
-        self.finished = 0
+        self._fed = self._generated = self.finished = 0
 
     def write(self, piece: Piece) -> None:
         """The next token of an answer."""
         answer = self._answers.setdefault(piece.number, _Answer(first_token_ms=piece.since_start_ms))
         answer.text += piece.text
         answer.last = piece
+        self._generated += 1
+        if piece.generation_tokens == 1:
+            self._fed += piece.prompt_tokens
         if piece.finish_reason is None:
             return
         self.finished += 1
@@ -155,6 +156,15 @@ class _Output:
             self._print(self._next, ready, ready.last)
             del self._answers[self._next]
             self._next += 1
+
+    def statistics(self, seconds: float) -> list[str]:
+        """Of all answers, in so many seconds, a line each."""
+        count, load_s = len(self._lines), self._session.load_s
+        return [
+            f"prompts: {self.finished} of {count} answered, {self._fed} tokens fed, after {load_s:.2f} s of loading",
+            f"generated: {self._generated} tokens in {seconds:.2f} s, {self._generated / seconds:.1f} tokens/s in all",
+            f"peak memory: {format_bytes(mx.get_peak_memory())}",
+        ]
 
     def _print(self, number: int, answer: _Answer, last: Piece) -> None:
         line, request = self._lines[number], self._wanted[number].request
@@ -180,12 +190,3 @@ class _Output:
         statistics = RunStatistics(last=last)
         if cut := statistics.cut(request.max_tokens, self._session):
             print(cut, file=sys.stderr)
-
-
-def _statistics(counts: Counts, finished: int, lines: int, seconds: float, session: Session) -> list[str]:
-    shared = f", {counts.cached} more were shared" if counts.cached else ""
-    return [
-        f"prompts: {finished} of {lines} answered, {counts.fed} tokens fed{shared}, after {session.load_s:.2f} s of loading",
-        f"generated: {counts.tokens} tokens in {seconds:.2f} s, {counts.tokens / seconds:.1f} tokens/s in all",
-        f"peak memory: {format_bytes(mx.get_peak_memory())}",
-    ]

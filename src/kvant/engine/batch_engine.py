@@ -159,7 +159,7 @@ class BatchEngine:
 
     @property
     def counts(self) -> Counts:
-        """What there is to do, and what was done."""
+        """What there is to do."""
         return self._scheduler.counts
 
     @property

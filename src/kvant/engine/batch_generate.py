@@ -227,13 +227,12 @@ def _answer(
         if verbose and piece.finish_reason is not None:
             end = "\n" if finished == len(wanted) else " ...\r"
             print(f"[batch_generate] Finished processing {finished}/{len(wanted)}", end=end)
-    counts = scheduler.counts
     stats = BatchStats(
-        prompt_tokens=counts.fed,
-        prompt_time=counts.feeding_s,
-        generation_tokens=counts.tokens,
-        generation_steps=counts.steps,
-        decode_time=counts.decoding_s,
+        prompt_tokens=sum(own[0].prompt_tokens for own in pieces),
+        prompt_time=scheduler.feeding_s,
+        generation_tokens=sum(map(len, pieces)),
+        generation_steps=scheduler.steps,
+        decode_time=scheduler.decoding_s,
         wall_time=time.perf_counter() - started,
         peak_memory=mx.get_peak_memory() / 1e9,
     )

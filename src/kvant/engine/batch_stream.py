@@ -66,6 +66,9 @@ class _Answer:
     def __init__(self, number: int, wanted: Wanted, tokenizer: Tokenizer) -> None:
         self.last: Piece | None = None  # where its text ended it; the scheduler has yet to say so
         self._number, self._wanted = number, wanted
+        request = wanted.request
+        held = 0 if request.cache is None else request.cache[0].offset
+        self._before = held + len(request.prompt)  # tokens before the answer
         self._text = TextStream(tokenizer, wanted.stop)
         self._tokens: list[int] = []
         self._first_s = self._previous_s = 0.0
@@ -105,6 +108,13 @@ class _Answer:
             cache=token.cache,
         )
 
+    def with_cache(self, cache: ModelCache | None) -> Piece:
+        """Its last token, with the cache that came later and may hold a token more."""
+        assert self.last is not None
+        if cache is not None:
+            cache.trim_to(self._before + len(self._tokens))
+        return replace(self.last, cache=cache)
+
 
 def stream_pieces(scheduler: Scheduler, wanted: Sequence[Wanted], tokenizer: Tokenizer) -> Iterator[Piece]:
     """Answer requests, as many at once as the scheduler has room for. The next one is submitted when none waits.
@@ -132,15 +142,15 @@ def stream_pieces(scheduler: Scheduler, wanted: Sequence[Wanted], tokenizer: Tok
                     raise token.error
                 place = token.request, token.answer
                 under_way = answers[place] if token.finish_reason is None else answers.pop(place)
-                if token.token is None:  # it was cancelled below, and is told now with its cache
-                    assert under_way.last is not None
-                    yield replace(under_way.last, cache=token.cache)
-                elif under_way.last is None:
-                    piece = under_way.take(token, seconds)
-                    if piece.finish_reason is None or token.finish_reason is not None:
-                        yield piece
-                    else:
-                        under_way.last = piece
-                        scheduler.cancel(token.request, token.answer)
+                if under_way.last is not None:  # it was cancelled below
+                    if token.finish_reason is not None:
+                        yield under_way.with_cache(token.cache)
+                    continue
+                piece = under_way.take(token, seconds)
+                if piece.finish_reason is None or token.finish_reason is not None:
+                    yield piece
+                else:
+                    under_way.last = piece
+                    scheduler.cancel(token.request, token.answer)
     finally:
         scheduler.close()

@@ -28,12 +28,14 @@ class Request:
         max_tokens: of each answer at most; -1: until the context is full.
         sampler: of :func:`kvant.sample_utils.make_sampler`, or (1, vocab) log-probabilities -> (1,). The draw at a
             position is the one that :func:`kvant.stream_generate` makes there. None: greedy.
-        logits_processors: called with all tokens so far, of the cache, the prompt and the answer, and (1, vocab) logits.
+        logits_processors: called with all tokens so far, of the cache, the prompt and the answer, and with logits
+            (1, vocab).
         stop_tokens: token ids that end an answer, which includes them.
         salt: prefixes are shared only between requests with the same salt.
         top_logprobs: how many of the most probable tokens are told with each token.
         answers: the prompt is fed once for so many. Answer i has the seed + i, and the first is that of a single one.
-        cache: of one sequence, from ``model.make_cache``. The prompt continues what it holds now. It is not changed.
+        cache: of one sequence, from ``model.make_cache``. The prompt continues what it holds. It is only read, and must
+            not be used otherwise before the first token.
         keep_cache: the last token of an answer brings a cache of the prompt and the answer, of its own memory.
     """
 
@@ -85,7 +87,7 @@ class CheckedRequest:
         ids: of the cache's tokens and the prompt's.
         sampler: with a seed, where it draws.
         calls_out: sampling calls functions of the caller's.
-        cache: a fork, so that the caller can go on with its own.
+        cache: holds the first ``held`` of the ids.
         limit: tokens of an answer at most.
         full: why an answer ends there.
         reserved: tokens that the sequence of each answer has room for.
@@ -98,6 +100,7 @@ class CheckedRequest:
     stop_tokens: frozenset[int]
     calls_out: bool
     cache: ModelCache | None
+    held: int
     limit: int
     full: FinishReason
     reserved: int
@@ -122,23 +125,23 @@ def check_request(request: Request, model: LanguageModel, pool: Pool, max_batch:
         raise ValueError(f"salt is {request.salt!r:.80}; expected bytes")
     sampler = for_a_run(greedy if request.sampler is None else request.sampler)
     processors = tuple(request.logits_processors)
-    for own in (sampler, *processors):
-        if isinstance(own, SeededSampler | Bias):
-            own.check(vocab_size)
-        elif not callable(own):
-            raise ValueError(f"{own!r:.80} is no sampler and no logits processor; expected a function")
+    own: list[object] = [sampler, *processors]
+    for each in own:
+        if isinstance(each, SeededSampler | Bias):
+            each.check(vocab_size)
+        elif not callable(each):
+            raise ValueError(f"{each!r:.80} is no sampler and no logits processor; expected a function")
     stop_tokens = frozenset(request.stop_tokens)
     if not all(type(token) is int for token in stop_tokens):
         raise ValueError(f"stop_tokens is {request.stop_tokens!r:.80}; expected token ids")
     ids = token_ids(request.prompt, vocab_size)
-    cache = None
+    cache, held = None, 0
     if request.cache is not None:
-        cache = model.check_cache(request.cache, batch=1).fork()
-        mx.eval([layer.arrays for layer in cache])  # another thread could not compute what this one left undone
-        held = cache.ids[0]
-        if processors and max(held, default=0) >= vocab_size:  # of a file; processors read logits at these places
-            raise ValueError(f"the cache holds token {max(held)}; the model knows 0 to {vocab_size - 1}")
-        ids = held + ids
+        cache = model.check_cache(request.cache, batch=1)
+        mx.eval([layer.buffers for layer in cache])  # another thread could not compute what this one left undone
+        ids, held = cache.ids[0] + ids, cache.offset
+        if processors and max(ids) >= vocab_size:  # of a file; processors read logits at these places
+            raise ValueError(f"the cache holds token {max(ids)}; the model knows 0 to {vocab_size - 1}")
     context = context_limit(model, pool.max_seq_len)
     assert context is not None
     if len(ids) > context:
@@ -147,7 +150,9 @@ def check_request(request: Request, model: LanguageModel, pool: Pool, max_batch:
     room = context - len(ids) + 1
     limit = room if request.max_tokens == -1 else min(room, request.max_tokens)
     reserved = min(len(ids) + limit, context)
-    needed = pool.pages_needed(reserved) + (request.answers - 1) * pool.pages_needed(own_tokens(len(ids), reserved, pool))
+    needed = pool.pages_needed(reserved) + (request.answers - 1) * pool.pages_needed(
+        own_tokens(len(ids), reserved, pool)
+    )
     if needed > pool.num_pages:
         raise ContextError(
             f"{len(ids)} tokens of a prompt and {request.answers} answers of up to {limit} need {needed} pages of "
@@ -162,6 +167,7 @@ def check_request(request: Request, model: LanguageModel, pool: Pool, max_batch:
         calls_out=not (sampler is greedy or isinstance(sampler, SeededSampler))
         or any(type(processor) not in KINDS for processor in processors),
         cache=cache,
+        held=held,
         limit=limit,
         full="length" if limit == request.max_tokens else "context",
         reserved=reserved,

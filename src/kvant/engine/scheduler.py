@@ -22,28 +22,19 @@ CHUNK = 128  # prompt tokens between two tokens of others: a quarter of a prefil
 
 
 class Counts(NamedTuple):
-    """What a scheduler has to do, and what it did.
+    """What a scheduler has to do.
 
     Attributes:
-        waiting: requests that no page is reserved for.
-        prefilling, running: answers whose prompt is being fed, and that get a token every step.
-        free_pages: that a request could have.
-        steps: of the batch.
-        tokens: handed out.
-        fed, cached: prompt tokens that were fed, and that a shared prefix had.
-        feeding_s, decoding_s: seconds that prompts and steps of the batch took.
+        waiting: requests that no page is reserved for yet.
+        prefilling: answers whose prompt is being fed.
+        running: answers that get a token every step.
+        free_pages: that requests could have.
     """
 
     waiting: int
     prefilling: int
     running: int
     free_pages: int
-    steps: int
-    tokens: int
-    fed: int
-    cached: int
-    feeding_s: float
-    decoding_s: float
 
 
 @dataclass(eq=False, slots=True)
@@ -103,6 +94,10 @@ class Scheduler:
 
     Deterministic: the tokens of a request, and its logits on a CPU, do not depend on the other requests. Every step has
     ``max_batch`` rows then, chunks end at multiples of 128, and only pages that such chunks computed are shared.
+
+    Attributes:
+        steps: that gave running answers a token.
+        feeding_s, decoding_s: seconds that prompts and these steps took.
     """
 
     def __init__(
@@ -137,8 +132,8 @@ class Scheduler:
         self._prompt: _Work | None = None  # is being fed
         self._running: list[_Answer] = []  # those that call out last
         self._ready: list[Token] = []
-        self._steps = self._tokens = self._fed = self._cached = 0
-        self._feeding_s = self._decoding_s = 0.0
+        self.steps = 0
+        self.feeding_s = self.decoding_s = 0.0
 
     @property
     def idle(self) -> bool:
@@ -147,19 +142,10 @@ class Scheduler:
 
     @property
     def counts(self) -> Counts:
-        """What there is to do, and what was done."""
-        return Counts(
-            waiting=len(self._waiting),
-            prefilling=0 if (prompt := self._prompt) is None else len(prompt.open),
-            running=len(self._running),
-            free_pages=self._pool.num_free,
-            steps=self._steps,
-            tokens=self._tokens,
-            fed=self._fed,
-            cached=self._cached,
-            feeding_s=self._feeding_s,
-            decoding_s=self._decoding_s,
-        )
+        """What there is to do."""
+        prompt = self._prompt
+        prefilling = 0 if prompt is None else len(prompt.open)
+        return Counts(len(self._waiting), prefilling, len(self._running), self._pool.num_free)
 
     def check(self, request: Request) -> CheckedRequest:
         """See :func:`kvant.engine.request.check_request`; any thread may call it."""
@@ -184,9 +170,9 @@ class Scheduler:
         self._waiting.append(work)
 
     def cancel(self, request: Request, answer: int | None = None) -> None:
-        """End its answers, or one of them, now: its pages are free. The next step tells. One that has ended is no error.
+        """End its answers, or one of them, now: their pages are free. The next step tells.
 
-        Another thread must not call it during a step.
+        One that has ended is no error. Another thread must not call it during a step.
         """
         if (work := self._under_way.get(request)) is not None:
             self._end(work, "cancelled", work.open if answer is None else work.open & {answer})
@@ -208,8 +194,8 @@ class Scheduler:
             self._feed()
             fed = time.perf_counter()
             self._decode()
-            self._feeding_s += fed - started
-            self._decoding_s += time.perf_counter() - fed
+            self.feeding_s += fed - started
+            self.decoding_s += time.perf_counter() - fed
         except BaseException as error:
             self.close(error)
             raise
@@ -225,27 +211,33 @@ class Scheduler:
             return
         try:
             self._reserve(work)
-        except ContextError:
-            self._free_when_full = self._pool.num_free
-            return
-        self._free_when_full = None
-        self._waiting.popleft()
-        self._prompt = work
+        except ContextError as error:
+            if not self._running:  # there is nothing to wait for: the pool serves somebody else too
+                self._end(work, "error", work.open, error)
+            else:
+                self._free_when_full = self._pool.num_free
+        except Exception as error:
+            self._end(work, "error", work.open, error)
+        else:
+            self._waiting.popleft()
+            self._free_when_full, self._prompt = None, work
 
     def _reserve(self, work: _Work) -> None:
-        checked, pool = work.checked, self._pool
-        prompt = () if checked.cache is not None else checked.ids
+        """Open the sequences of a request, with the beginning that others have fed."""
+        checked, pool, sequences = work.checked, self._pool, work.sequences
+        known = () if checked.cache is not None else checked.ids
         try:
-            work.sequences.append(pool.sequence(checked.reserved, prompt, salt=checked.request.salt))
-            for _ in range(len(work.open) - 1):  # what a fork needs of its own
-                work.sequences.append(pool.sequence(own_tokens(len(checked.ids), checked.reserved, pool)))
-            if checked.cache is not None:
-                work.sequences[0].load(checked.cache)
-            else:
-                work.cached = work.exact = work.sequences[0].length
-                self._cached += work.cached
+            sequences.append(pool.sequence(checked.reserved, known, salt=checked.request.salt))
+            for _ in range(len(work.open) - 1):  # places that are kept for forks
+                sequences.append(pool.sequence(own_tokens(len(checked.ids), checked.reserved, pool)))
+            if checked.cache is None:
+                work.cached = work.exact = sequences[0].length
+                return
+            sequences[0].load(checked.cache)
+            if sequences[0].ids != checked.ids[: checked.held]:
+                raise ValueError("the request's cache was changed after it was submitted")
         except BaseException:
-            _release(work.sequences)
+            _release(sequences)
             raise
 
     def _feed(self) -> None:
@@ -260,8 +252,8 @@ class Scheduler:
         except Exception as error:
             self._end(work, "error", work.open, error)
             return
-        self._prompt = None
         self._running = sorted([*self._running, *answers], key=lambda answer: answer.work.checked.calls_out)
+        self._prompt, work.sequences = None, []
         self._pick(mx.broadcast_to(logits, (len(answers), logits.shape[-1])), answers)
 
     def _feed_chunk(self, work: _Work) -> mx.array | None:
@@ -271,8 +263,8 @@ class Scheduler:
         if self._deterministic:
             end = (start // CHUNK + 1) * CHUNK
         else:
-            step_size = self._pool.prefill_step_size
-            end = start + (min(CHUNK, step_size) if self._running else step_size)
+            most = self._pool.prefill_step_size
+            end = start + (min(CHUNK, most) if self._running else most)
         end = min(end, len(ids))
         if end == len(ids) and self._model.last_token_alone:
             end = max(end - 1, start + 1)
@@ -286,7 +278,6 @@ class Scheduler:
         batch.commit(ids=[chunk])
         if work.exact == start and len(chunk) == CHUNK:
             work.exact = end
-        self._fed += len(chunk)
         return logits
 
     def _begin(self, work: _Work) -> list[_Answer]:
@@ -302,7 +293,6 @@ class Scheduler:
             sampler = for_answer(checked.sampler, number)
             answers.append(_Answer(work, number, sampler, sequences[place], list(checked.ids)))
         _release(sequences[len(answers) :])  # of answers that were cancelled since
-        work.sequences = []
         return answers
 
     def _decode(self) -> None:
@@ -316,7 +306,7 @@ class Scheduler:
             for answer in answers:
                 self._end(answer.work, "error", answer.work.open, error)
             return
-        self._steps += 1
+        self.steps += 1
         self._pick(logits, answers)
 
     def _logits(self, answers: Sequence[_Answer]) -> mx.array:
@@ -358,7 +348,6 @@ class Scheduler:
         """Count a token and hand it out; after the last one the answer leaves."""
         checked = answer.work.checked
         answer.tokens.append(picked.token)
-        self._tokens += 1
         reason: FinishReason | None = None
         if picked.token in checked.stop_tokens:
             reason = "stop"
@@ -379,7 +368,7 @@ class Scheduler:
                 del self._under_way[token.request]
 
     def _leave(self, answer: _Answer) -> tuple[ModelCache | None, Exception | None]:
-        """Take an answer out of the batch; its pages are free. Returns its cache, if one is wanted, or why there is none."""
+        """Take an answer out of the batch; its pages are free. Returns its cache, where one is wanted, or an error."""
         self._running.remove(answer)
         sequence = answer.sequence
         try:
@@ -427,23 +416,21 @@ def _release(sequences: list[PoolSequence]) -> None:
 def _sample(logits: mx.array, answers: Sequence[_Answer]) -> list[_Picked]:
     """The next token of every answer, of the first rows of logits (rows, vocab)."""
     tokens, logprobs = sample_rows(logits, [answer.row for answer in answers])
-    count, vocab_size = len(answers), logits.shape[-1]
+    vocab_size = logits.shape[-1]
     if answers[0].work.checked.calls_out:  # as an index an unknown token would be read out of bounds
-        if tokens.shape != (count,):
-            raise ValueError(f"the sampler returned shape {tuple(tokens.shape)}; expected (1,)")
-        if not 0 <= (token := int(tokens.item())) < vocab_size:
+        token = int(tokens.item())  # type: ignore[arg-type]
+        if not 0 <= token < vocab_size:
             raise ValueError(f"the sampler picked token {token}; the model knows 0 to {vocab_size - 1}")
-    logprobs = logprobs[:count]
     chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1).squeeze(-1)
-    wanted = [answer.work.checked.request.top_logprobs for answer in answers]
-    tops: list[list[tuple[int, float]]] = [[] for _ in answers]
-    if most := max(wanted):
-        rows = [row for row, number in enumerate(wanted) if number]
-        asked = logprobs[mx.array(rows)]
-        ids = mx.argpartition(-asked, most - 1, axis=-1)[:, :most]
-        values = mx.take_along_axis(asked, ids, axis=-1)
-        mx.eval(tokens, chosen, ids, values)
-        for row, *pairs in zip(rows, ids.tolist(), values.tolist(), strict=True):
-            tops[row] = sorted(zip(*pairs, strict=True), key=lambda pair: (-pair[1], pair[0]))[: wanted[row]]
     mx.eval(tokens, chosen)
-    return [_Picked(*each) for each in zip(tokens.tolist(), chosen.tolist(), tops, strict=True)]
+    tops = [_top(logprobs, row, answer.work.checked.request.top_logprobs) for row, answer in enumerate(answers)]
+    return [_Picked(*each) for each in zip(tokens.tolist(), chosen.tolist(), tops, strict=True)]  # type: ignore[arg-type]
+
+
+def _top(logprobs: mx.array, row: int, count: int) -> list[tuple[int, float]]:
+    """The ``count`` most probable tokens of a row of (rows, vocab), the first first, with their log-probabilities."""
+    if not count:
+        return []
+    ids = mx.argpartition(-logprobs[row], count - 1)[:count]
+    pairs: list[tuple[int, float]] = list(zip(ids.tolist(), logprobs[row, ids].tolist(), strict=True))  # type: ignore[arg-type]
+    return sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
