@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvant.cli import terminal
@@ -38,6 +39,10 @@ class AnswerOutput:
         """After the last token; an answer that was interrupted ends where it is."""
         if self._current < len(self._statistics):
             self._finish(self._statistics[self._current])
+        if len(self._statistics) > 1 and not self._run.quiet:
+            tokens = sum(len(each.latencies_ms) for each in self._statistics)
+            seconds = max(sum(each.latencies_ms) for each in self._statistics) / 1e3
+            print(f"together: {tokens} tokens, {tokens / (seconds or 1):.1f} tokens/s", file=sys.stderr)
 
     def _go_on(self) -> None:
         while self._current < len(self._statistics):
@@ -85,6 +90,6 @@ def _json_line(number: int, response: "Generated", logprob: float) -> str:
     return json_text(record)
 
 
-def json_text(record: dict[str, object]) -> str:
+def json_text(record: Mapping[str, object]) -> str:
     """A record on a line of its own. A terminal is shown escapes, which it cannot obey."""
     return json.dumps(record, ensure_ascii=sys.stdout.isatty(), allow_nan=False) + "\n"

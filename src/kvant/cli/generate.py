@@ -105,10 +105,13 @@ def generate(
         ):
             if given is not None:
                 raise BadValueError(f"{flag} is {given!r:.80}; beside --prompts-file it is not supported")
-    model, text = split_arguments(words or (), prompts_file if prompt is None else prompt)
+    if prompts_file is None:
+        model, text = split_arguments(words or (), prompt)
+    else:
+        model, text = split_arguments(words or (), prompts_file, "--prompts-file")
     run = replace(run, model=options.choose_model(context, model, run.model))
     if model is not None and (text is not None or prompts_file is not None):
-        check_first_word(model)
+        check_first_word(model, None if prompts_file is None else "--prompts-file")
     if prompts_file is not None:
         from kvant.cli.lines import answer_lines  # it takes what one prompt does not need
 

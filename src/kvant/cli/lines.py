@@ -58,7 +58,7 @@ def answer_lines(
     seed = drawn_seed() if sampling.seed is None else sampling.seed
     session.sampling(sampling, seed)
     if not run.quiet:
-        print(f"{session.sampling_line}; a line's own options go before", file=sys.stderr)
+        print(f"{session.sampling_line}, where a line says nothing else", file=sys.stderr)
     wanted = [_wanted(session, run, line, number, seed, plain) for number, line in enumerate(lines)]
     needs = []
     for line, each in zip(lines, wanted, strict=True):
