@@ -62,16 +62,28 @@ def append_and_attend_paged(
     Returns:
         (R, H, S, Dv) in the query's dtype.
     """
-    R, H, S, D = query.shape
     B = len(rows.runs)
     write_rows(key[:B], value[:B], arrays, rows.new, quant_bit=quant_bit, quant_group=quant_group)
+    return attend_rows(query, arrays, rows, quant_bit=quant_bit, bias_split=bias_split, sinks=sinks)
+
+
+def attend_rows(
+    query: mx.array,
+    arrays: Sequence[mx.array],
+    rows: PagedRows,
+    *,
+    quant_bit: int,
+    bias_split: BiasSplit | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """:func:`append_and_attend_paged` of tokens that are written already."""
     outputs = []
-    for b, keys, values in _tokens(arrays, rows.runs, quant_bit=quant_bit, key_dim=D, dtype=query.dtype):
+    for b, keys, values in _tokens(arrays, rows.runs, quant_bit=quant_bit, key_dim=query.shape[3], dtype=query.dtype):
         split = None if bias_split is None else _from(bias_split, rows.first[b])
         mask = rows.masks[b]
         outputs.append(attend_tokens(query[b : b + 1], keys, values, mask=mask, bias_split=split, sinks=sinks))
-    if R > B:
-        outputs.append(mx.zeros((R - B, H, S, value.shape[3]), query.dtype))
+    if (padding := len(query) - len(outputs)) > 0:
+        outputs.append(mx.zeros((padding, *outputs[0].shape[1:]), query.dtype))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 

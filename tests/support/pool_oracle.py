@@ -1,0 +1,138 @@
+"""What a pool's sequence must hold and give: every token's bytes kept apart in NumPy, attention in float64.
+
+Nothing of the pool's own tables, arrays or attention is used but one thing: a quantized value may come out one step
+higher or lower where a number lay on the edge. So the bytes of new tokens are compared with those the pool wrote, and
+then taken over. From then on they are never read from the pool again.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
+import numpy as np
+
+from kvant.cache.layer_format import LayerFormat
+from kvant.cache.pool import Pool, PoolSequence
+from kvant.models import Decoder
+from kvant.operators.bias_split import BiasSplit
+from kvant.operators.quantization import quantize
+from support.oracle import Array, unpack_nibbles
+
+PAGE = 128
+
+
+@dataclass
+class OracleLayer:
+    """One layer of one sequence; a model attends through it."""
+
+    format: LayerFormat
+    bias_split: BiasSplit | None
+    frequencies: Array
+    values: list[Array] = field(default_factory=list)  # (2, K, last) of each token
+    scales: list[Array] = field(default_factory=list)
+    written: list[Array] = field(default_factory=list)  # (2, K, S, last) each: what the pool wrote in this step
+
+    def attend(
+        self, query: mx.array, key: mx.array, value: mx.array, mask: None = None, sinks: None = None
+    ) -> mx.array:
+        """Of one sequence: (1, H, S, D)."""
+        self._append(key, value)
+        keys, values = self._tokens()
+        _, H, S, D = query.shape
+        T = keys.shape[1]
+        q = np.array(query[0], np.float64).reshape(keys.shape[0], -1, S, D)
+        scores = q @ keys.swapaxes(-1, -2)[:, None] / np.sqrt(D)  # (K, H/K, S, T)
+        place, token = np.arange(T - S, T)[:, None], np.arange(T)
+        seen = (token <= place) & (token > place - (self.format.window or T))
+        weights = np.where(seen, np.exp(scores - np.where(seen, scores, -np.inf).max(-1, keepdims=True)), 0.0)
+        weights /= weights.sum(-1, keepdims=True)
+        # A token that nobody sees may be unknown: 0 times NaN is NaN.
+        output = weights @ np.where(seen.any(0)[:, None], values, 0.0)[:, None]
+        return mx.array(output.reshape(1, H, S, D).astype(np.float32))
+
+    def _append(self, key: mx.array, value: mx.array) -> None:
+        own = mx.stack([key[0], value[0]])  # (2, K, S, D)
+        if self.format.quant_bit:
+            expected = quantize(own, quant_bit=self.format.quant_bit, quant_group=self.format.quant_group)
+            levels, given = np.array(expected[0]), self.written[0]
+            if self.format.quant_bit == 4:
+                levels, given = unpack_nibbles(levels), unpack_nibbles(given)
+            moved = np.abs(levels.astype(int) - given)
+            assert moved.max() <= 1
+            assert (moved > 0).mean() < 0.02
+            np.testing.assert_allclose(self.written[1], np.array(expected[1]), rtol=2e-3)
+        else:
+            np.testing.assert_allclose(self.written[0], np.array(own), atol=1e-4)
+        for number in range(key.shape[2]):
+            self.values.append(self.written[0][:, :, number])
+            self.scales.append(self.written[-1][:, :, number])
+
+    def _tokens(self) -> tuple[Array, Array]:
+        """Keys and values (K, T, D) with their biases."""
+        both = np.stack(self.values, axis=2)
+        if self.format.quant_bit:
+            levels = unpack_nibbles(both) if self.format.quant_bit == 4 else both
+            scales = np.stack(self.scales, axis=2).astype(np.float64)
+            both = levels * np.repeat(scales, self.format.quant_group, axis=-1)
+        keys, values = both.astype(np.float64)
+        if (split := self.bias_split) is not None:
+            half = keys.shape[-1] // 2
+            pairs = list(split.pairs)
+            angle = np.arange(keys.shape[1])[:, None] * self.frequencies[pairs]  # (T, P)
+            b1, b2 = np.array(split.key_bias, np.float64).transpose(1, 0, 2)[:, :, None]  # (K, 1, P)
+            keys[..., pairs] += b1 * np.cos(angle) - b2 * np.sin(angle)
+            keys[..., [p + half for p in pairs]] += b1 * np.sin(angle) + b2 * np.cos(angle)
+            values += np.array(split.value_bias, np.float64)[:, None]
+        return keys, values
+
+    def cut(self, length: int) -> None:
+        """Forget the tokens past so many."""
+        del self.values[length:], self.scales[length:]
+
+    def page(self, number: int) -> tuple[list[Array], list[Array]]:
+        """The tokens of a whole page."""
+        part = slice(number * PAGE, number * PAGE + PAGE)
+        return self.values[part], self.scales[part]
+
+
+class OracleSequence:
+    """All layers of a sequence, and the ids of its tokens."""
+
+    def __init__(self, model: Decoder, pool: Pool) -> None:
+        frequencies = np.array(model.config.rope.rotary(model.config.head_dim).frequencies)
+        self.ids: list[int] = []
+        self.layers = [OracleLayer(layer.format, layer.bias_split, frequencies) for layer in pool.layers]
+
+    def fork(self) -> "OracleSequence":
+        """Another with the same tokens."""
+        made = object.__new__(OracleSequence)
+        made.ids = list(self.ids)
+        made.layers = [
+            replace(layer, values=list(layer.values), scales=list(layer.scales), written=[]) for layer in self.layers
+        ]
+        return made
+
+    def step(self, model: Decoder, written: list[list[Array]], ids: list[int]) -> mx.array:
+        """Logits (S, vocab) of new tokens, whose bytes the pool wrote: of each layer its arrays (2, K, S, last)."""
+        start = len(self.ids)
+        for layer, rows in zip(self.layers, written, strict=True):
+            layer.written = rows
+        self.ids += ids
+        return model.logits(model.states(mx.array([ids]), start, self.layers))[0]
+
+    def trim_to(self, length: int) -> None:
+        """Forget the tokens past so many."""
+        del self.ids[length:]
+        for layer in self.layers:
+            layer.cut(length)
+
+
+def rows_of(pool: Pool, sequence: PoolSequence, first: int, end: int) -> list[list[Array]]:
+    """What the arrays of each layer hold at the positions of a sequence: found through its page tables."""
+    tables = {id(layer): n for n, part in enumerate(pool.parts) for layer in part.layers}
+    found = []
+    for layer in pool.layers:
+        table = sequence.tables[tables[id(layer)]]
+        skipped = table.first // PAGE
+        rows = [table.pages[at // PAGE - skipped] * PAGE + at % PAGE for at in range(first, end)]
+        found.append([np.array(array[:, :, mx.array(rows)]) for array in layer.arrays])
+    return found
