@@ -49,6 +49,8 @@ class _Machine(RuleBasedStateMachine):
             bias_split=bias,
             prefill_step_size=STEP,
         )
+        for layer in self.pool.layers:  # a row that is read before it is written shows
+            layer.arrays[-1][:] = float("nan")
         self.open: list[tuple[PoolSequence, OracleSequence]] = []
         self.shared: dict[tuple[int, bytes], dict[int, tuple[list[Array], list[Array]]]] = {}
 
