@@ -1,6 +1,6 @@
 """A pool for mlx-lm's models: sequences of different lengths in one step, each with its own pages and states."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -239,15 +239,11 @@ def make_pool(
         make_cache, identity: of the model.
     """
     found = probe(model)
-    for leaf in leaves_of(found):
-        if isinstance(leaf, Attention) and (leaf.chunk is not None or leaf.keep):
-            kind = "attends in chunks" if leaf.chunk is not None else f"keeps its first {leaf.keep} tokens in a window"
-            raise ModelError(f"{name} {kind}, which a pool has no pages for; one sequence at a time works")
+    check_entries(found, name)
 
     def made(bits: int, sizes: dict[str, int]) -> BridgedPool:
         formats = _formats(found, sizes["max_seq_len"], bits, quant_group)
-        states = sizes["sequences"] * sum(leaf.nbytes for leaf in leaves_of(found) if isinstance(leaf, State))
-        check_memory(sizes["tokens"], pool_bytes(formats, **sizes) + states)
+        check_memory(sizes["tokens"], sum(pool_needs(found, sizes, quant_bit=bits, quant_group=quant_group)))
         options = {"quant_bit": bits, "quant_group": quant_group}
         return BridgedPool(found, formats, **sizes, make_cache=partial(make_cache, **options), identity=identity)
 
@@ -256,6 +252,26 @@ def make_pool(
     pool = made(quant_bit, sizes)
     pool.attends_apart = attends_apart
     return pool
+
+
+def check_entries(found: Sequence[Entry], name: str) -> None:
+    """Refuse a model with layers that no pool is for.
+
+    Raises:
+        ModelError: there is such a layer.
+    """
+    for leaf in leaves_of(found):
+        if isinstance(leaf, Attention) and (leaf.chunk is not None or leaf.keep):
+            kind = "attends in chunks" if leaf.chunk is not None else f"keeps its first {leaf.keep} tokens in a window"
+            raise ModelError(f"{name} {kind}, which a pool has no pages for; one sequence at a time works")
+
+
+def pool_needs(
+    found: Sequence[Entry], sizes: Mapping[str, int], *, quant_bit: int, quant_group: int
+) -> tuple[int, int]:
+    """Bytes of a pool: of keys and values, and of its sequences' states; arguments as in :func:`make_pool`."""
+    states = sizes["sequences"] * sum(leaf.nbytes for leaf in leaves_of(found) if isinstance(leaf, State))
+    return pool_bytes(_formats(found, sizes["max_seq_len"], quant_bit, quant_group), **sizes), states
 
 
 def _try(model: Model, name: str, pool: BridgedPool, agree: float) -> bool:

@@ -102,6 +102,9 @@ def what_fits(
     tokens = longest(settings)
     if tokens:
         ways.append(f"--max-kv-size {tokens}")
+    fewer = range((settings.sequences or 1) - 1, 0, -1)
+    if count := next((n for n in fewer if longest(replace(settings, sequences=n)) >= made.max_kv_size), None):
+        ways.append(f"--sequences {count}")
     for bits in (8, 4):
         if bits < (settings.kv_bits or 16) and longest(replace(settings, kv_bits=bits)) >= made.max_kv_size:
             ways.append(f"--kv-bits {bits}")

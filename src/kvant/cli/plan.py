@@ -206,12 +206,11 @@ def _describe_experts(checkpoint: Checkpoint | BridgedCheckpoint, made: MemoryPl
     return f"; a token reads {format_bytes(made.weights_read)}, {of}" if of else ""
 
 
-def _describe_tokens(made: MemoryPlan) -> str:
-    if made.settings.sequences is None:
-        return f"{made.max_kv_size} tokens"
-    return (
-        f"{made.settings.sequences} sequences of {made.max_kv_size} tokens, {format_bytes(made.sequence)} for one more,"
-    )
+def _describe_cache(made: MemoryPlan, bits: int) -> str:
+    if (count := made.settings.sequences) is None:
+        return f"{made.max_kv_size} tokens at {bits} bits"
+    one = format_bytes(made.sequence)
+    return f"{count} sequences of {made.max_kv_size} tokens at {bits} bits; one more would add {one}"
 
 
 def _float_bits(checkpoint: Checkpoint | BridgedCheckpoint, machine: Machine) -> int:
@@ -260,7 +259,7 @@ def _print_table(
     table.add_column(overflow="fold")
     rows = [
         ("weights", made.weights, _describe_weights(checkpoint, machine) + _describe_experts(checkpoint, made)),
-        ("cache", made.cache, f"{_describe_tokens(made)} at {bits} bits"),
+        ("cache", made.cache, _describe_cache(made, bits)),
         *([("state", made.state, "of linear layers, allocated at the first prefill")] if made.state else []),
         ("prefill scratch", made.scratch, f"{settings.prefill_step_size} tokens at a time{estimate}"),
     ]

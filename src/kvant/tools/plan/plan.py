@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Literal
 
 import mlx.core as mx
@@ -182,6 +183,8 @@ def _bridged_planner(checkpoint: BridgedCheckpoint, settings: Settings, on_cpu: 
         kv_group_size=settings.kv_group_size,
         prefill_step_size=settings.prefill_step_size,
         on_cpu=on_cpu,
+        sequences=settings.sequences,
+        pool_tokens=partial(pool_tokens, settings),
     )
     tokenizer = TOKENIZER_BYTES * checkpoint.config.vocab_size
 
@@ -197,6 +200,8 @@ def _bridged_planner(checkpoint: BridgedCheckpoint, settings: Settings, on_cpu: 
             loading=needed.loading,
             process=BRIDGED_PROCESS_BYTES + tokenizer if on_cpu else 0,
             state=needed.state,
+            caches=settings.caches * needed.one_cache,
+            sequence=needed.sequence,
         )
 
     return planned

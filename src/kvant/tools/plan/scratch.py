@@ -88,6 +88,8 @@ def scratch_bytes(
         between += cached * 2  # unpacked to a byte each, then made signed
     if paged or (on_cpu and kv_bits and new == 1):  # copied side by side
         between += cached * (kv_bits or 8 * itemsize) // 8
+    if paged and not kv_bits:  # a sequence's part of what was joined, for its product
+        between += 2 * KV * tokens * itemsize
     if not on_cpu and pairs is not None and itemsize != FLOAT32:
         between += cached * FLOAT32
     if windowed:
