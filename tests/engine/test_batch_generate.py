@@ -69,13 +69,16 @@ def test_tokens_are_mlx_lms(
     assert ours.caches is None
     assert ours.logprobs is not None
     assert [len(own) for own in ours.logprobs] == [len(own) for own in theirs.logprobs]
-    assert all(abs(a - b) < 1e-4 for own, their in zip(ours.logprobs, theirs.logprobs) for a, b in zip(own, their))
+    pairs = zip(sum(ours.logprobs, []), sum(theirs.logprobs, []), strict=True)
+    assert all(abs(own - their) < 1e-4 for own, their in pairs)
     assert ours.stats.prompt_tokens == sum(map(len, prompts))
     assert ours.stats.generation_tokens == theirs.stats.generation_tokens
     assert 0 < ours.stats.prompt_time + ours.stats.decode_time <= ours.stats.wall_time
     assert ours.stats.peak_memory > 0
     # Six prompts with their answers, in whole pages.
-    largest = sorted((-(-(len(p) + n) // 128) for p, n in zip(prompts, given["max_tokens"])), reverse=True)[:at_once]
+    largest = sorted(
+        (-(-(len(p) + n) // 128) for p, n in zip(prompts, given["max_tokens"], strict=True)), reverse=True
+    )[:at_once]
     per_row = (
         sum(
             array.nbytes for layer in pocket[0].make_cache(128, quant_bit=0, bias_split=False) for array in layer.arrays
@@ -104,7 +107,7 @@ def test_each_prompt_gives_what_it_gives_alone(pocket: Pocket, prompts: list[lis
         assert ours.token_ids[number] == _alone(pocket, prompt, 16, sampler=sampler, **given), number
     own = [None, *[make_sampler(temp=1, seed=5)] * 7]
     ours = batch_generate(model, tokenizer, texts, max_tokens=9, samplers=own, return_token_ids=True, **given)
-    assert ours.token_ids == [_alone(pocket, p, 9, sampler=s, **given) for p, s in zip(texts, own)]
+    assert ours.token_ids == [_alone(pocket, p, 9, sampler=s, **given) for p, s in zip(texts, own, strict=True)]
 
 
 def test_a_seed_of_mlx_is_heeded(pocket: Pocket, prompts: list[list[int]]) -> None:

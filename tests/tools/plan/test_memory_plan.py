@@ -96,14 +96,16 @@ CASES = {
     ),
     "few queries, whose scores take the keys' bias": Case(qwen2(64, 1, 16, 2, 64, 64, 100, True), 1000, step=8),
 }
+FEW_LAYERS = (32, 4, 32, 32, 64, 32, 500, True)  # many keys too
 POOLS = {
-    "a pool": Case(qwen2(*MANY_KEYS), TOKENS, step=64, sequences=8),
-    "a pool, windows": Case(qwen2(*MANY_KEYS), 2 * TOKENS, step=64, window=TOKENS, sequences=4),
+    "a pool": Case(qwen2(*FEW_LAYERS), 200, step=64, sequences=4),
+    "a pool, windows": Case(qwen2(*FEW_LAYERS), 400, step=64, window=200, sequences=3),
 }
 LONG_POOLS = {
-    "a pool, 4 bits": Case(qwen3(*MANY_KEYS), TOKENS, kv_bits=4, kv_group=64, step=64, sequences=4),
-    "a pool that is not quantized": Case(qwen3(*MANY_KEYS), TOKENS, kv_bits=0, step=64, sequences=4),
-    "a pool, many rows of logits": Case(qwen3(256, 2, 4, 2, 64, 512, 10_000, True), 40, step=32, sequences=32),
+    "a pool of 8": Case(qwen2(*FEW_LAYERS), 200, step=64, sequences=8),
+    "a pool, 4 bits": Case(qwen3(*FEW_LAYERS), 200, kv_bits=4, kv_group=64, step=64, sequences=4),
+    "a pool that is not quantized": Case(qwen3(*FEW_LAYERS), 200, kv_bits=0, step=64, sequences=4),
+    "a pool, many rows of logits": Case(qwen3(256, 2, 4, 2, 64, 512, 10_000, True), 100, step=128, sequences=32),
     "a pool through 4-bit weights": Case(
         qwen2(1024, 3, 16, 4, 64, 4096, 2000, True), 70, weight_bits=4, sequences=8, step=64
     ),
