@@ -110,6 +110,36 @@ def test_what_does_not_go_in(model: Decoder, tmp_path: Path) -> None:
         sequence.to_cache(9)
 
 
+def test_pages_that_others_share_are_not_loaded_into(model: Decoder) -> None:
+    pool = _pool(model, 0)
+    prompt = TEXT[500:800]
+    first = pool.sequence(400)
+    prefill(model, pool, first, prompt)
+    first.share_prefix()
+    first.trim_to(0)
+    cache = _fed(model, 0, 300)
+    first.load(cache)
+    _next(model, pool, first, cache)
+    second = pool.sequence(400, prompt)
+    assert second.length == 256
+    expected = model.logits(model.hidden_states(mx.array([prompt]))[:, -1])
+    assert close(prefill(model, pool, second, prompt[256:]), expected)
+    check_pages(pool, [first, second])
+
+
+def test_a_load_that_is_interrupted_leaves_an_empty_sequence(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, cache = _pool(model, 0), _fed(model, 0, 500)
+    sequence = pool.sequence(900)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache[2], "stored", lambda sequence: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            sequence.load(cache)
+    assert sequence.length == 0
+    check_pages(pool, [sequence])
+    sequence.load(cache)
+    _next(model, pool, sequence, cache)
+
+
 def test_nothing_holds_the_arrays_afterwards(model: Decoder) -> None:
     """A step after it takes what one before it took, not another pool."""
     pool = model.make_pool(200 * 128, sequences=4, quant_bit=8, quant_group=16, max_seq_len=900)

@@ -27,6 +27,12 @@ def scaled_query(query: mx.array, scale: float) -> mx.array:
     return query if math.isclose(factor, 1, rel_tol=1e-6) else query * factor
 
 
+def refuse_values(value_head_dim: int) -> None:
+    """Raise an AttributeError where a model sets the values of its cache, and values are kept."""
+    if value_head_dim:
+        raise AttributeError("a model sets the values of its cache; kvant's takes them by update_and_fetch")
+
+
 class BridgedKVCache(QuantizedKVCache):
     """Keys and values of one layer of mlx-lm's model.
 
@@ -170,12 +176,17 @@ class BridgedKVCache(QuantizedKVCache):
 
     @property
     def keys(self) -> mx.array:
-        """The array that keys are in. A model may put it back, made to depend on others that are to be computed."""
+        """The array that keys are in.
+
+        A model may put it back, made to depend on others that are to be computed. MLX then copies all of it at the next
+        append. So a layer of a model's cache does not take it: there all arrays are computed with the logits.
+        """
         return self.arrays[0]
 
     @keys.setter
     def keys(self, array: mx.array) -> None:
-        self.arrays[0] = array
+        if not self.sequences.shared:
+            self.arrays[0] = array
 
     @property
     def values(self) -> mx.array:
@@ -184,8 +195,7 @@ class BridgedKVCache(QuantizedKVCache):
 
     @values.setter
     def values(self, array: mx.array) -> None:
-        if self.value_head_dim:
-            raise AttributeError("a model sets the values of its cache; kvant's takes them by update_and_fetch")
+        refuse_values(self.value_head_dim)
 
     def size(self) -> int:
         """Tokens so far."""

@@ -223,6 +223,10 @@ class BridgedModel:
     def _logits(self, inputs: mx.array, cache: BridgedCache | BridgedBatch | None) -> mx.array:
         given = cache.entries if isinstance(cache, BridgedBatch) else cache
         logits: mx.array = self.module(inputs) if given is None else self.module(inputs, cache=given)
+        if cache is None:
+            return logits
+        # What logits do not need is computed too: it would wait, with all that it is made of, step after step.
+        (logits,) = mx.depends([logits], cache.state)
         return logits
 
 

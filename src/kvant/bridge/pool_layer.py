@@ -10,7 +10,7 @@ import numpy as np
 from mlx_lm.models.cache import create_attention_mask
 
 from kvant.bridge import hook
-from kvant.bridge.layers import Mask, scaled_query
+from kvant.bridge.layers import Mask, refuse_values, scaled_query
 from kvant.cache.paged_layers import PoolLayer
 from kvant.operators.attention import attend_tokens
 from kvant.operators.cached_attention import float_tokens
@@ -171,12 +171,12 @@ class PooledLayer:
 
     @property
     def keys(self) -> mx.array:
-        """The array that keys are in. A model may put it back, made to depend on others that are to be computed."""
+        """The array that keys are in."""
         return self.layer.arrays[0]
 
     @keys.setter
     def keys(self, array: mx.array) -> None:
-        self.layer.arrays[0] = array
+        """As :attr:`kvant.bridge.layers.BridgedKVCache.keys`: of a model's cache."""
 
     @property
     def values(self) -> mx.array:
@@ -185,8 +185,7 @@ class PooledLayer:
 
     @values.setter
     def values(self, array: mx.array) -> None:
-        if self.layer.format.value_head_dim:
-            raise AttributeError("a model sets the values of its cache; kvant's takes them by update_and_fetch")
+        refuse_values(self.layer.format.value_head_dim)
 
     def size(self) -> int:
         """Tokens of the longest sequence."""
