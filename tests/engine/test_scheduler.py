@@ -205,6 +205,19 @@ def test_admission_is_first_come_first_served_and_by_pages(pocket: Pocket) -> No
     assert pool.num_free == 8
 
 
+def test_a_small_request_runs_when_the_large_one_before_it_is_cancelled(pocket: Pocket) -> None:
+    scheduler, _ = _scheduler(pocket[0], pages=8)
+    first, large, small = (Request([5, 6], max_tokens=n) for n in (600, 700, 30))
+    for request in (first, large, small):
+        scheduler.submit(request)
+    for _ in range(3):
+        scheduler.step()
+    assert scheduler.counts == (2, 0, 1, 3)
+    scheduler.cancel(large)
+    scheduler.step()
+    assert scheduler.counts == (0, 0, 2, 2)
+
+
 def test_the_batch_and_the_queue_are_bounded(pocket: Pocket) -> None:
     scheduler, _ = _scheduler(pocket[0], max_batch=2, max_queue=3)
     requests = [Request([5 + i], max_tokens=4) for i in range(6)]
@@ -248,6 +261,16 @@ def test_a_prompt_comes_in_chunks_between_the_tokens_of_others(
     for _ in range(6):
         scheduler.step()
     assert shapes == [*[(1, 128), (1, 1)] * 5, (1, 60), (2, 1)]
+
+
+def test_a_pool_of_small_chunks(pocket: Pocket, heldout_ids: list[int]) -> None:
+    options = {"prefill_step_size": 50}
+    scheduler, _ = _scheduler(pocket[0], pool=options)
+    requests = [Request(heldout_ids[:n], max_tokens=3) for n in (120, 130)]
+    told = _run(scheduler, requests)
+    assert all(_ids(told[request]) == _alone(pocket, request) for request in requests)
+    with pytest.raises(ValueError, match="deterministic feeds 128 tokens at once; the pool takes 50"):
+        _scheduler(pocket[0], pool=options, deterministic=True)
 
 
 def test_cancelled_requests_leave_at_once(pocket: Pocket, heldout_ids: list[int]) -> None:
