@@ -60,3 +60,14 @@ def test_answers_that_end_at_different_times(tmp_path: Path) -> None:
     assert done.stdout == "\n".join(alone)
     cut = sum(len(text.split()) == 12 for text in alone)
     assert done.stderr == "cut at --max-tokens 12\n" * cut
+
+
+def test_a_model_whose_steps_cannot_be_deterministic(tmp_path: Path) -> None:
+    """mlx-lm's DeepSeek V3 reads padded rows: it answers several at once, and promises no more."""
+    load_kind("deepseek_v3", tmp_path / "model")
+    flags = [PROMPT, "--model", str(tmp_path / "model"), "--temp", "1", "-m", "3", "--n", "2", *PLAIN[:-2]]
+    done = call("generate", *flags)
+    assert (done.returncode, len(done.stdout.split("\n\n"))) == (0, 2)
+    refused = call("generate", *flags, "--deterministic")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "--deterministic: deterministic is True; what this model computes goes" in refused.stderr

@@ -11,7 +11,7 @@ from kvant.cli.fitting import describe, plan_for
 from kvant.cli.options import AUTO
 from kvant.cli.session import RunOptions, Session, named_format
 from kvant.engine.limits import pool_reservation
-from kvant.engine.scheduler import CHUNK
+from kvant.engine.scheduler import CHUNK, Scheduler
 from kvant.errors import ContextError
 from kvant.operators.dispatch import VARIABLE
 from kvant.sizes import format_bytes
@@ -83,6 +83,9 @@ def reserve_pool(
             max_seq_len=max(needs),
             prefill_step_size=step_size,
         )
+    if deterministic:
+        with options.named("--deterministic"):
+            Scheduler(session.model, pool, max_batch=rows, deterministic=True)
     session.reserved = most_tokens(session, run) or session.model.config.max_position_embeddings
     if not run.quiet:
         print(f"cache: {_describe(session, pool)}", file=sys.stderr)

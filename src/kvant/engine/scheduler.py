@@ -116,7 +116,7 @@ class Scheduler:
             max_queue: requests that wait to be admitted, at most; None: any number.
 
         Raises:
-            ValueError: a number out of range.
+            ValueError: a number out of range; or deterministic, and the model's rounding goes by other sequences.
         """
         check_count("max_batch", max_batch)
         if max_batch > pool.max_sequences:
@@ -125,6 +125,15 @@ class Scheduler:
             check_count("max_queue", max_queue)
         if deterministic and pool.prefill_step_size < CHUNK:
             raise ValueError(f"deterministic feeds {CHUNK} tokens at once; the pool takes {pool.prefill_step_size}")
+        if deterministic:
+            trial = pool.sequence(1)
+            try:
+                pool.batch([trial], max_batch)
+            except ValueError as error:
+                words = "deterministic is True; what this model computes goes, by rounding, with the other sequences"
+                raise ValueError(words) from error
+            finally:
+                trial.release()
         self._model, self._pool = model, pool
         self._max_batch, self._max_queue = max_batch, max_queue
         self._deterministic = deterministic
@@ -317,7 +326,7 @@ class Scheduler:
         """Feed the last token of every answer. Returns (rows, vocab), the first rows being theirs."""
         rows = self._max_batch if self._deterministic else len(answers)
         ids = [answer.tokens[-1:] for answer in answers]
-        batch = self._pool.batch([answer.sequence for answer in answers], rows)
+        batch = self._pool.batch([answer.sequence for answer in answers], rows if self._deterministic else None)
         logits = self._model.next_logits(mx.array(ids + [[0]] * (rows - len(ids))), batch)
         mx.eval(logits)
         batch.commit(ids=ids)
