@@ -1,6 +1,6 @@
 """A pool for mlx-lm's models: sequences of different lengths in one step, each with its own pages and states."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -240,6 +240,27 @@ def make_pool(
         make_cache, identity: of the model.
     """
     found = probe(model)
+    check_entries(found, model, name)
+
+    def made(bits: int, sizes: dict[str, int]) -> BridgedPool:
+        formats = _formats(found, sizes["max_seq_len"], bits, quant_group)
+        check_memory(sizes["tokens"], sum(pool_needs(found, sizes, quant_bit=bits, quant_group=quant_group)))
+        options = {"quant_bit": bits, "quant_group": quant_group}
+        return BridgedPool(found, formats, **sizes, make_cache=partial(make_cache, **options), identity=identity)
+
+    small = {"tokens": len(TRIED) * Pool.page_size, "sequences": len(TRIED), "max_seq_len": 64, "prefill_step_size": 32}
+    attends_apart = _try(model, name, made(0, small), AGREE if dtype == mx.float32 else AGREE_HALF)
+    pool = made(quant_bit, sizes)
+    pool.attends_apart = attends_apart
+    return pool
+
+
+def check_entries(found: Sequence[Entry], model: Model, name: str) -> None:
+    """Refuse a model that no pool is for, by its layers or its module.
+
+    Raises:
+        ModelError: it is one.
+    """
     reason = ONE_AT_A_TIME.get(type(model).__module__.rpartition(".")[2])
     for leaf in leaves_of(found):
         if isinstance(leaf, Attention) and leaf.chunk is not None:
@@ -249,18 +270,13 @@ def make_pool(
     if reason is not None:
         raise ModelError(f"{name} {reason}; one sequence at a time works")
 
-    def made(bits: int, sizes: dict[str, int]) -> BridgedPool:
-        formats = _formats(found, sizes["max_seq_len"], bits, quant_group)
-        states = sizes["sequences"] * sum(leaf.nbytes for leaf in leaves_of(found) if isinstance(leaf, State))
-        check_memory(sizes["tokens"], pool_bytes(formats, **sizes) + states)
-        options = {"quant_bit": bits, "quant_group": quant_group}
-        return BridgedPool(found, formats, **sizes, make_cache=partial(make_cache, **options), identity=identity)
 
-    small = {"tokens": len(TRIED) * Pool.page_size, "sequences": len(TRIED), "max_seq_len": 64, "prefill_step_size": 32}
-    attends_apart = _try(model, name, made(0, small), AGREE if dtype == mx.float32 else AGREE_HALF)
-    pool = made(quant_bit, sizes)
-    pool.attends_apart = attends_apart
-    return pool
+def pool_needs(
+    found: Sequence[Entry], sizes: Mapping[str, int], *, quant_bit: int, quant_group: int
+) -> tuple[int, int]:
+    """Bytes of a pool: of keys and values, and of its sequences' states; arguments as in :func:`make_pool`."""
+    states = sizes["sequences"] * sum(leaf.nbytes for leaf in leaves_of(found) if isinstance(leaf, State))
+    return pool_bytes(_formats(found, sizes["max_seq_len"], quant_bit, quant_group), **sizes), states
 
 
 def _try(model: Model, name: str, pool: BridgedPool, agree: float) -> bool:
