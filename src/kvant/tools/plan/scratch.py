@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from kvant.cache.window import SLACK
 from kvant.models.config import ModelConfig
 from kvant.models.experts import takes_turns
-from kvant.models.matrix import DEQUANTIZE_FROM_ROWS, DEQUANTIZED_ELEMENTS, PARALLEL_ELEMENTS
+from kvant.models.matrix import DEQUANTIZED_ELEMENTS, PARALLEL_ELEMENTS, UNPACK_FROM_ROWS
 from kvant.models.quantization import Quantization
 from kvant.operators.attention import BLOCK_SCORE_BYTES, GPU_FUSED_HEAD_DIMS
 from kvant.operators.bias_split import MAX_SCORE_QUERIES
@@ -24,6 +24,7 @@ FLOAT32 = 4  # bytes
 # The one measured constant: so many blocks of scores are held beside the one at work, and at most so many parts of a
 # quantized matrix beside those at work, one a core (1 to 8 streams, matrices of 2 to 67 million numbers).
 AHEAD = 4
+UNPACKED_AHEAD = 2  # parts that masks unpack, which takes fewer operations a part but more than a queue for three
 # Bytes of a window's mask for each query and token: its terms and their product, and what blocks of queries add.
 MASK_BYTES = 16
 
@@ -57,7 +58,7 @@ def scratch_bytes(
     """
     hidden = config.hidden_size
     Q, KV = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    dequantized = on_cpu and config.quantization is not None and new >= DEQUANTIZE_FROM_ROWS
+    dequantized = on_cpu and config.quantization is not None and new >= UNPACK_FROM_ROWS
     made = 1 + dequantized + adapted  # a product is made in parts, joined, and added to an adapter's
 
     # Numbers for each new token. A norm makes the square and the result, rotation two halves of both kinds.
@@ -96,6 +97,8 @@ def scratch_bytes(
         # The last forms of a layer's rows, joined, in order, times their shares, may be held while the next begins.
         ended = 3 * new * experts.per_token * hidden * itemsize
     # o_proj and gate_up take longer than the queue is. The choice of experts is waited for.
+    if dequantized and 2 * config.intermediate_size * hidden <= UNPACKED_AHEAD * DEQUANTIZED_ELEMENTS and not ended:
+        return before + between + after + _dequantized(config)  # the queue is as long as a layer
     if dequantized or (ended and experts is not None and all(experts.layers)):
         return max(ended + before + between, after) + (_dequantized(config) if dequantized else 0)
     if on_cpu and blocks > AHEAD:  # so do the blocks
@@ -141,12 +144,13 @@ def _dequantized(config: ModelConfig) -> int:
 def _unpacked(quantization: Quantization, matrices: Sequence[int]) -> int:
     """The same of matrices of so many numbers, one after the other."""
     matrices = sorted(matrices)
+    ahead = AHEAD
     if not quantization.has_biases:  # small floats, looked up
         unpacking, at_once = (5 if quantization.bits == 4 else 1), len(matrices)
-    elif 32 % quantization.bits:  # a word for every bit
+    elif 8 % quantization.bits:  # a word for every bit
         unpacking, at_once = FLOAT32 * quantization.bits, len(matrices)
-    else:  # one value of every word at a time, in so many operations that the queue holds those of two matrices
-        unpacking, at_once = FLOAT32, 2
+    else:  # the numbers at one place of every byte at a time, and all of them side by side
+        unpacking, at_once, ahead = FLOAT32, 1, UNPACKED_AHEAD
     streams = len(cpu_streams()) if matrices[-1] >= PARALLEL_ELEMENTS else 1
     part = min(DEQUANTIZED_ELEMENTS, -(-matrices[-1] // streams))
-    return (FLOAT32 + unpacking) * min(sum(matrices[-at_once:]), (streams + AHEAD) * part)
+    return (FLOAT32 + unpacking) * min(sum(matrices[-at_once:]), (streams + ahead) * part)
