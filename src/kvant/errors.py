@@ -9,6 +9,8 @@ KvantError
  +-- PromptError       a prompt that cannot be used: empty, or a chat template that fails (also a ValueError)
  +-- BenchError        a measurement that could not be made: an engine that failed
  +-- ConvertError      a model that could not be converted
+ +-- QueueFullError    a request that an engine has no place for now; later it may have
+ +-- EngineError       an engine that was closed, or whose thread failed
 
 Wrong arguments of a function are ValueError and TypeError. ArgumentError is the ValueError that knows the argument.
 """
@@ -25,9 +27,11 @@ __all__ = [
     "CheckpointError",
     "ContextError",
     "ConvertError",
+    "EngineError",
     "KvantError",
     "ModelError",
     "PromptError",
+    "QueueFullError",
     "SnapshotError",
     "WeightsError",
     "did_you_mean",
@@ -88,6 +92,14 @@ class BenchError(KvantError):
 
 class ConvertError(KvantError):
     """A model that could not be converted."""
+
+
+class QueueFullError(KvantError):
+    """A request that an engine has no place for now. Later it may have."""
+
+
+class EngineError(KvantError):
+    """An engine that was closed, or whose thread failed."""
 
 
 class ArgumentError(ValueError):

@@ -99,7 +99,8 @@ def apply_xtc(
     """
     _check("xtc_probability", xtc_probability, 0 <= xtc_probability <= 1, "from 0 to 1")
     _check("xtc_threshold", xtc_threshold, 0 <= xtc_threshold <= 0.5, "from 0 to 0.5")
-    return filters.leave_out_top_choices(logits, xtc_probability, xtc_threshold, xtc_special_tokens, None)
+    coin = mx.random.uniform()
+    return filters.leave_out_top_choices(logits, xtc_probability, xtc_threshold, xtc_special_tokens, coin)
 
 
 def categorical_sampling(logits: mx.array, temp: float) -> mx.array:
@@ -108,19 +109,19 @@ def categorical_sampling(logits: mx.array, temp: float) -> mx.array:
 
 
 def make_repetition_penalty(penalty: float, context_size: int = CONTEXT_SIZE) -> LogitsProcessor:
-    """See :func:`kvant.engine.processors.repetition`."""
+    """See :class:`kvant.engine.processors.Repetition`."""
     _check("penalty", penalty, penalty > 0, "above 0")
-    return processors.repetition(penalty, context_size)
+    return processors.Repetition(penalty, context_size)
 
 
 def make_presence_penalty(penalty: float, context_size: int = CONTEXT_SIZE) -> LogitsProcessor:
-    """See :func:`kvant.engine.processors.presence`."""
-    return processors.presence(penalty, context_size)
+    """See :class:`kvant.engine.processors.Presence`."""
+    return processors.Presence(penalty, context_size)
 
 
 def make_frequency_penalty(penalty: float, context_size: int = CONTEXT_SIZE) -> LogitsProcessor:
-    """See :func:`kvant.engine.processors.frequency`."""
-    return processors.frequency(penalty, context_size)
+    """See :class:`kvant.engine.processors.Frequency`."""
+    return processors.Frequency(penalty, context_size)
 
 
 def _check(name: str, value: object, holds: bool, expected: str) -> None:

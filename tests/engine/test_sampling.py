@@ -16,11 +16,11 @@ from support.counts import count
 
 from kvant.cli.chat import chat
 from kvant.cli.generate import generate
-from kvant.engine.draw import SeededSampler, draw_key, greedy
+from kvant.engine.draw import SeededSampler, draw_keys, filtered, greedy
 from kvant.engine.filters import keep_min_p, keep_top_k, keep_top_p, leave_out_top_choices
 from kvant.engine.sampling import SamplingOptions, make_logits_processors, make_sampler
 
-KEY = mx.random.key(0)
+COIN = mx.array(0.5)
 VOCABULARIES = (5, 300, 151_936)
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
@@ -87,16 +87,18 @@ class TestAFilterLeavesWhatMlxLmLeaves:
     def test_xtc(self, kind: str, vocab_size: int, dtype: mx.Dtype) -> None:
         logprobs = _logprobs(kind, vocab_size, dtype)
         for threshold, special in product((0.0, 0.01, 0.1, 0.5), ([], [0, 3])):
-            given = leave_out_top_choices(logprobs, 1.0, threshold, special, KEY)
+            given = leave_out_top_choices(logprobs, 1.0, threshold, special, COIN)
             _check_same(given, theirs.apply_xtc(logprobs, 1.0, threshold, special))
 
 
 def _drawn_from(sampler: Any, logprobs: mx.array, monkeypatch: pytest.MonkeyPatch) -> mx.array:
     """The logits a sampler draws from."""
+    if isinstance(sampler, SeededSampler):
+        return filtered(logprobs, [sampler] * 2, COIN)
     drawn: list[mx.array] = []
     with monkeypatch.context() as patch:
         patch.setattr(mx.random, "categorical", lambda logits, **_: drawn.append(logits) or mx.array([0]))
-        sampler(logprobs, KEY) if isinstance(sampler, SeededSampler) else sampler(logprobs)
+        sampler(logprobs)
     return drawn[0]
 
 
@@ -190,13 +192,8 @@ def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
     logits = np.random.default_rng(4).normal(size=12) * 1.5
     logprobs = mx.array(np.log(_softmax(logits))[None].astype(np.float32))
     sampler: Any = make_sampler(**options, seed=11)
-    if sampler.xtc_probability:  # MLX cannot vmap the draw from rows that differ, as a coin makes them
-        tokens = mx.concatenate(
-            [sampler(logprobs, draw_key(sampler, position)) for position in range(count(2000, 4000))]
-        )
-    else:
-        keys: list[Any] = [draw_key(sampler, position) for position in range(20_000)]
-        tokens = mx.vmap(sampler, in_axes=(None, 0))(logprobs, mx.stack(keys))[:, 0]
+    draws = count(20_000, 100_000)
+    tokens = sampler(mx.repeat(logprobs, draws, axis=0), draw_keys([sampler] * draws, range(draws)))
     counts = np.bincount(np.array(tokens), minlength=12)
     assert abs(_chi_square(counts, _expected(logits, **options))) < 4
     assert _chi_square(counts, _expected(logits, **options | {"temp": options["temp"] * 1.25})) > 8
@@ -375,4 +372,4 @@ def test_a_vocabulary_that_is_too_small_is_refused() -> None:
     ):
         sampler: Any = make_sampler(1.0, **options)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=message):
-            sampler(logprobs, KEY)
+            sampler(logprobs, draw_keys([make_sampler(1.0, seed=1)], [0]))

@@ -56,7 +56,7 @@ def test_keys_of_all_seeds_and_positions_differ() -> None:
             key = draw_key(sampler, position)
             assert key is not None
             assert key.dtype == mx.random.key(0).dtype
-            keys.add(tuple(key.tolist()))  # type: ignore[arg-type]
+            keys.add(tuple(key[0].tolist()))  # type: ignore[arg-type]
     assert len(keys) == len(seeds) * 500
 
 

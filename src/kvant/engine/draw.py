@@ -4,10 +4,19 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 import mlx.core as mx
 
-from kvant.engine.filters import keep_min_p, keep_top_k, keep_top_p, leave_out_top_choices
+from kvant.engine.filters import (
+    check_kept,
+    check_special,
+    column,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    leave_out_top_choices,
+)
 from kvant.engine.processors import LogitsProcessor
 
 
@@ -30,29 +39,28 @@ class SeededSampler:
     follows_mlx: bool = False  # where a run without a seed takes one: MLX's random state, or the operating system
     _draws: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)  # calls without a key
 
-    def __call__(self, logprobs: mx.array, key: mx.array | None = None) -> mx.array:
-        """Log-probabilities (B, vocab) and a key (2,) of :func:`draw_key` -> tokens (B,).
+    def __call__(self, logprobs: mx.array, keys: mx.array | None = None) -> mx.array:
+        """Log-probabilities (B, vocab) and keys (B, 2) of :func:`draw_keys` -> tokens (B,).
 
-        mlx-lm's loops give no key. The n-th such call then draws as at position n; without a seed, as :func:`for_a_run`
-        says, from MLX's random state itself or with a new seed.
+        mlx-lm's loops give no keys. The n-th row of such calls is then drawn as at position n; without a seed, as
+        :func:`for_a_run` says, from MLX's random state itself or with a new seed.
         """
-        if key is None and (self.seed is not None or not self.follows_mlx):
-            key = draw_key(for_a_run(self), next(self._draws))
-        if 0 < self.top_p < 1:
-            logprobs = keep_top_p(logprobs, self.top_p)
-        if self.min_p:
-            logprobs = keep_min_p(logprobs, self.min_p, self.min_tokens_to_keep)
-        if self.xtc_probability:
-            coin, key = (None, None) if key is None else mx.random.split(key)
-            logprobs = leave_out_top_choices(
-                logprobs, self.xtc_probability, self.xtc_threshold, self.xtc_special_tokens, coin
-            )
-        if self.top_k:
-            logprobs = keep_top_k(logprobs, self.top_k)
-        return mx.random.categorical(logprobs * (1 / self.temp), key=key)
+        samplers = [self] * logprobs.shape[0]
+        if keys is None and self.seed is None and self.follows_mlx:
+            coin = mx.random.uniform() if self.xtc_probability else mx.array(0.0)
+            return mx.random.categorical(filtered(logprobs, samplers, coin))
+        if keys is None:
+            keys = draw_keys([for_a_run(self)] * len(samplers), [next(self._draws) for _ in samplers])
+        return draw_seeded(logprobs, samplers, keys)
+
+    def check(self, vocab_size: int) -> None:
+        """Raise a ValueError for an option that a vocabulary is too small for."""
+        check_kept("top_k", self.top_k, vocab_size)
+        check_kept("min_tokens_to_keep", self.min_tokens_to_keep if self.min_p else 0, vocab_size)
+        check_special(self.xtc_special_tokens if self.xtc_probability else (), vocab_size)
 
 
-# Log-probabilities (B, vocab) -> tokens (B,); kvant's own takes a key too.
+# Log-probabilities (B, vocab) -> tokens (B,); kvant's own takes keys too.
 Sampler = SeededSampler | Callable[[mx.array], mx.array]
 
 
@@ -82,16 +90,21 @@ def for_answer(sampler: Sampler, number: int) -> Sampler:
 
 
 def draw_key(sampler: Sampler, position: int) -> mx.array | None:
-    """The key (2,) of the draw after ``position`` tokens, for :func:`sample`; None: the sampler takes none.
+    """The key (1, 2) of the draw after ``position`` tokens, for :func:`sample`; None: the sampler takes none.
 
     The sampler is one of :func:`for_a_run`.
     """
-    if not isinstance(sampler, SeededSampler):
-        return None
-    if sampler.seed is None:
-        raise AssertionError("a sampler without a seed belongs to no run yet")
-    word = splitmix64(splitmix64(sampler.seed) + position)
-    return mx.array([word >> 32, word & 0xFFFFFFFF], mx.uint32)
+    return draw_keys([sampler], [position]) if isinstance(sampler, SeededSampler) else None
+
+
+def draw_keys(samplers: Sequence[Sampler], positions: Sequence[int]) -> mx.array:
+    """The keys (B, 2), uint32, of a draw of each sampler after so many tokens."""
+    words = []
+    for sampler, position in zip(samplers, positions, strict=True):
+        if not isinstance(sampler, SeededSampler) or sampler.seed is None:
+            raise AssertionError("a sampler without a seed belongs to no run yet")
+        words.append(splitmix64(splitmix64(sampler.seed) + position))
+    return mx.array([[word >> 32, word & 0xFFFFFFFF] for word in words], mx.uint32)
 
 
 def splitmix64(state: int) -> int:
@@ -101,6 +114,109 @@ def splitmix64(state: int) -> int:
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & mask
     word = (word ^ word >> 27) * 0x94D049BB133111EB & mask
     return word ^ word >> 31
+
+
+def draw(logprobs: mx.array, samplers: Sequence[Sampler], keys: mx.array | None) -> mx.array:
+    """A token for each row by its own sampler, as the sampler alone would pick it.
+
+    Args:
+        logprobs: (B, vocab).
+        samplers: of each row.
+        keys: (S, 2), of the S rows whose sampler is seeded, in their order; None where no sampler is.
+
+    Returns:
+        The tokens (B,).
+    """
+    seeded = [row for row, sampler in enumerate(samplers) if isinstance(sampler, SeededSampler)]
+    likeliest = [row for row, sampler in enumerate(samplers) if sampler is greedy]
+    parts: list[tuple[list[int], mx.array]] = []  # rows and their tokens
+    if seeded:
+        if keys is None:
+            raise AssertionError("a seeded sampler needs a key")
+        drawn = draw_seeded(_rows(logprobs, seeded), [samplers[row] for row in seeded], keys)  # type: ignore[misc]
+        parts.append((seeded, drawn))
+    if likeliest:
+        parts.append((likeliest, greedy(_rows(logprobs, likeliest))))
+    foreign = sorted({*range(len(samplers))} - {*seeded, *likeliest})
+    parts += [([row], samplers[row](logprobs[row : row + 1])) for row in foreign]
+    if len(parts) == 1:
+        return parts[0][1]
+    order = [row for rows, _ in parts for row in rows]
+    tokens = mx.concatenate([tokens for _, tokens in parts])
+    return tokens[mx.array(sorted(range(len(order)), key=order.__getitem__))]
+
+
+def draw_seeded(logprobs: mx.array, samplers: Sequence[SeededSampler], keys: mx.array) -> mx.array:
+    """Log-probabilities (B, vocab), a sampler for each row and keys (B, 2) -> tokens (B,)."""
+    # 24 bits of each word, as many as every float32 below 1 has: the first number picks, the second is XTC's coin
+    numbers = (keys >> 8).astype(mx.float32) * 2**-24
+    return pick(filtered(logprobs, samplers, numbers[:, 1:]), numbers[:, :1])
+
+
+def filtered(logprobs: mx.array, samplers: Sequence[SeededSampler], coins: mx.array) -> mx.array:
+    """What the rows' tokens are drawn from: the logits (B, vocab) after filters and temperature.
+
+    Args:
+        logprobs: (B, vocab).
+        samplers: of each row; a filter takes all its rows at once, those with a count in common where it has one.
+        coins: XTC's, from 0 to 1: (B, 1), or one for all.
+    """
+
+    def each(option: str, rows: Sequence[int]) -> list[float]:
+        return [getattr(samplers[row], option) for row in rows]
+
+    rows = [row for row, sampler in enumerate(samplers) if 0 < sampler.top_p < 1]
+    if rows:
+        logprobs = _with_rows(logprobs, rows, keep_top_p(_rows(logprobs, rows), each("top_p", rows)))
+    for at_least, rows in _alike(samplers, lambda sampler: sampler.min_p and sampler.min_tokens_to_keep):
+        kept = keep_min_p(_rows(logprobs, rows), each("min_p", rows), at_least)
+        logprobs = _with_rows(logprobs, rows, kept)
+    for (threshold, special), rows in _alike(
+        samplers, lambda sampler: sampler.xtc_probability and (sampler.xtc_threshold, sampler.xtc_special_tokens)
+    ):
+        chosen, coin = _rows(logprobs, rows), _rows(coins, rows) if coins.ndim else coins
+        kept = leave_out_top_choices(chosen, each("xtc_probability", rows), threshold, special, coin)
+        logprobs = _with_rows(logprobs, rows, kept)
+    for top_k, rows in _alike(samplers, lambda sampler: sampler.top_k):
+        logprobs = _with_rows(logprobs, rows, keep_top_k(_rows(logprobs, rows), top_k))
+    return logprobs * column([1 / sampler.temp for sampler in samplers], logprobs.dtype)
+
+
+def pick(logits: mx.array, numbers: mx.array) -> mx.array:
+    """The tokens (B,) that numbers (B, 1) from 0 on, below 1, pick by the probabilities of logits (B, vocab).
+
+    A token is picked where the sum of the probabilities up to it is the first one above the number. MLX's
+    ``categorical`` does so for one row and adds a Gumbel variable to every logit of several: their draws would not be
+    those of the rows alone. A token of probability 0 is never picked, however sums are rounded.
+    """
+    probs = mx.softmax(logits.astype(mx.float32), axis=-1)
+    reached = mx.where(probs > 0, mx.cumsum(probs, axis=-1), 0)
+    return mx.argmax(reached > numbers * reached.max(axis=-1, keepdims=True), axis=-1)
+
+
+def _alike(samplers: Sequence[SeededSampler], option: Callable[[SeededSampler], Any]) -> list[tuple[Any, list[int]]]:
+    """The values an option has, where it is not off, and the rows of each."""
+    found: dict[Any, list[int]] = {}
+    for row, sampler in enumerate(samplers):
+        if value := option(sampler):
+            found.setdefault(value, []).append(row)
+    return list(found.items())
+
+
+def _rows(array: mx.array, rows: Sequence[int]) -> mx.array:
+    """Some rows of an array (B, ...), in ascending order."""
+    if len(rows) == rows[-1] - rows[0] + 1:
+        return array if len(rows) == len(array) else array[rows[0] : rows[-1] + 1]
+    return array[mx.array(list(rows))]
+
+
+def _with_rows(array: mx.array, rows: Sequence[int], values: mx.array) -> mx.array:
+    """The array with other values in some rows."""
+    if len(rows) == len(array):
+        return values
+    changed = mx.array(array)  # assignment rebinds the array object it is made to
+    changed[mx.array(list(rows))] = values
+    return changed
 
 
 def sample(
@@ -117,17 +233,19 @@ def sample(
         tokens: (T,) the prompt and everything generated, where there are processors.
         sampler: picks from log-probabilities.
         processors: applied to the logits in order.
-        key: (2,) of :func:`draw_key`.
+        key: (1, 2) of :func:`draw_key`.
 
     Returns:
         The token (1,) and its log-probabilities (vocab,).
     """
     logits = logits.astype(mx.float32)
     for processor in processors:
-        logits = processor(tokens if tokens is not None else mx.array([], mx.int32), logits)
+        logits = processor(tokens if tokens is not None else mx.array([], mx.int32), logits).astype(mx.float32)
+    token, logprobs = draw_after(logits, [sampler], key)
+    return token, logprobs.squeeze(0)
+
+
+def draw_after(logits: mx.array, samplers: Sequence[Sampler], keys: mx.array | None) -> tuple[mx.array, mx.array]:
+    """Tokens (B,) of processed logits (B, vocab) and the log-probabilities (B, vocab); arguments of :func:`draw`."""
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    if isinstance(sampler, SeededSampler):
-        if key is None:
-            raise AssertionError("a seeded sampler needs a key")
-        return sampler(logprobs, key), logprobs.squeeze(0)
-    return sampler(logprobs), logprobs.squeeze(0)
+    return draw(logprobs, samplers, keys), logprobs

@@ -1,6 +1,7 @@
 """Filters of a sampler: log-probabilities (B, vocab) in, the same out with -inf for tokens that are left out.
 
 The tokens left are those mlx-lm leaves, at ties too. Nothing is compiled: on a CPU that would start a C++ compiler.
+An option of type ``PerRow`` is one number for all rows or one for each. What is left of a row depends on it alone.
 """
 
 import math
@@ -8,8 +9,10 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+PerRow = float | Sequence[float]
 
-def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:
+
+def keep_top_p(logprobs: mx.array, top_p: PerRow) -> mx.array:
     """The likeliest tokens that together have the probability ``top_p`` (Holtzman et al. 2019, arXiv:1904.09751).
 
     A token that is as likely as the last one kept is kept too.
@@ -18,24 +21,25 @@ def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:
     probs = mx.exp(descending.astype(mx.float32))
     likelier = mx.cumsum(probs, axis=-1, inclusive=False)  # probability of all tokens before each one
     total = likelier[..., -1:] + probs[..., -1:]
-    kept = (likelier < top_p * total).sum(axis=-1, keepdims=True)
+    kept = (likelier < column(top_p, total.dtype) * total).sum(axis=-1, keepdims=True)
     # None is kept where top_p is too small for float32: the likeliest one is kept then.
     least = mx.take_along_axis(descending, mx.maximum(kept, 1) - 1, axis=-1)
     return mx.where(logprobs < least, -math.inf, logprobs)
 
 
-def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int) -> mx.array:
+def keep_min_p(logprobs: mx.array, min_p: PerRow, min_tokens_to_keep: int) -> mx.array:
     """Tokens with at least ``min_p`` times the likeliest one's probability (Nguyen et al. 2024, arXiv:2407.01082)."""
-    unlikely = logprobs < logprobs.max(axis=-1, keepdims=True) + math.log(min_p)
+    distance = math.log(min_p) if isinstance(min_p, int | float) else [math.log(share) for share in min_p]
+    unlikely = logprobs < logprobs.max(axis=-1, keepdims=True) + column(distance, logprobs.dtype)
     if min_tokens_to_keep > 1:
-        _check_count("min_tokens_to_keep", min_tokens_to_keep, logprobs.shape[-1])
+        check_kept("min_tokens_to_keep", min_tokens_to_keep, logprobs.shape[-1])
         order = mx.argpartition(logprobs, kth=-min_tokens_to_keep, axis=-1)
         unlikely = mx.put_along_axis(unlikely, order[..., -min_tokens_to_keep:], mx.array(False), axis=-1)
     return mx.where(unlikely, -math.inf, logprobs)
 
 
 def leave_out_top_choices(
-    logprobs: mx.array, probability: float, threshold: float, special_tokens: Sequence[int], key: mx.array | None
+    logprobs: mx.array, probability: PerRow, threshold: float, special_tokens: Sequence[int], coin: mx.array
 ) -> mx.array:
     """XTC: with a probability, every token above the threshold but the least likely of them is left out.
 
@@ -43,31 +47,43 @@ def leave_out_top_choices(
 
     Args:
         special_tokens: token ids that are never left out.
-        key: of one coin for all rows; None: of MLX's random state.
+        coin: a number from 0 to 1 for all rows or, (B, 1), one for each. XTC applies up to ``probability``.
 
     Raises:
         ValueError: a special token the vocabulary does not have.
     """
-    vocab_size = logprobs.shape[-1]
-    for token in special_tokens:
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"xtc_special_tokens has token {token}; the model knows 0 to {vocab_size - 1}")
+    check_special(special_tokens, logprobs.shape[-1])
     probs = mx.softmax(logprobs, axis=-1)
     least = mx.where(probs > threshold, probs, math.inf).min(axis=-1, keepdims=True)
     left_out = probs > least
     if special_tokens:
         left_out[..., mx.array(list(special_tokens))] = False
-    applies = mx.random.uniform(key=key) <= probability
-    return mx.where(applies & left_out, -math.inf, logprobs)
+    return mx.where((coin <= column(probability, coin.dtype)) & left_out, -math.inf, logprobs)
 
 
 def keep_top_k(logprobs: mx.array, top_k: int) -> mx.array:
     """The ``top_k`` likeliest tokens, of equally likely ones any (Fan et al. 2018, arXiv:1805.04833)."""
-    _check_count("top_k", top_k, logprobs.shape[-1] - 1)
+    check_kept("top_k", top_k, logprobs.shape[-1])
     order = mx.argpartition(-logprobs, kth=top_k - 1, axis=-1)
     return mx.put_along_axis(logprobs, order[..., top_k:], mx.array(-math.inf, logprobs.dtype), axis=-1)
 
 
-def _check_count(name: str, count: int, most: int) -> None:
+def column(values: PerRow, dtype: mx.Dtype) -> float | mx.array:
+    """Numbers to compute rows with: (B, 1), or a number where all are the same."""
+    if isinstance(values, int | float):
+        return values
+    return values[0] if len(set(values)) == 1 else mx.array(list(values), dtype)[:, None]
+
+
+def check_special(special_tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise a ValueError for a token the vocabulary does not have."""
+    for token in special_tokens:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"xtc_special_tokens has token {token}; the model knows 0 to {vocab_size - 1}")
+
+
+def check_kept(name: str, count: int, vocab_size: int) -> None:
+    """Raise a ValueError for a ``top_k`` or ``min_tokens_to_keep`` the vocabulary is too small for."""
+    most = vocab_size - 1 if name == "top_k" else vocab_size
     if count > most:
         raise ValueError(f"{name} is {count}; expected at most {most} with this vocabulary")

@@ -266,13 +266,13 @@ def make_logits_processors(
         presence_context_size=presence_context_size,
         frequency_context_size=frequency_context_size,
     )
-    made = []
+    made: list[LogitsProcessor] = []
     if logit_bias:
-        made.append(processors.bias(logit_bias))
+        made.append(processors.Bias(tuple(logit_bias), tuple(logit_bias.values())))
     if repetition_penalty and repetition_penalty != 1:
-        made.append(processors.repetition(repetition_penalty, repetition_context_size))
+        made.append(processors.Repetition(repetition_penalty, repetition_context_size))
     if presence_penalty:
-        made.append(processors.presence(presence_penalty, presence_context_size))
+        made.append(processors.Presence(presence_penalty, presence_context_size))
     if frequency_penalty:
-        made.append(processors.frequency(frequency_penalty, frequency_context_size))
+        made.append(processors.Frequency(frequency_penalty, frequency_context_size))
     return made

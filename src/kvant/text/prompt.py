@@ -23,11 +23,21 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int] | mx.array, 
     if isinstance(prompt, str):
         bos = tokenizer.bos_token
         ids = _encode(tokenizer, prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
-    elif isinstance(prompt, mx.array):
+        return token_ids(ids, vocab_size)
+    return token_ids(prompt, vocab_size)
+
+
+def token_ids(prompt: Iterable[int] | mx.array, vocab_size: int) -> list[int]:
+    """The ids of a prompt.
+
+    Raises:
+        PromptError: none, or one that the model has no row for.
+    """
+    if isinstance(prompt, mx.array):
         if prompt.ndim != 1 or not mx.issubdtype(prompt.dtype, mx.integer):
             raise PromptError(f"prompt is {prompt.dtype} of shape {tuple(prompt.shape)}; expected one row of token ids")
-        ids = prompt.tolist()  # type: ignore[assignment]
-    elif isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Iterable):
+        ids: list[int] = prompt.tolist()  # type: ignore[assignment]
+    elif isinstance(prompt, str | bytes | Mapping) or not isinstance(prompt, Iterable):
         raise PromptError(f"prompt is a {type(prompt).__name__}; expected text or token ids")
     else:
         ids = [_token_id(token) for token in prompt]

@@ -1,0 +1,266 @@
+"""A thread that computes for all others: requests come from any thread, and their tokens go back to it."""
+
+import atexit
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from types import TracebackType
+
+import mlx.core as mx
+
+from kvant.cache.pool import Pool
+from kvant.engine.request import Request, Token
+from kvant.engine.scheduler import Counts, Scheduler
+from kvant.errors import EngineError, one_line
+from kvant.models import LanguageModel
+from kvant.threads import check_process
+
+Deliver = Callable[[Token], object]
+
+
+class Answers:
+    """The tokens of a request, as they come, of all its answers. One thread iterates it, any thread cancels."""
+
+    def __init__(self, engine: "BatchEngine", request: Request) -> None:
+        self.request = request
+        self._engine = engine
+        self._tokens: SimpleQueue[Token] = SimpleQueue()
+        self._open = request.answers
+
+    def put(self, token: Token) -> None:
+        """Called by the engine."""
+        self._tokens.put(token)
+
+    def __iter__(self) -> "Answers":
+        return self
+
+    def __next__(self) -> Token:
+        """The next token; it waits for it.
+
+        Raises:
+            Exception: what the request, or the engine, failed by.
+        """
+        if not self._open:
+            raise StopIteration
+        token = self._tokens.get()
+        if token.error is not None:
+            self._open = 0
+            raise token.error
+        self._open -= token.finish_reason is not None
+        return token
+
+    def cancel(self, answer: int | None = None) -> None:
+        """End all its answers, or one. The last token of each says "cancelled", unless it had ended."""
+        self._engine.cancel(self.request, answer)
+
+    def __enter__(self) -> "Answers":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+class _Client:
+    """Who is told of a request, and the numbers of the answers that have not ended."""
+
+    __slots__ = ("deliver", "open")
+
+    def __init__(self, deliver: Deliver, answers: int) -> None:
+        self.deliver = deliver
+        self.open = set(range(answers))
+
+
+class BatchEngine:
+    """A scheduler in a thread of its own, which alone computes. It begins when it is made, and sleeps without work.
+
+    A reader holds nobody up, however slow it is. If the thread fails, every request fails with its error at once, and
+    further ones are refused. Close it, or use it in a ``with`` statement, which cancels what is under way.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        pool: Pool,
+        *,
+        max_batch: int,
+        max_queue: int | None = 64,
+        deterministic: bool = False,
+        stall_after: float | None = None,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            model, pool, max_batch, max_queue, deterministic: as in :class:`Scheduler`.
+            stall_after: seconds without a sign of life, while there is work, after which the thread has failed. The
+                longest step, or chunk of a prompt, must be shorter. None: it may take any time.
+
+        Raises:
+            ValueError: a number out of range.
+            RuntimeError: this process was forked from one that had loaded a model.
+        """
+        check_process()
+        if stall_after is not None and not stall_after > 0:
+            raise ValueError(f"stall_after is {stall_after}; expected more than 0 seconds, or None")
+        self._scheduler = Scheduler(model, pool, max_batch=max_batch, max_queue=max_queue, deterministic=deterministic)
+        mx.eval(model.arrays)  # a thread cannot compute what another one left undone
+        self._changed = threading.Condition()  # held to read or change what follows
+        self._clients: dict[Request, _Client] = {}
+        self._cancelled: deque[tuple[Request, int | None]] = deque()
+        self._closing = self._stopping = False
+        self._error: BaseException | None = None
+        self._last_sign: float | None = None  # of life; None: it sleeps
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvant-engine", daemon=True)
+        self._thread.start()
+        if stall_after is not None:
+            threading.Thread(target=self._watch, args=(stall_after,), name="kvant-watchdog", daemon=True).start()
+        atexit.register(self._stop)  # a thread that computes while the interpreter goes would crash it
+
+    def submit(self, request: Request) -> Answers:
+        """Take a request in. Its tokens are those of the result.
+
+        Raises:
+            QueueFullError: as many wait already as may wait.
+            EngineError: the engine was closed, or has failed.
+            ValueError: what :meth:`Scheduler.submit` refuses.
+        """
+        answers = Answers(self, request)
+        self.submit_to(request, answers.put)
+        return answers
+
+    def submit_to(self, request: Request, deliver: Deliver) -> None:
+        """Take a request in, as :meth:`submit`. ``deliver`` is called with each token, in the engine's thread.
+
+        It must not wait. An error of it cancels the request.
+        """
+        check_process()
+        checked = self._scheduler.check(request)
+        with self._changed:
+            if self._error is not None:
+                raise self._failure(self._error)
+            if self._closing:
+                raise EngineError("the engine was closed; it takes no further requests")
+            self._scheduler.submit(checked)
+            self._clients[request] = _Client(deliver, request.answers)
+            self._last_sign = self._last_sign or time.monotonic()
+            self._changed.notify_all()
+
+    def cancel(self, request: Request, answer: int | None = None) -> None:
+        """End the answers of a request, or one of them, before the next step. One that has ended is no error."""
+        with self._changed:
+            if request in self._clients:
+                self._cancelled.append((request, answer))
+                self._changed.notify_all()
+
+    @property
+    def counts(self) -> Counts:
+        """What there is to do."""
+        return self._scheduler.counts
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread computes, or would if there were work."""
+        return self._error is None and self._thread.is_alive()
+
+    @property
+    def age(self) -> float:
+        """Seconds since the thread's last sign of life, which it gives every step; 0.0 without work."""
+        last = self._last_sign
+        return 0.0 if last is None else time.monotonic() - last
+
+    def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
+        """Take no further requests, and end the thread when those under way have ended.
+
+        Args:
+            drain: whether they may go on to their ends; else they are cancelled.
+            timeout: seconds to wait at most; None: for ever. It may be closed again, without draining.
+
+        Returns:
+            whether the thread has ended.
+        """
+        with self._changed:
+            self._closing = True
+            self._stopping = self._stopping or not drain
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._ended.wait(timeout)
+        if self._ended.is_set():
+            atexit.unregister(self._stop)
+        return self._ended.is_set()
+
+    def __enter__(self) -> "BatchEngine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(drain=False)
+
+    def _stop(self) -> None:
+        self.close(drain=False, timeout=10)
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                while self._cancelled:
+                    self._scheduler.cancel(*self._cancelled.popleft())
+                if self._stopping:
+                    self._scheduler.close()
+                for token in self._scheduler.step():
+                    self._hand_over(token)
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            self._scheduler.close()
+            self._last_sign = None
+            self._ended.set()
+
+    def _wait(self) -> bool:
+        """Sleep until there is work. Returns whether there will be more."""
+        with self._changed:
+            while self._scheduler.idle and not (self._cancelled or self._closing):
+                self._last_sign = None
+                self._changed.wait()
+            self._last_sign = time.monotonic()
+            return self._error is None and not (self._closing and self._scheduler.idle)
+
+    def _hand_over(self, token: Token) -> None:
+        with self._changed:
+            if (client := self._clients.get(token.request)) is None:
+                return  # it was told that the engine failed
+            if token.finish_reason is not None:
+                client.open.discard(token.answer)
+                if not client.open:
+                    del self._clients[token.request]
+        try:
+            client.deliver(token)
+        except Exception:
+            self.cancel(token.request)
+
+    def _watch(self, stall_after: float) -> None:
+        while not self._ended.wait(stall_after / 4):
+            if (age := self.age) > stall_after:
+                self._fail(TimeoutError(f"no sign of life for {age:.1f} seconds"))
+                return
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell everyone."""
+        with self._changed:
+            self._error = self._error or error
+            clients, self._clients = self._clients, {}
+        for request, client in clients.items():
+            for number in sorted(client.open):
+                failed = Token(request, number, None, finish_reason="error", error=self._failure(error))
+                with suppress(Exception):
+                    client.deliver(failed)
+
+    @staticmethod
+    def _failure(error: BaseException) -> EngineError:
+        failure = EngineError(f"the engine's thread failed: {one_line(error)}")
+        failure.__cause__ = error
+        return failure

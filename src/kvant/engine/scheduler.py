@@ -1,0 +1,423 @@
+"""Many requests at once: which of them are fed, in what order, and what is sampled of them."""
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from kvant.cache import ModelCache
+from kvant.cache.pool import Pool, PoolSequence
+from kvant.engine.draw import Sampler, for_answer
+from kvant.engine.limits import check_count
+from kvant.engine.request import CheckedRequest, FinishReason, Request, Token, check_request, own_tokens
+from kvant.engine.row_sampling import Row, sample_rows
+from kvant.errors import ContextError, QueueFullError
+from kvant.models import LanguageModel
+from kvant.threads import check_process
+
+CHUNK = 128  # prompt tokens between two tokens of others: a quarter of a prefill's speed is lost at 64 (measured)
+
+
+class Counts(NamedTuple):
+    """What a scheduler has to do.
+
+    Attributes:
+        waiting: requests that no page is reserved for yet.
+        prefilling: answers whose prompt is being fed.
+        running: answers that get a token every step.
+        free_pages: that requests could have.
+    """
+
+    waiting: int
+    prefilling: int
+    running: int
+    free_pages: int
+
+
+@dataclass(eq=False, slots=True)
+class _Work:
+    """A request under way.
+
+    Attributes:
+        open: the numbers of the answers that have not ended.
+        sequences: reserved for its answers until they run; the first is fed.
+        cached: tokens at the beginning that a shared prefix had.
+        exact: tokens at the beginning that whole chunks of 128 computed, here or in the request they are shared with.
+    """
+
+    checked: CheckedRequest
+    open: set[int]
+    sequences: list[PoolSequence] = field(default_factory=list)
+    cached: int = 0
+    exact: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Answer:
+    """An answer that gets a token every step.
+
+    Attributes:
+        tokens: of the cache, the prompt and the answer.
+    """
+
+    work: _Work
+    number: int
+    sampler: Sampler
+    sequence: PoolSequence
+    tokens: list[int]
+
+    @property
+    def row(self) -> Row:
+        """How its next token is sampled."""
+        return Row(self.sampler, self.work.checked.processors, len(self.tokens), self.tokens)
+
+
+class _Picked(NamedTuple):
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Scheduler:
+    """Requests of one model and one pool. There is no thread in it: :meth:`step` computes.
+
+    Requests are admitted first come, first served, one at a time: the next one when the last one's prompt was fed, its
+    pages are free and the batch has room. Nothing passes it, so that none waits for ever. All its pages are reserved
+    then: nothing is preempted and nothing runs out.
+
+    A step feeds one chunk of that prompt. Then every answer that runs gets one token. One that has ended, or was
+    cancelled, leaves at once, and its pages are free. Whole pages of prompts and answers are shared with later requests
+    of the same salt.
+
+    Deterministic: the tokens of a request, and its logits on a CPU, do not depend on the other requests. Every step has
+    ``max_batch`` rows then, chunks end at multiples of 128, and only pages that such chunks computed are shared.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        pool: Pool,
+        *,
+        max_batch: int,
+        max_queue: int | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        """For a model and its pool, which serves nobody else.
+
+        Args:
+            max_batch: answers that run at once, at most.
+            max_queue: requests that wait to be admitted, at most; None: any number.
+
+        Raises:
+            ValueError: a number out of range.
+        """
+        check_count("max_batch", max_batch)
+        if max_batch > pool.max_sequences:
+            raise ValueError(f"max_batch is {max_batch}; the pool is for {pool.max_sequences} sequences")
+        if max_queue is not None:
+            check_count("max_queue", max_queue)
+        self._model, self._pool = model, pool
+        self._max_batch, self._max_queue = max_batch, max_queue
+        self._deterministic = deterministic
+        self._under_way: dict[Request, _Work] = {}
+        self._waiting: deque[_Work] = deque()
+        self._free_when_full: int | None = None  # the free pages when the first that waits did not fit
+        self._prompt: _Work | None = None  # is being fed
+        self._running: list[_Answer] = []  # those that call out last
+        self._ready: list[Token] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step would do nothing."""
+        return not (self._under_way or self._ready)
+
+    @property
+    def counts(self) -> Counts:
+        """What there is to do."""
+        prompt = self._prompt
+        prefilling = 0 if prompt is None else len(prompt.open)
+        return Counts(len(self._waiting), prefilling, len(self._running), self._pool.num_free)
+
+    def check(self, request: Request) -> CheckedRequest:
+        """See :func:`kvant.engine.request.check_request`; any thread may call it."""
+        return check_request(request, self._model, self._pool, self._max_batch)
+
+    def submit(self, request: Request | CheckedRequest) -> None:
+        """Take a request in.
+
+        Raises:
+            QueueFullError: as many wait already as may wait.
+            ValueError: it is under way already, or :meth:`check` refuses it.
+        """
+        checked = self.check(request) if isinstance(request, Request) else request
+        if checked.request in self._under_way:
+            raise ValueError("the request was submitted before and has not ended; expected another one")
+        if self._max_queue is not None and (waiting := len(self._waiting)) >= self._max_queue:
+            raise QueueFullError(
+                f"{waiting} requests wait, which is all that may, and {len(self._running)} answers run; try again later"
+            )
+        work = _Work(checked, set(range(checked.request.answers)))
+        self._under_way[checked.request] = work
+        self._waiting.append(work)
+
+    def cancel(self, request: Request, answer: int | None = None) -> None:
+        """End its answers, or one of them, now: their pages are free. The next step tells.
+
+        One that has ended is no error. Another thread must not call it during a step.
+        """
+        if (work := self._under_way.get(request)) is not None:
+            self._end(work, "cancelled", work.open if answer is None else work.open & {answer})
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End every request: it is cancelled, or has failed by ``error``."""
+        for work in list(self._under_way.values()):
+            self._end(work, "cancelled" if error is None else "error", work.open, error)
+
+    def step(self) -> list[Token]:
+        """Do one step. Returns the tokens that are new.
+
+        Errors of a request, or of the model, end the requests they belong to. An interruption ends all.
+        """
+        check_process()
+        try:
+            self._admit()
+            self._feed()
+            self._decode()
+        except BaseException as error:
+            self.close(error)
+            raise
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _admit(self) -> None:
+        """Reserve the pages of the first that waits, if it can run next."""
+        if self._prompt is not None or not self._waiting or self._pool.num_free == self._free_when_full:
+            return
+        work = self._waiting[0]
+        if len(self._running) + len(work.open) > self._max_batch:
+            return
+        try:
+            self._reserve(work)
+        except ContextError as error:
+            if not self._running:  # there is nothing to wait for: the pool serves somebody else too
+                self._end(work, "error", work.open, error)
+            else:
+                self._free_when_full = self._pool.num_free
+        except Exception as error:
+            self._end(work, "error", work.open, error)
+        else:
+            self._waiting.popleft()
+            self._free_when_full, self._prompt = None, work
+
+    def _reserve(self, work: _Work) -> None:
+        """Open the sequences of a request, with the beginning that others have fed."""
+        checked, pool, sequences = work.checked, self._pool, work.sequences
+        known = () if checked.cache is not None else checked.ids
+        try:
+            sequences.append(pool.sequence(checked.reserved, known, salt=checked.request.salt))
+            for _ in range(len(work.open) - 1):  # places that are kept for forks
+                sequences.append(pool.sequence(own_tokens(len(checked.ids), checked.reserved, pool)))
+            if checked.cache is None:
+                work.cached = work.exact = sequences[0].length
+                return
+            sequences[0].load(checked.cache)
+            if sequences[0].ids != checked.ids[: checked.held]:
+                raise ValueError("the request's cache was changed after it was submitted")
+        except BaseException:
+            _release(sequences)
+            raise
+
+    def _feed(self) -> None:
+        """Feed a chunk of the prompt. After the last one its answers begin."""
+        if (work := self._prompt) is None:
+            return
+        try:
+            logits = self._feed_chunk(work)
+            if logits is None:
+                return
+            answers = self._begin(work)
+        except Exception as error:
+            self._end(work, "error", work.open, error)
+            return
+        self._running = sorted([*self._running, *answers], key=lambda answer: answer.work.checked.calls_out)
+        self._prompt, work.sequences = None, []
+        self._pick(mx.broadcast_to(logits, (len(answers), logits.shape[-1])), answers)
+
+    def _feed_chunk(self, work: _Work) -> mx.array | None:
+        """The logits (1, vocab) of the prompt's end, or None before."""
+        ids, sequence = work.checked.ids, work.sequences[0]
+        start = sequence.length
+        if self._deterministic:
+            end = (start // CHUNK + 1) * CHUNK
+        else:
+            end = start + (CHUNK if self._running else self._pool.prefill_step_size)
+        end = min(end, len(ids))
+        if end == len(ids) and self._model.last_token_alone:
+            end = max(end - 1, start + 1)
+        chunk, batch = ids[start:end], self._pool.batch([sequence])
+        logits = None
+        if end == len(ids):
+            logits = self._model.next_logits(mx.array([chunk]), batch)
+            mx.eval(logits)
+        else:
+            mx.eval(self._model.feed(mx.array([chunk]), batch))
+        batch.commit(ids=[chunk])
+        if work.exact == start and len(chunk) == CHUNK:
+            work.exact = end
+        return logits
+
+    def _begin(self, work: _Work) -> list[_Answer]:
+        """Fork the sequence that was fed, for every answer."""
+        checked, sequences = work.checked, work.sequences
+        first = sequences[0]
+        first.share_prefix(work.exact if self._deterministic else None)
+        answers = []
+        for place, number in enumerate(sorted(work.open)):
+            if place:
+                sequences[place].release()
+                sequences[place] = first.fork(checked.reserved)
+            sampler = for_answer(checked.sampler, number)
+            answers.append(_Answer(work, number, sampler, sequences[place], list(checked.ids)))
+        _release(sequences[len(answers) :])  # of answers that were cancelled since
+        return answers
+
+    def _decode(self) -> None:
+        """One token of every answer that runs."""
+        if not self._running:
+            return
+        answers = list(self._running)
+        try:
+            logits = self._logits(answers)
+        except Exception as error:
+            for answer in answers:
+                self._end(answer.work, "error", answer.work.open, error)
+            return
+        self._pick(logits, answers)
+
+    def _logits(self, answers: Sequence[_Answer]) -> mx.array:
+        """Feed the last token of every answer. Returns (rows, vocab), the first rows being theirs."""
+        rows = self._max_batch if self._deterministic else len(answers)
+        ids = [answer.tokens[-1:] for answer in answers]
+        batch = self._pool.batch([answer.sequence for answer in answers], rows)
+        logits = self._model.next_logits(mx.array(ids + [[0]] * (rows - len(ids))), batch)
+        mx.eval(logits)
+        batch.commit(ids=ids)
+        return logits
+
+    def _pick(self, logits: mx.array, answers: Sequence[_Answer]) -> None:
+        """Sample the next token of every answer, and hand it out.
+
+        Args:
+            logits: (rows, vocab), evaluated; the first rows are the answers'.
+            answers: those that call functions of the caller's are the last. Each of these is sampled and evaluated
+                alone, so that an error, or an array that this thread cannot compute, is nobody else's.
+        """
+        together = sum(not answer.work.checked.calls_out for answer in answers)
+        picked: list[_Picked | Exception] = []
+        if together:
+            picked += _sample(logits, answers[:together])
+        for row in range(together, len(answers)):
+            try:
+                picked += _sample(logits[row : row + 1], answers[row : row + 1])
+            except Exception as error:
+                picked.append(error)
+        for answer, each in zip(answers, picked, strict=True):
+            if answer.number not in answer.work.open:
+                continue  # it ended with another answer of its request
+            if isinstance(each, Exception):
+                self._end(answer.work, "error", answer.work.open, each)
+            else:
+                self._took(answer, each)
+
+    def _took(self, answer: _Answer, picked: _Picked) -> None:
+        """Count a token and hand it out; after the last one the answer leaves."""
+        checked = answer.work.checked
+        answer.tokens.append(picked.token)
+        reason: FinishReason | None = None
+        if picked.token in checked.stop_tokens:
+            reason = "stop"
+        elif len(answer.tokens) - len(checked.ids) == checked.limit:
+            reason = checked.full
+        cache = error = None
+        if reason is not None:
+            cache, error = self._leave(answer)
+            reason = reason if error is None else "error"
+        last = Token(checked.request, answer.number, *picked, reason, answer.work.cached, cache, error)
+        self._hand_out(answer.work, last)
+
+    def _hand_out(self, work: _Work, token: Token) -> None:
+        self._ready.append(token)
+        if token.finish_reason is not None:
+            work.open -= {token.answer}
+            if not work.open:
+                del self._under_way[token.request]
+
+    def _leave(self, answer: _Answer) -> tuple[ModelCache | None, Exception | None]:
+        """Take an answer out of the batch; its pages are free. Returns its cache, where one is wanted, or an error."""
+        self._running.remove(answer)
+        sequence = answer.sequence
+        try:
+            if not self._deterministic:
+                sequence.share_prefix()
+            if not answer.work.checked.request.keep_cache:
+                return None, None
+            if sequence.length < min(
+                len(answer.tokens), sequence.max_tokens
+            ):  # mlx-lm's caches hold the last token too
+                self._logits([answer])
+            return sequence.to_cache(), None
+        except Exception as error:
+            return None, error
+        finally:
+            sequence.release()
+
+    def _end(
+        self, work: _Work, reason: FinishReason, numbers: Collection[int], error: BaseException | None = None
+    ) -> None:
+        """End answers of a request before their time."""
+        for number in sorted(numbers):
+            cache = None
+            for answer in [each for each in self._running if each.work is work and each.number == number]:
+                if error is None:
+                    cache, _ = self._leave(answer)
+                else:
+                    self._running.remove(answer)
+                    answer.sequence.release()
+            self._hand_out(work, Token(work.checked.request, number, None, None, (), reason, work.cached, cache, error))
+        if not work.open:
+            _release(work.sequences)
+            if work is self._prompt:
+                self._prompt = None
+            elif work in self._waiting:
+                self._waiting.remove(work)
+
+
+def _release(sequences: list[PoolSequence]) -> None:
+    for sequence in sequences:
+        sequence.release()
+    sequences.clear()
+
+
+def _sample(logits: mx.array, answers: Sequence[_Answer]) -> list[_Picked]:
+    """The next token of every answer, of the first rows of logits (rows, vocab)."""
+    tokens, logprobs = sample_rows(logits, [answer.row for answer in answers])
+    vocab_size = logits.shape[-1]
+    if answers[0].work.checked.calls_out:  # as an index an unknown token would be read out of bounds
+        token = int(tokens.item())  # type: ignore[arg-type]
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"the sampler picked token {token}; the model knows 0 to {vocab_size - 1}")
+    chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1).squeeze(-1)
+    mx.eval(tokens, chosen)
+    tops = [_top(logprobs, row, answer.work.checked.request.top_logprobs) for row, answer in enumerate(answers)]
+    return [_Picked(*each) for each in zip(tokens.tolist(), chosen.tolist(), tops, strict=True)]  # type: ignore[arg-type]
+
+
+def _top(logprobs: mx.array, row: int, count: int) -> list[tuple[int, float]]:
+    """The ``count`` most probable tokens of a row of (rows, vocab), the first first, with their log-probabilities."""
+    if not count:
+        return []
+    ids = mx.argpartition(-logprobs[row], count - 1)[:count]
+    pairs: list[tuple[int, float]] = list(zip(ids.tolist(), logprobs[row, ids].tolist(), strict=True))  # type: ignore[arg-type]
+    return sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
