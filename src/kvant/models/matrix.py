@@ -12,7 +12,7 @@ import mlx.core as mx
 from kvant.models.quantization import Quantization
 from kvant.operators.streams import cpu_streams
 
-# On a CPU, measured on 2 cores (docs/decode-step.md). From so many rows of x it is faster to make floats of the numbers:
+# On a CPU, measured on 2 cores (docs/decode-step.md). From so many rows of x making floats of the numbers is faster:
 UNPACK_FROM_ROWS = 2  # of 2, 4 or 8 bits, by masks
 DEQUANTIZE_FROM_ROWS = 4  # of other formats, by MLX
 DEQUANTIZED_ELEMENTS = 1024 * 1024  # at a time: 4 MiB; 16 MiB are new memory every time and take twice as long
@@ -115,116 +115,9 @@ class QuantizedMatrix:
     def _unpacked_product(self, x: mx.array) -> Callable[[Sequence[mx.array]], mx.array]:
         """A function of some rows' arrays, their product with x. A byte holds 1, 2 or 4 numbers.
 
-        A mask cuts out the numbers at one place of every byte, unshifted and out of order. So x has the columns of one
-        place after those of another, and divided as the numbers should be. Biases meet the sums of x over groups.
-        MLX's dequantize takes one number after the other, 2.3 ns each on a CPU. This takes 0.8 (measured).
-        """
-        bits, group_size = self.quantization.bits, self.quantization.group_size
-        places = range(8 // bits)
-        columns = [x[..., place :: len(places)] * 2.0 ** (-bits * place) for place in places]
-        sums = x.reshape(*x.shape[:-1], -1, group_size).sum(axis=-1)  # (..., in) -> (..., in / G)
-        ordered = mx.concatenate([*columns, sums], axis=-1)  # (..., in + in / G)
-
-        def product(packed: Sequence[mx.array]) -> mx.array:
-            weight, scales, biases = packed
-            parts = []
-            for place in places:
-                mask = mx.array((2**bits - 1 << bits * place) * 0x01010101, mx.uint32)
-                numbers = mx.view(weight & mask, mx.uint8).reshape(*scales.shape, -1)  # (out, in / G, G / places)
-                parts.append((numbers.astype(mx.float32) * scales[..., None]).flatten(1))
-            return ordered @ mx.concatenate([*parts, biases], axis=-1).T
-
-        return product
-
-    def rows(self, ids: mx.array) -> mx.array:
-        """Rows of the checkpoint's (out, in) matrix, as an embedding reads them: (...) -> (..., in)."""
-        return mx.moveaxis(mx.take(self.weight, ids, axis=1), 0, -1)  # (in, ...) -> (..., in)
-
-    @property
-    def num_rows(self) -> int:
-        """Outputs."""
-        return self.weight.shape[-1]
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """Every array of the matrix."""
-        return [self.weight]
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedMatrix:
-    """An (out, in) matrix in one of MLX's formats; the scales and biases of an affine one have the compute dtype."""
-
-    weight: mx.array  # (out, in * bits / 32) uint32
-    scales: mx.array  # (out, in / group_size); uint8 where the format is a floating-point one
-    biases: mx.array | None  # (out, in / group_size); None there
-    quantization: Quantization
-
-    def project(self, x: mx.array) -> mx.array:
-        """(..., in) -> (..., out)."""
-        if mx.default_device().type == mx.cpu:
-            if x.size >= (UNPACK_FROM_ROWS if self._in_bytes(x) else DEQUANTIZE_FROM_ROWS) * x.shape[-1]:
-                return self._project_dequantized(x)
-            if self.num_rows * x.shape[-1] >= PARALLEL_ELEMENTS:
-                return self._project_in_parallel(x)
-        return self._project_part(x, 0, self.num_rows)
-
-    def _project_part(self, x: mx.array, first: int, last: int, stream: mx.ThreadLocalStream | None = None) -> mx.array:
-        """(..., in) -> (..., last - first): some of the outputs."""
-        return mx.quantized_matmul(
-            x,
-            self.weight[first:last],
-            self.scales[first:last],
-            None if self.biases is None else self.biases[first:last],
-            transpose=True,
-            group_size=self.quantization.group_size,
-            bits=self.quantization.bits,
-            mode=self.quantization.mode,
-            stream=stream,
-        )
-
-    def _project_in_parallel(self, x: mx.array) -> mx.array:
-        """The same numbers from a thread for each core, MLX's streams having one each."""
-        streams = cpu_streams()[: self.num_rows]  # MLX dies of a division by zero in a product with no outputs
-        bounds = [self.num_rows * i // len(streams) for i in range(len(streams) + 1)]
-        parts = [
-            self._project_part(x, first, last, stream)
-            for first, last, stream in zip(bounds, bounds[1:], streams, strict=False)
-        ]
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
-
-    def _project_dequantized(self, x: mx.array) -> mx.array:
-        """Through floating-point weights, some of them at a time; MLX's CPU product unpacks them for every row of x."""
-        elements = self.num_rows * x.shape[-1]
-        streams = cpu_streams()[: 1 if elements < PARALLEL_ELEMENTS else None]
-        rounds = -(-elements // (DEQUANTIZED_ELEMENTS * len(streams)))
-        size = -(-self.num_rows // (rounds * len(streams)))
-        product = self._unpacked_product(x) if self._in_bytes(x) else partial(self._dequantized_product, x)
-        parts: list[mx.array] = []
-        for first in range(0, self.num_rows, size):
-            packed = [array[first : first + size] for array in self.arrays]
-            # In turn, and not before x is there: otherwise MLX makes the weights of many parts before it uses one.
-            before = parts[-len(streams)] if len(parts) >= len(streams) else x
-            with mx.stream(streams[len(parts) % len(streams)]):
-                packed = mx.depends(packed, [before])
-                parts.append(product(packed))
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
-
-    def _in_bytes(self, x: mx.array) -> bool:
-        """Whether :meth:`_unpacked_product` knows the format."""
-        return (
-            8 % self.quantization.bits == 0 and self.biases is not None and x.dtype == self.scales.dtype == mx.float32
-        )
-
-    def _dequantized_product(self, x: mx.array, packed: Sequence[mx.array]) -> mx.array:
-        return x @ self._dequantize(packed, x.dtype).T
-
-    def _unpacked_product(self, x: mx.array) -> Callable[[Sequence[mx.array]], mx.array]:
-        """A function of some rows' arrays, their product with x. A byte holds 1, 2 or 4 numbers.
-
-        The numbers at one place of all bytes are cut out with one mask, not shifted: the columns of x that meet them
-        are divided by what a shift would be. Biases meet the sums of x over groups. MLX's dequantize takes one number
-        after the other, 2.3 ns each on a CPU. This takes 0.8 (measured).
+        A mask cuts out the numbers at one place of every byte, unshifted: the columns of x that meet them are divided
+        as they should be. Biases meet the sums of x over groups. MLX's dequantize takes one number after the other,
+        2.3 ns each on a CPU. This takes 0.8 (measured); to put the places side by side for one product doubles it.
         """
         bits, group_size = self.quantization.bits, self.quantization.group_size
         places = range(8 // bits)
@@ -236,9 +129,9 @@ class QuantizedMatrix:
             output = sums @ biases.T
             for place in places:
                 mask = mx.array((2**bits - 1 << bits * place) * 0x01010101, mx.uint32)
-                numbers = mx.view(weight & mask, mx.uint8).astype(mx.float32)  # (out, in / places)
-                groups = numbers.reshape(*scales.shape, -1) * scales[..., None]  # (out, in / G, G / places)
-                output = output + columns[place] @ groups.reshape(numbers.shape).T
+                numbers = mx.view(weight & mask, mx.uint8).reshape(*scales.shape, -1)  # (out, in / G, G / places)
+                scaled = (numbers.astype(mx.float32) * scales[..., None]).flatten(1)  # (out, in / places)
+                output = output + columns[place] @ scaled.T
             return output
 
         return product
