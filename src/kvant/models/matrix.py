@@ -129,7 +129,8 @@ class QuantizedMatrix:
             output = sums @ biases.T
             for place in places:
                 mask = mx.array((2**bits - 1 << bits * place) * 0x01010101, mx.uint32)
-                numbers = mx.view(weight & mask, mx.uint8).reshape(*scales.shape, -1)  # (out, in / G, G / places)
+                cut = weight & mask if bits < 8 else weight
+                numbers = mx.view(cut, mx.uint8).reshape(*scales.shape, -1)  # (out, in / G, G / places)
                 scaled = (numbers.astype(mx.float32) * scales[..., None]).flatten(1)  # (out, in / places)
                 output = output + columns[place] @ scaled.T
             return output

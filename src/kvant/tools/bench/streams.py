@@ -95,6 +95,8 @@ def plot_streams(recording: Recording, path: Path) -> None:
     summaries = summarize_streams(recording)
     if not summaries:
         raise KvantError("there is nothing to draw: no run came to its end")
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     runs = min(summary.runs for summary in summaries)
     counts = sorted({summary.streams for summary in summaries})
     caption = (
@@ -118,6 +120,9 @@ def plot_streams(recording: Recording, path: Path) -> None:
             axes.set_ylabel(label)
         speed.set_ylim(bottom=0)
         between.set_yscale("log")
+        between.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        between.yaxis.set_major_formatter("{x:g}")
+        between.yaxis.set_minor_formatter(NullFormatter())
         header = recording.header
         figure.legend(
             list(lines.values()),

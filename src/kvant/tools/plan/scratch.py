@@ -24,7 +24,8 @@ FLOAT32 = 4  # bytes
 # The one measured constant: so many blocks of scores are held beside the one at work, and at most so many parts of a
 # quantized matrix beside those at work, one a core (1 to 8 streams, matrices of 2 to 67 million numbers).
 AHEAD = 4
-UNPACKED_AHEAD = 2  # parts that masks unpack, which takes fewer operations a part but more than a queue for three
+# The same of parts that masks unpack, by bits: a part of 8-bit numbers takes half as many operations.
+UNPACKED_AHEAD = {2: 4, 4: 4, 8: 8}
 # Bytes of a window's mask for each query and token: its terms and their product, and what blocks of queries add.
 MASK_BYTES = 16
 
@@ -97,7 +98,7 @@ def scratch_bytes(
         # The last forms of a layer's rows, joined, in order, times their shares, may be held while the next begins.
         ended = 3 * new * experts.per_token * hidden * itemsize
     # o_proj and gate_up take longer than the queue is. The choice of experts is waited for.
-    if dequantized and 2 * config.intermediate_size * hidden <= UNPACKED_AHEAD * DEQUANTIZED_ELEMENTS and not ended:
+    if dequantized and 2 * config.intermediate_size * hidden <= 2 * DEQUANTIZED_ELEMENTS and not ended:
         return before + between + after + _dequantized(config)  # the queue is as long as a layer
     if dequantized or (ended and experts is not None and all(experts.layers)):
         return max(ended + before + between, after) + (_dequantized(config) if dequantized else 0)
@@ -149,8 +150,8 @@ def _unpacked(quantization: Quantization, matrices: Sequence[int]) -> int:
         unpacking, at_once = (5 if quantization.bits == 4 else 1), len(matrices)
     elif 8 % quantization.bits:  # a word for every bit
         unpacking, at_once = FLOAT32 * quantization.bits, len(matrices)
-    else:  # the numbers at one place of every byte at a time, and all of them side by side
-        unpacking, at_once, ahead = FLOAT32, 1, UNPACKED_AHEAD
+    else:  # the bytes with the numbers at one place, and these as floats
+        unpacking, at_once, ahead = int(quantization.bits < 8), 2, UNPACKED_AHEAD[quantization.bits]
     streams = len(cpu_streams()) if matrices[-1] >= PARALLEL_ELEMENTS else 1
     part = min(DEQUANTIZED_ELEMENTS, -(-matrices[-1] // streams))
     return (FLOAT32 + unpacking) * min(sum(matrices[-at_once:]), (streams + ahead) * part)
