@@ -1,14 +1,21 @@
 """The pool: sequences in it against caches of their own."""
 
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from support.counts import count
-from support.pools import decode, prefill
+from support.pools import check_pages, close, decode, prefill, tiny_model
 
 from kvant.cache import ModelCache
-from kvant.models import Decoder
+from kvant.errors import ContextError
+from kvant.models import Decoder, load_decoder
+from kvant.models.pool import pool_size
+from kvant.sizes import format_bytes
 
 Pocket = tuple[Decoder, Any]
 LENGTHS = (3, 128, 25, 300, 129, 1, 256, 77)
@@ -79,3 +86,215 @@ def test_a_step_changes_a_pool_in_place_whatever_its_size(pocket: Pocket, bits: 
         peaks.append(own)
     small, large = peaks
     assert max(abs(a - b) for a, b in zip(small, large, strict=True)) < 100_000 < pool.nbytes / 100
+
+
+def test_ragged_sequences_are_mlx_lms_own(
+    make_checkpoint: Callable[..., tuple[Path, nn.Module]],
+) -> None:
+    """Against mlx-lm's model on the same weights, without a cache of kvant's."""
+    folder, reference = make_checkpoint()
+    model = load_decoder(folder)
+    texts = [[(i * i + 7 * b) % 300 for i in range(length)] for b, length in enumerate((5, 130, 256))]
+    pool = model.make_pool(2048, sequences=3, quant_bit=0)
+    sequences = [pool.sequence(300) for _ in texts]
+    for sequence, ids in zip(sequences, texts, strict=True):
+        assert close(prefill(model, pool, sequence, ids), reference(mx.array([ids]))[:, -1], 1e-4)
+    for token in (3, 250, 17):
+        logits = decode(model, pool, sequences, [token] * 3)
+        for b, ids in enumerate(texts):
+            ids.append(token)
+            assert close(logits[b : b + 1], reference(mx.array([ids]))[:, -1], 1e-4)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 0])
+def test_in_batches_of_one_size_company_changes_no_bit(tmp_path: Path, bits: int) -> None:
+    """On a CPU: a sequence's logits alone and beside others, in other pages, are the same."""
+    model = tiny_model(tmp_path, (None, 40, None))
+    texts = [[(i * i + 7 * b) % 290 for i in range(length)] for b, length in enumerate((130, 5, 300, 130))]
+    found = []
+    for order in ([0], [3, 0, 1], [2, 1, 3, 0]):
+        pool = model.make_pool(4096, sequences=4, quant_bit=bits, quant_group=16)
+        sequences = [pool.sequence(400) for _ in order]
+        for sequence, number in zip(sequences, order, strict=True):
+            prefill(model, pool, sequence, texts[number])
+        batch, own = pool.batch(sequences, rows=4), []
+        for token in range(20):
+            ids = [[token + number] for number in order]
+            own.append(model.next_logits(mx.array(ids + [[0]] * (4 - len(ids))), batch)[order.index(0)])
+            batch.commit(ids=ids)
+        found.append(mx.stack(own))
+    assert mx.array_equal(found[0], found[1])
+    assert mx.array_equal(found[0], found[2])
+
+
+def test_a_step_counts_when_it_is_committed(pocket: Pocket) -> None:
+    """What was abandoned, or committed in part, is as if it had not been."""
+    model, _ = pocket
+    pool = model.make_pool(1024, sequences=4)
+    used, fresh = pool.sequence(100), pool.sequence(100)
+    for sequence in (used, fresh):
+        prefill(model, pool, sequence, [20, 21, 22])
+    batch = pool.batch([used])
+    mx.eval(model.next_logits(mx.array([[9] * 30]), batch))
+    assert used.ids == [20, 21, 22]
+    mx.eval(model.next_logits(mx.array([[50, 51, 9, 9]]), batch))
+    batch.commit(2)
+    with pytest.raises(RuntimeError, match="no step to commit"):
+        batch.commit()
+    assert used.ids == [20, 21, 22, 50, 51]
+    prefill(model, pool, fresh, [50, 51])
+    assert mx.array_equal(*(decode(model, pool, [sequence], [60]) for sequence in (used, fresh)))
+    both = pool.batch([used, fresh])
+    mx.eval(model.next_logits(mx.array([[1, 2, 3], [4, 5, 6]]), both))
+    both.commit([1, 3], ids=[[1], [4, 5, 6]])
+    assert (used.ids[-1:], fresh.ids[-3:]) == ([1], [4, 5, 6])
+    assert both.lengths == (used.length, fresh.length) == (7, 9)
+    assert both.offset == 9
+
+
+def test_a_step_that_something_came_between_is_not_committed(pocket: Pocket) -> None:
+    model, _ = pocket
+    pool = model.make_pool(1024, sequences=4)
+    one, other = pool.sequence(100), pool.sequence(100)
+    batch = pool.batch([one, other])
+    for between in (lambda: one.trim(0), lambda: prefill(model, pool, other, [5]), batch.end_step):
+        lengths = (one.length, other.length)
+        mx.eval(model.next_logits(mx.array([[1], [2]]), batch))
+        between()
+        with pytest.raises(RuntimeError, match="no step to commit"):
+            batch.commit()
+        assert one.length == lengths[0]
+    mx.eval(model.next_logits(mx.array([[1], [2]]), batch))
+    for given, message in (
+        ({"num_tokens": 2}, "num_tokens is 2; expected ints up to 1"),
+        ({"num_tokens": [1]}, r"num_tokens is \[1\]; expected ints up to 1, one for all or 2"),
+        ({"ids": [[1], []]}, r"ids has \[1, 0\] tokens; expected \[1, 1\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            batch.commit(**given)
+    batch.commit()
+    assert (one.length, other.length) == (1, 2)
+
+
+def test_an_error_in_a_step_leaves_every_length_as_it_was(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pocket
+    pool = model.make_pool(1024, sequences=4)
+    sequences = [pool.sequence(200), pool.sequence(200)]
+    for sequence in sequences:
+        prefill(model, pool, sequence, list(range(30)))
+    expected = decode(model, pool, [pool_fork := sequences[0].fork()], [5])
+    pool_fork.release()
+
+    def interrupted(hidden: mx.array) -> mx.array:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "logits", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            decode(model, pool, sequences, [7, 8])
+    assert [sequence.length for sequence in sequences] == [30, 30]
+    assert mx.array_equal(decode(model, pool, sequences[:1], [5]), expected)
+    check_pages(pool, sequences)
+
+
+def test_what_a_batch_is_not_made_of(pocket: Pocket) -> None:
+    model, _ = pocket
+    pool, other = (model.make_pool(1024, sequences=4) for _ in range(2))
+    sequence = pool.sequence(100)
+    for given, rows, message in (
+        ([], None, "a batch of 0 sequences; expected at least one, none twice"),
+        ([sequence, sequence], None, "a batch of 2 sequences; expected at least one, none twice"),
+        ([other.sequence(1)], None, "a sequence of another pool"),
+        ([sequence], 0, "rows is 0; expected an int, at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pool.batch(given, rows)
+    batch = pool.batch([sequence], rows=3)
+    with pytest.raises(ValueError, match="the batch has 3 rows; given 1"):
+        model.next_logits(mx.array([[1]]), batch)
+    with pytest.raises(RuntimeError, match="no step was begun"):
+        batch[0].attend(*[mx.zeros((3, 2, 1, 64))] * 3)
+    batch.begin(mx.array([[1]] * 3))
+    heads = mx.zeros((3, 2, 1, 64))
+    with pytest.raises(ValueError, match="a mask is given"):
+        batch[0].attend(heads, heads, heads, mask=mx.zeros((1, 1)))
+    with pytest.raises(ValueError, match=r"key has shape \(3, 2, 2, 64\); expected \(3, 2, 1, 64\)"):
+        batch[0].attend(*[mx.zeros((3, 2, 2, 64))] * 3)
+
+
+def test_another_models_pool_is_refused(pocket: Pocket, tmp_path: Path) -> None:
+    windows = tiny_model(tmp_path / "windows", (None, 40, None, 200))
+    pool = windows.make_pool(1024, sequences=1, quant_group=16)
+    batch = pool.batch([pool.sequence(1)])
+    for model, message in (
+        (pocket[0], r"layer 0 of the pool has kv heads and a head_dim of \(2, 16\); expected \(2, 64\)"),
+        (tiny_model(tmp_path / "plain", (None,) * 4), "layer 1 of the pool has a window of 40; the model's has None"),
+        (tiny_model(tmp_path / "small", (None,)), "the pool has 4 layers; expected 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.next_logits(mx.array([[1]]), batch)
+
+
+def test_what_make_pool_refuses(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pocket
+    with pytest.raises(ValueError, match="kernels is 'fused'; a pool's pages are read by the unfused operator alone"):
+        model.make_pool(1024, sequences=1, kernels="fused")
+    with pytest.raises(ValueError, match="kernels is 'fast'; expected 'unfused'"):
+        model.make_pool(1024, sequences=1, kernels="fast")
+    with monkeypatch.context() as patch:
+        patch.setenv("KVANT_KERNELS", "fused")
+        with pytest.raises(ValueError, match="KVANT_KERNELS is 'fused'"):
+            model.make_pool(1024, sequences=1)
+        assert model.make_pool(1024, sequences=1, kernels="unfused").num_pages == 8
+    for name in ("tokens", "sequences", "prefill_step_size", "max_seq_len"):
+        with pytest.raises(ValueError, match=f"{name} is 0; expected a positive int"):
+            model.make_pool(**{"tokens": 128, "sequences": 1, name: 0})
+    with pytest.raises(ValueError, match="quant_bit is 5"):
+        model.make_pool(128, sequences=1, quant_bit=5)
+    with pytest.raises(ContextError, match="this machine has"):
+        model.make_pool(10**12, sequences=1, max_seq_len=1024)
+    assert model.make_pool(4096, sequences=1).max_seq_len == model.config.max_position_embeddings == 2048
+
+
+@pytest.mark.parametrize("bits", [8, 4, 0])
+def test_its_bytes_are_those_that_were_planned_and_allocated(pocket: Pocket, tmp_path: Path, bits: int) -> None:
+    for model in (pocket[0], tiny_model(tmp_path / "a", (None, 40, 200)), tiny_model(tmp_path / "b", (40, 200))):
+        for split in (True, False):
+            options = {"tokens": 3000, "sequences": 3, "quant_bit": bits, "quant_group": 16, "prefill_step_size": 100}
+            mx.synchronize()
+            before = mx.get_active_memory()
+            pool = model.make_pool(bias_split=split, **options)
+            allocated = mx.get_active_memory() - before
+            pairs = [len(layer.self_attn.qkv_bias.pairs) for layer in model.layers] if split else None
+            planned = pool_size(model.config, dtype=model.dtype, split_pairs=pairs, **options)
+            assert pool.nbytes == planned
+            assert planned <= allocated <= planned + 400_000
+            assert format_bytes(planned) in pool.describe()
+            del pool
+
+
+def test_one_thread_at_a_time(pocket: Pocket) -> None:
+    model, _ = pocket
+    pool = model.make_pool(1024, sequences=4)
+    sequence = pool.sequence(100)
+    batch = pool.batch([sequence])
+    ids = mx.array([[1]])
+    mx.eval(ids)
+    uses = [
+        lambda: pool.sequence(1), lambda: batch.begin(ids), batch.commit, lambda: sequence.trim(0), sequence.fork,
+        sequence.share_prefix, sequence.release, sequence.to_cache,
+    ]  # fmt: skip
+    refused = []
+
+    def elsewhere() -> None:
+        for use in uses:
+            try:
+                use()
+            except RuntimeError as error:
+                refused.append("in use by another thread" in str(error))
+
+    with pool.turn:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert refused == [True] * len(uses)

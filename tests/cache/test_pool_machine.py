@@ -49,6 +49,8 @@ class _Machine(RuleBasedStateMachine):
             bias_split=bias,
             prefill_step_size=STEP,
         )
+        for layer in self.pool.layers:  # a row that is read before it is written shows
+            layer.arrays[-1][:] = float("nan")
         self.open: list[tuple[PoolSequence, OracleSequence]] = []
         self.shared: dict[tuple[int, bytes], dict[int, tuple[list[Array], list[Array]]]] = {}
 
@@ -191,12 +193,19 @@ class _Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def there_and_back(self, data: st.DataObject) -> None:
         """Through a cache of its own into another sequence."""
-        sequence, oracle = self._some(data)
-        if not self.pool.fits(sequence.max_tokens):
-            return
-        made = self.pool.sequence(sequence.max_tokens)
-        made.load(sequence.to_cache())
-        self.open.append((made, oracle.fork()))
+        (sequence, oracle), (target, emptied) = self._some(data), self._some(data)
+        cache = sequence.to_cache()
+        if self.pool.fits(sequence.max_tokens):
+            self.open.append((self.pool.sequence(sequence.max_tokens), oracle.fork()))
+            self.open[-1][0].load(cache)
+        elif target.max_tokens >= cache.offset:
+            target.trim_to(0)
+            emptied.trim_to(0)
+            try:
+                target.load(cache)
+            except ContextError:
+                return
+            self.open[self.open.index((target, emptied))] = (target, oracle.fork())
 
     @invariant()
     def adds_up(self) -> None:
@@ -211,6 +220,6 @@ class _Machine(RuleBasedStateMachine):
 def test_any_order_of_what_a_pool_can_do(kind: str, bits: int) -> None:
     case = type(f"Machine_{kind}_{bits}", (_Machine,), {"kind": kind, "bits": bits}).TestCase
     case.settings = settings(
-        max_examples=count(3, 100), stateful_step_count=count(20, 60), deadline=None, derandomize=count(True, False)
+        max_examples=count(3, 40), stateful_step_count=count(20, 50), deadline=None, derandomize=count(True, False)
     )
     case().runTest()

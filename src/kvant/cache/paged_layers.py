@@ -150,8 +150,13 @@ class PagedLayers:
             table.first, table.pages = 0, []
 
     def begin_at(self, table: PageTable, first: int, length: int) -> None:
-        """Become a table of ``length`` tokens whose rows are still to be written, from position ``first`` on."""
+        """Give an empty table pages of its own for ``length`` tokens. Those from ``first`` on are to be written.
+
+        Raises:
+            ContextError: as :meth:`make_room`.
+        """
         if self.window is None:
+            self.make_room([table], [0], length)
             return
         self.pages.release(table.pages)
         table.first, table.pages = max(first, self.first_seen(length) // PAGE_SIZE * PAGE_SIZE), []

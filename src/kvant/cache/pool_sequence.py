@@ -225,7 +225,8 @@ class PoolSequence:
 
         Raises:
             ValueError: tokens of another format or model, or a sequence that has tokens; nothing was taken.
-            ContextError: more tokens than the sequence has room for; nothing was taken.
+            ContextError: more tokens than the sequence has room for, or no page to write in place of a shared one;
+                nothing was taken.
             RuntimeError: another thread uses the pool or the cache, or the sequence was released.
         """
         with self.pool.turn, cache.turn:
@@ -234,20 +235,32 @@ class PoolSequence:
             if self._length:
                 raise ValueError(f"the sequence holds {self._length} tokens; expected an empty one")
             self._check_format(cache)
+            if len(cache.ids[sequence]) != length:
+                raise ValueError(f"the cache knows the ids of {len(cache.ids[sequence])} of its {length} tokens")
             self.step = None
-            for part, table in zip(self.pool.parts, self.tables, strict=True):
-                own = [(layer, cache[self.pool.layers.index(layer)]) for layer in part.layers]
-                written = max(layer.sequences.written[sequence] for _, layer in own)
-                first = max(layer.format.first(length, written) for _, layer in own)
-                part.begin_at(table, first, length)
-                rows = runs(table.pages, table.first - table.start, length - table.start)
-                for layer, given in own:
-                    given.settle_committed()
-                    skipped = table.first - given.format.first(length, written)
-                    for array, tokens in zip(layer.arrays, given.stored(sequence), strict=True):
-                        put_rows(array, tokens[:, :, skipped:], rows)
-                    mx.eval(layer.arrays)  # or the cache's next append would copy its whole array
+            try:
+                for part, table in zip(self.pool.parts, self.tables, strict=True):
+                    self._load(part, table, cache, sequence)
+            except BaseException:
+                for part, table in zip(self.pool.parts, self.tables, strict=True):
+                    part.go_back(table, 0)
+                raise
             self.commit(cache.ids[sequence])
+
+    def _load(self, part: PagedLayers, table: PageTable, cache: ModelCache, sequence: int) -> None:
+        """:meth:`load`, of some layers; without counting the tokens."""
+        length = cache.lengths[sequence]
+        layers = [(layer, cache[self.pool.layers.index(layer)]) for layer in part.layers]
+        written = cache[0].sequences.written[sequence]
+        first = max(given.format.first(length, written) for _, given in layers)
+        part.begin_at(table, first, length)
+        rows = runs(table.pages, table.first - table.start, length - table.start)
+        for layer, given in layers:
+            given.settle_committed()
+            skipped = table.first - given.format.first(length, written)
+            for array, tokens in zip(layer.arrays, given.stored(sequence), strict=True):
+                put_rows(array, tokens[:, :, skipped:], rows)
+            mx.eval(layer.arrays)  # or the cache's next append would copy its whole array
 
     def to_cache(self, max_seq_len: int | None = None) -> ModelCache:
         """A cache of its own with the same tokens, for ``save`` or another engine.

@@ -20,7 +20,7 @@ from kvant.models.experts import Experts
 from kvant.models.inputs import check_ids, check_offset
 from kvant.models.linear import Linear
 from kvant.models.mlp import MLP
-from kvant.models.pool import check_batch, longest_sequence, pool_formats
+from kvant.models.pool import check_batch, check_kernels, longest_sequence, pool_formats
 from kvant.models.reservation import check_memory, default_reservation
 from kvant.operators.attention import attend_tokens
 from kvant.operators.masks import window_mask
@@ -329,7 +329,7 @@ class Decoder:
             tokens: of all sequences together. Whole pages of 128 are made of them, and a page is one sequence's.
             sequences: that can be open at once.
             quant_bit, quant_group, bias_split: as in :meth:`make_cache`.
-            kernels: "unfused" or None. The fused kernel does not read pages.
+            kernels: "unfused" or None. The fused kernel does not read pages; forcing it is refused.
             max_seq_len: tokens that one sequence can have; None: all of the pool's, at most the model's context.
             prefill_step_size: new tokens of one sequence in a step, at most.
 
@@ -338,8 +338,7 @@ class Decoder:
             ContextError: more than this machine's memory; nothing was allocated.
         """
         check_process()
-        if kernels not in (None, "unfused"):
-            raise ValueError(f"kernels is {kernels!r}; a pool is read by the unfused operator, 'unfused' or None")
+        check_kernels(kernels)
         for name, number in (("tokens", tokens), ("sequences", sequences), ("prefill_step_size", prefill_step_size)):
             if type(number) is not int or number < 1:
                 raise ValueError(f"{name} is {number!r}; expected a positive int")

@@ -55,24 +55,30 @@ def rotation_table(rotary: Rotary, pairs: Sequence[int], end: int, start: int = 
 def score_bias(query: mx.array, split: BiasSplit, tokens: int) -> mx.array:
     """q . R_j b / sqrt(D) of every query and cached token; token j is at position j.
 
-    With (q1, q2) and (b1, b2) the elements of a pair it is the sum over pairs of
-    (q1 b1 + q2 b2) cos + (q2 b1 - q1 b2) sin.
-
     Args:
         query: (B, H, S, D), rotated.
 
     Returns:
         (B, H, S, tokens) float32.
     """
+    B, H, S, _ = query.shape
+    table = split.rotation[..., :tokens].reshape(2 * len(split.pairs), tokens)
+    return (bias_weights(query, split) @ table).reshape(B, H, S, tokens)
+
+
+def bias_weights(query: mx.array, split: BiasSplit) -> mx.array:
+    """The factors of a position's cosines and sines in :func:`score_bias`: (B, K, H/K, S, 2P) float32.
+
+    With (q1, q2) and (b1, b2) the elements of a pair the score is the sum over pairs of
+    (q1 b1 + q2 b2) cos + (q2 b1 - q1 b2) sin.
+    """
     B, H, S, D = query.shape
-    K, _, P = split.key_bias.shape
+    K = split.key_bias.shape[0]
     q = query.astype(mx.float32).reshape(B, K, H // K, S, 2, D // 2)
     q = mx.take(q, mx.array(split.pairs), axis=-1)  # one operation; indexing after an ellipsis takes eleven
     q1, q2 = q[..., 0, :], q[..., 1, :]  # (B, K, H/K, S, P)
     b1, b2 = (split.key_bias[:, i, None, None] for i in (0, 1))  # (K, 1, 1, P)
-    weights = mx.concatenate([q1 * b1 + q2 * b2, q2 * b1 - q1 * b2], axis=-1) / math.sqrt(D)
-    table = split.rotation[..., :tokens].reshape(2 * P, tokens)
-    return (weights @ table).reshape(B, H, S, tokens)
+    return mx.concatenate([q1 * b1 + q2 * b2, q2 * b1 - q1 * b2], axis=-1) / math.sqrt(D)
 
 
 def rotated_bias(split: BiasSplit, head_dim: int, tokens: int) -> mx.array:

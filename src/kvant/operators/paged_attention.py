@@ -5,13 +5,15 @@ batching with cache_mode 1, cache_layout 3 and one layer. Keys and values of dif
 (1, K, T, D + Dv). B sequences, S new tokens each, H query heads, K kv heads, D head_dim.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import mlx.core as mx
 
 from kvant.operators.attention import attend_tokens
-from kvant.operators.bias_split import BiasSplit
+from kvant.operators.bias_split import BiasSplit, bias_weights
 from kvant.operators.cached_attention import float_tokens, stored_tokens
 
 # Bytes of keys and values as float32 that are made at once, of one sequence at least.
@@ -65,11 +67,18 @@ def append_and_attend_paged(
     R, H, S, D = query.shape
     B = len(rows.runs)
     write_rows(key[:B], value[:B], arrays, rows.new, quant_bit=quant_bit, quant_group=quant_group)
+    newest = S == 1 and sinks is None and mx.default_device().type == mx.cpu
+    counts = [sum(end - first for first, end in own) for own in rows.runs]
     outputs = []
-    for b, keys, values in _tokens(arrays, rows.runs, quant_bit=quant_bit, key_dim=D, dtype=query.dtype):
-        split = None if bias_split is None else _from(bias_split, rows.first[b])
-        mask = rows.masks[b]
-        outputs.append(attend_tokens(query[b : b + 1], keys, values, mask=mask, bias_split=split, sinks=sinks))
+    for share in _shares(counts, READ_BYTES // _row_bytes(arrays[0], quant_bit)):
+        # The bytes of several sequences are put side by side and made floats in one multiplication: on a CPU twice as
+        # fast as to take them by row numbers, and ten times as fast as to read padded pages (measured).
+        joined = [run for own in rows.runs[share] for run in own]
+        stored = [stored_rows(array, joined)[None] for array in arrays]
+        dtype = mx.float32 if newest else query.dtype
+        keys, values = float_tokens(stored, quant_bit=quant_bit, dtype=dtype, key_dim=D)
+        own = (query, keys, values, share, counts, rows, bias_split)
+        outputs += _attend_newest_of_each(*own) if newest else _attend_each(*own, sinks)
     if R > B:
         outputs.append(mx.zeros((R - B, H, S, value.shape[3]), query.dtype))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
@@ -116,41 +125,73 @@ def stored_rows(array: mx.array, runs: Sequence[Run]) -> mx.array:
     return mx.view(joined, array.dtype)
 
 
-def _tokens(
-    arrays: Sequence[mx.array], runs: list[list[Run]], *, quant_bit: int, key_dim: int, dtype: mx.Dtype
-) -> Iterator[tuple[int, mx.array, mx.array]]:
-    """The number of each sequence, its keys (1, K, T, D) and values (1, K, T, Dv).
+def _attend_each(
+    query: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    share: slice,
+    counts: list[int],
+    rows: PagedRows,
+    bias_split: BiasSplit | None,
+    sinks: mx.array | None,
+) -> list[mx.array]:
+    """Attention (1, H, S, Dv) of some sequences, whose keys and values lie side by side."""
+    outputs, start = [], 0
+    for b in range(len(counts))[share]:
+        split, end = bias_split, start + counts[b]
+        if split is not None and rows.first[b]:
+            split = replace(split, rotation=split.rotation[..., rows.first[b] :])
+        own = (query[b : b + 1], keys[:, :, start:end], values[:, :, start:end])
+        outputs.append(attend_tokens(*own, mask=rows.masks[b], bias_split=split, sinks=sinks))
+        start = end
+    return outputs
 
-    The bytes of several are put side by side and made floats in one multiplication: on a CPU twice as fast as to take
-    them by row numbers, and ten times as fast as to read padded pages (measured).
+
+def _attend_newest_of_each(
+    query: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    share: slice,
+    counts: list[int],
+    rows: PagedRows,
+    bias_split: BiasSplit | None,
+) -> list[mx.array]:
+    """:func:`_attend_each` where each has one new token, on a CPU.
+
+    For each sequence alone it takes two products and a softmax. Everything else is done for all at once.
     """
-    sides, heads, _, width = arrays[0].shape
-    row_bytes = 4 * sides * heads * width * (2 if quant_bit == 4 else 1)
-    for some in _shares(runs, READ_BYTES // row_bytes):
-        joined = [run for b in some for run in runs[b]]
-        stored = [stored_rows(array, joined)[None] for array in arrays]
-        keys, values = float_tokens(stored, quant_bit=quant_bit, dtype=dtype, key_dim=key_dim)
-        start = 0
-        for b in some:
-            end = start + sum(last - first for first, last in runs[b])
-            yield b, keys[:, :, start:end], values[:, :, start:end]
-            start = end
+    counts, first = counts[share], rows.first[share]
+    dtype, query = query.dtype, query[share].astype(mx.float32)
+    B, H, _, D = query.shape
+    K = keys.shape[1]
+    ends = list(accumulate(counts))[:-1]
+    queries = mx.split((query * (1 / math.sqrt(D))).reshape(B, K, H // K, D), B)
+    scores = [q @ k for q, k in zip(queries, mx.split(keys.swapaxes(-1, -2), ends, axis=-1), strict=True)]
+    if bias_split is not None and bias_split.pairs:
+        weights = mx.split(bias_weights(query, bias_split).squeeze(3), B)  # (1, K, H/K, 2P) each
+        table = bias_split.rotation.flatten(0, 1)  # (2P, positions)
+        of_each = zip(scores, weights, first, counts, strict=True)
+        scores = [score + own @ table[:, at : at + count] for score, own, at, count in of_each]
+    parts = mx.split(values, ends, axis=2)
+    outputs = [mx.softmax(score, axis=-1) @ part for score, part in zip(scores, parts, strict=True)]
+    output = mx.concatenate(outputs)  # (B, K, H/K, Dv)
+    if bias_split is not None:
+        output = output + bias_split.value_bias[:, None]
+    return [output.reshape(B, H, 1, -1).astype(dtype)]
 
 
-def _shares(runs: list[list[Run]], most: int) -> Iterator[list[int]]:
-    """The numbers of sequences that are read together: of ``most`` rows at most, or one."""
-    share: list[int] = []
-    total = 0
-    for b, own in enumerate(runs):
-        count = sum(end - first for first, end in own)
-        if share and total + count > most:
-            yield share
-            share, total = [], 0
-        share.append(b)
+def _row_bytes(array: mx.array, quant_bit: int) -> int:
+    """Bytes of a row as float32."""
+    sides, heads, _, width = array.shape
+    return 4 * sides * heads * width * (2 if quant_bit == 4 else 1)
+
+
+def _shares(counts: list[int], most: int) -> Iterator[slice]:
+    """The sequences that are read together: of ``most`` rows at most, or one."""
+    start, total = 0, 0
+    for b, count in enumerate(counts):
+        if b > start and total + count > most:
+            yield slice(start, b)
+            start, total = b, 0
         total += count
-    yield share
-
-
-def _from(split: BiasSplit, first: int) -> BiasSplit:
-    """A bias split for rows from position ``first`` on."""
-    return replace(split, rotation=split.rotation[..., first:]) if first else split
+    yield slice(start, len(counts))
