@@ -36,7 +36,8 @@ class Request:
         answers: the prompt is fed once for so many. Answer i has the seed + i, and the first is that of a single one.
         cache: of one sequence, from ``model.make_cache``. The prompt continues what it holds. It is only read, and must
             not be used otherwise before the first token.
-        keep_cache: the last token of an answer brings a cache of the prompt and the answer, of its own memory.
+        keep_cache: the last token of an answer brings a cache of its own with the prompt and the answer. It is reserved
+            for as many tokens as ``cache``; without one, for as many as a sequence of the pool can have.
     """
 
     prompt: Sequence[int] | mx.array

@@ -178,7 +178,8 @@ class Scheduler:
     def step(self) -> list[Token]:
         """Do one step. Returns the tokens that are new.
 
-        Errors of a request, or of the model, end the requests they belong to. An interruption ends all.
+        Errors of a request, or of the model, end the requests they belong to. An interruption ends all: every sequence
+        is released. Where it came in the middle of the pool's bookkeeping, a page may stay taken.
         """
         check_process()
         try:
@@ -357,17 +358,18 @@ class Scheduler:
     def _leave(self, answer: _Answer) -> tuple[ModelCache | None, Exception | None]:
         """Take an answer out of the batch; its pages are free. Returns its cache, where one is wanted, or an error."""
         self._running.remove(answer)
-        sequence = answer.sequence
+        sequence, checked = answer.sequence, answer.work.checked
         try:
             if not self._deterministic:
                 sequence.share_prefix()
-            if not answer.work.checked.request.keep_cache:
+            if not checked.request.keep_cache:
                 return None, None
             if sequence.length < min(
                 len(answer.tokens), sequence.max_tokens
             ):  # mlx-lm's caches hold the last token too
                 self._logits([answer])
-            return sequence.to_cache(), None
+            given = None if checked.cache is None else checked.cache.max_seq_len
+            return sequence.to_cache(given or self._pool.max_seq_len), None
         except Exception as error:
             return None, error
         finally:

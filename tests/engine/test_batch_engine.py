@@ -1,0 +1,301 @@
+"""A thread computes for all others: it answers, refuses, survives slow readers, and tells when it has failed."""
+
+import gc
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support.counts import count
+
+from kvant.engine.batch_engine import BatchEngine
+from kvant.engine.request import Request, Token
+from kvant.engine.run import Run
+from kvant.engine.sampling import make_logits_processors, make_sampler
+from kvant.errors import EngineError, QueueFullError
+from kvant.models import Decoder
+
+Pocket = tuple[Decoder, Any]
+PAGES = 32
+SOON = 30  # seconds until which a test waits for what should be immediate
+
+
+@pytest.fixture
+def make(pocket: Pocket) -> Iterator[Callable[..., BatchEngine]]:
+    """Engines on pocket, closed after the test."""
+    made = []
+
+    def engine(**options: Any) -> BatchEngine:
+        pool = pocket[0].make_pool(128 * PAGES, sequences=8, quant_bit=0)
+        made.append(BatchEngine(pocket[0], pool, **{"max_batch": 4} | options))
+        return made[-1]
+
+    yield engine
+    for each in made:
+        assert each.close(drain=False, timeout=SOON)
+        if each.alive or each.counts.free_pages != PAGES:
+            raise AssertionError(f"{each.counts} are left")
+
+
+def _alone(pocket: Pocket, request: Request) -> list[int]:
+    model, _ = pocket
+    run = Run(
+        model,
+        list(request.prompt),
+        model.make_cache(1024, quant_bit=0),
+        max_tokens=request.max_tokens,
+        sampler=request.sampler,
+        logits_processors=request.logits_processors,
+    )
+    return [token for token, _ in run]
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_requests_from_many_threads(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
+    """Samplers and processors run in the engine's thread, arrays that came lazy from another one or not."""
+    engine = make()
+    requests = [
+        Request([5 + i] * (1 + 30 * i), max_tokens=10, sampler=make_sampler(1.0, seed=i), logits_processors=each)
+        for i, each in enumerate([(), make_logits_processors({9: 2.0}, 1.2), [lambda tokens, logits: logits * 0.5], ()])
+    ]
+
+    def answer(request: Request) -> list[int | None]:
+        return [token.token for token in engine.submit(request)]
+
+    with ThreadPoolExecutor(8) as threads:
+        for request, tokens in zip(requests * 2, threads.map(answer, [*requests]), strict=False):
+            assert tokens == _alone(pocket, request)
+    assert engine.counts == (0, 0, 0, PAGES)
+    assert engine.alive
+
+
+def test_arrays_that_another_thread_left_undone(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
+    """A cache is computed when it is submitted. A sampler's own array is the request's error, and nobody else's."""
+    model, _ = pocket
+    engine = make()
+    cache = model.make_cache(200, quant_bit=0)
+    model.feed(mx.array([[5, 6, 7]]), cache)
+    cache.commit()
+    undone = mx.ones((1,)) * mx.array([2.0])
+    other = engine.submit(Request([4, 5], max_tokens=40))
+    with pytest.raises(RuntimeError, match="Stream"):
+        list(engine.submit(Request([5], max_tokens=4, sampler=lambda logprobs: mx.argmax(logprobs * undone, axis=-1))))
+    from_cache = [token.token for token in engine.submit(Request([8], cache=cache, max_tokens=5))]
+    assert from_cache == _alone(pocket, Request([5, 6, 7, 8], max_tokens=5))
+    assert [token.token for token in other] == _alone(pocket, other.request)
+
+
+def test_a_reader_that_does_not_read_holds_nobody_up(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
+    engine = make()
+    slow, fast = engine.submit(Request([5], max_tokens=60)), engine.submit(Request([6], max_tokens=20))
+    assert [token.token for token in fast] == _alone(pocket, fast.request)
+    _wait(lambda: engine.counts.running == 0)
+    assert [token.token for token in slow] == _alone(pocket, slow.request)
+
+
+def test_cancelling_from_another_thread(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
+    engine = make(max_batch=1)
+    running, waiting = engine.submit(Request([5], max_tokens=900)), engine.submit(Request([6], max_tokens=900))
+    tokens = [next(running)]
+    waiting.cancel()
+    assert [token.finish_reason for token in waiting] == ["cancelled"]
+    threading.Thread(target=running.cancel).start()
+    tokens += running
+    assert tokens[-1].finish_reason == "cancelled"
+    assert 1 < len(tokens) < 900
+    with engine.submit(Request([7], max_tokens=900)) as left:
+        next(left)
+    _wait(lambda: engine.counts == (0, 0, 0, PAGES))
+    running.cancel()
+
+
+def test_answers_of_one_prompt_come_mixed(make: Callable[..., BatchEngine]) -> None:
+    engine = make()
+    answers = engine.submit(Request([5, 6], max_tokens=12, answers=3, sampler=make_sampler(1.5, seed=1)))
+    told: list[list[int | None]] = [[], [], []]
+    for token in answers:
+        told[token.answer].append(token.token)
+        if token.answer == 1 and len(told[1]) == 3:
+            answers.cancel(1)
+    assert [len(tokens) for tokens in told[::2]] == [12, 12]
+    assert told[1][-1] is None or len(told[1]) == 12
+    assert told[0] != told[2]
+
+
+def test_the_queue_is_bounded_while_the_thread_is_busy(make: Callable[..., BatchEngine]) -> None:
+    engine = make(max_batch=1, max_queue=2)
+    go, busy = threading.Event(), threading.Event()
+
+    def wait(logprobs: mx.array) -> mx.array:
+        busy.set()
+        assert go.wait(SOON)
+        return mx.argmax(logprobs, axis=-1)
+
+    first = engine.submit(Request([5], max_tokens=2, sampler=wait))
+    assert busy.wait(SOON)
+    others = [engine.submit(Request([6], max_tokens=2)) for _ in range(2)]
+    with pytest.raises(QueueFullError, match="2 requests wait, which is all that may, and 1 answers run"):
+        engine.submit(Request([7]))
+    go.set()
+    assert [len(list(each)) for each in (first, *others)] == [2, 2, 2]
+
+
+def test_a_callback_for_every_token(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
+    """For an event loop. One that fails ends its request."""
+    engine = make()
+    told: list[Token] = []
+    request, failing = Request([5], max_tokens=6), Request([6], max_tokens=900)
+    calls = 0
+
+    def fail(token: Token) -> None:
+        nonlocal calls
+        calls += 1
+        raise RuntimeError("the loop is closed")
+
+    engine.submit_to(failing, fail)
+    engine.submit_to(request, told.append)
+    _wait(lambda: engine.counts == (0, 0, 0, PAGES) and bool(told) and told[-1].finish_reason is not None)
+    assert [token.token for token in told] == _alone(pocket, request)
+    assert calls < 20
+
+
+# Failure, and the end.
+
+
+def _broken(model: Decoder, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> threading.Event:
+    """Let the engine's own code fail once this is set."""
+    from kvant.engine.scheduler import Scheduler
+
+    broken = threading.Event()
+    real = Scheduler.step
+
+    def step(self: Scheduler) -> list[Token]:
+        if broken.is_set():
+            raise error
+        return real(self)
+
+    monkeypatch.setattr(Scheduler, "step", step)
+    return broken
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), SystemExit(3), KeyboardInterrupt()])
+def test_a_thread_that_fails_tells_everyone_at_once(
+    pocket: Pocket, make: Callable[..., BatchEngine], monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    broken = _broken(pocket[0], monkeypatch, error)
+    engine = make(max_batch=2)
+    answers = [engine.submit(Request([5 + i], max_tokens=900, answers=1 + i % 2)) for i in range(4)]
+    next(answers[0])
+    broken.set()
+    for each in answers:
+        with pytest.raises(EngineError, match="the engine's thread failed: ") as caught:
+            list(each)
+        assert caught.value.__cause__ is error
+        assert list(each) == []
+    assert not engine.alive
+    with pytest.raises(EngineError, match="the engine's thread failed: "):
+        engine.submit(Request([5]))
+    assert engine.close(timeout=SOON)
+    assert engine.counts == (0, 0, 0, PAGES)
+
+
+def test_the_watchdog(make: Callable[..., BatchEngine]) -> None:
+    engine = make(stall_after=0.5)
+    assert engine.age == 0.0
+    go, busy = threading.Event(), threading.Event()
+
+    def hang(logprobs: mx.array) -> mx.array:
+        busy.set()
+        go.wait(SOON)
+        return mx.argmax(logprobs, axis=-1)
+
+    time.sleep(0.7)
+    assert engine.alive  # it sleeps
+    answers = engine.submit(Request([5], max_tokens=5, sampler=hang))
+    assert busy.wait(SOON)
+    time.sleep(0.02)
+    assert engine.age > 0.01
+    with pytest.raises(EngineError, match="the engine's thread failed: no sign of life for 0"):
+        list(answers)
+    assert not engine.alive
+    go.set()
+
+
+def test_closing(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
+    drained, stopped = make(), make()
+    expected = _alone(pocket, Request([5], max_tokens=30))
+    answers = [
+        engine.submit(Request([5], max_tokens=30 if engine is drained else 900)) for engine in (drained, stopped)
+    ]
+    next(answers[1])
+    assert not drained.close(timeout=0)
+    with pytest.raises(EngineError, match="the engine was closed; it takes no further requests"):
+        drained.submit(Request([5]))
+    assert drained.close(timeout=SOON)
+    assert [token.token for token in answers[0]] == expected
+    assert stopped.close(drain=False, timeout=SOON)
+    tokens = list(answers[1])
+    assert tokens[-1].finish_reason == "cancelled"
+    assert len(tokens) < 899
+    for engine in (drained, stopped):
+        assert engine.close()
+        assert not engine.alive
+
+
+def test_an_idle_engine_sleeps(make: Callable[..., BatchEngine]) -> None:
+    engine = make()
+    list(engine.submit(Request([5], max_tokens=2)))
+    _wait(lambda: engine.age == 0.0)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.1
+
+
+def test_many_short_requests_leave_nothing_behind(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
+    """A tenth of them is cancelled."""
+    engine = make(max_batch=8, max_queue=None)
+    rng = random.Random(0)
+    requests = count(150, 10_000)
+
+    def some(number: int) -> None:
+        answers = []
+        for _ in range(number):
+            sampler = make_sampler(1.0, seed=rng.randrange(9)) if rng.random() < 0.5 else None
+            prompt = [rng.randrange(5, 1000) for _ in range(rng.randint(1, 20))]
+            answers.append(engine.submit(Request(prompt, max_tokens=rng.randint(1, 4), sampler=sampler)))
+            if rng.random() < 0.1:
+                threading.Timer(rng.random() * 0.2, answers[-1].cancel).start()
+            if len(answers) > 20:
+                for _ in answers.pop(0):
+                    pass
+        for each in answers:
+            for _ in each:
+                pass
+        for thread in threading.enumerate():
+            if isinstance(thread, threading.Timer):
+                thread.join()
+        _wait(lambda: engine.age == 0.0)
+
+    def held() -> tuple[int, int]:
+        gc.collect()
+        mx.synchronize()
+        return mx.get_active_memory(), len(gc.get_objects())
+
+    some(50)
+    memory, objects = held()
+    some(requests)
+    now, number = held()
+    print(f"{requests} requests: {now - memory} bytes and {number - objects} objects more")
+    assert now - memory < 8192
+    assert number - objects < 200
+    assert engine.counts == (0, 0, 0, PAGES)
