@@ -4,14 +4,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
 
 import mlx.core as mx
 
-from kvant.engine.filters import Filters, filtered, rows_of
+from kvant.engine.filters import Filters, filtered
 from kvant.engine.processors import LogitsProcessor
-
-BLOCK = 2**18  # logits that are drawn from at once on a CPU: more leave its cache from one operation to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,39 +93,6 @@ def splitmix64(state: int) -> int:
     return word ^ word >> 31
 
 
-def draw(logprobs: mx.array, samplers: Sequence[Sampler], keys: mx.array | None) -> mx.array:
-    """A token for each row by its own sampler, as the sampler alone would pick it.
-
-    Args:
-        logprobs: (B, vocab).
-        samplers: of each row.
-        keys: (S, 2), of the S rows whose sampler is seeded, in their order; None where no sampler is.
-
-    Returns:
-        The tokens (B,).
-    """
-    seeded = [row for row, sampler in enumerate(samplers) if isinstance(sampler, SeededSampler)]
-    likeliest = [row for row, sampler in enumerate(samplers) if sampler is greedy]
-    parts: list[tuple[list[int], mx.array]] = []  # rows and their tokens
-    if seeded:
-        if keys is None:
-            raise AssertionError("a seeded sampler needs a key")
-        block = len(seeded) if mx.default_device().type == mx.gpu else max(1, BLOCK // logprobs.shape[-1])
-        for first in range(0, len(seeded), block):
-            some = seeded[first : first + block]
-            own: list[Any] = [samplers[row] for row in some]
-            parts.append((some, draw_seeded(rows_of(logprobs, some), own, keys[first : first + block])))
-    if likeliest:
-        parts.append((likeliest, greedy(rows_of(logprobs, likeliest))))
-    foreign = sorted({*range(len(samplers))} - {*seeded, *likeliest})
-    parts += [([row], samplers[row](logprobs[row : row + 1])) for row in foreign]
-    if len(parts) == 1:
-        return parts[0][1]
-    order = [row for rows, _ in parts for row in rows]
-    tokens = mx.concatenate([tokens for _, tokens in parts])
-    return tokens[mx.array(sorted(range(len(order)), key=order.__getitem__))]
-
-
 def draw_seeded(logprobs: mx.array, samplers: Sequence[SeededSampler], keys: mx.array) -> mx.array:
     """Log-probabilities (B, vocab), a sampler for each row and keys (B, 2) -> tokens (B,)."""
     # 24 bits of each word, as many as every float32 below 1 has: the first number picks, the second is XTC's coin
@@ -170,11 +134,9 @@ def sample(
     logits = logits.astype(mx.float32)
     for processor in processors:
         logits = processor(tokens if tokens is not None else mx.array([], mx.int32), logits).astype(mx.float32)
-    token, logprobs = draw_after(logits, [sampler], key)
-    return token, logprobs.squeeze(0)
-
-
-def draw_after(logits: mx.array, samplers: Sequence[Sampler], keys: mx.array | None) -> tuple[mx.array, mx.array]:
-    """Tokens (B,) of processed logits (B, vocab) and the log-probabilities (B, vocab); arguments of :func:`draw`."""
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    return draw(logprobs, samplers, keys), logprobs
+    if not isinstance(sampler, SeededSampler):
+        return sampler(logprobs), logprobs.squeeze(0)
+    if key is None:
+        raise AssertionError("a seeded sampler needs a key")
+    return draw_seeded(logprobs, [sampler], key), logprobs.squeeze(0)

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
-from kvant.engine.draw import Sampler, SeededSampler, draw_after, draw_keys, greedy
+from kvant.engine.draw import Sampler, SeededSampler, draw_keys, draw_seeded, greedy
 from kvant.engine.filters import rows_of, with_rows
 from kvant.engine.processors import KINDS, Bias, LogitsProcessor, process_rows
+
+BLOCK = 2**18  # logits that are drawn from at once on a CPU: more leave its cache from one operation to the next
 
 
 @dataclass(slots=True)
@@ -73,7 +76,39 @@ def sample_rows(
         logits = with_rows(logits, processed, changed)
     seeded = [number for number, sampler in enumerate(samplers) if isinstance(sampler, SeededSampler)]
     keys = draw_keys([samplers[number] for number in seeded], [rows[number].position for number in seeded])
-    return draw_after(logits, samplers, keys)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return _draw(logprobs, samplers, keys), logprobs
+
+
+def _draw(logprobs: mx.array, samplers: Sequence[Sampler], keys: mx.array) -> mx.array:
+    """A token for each row by its own sampler, as the sampler alone would pick it.
+
+    Args:
+        logprobs: (B, vocab).
+        samplers: of each row.
+        keys: (S, 2), of the S rows whose sampler is seeded, in their order.
+
+    Returns:
+        The tokens (B,).
+    """
+    seeded = [row for row, sampler in enumerate(samplers) if isinstance(sampler, SeededSampler)]
+    likeliest = [row for row, sampler in enumerate(samplers) if sampler is greedy]
+    parts: list[tuple[list[int], mx.array]] = []  # rows and their tokens
+    if seeded:
+        block = len(seeded) if mx.default_device().type == mx.gpu else max(1, BLOCK // logprobs.shape[-1])
+        for first in range(0, len(seeded), block):
+            some = seeded[first : first + block]
+            own: list[Any] = [samplers[row] for row in some]
+            parts.append((some, draw_seeded(rows_of(logprobs, some), own, keys[first : first + block])))
+    if likeliest:
+        parts.append((likeliest, greedy(rows_of(logprobs, likeliest))))
+    foreign = sorted({*range(len(samplers))} - {*seeded, *likeliest})
+    parts += [([row], samplers[row](logprobs[row : row + 1])) for row in foreign]
+    if len(parts) == 1:
+        return parts[0][1]
+    order = [row for rows, _ in parts for row in rows]
+    tokens = mx.concatenate([tokens for _, tokens in parts])
+    return tokens[mx.array(sorted(range(len(order)), key=order.__getitem__))]
 
 
 @dataclass(frozen=True, slots=True)

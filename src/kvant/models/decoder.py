@@ -3,11 +3,10 @@
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
-from kvant.cache import AttentionCache, KVCache, ModelCache, QuantizedKVCache, WindowKVCache
+from kvant.cache import AttentionCache, KVCache, ModelCache, QuantizedKVCache
 from kvant.cache.identity import Identity
 from kvant.cache.pool_batch import PoolBatch
 from kvant.models.adapted import Matrix
@@ -75,18 +74,6 @@ class Attention:
             mask = None if self.window is None or self.window >= S else window_mask(S, S, self.window)
             output = attend_tokens(query, key, value, mask=mask)
         return self.o_proj(output.transpose(0, 2, 1, 3).reshape(B, S, H * D))  # (B, H, S, D) -> (B, S, H D)
-
-    def cache(self, max_seq_len: int, bias_split: bool, options: Mapping[str, Any]) -> QuantizedKVCache:
-        """An empty cache for this layer, with ``options`` of :class:`kvant.cache.QuantizedKVCache`."""
-        config = self.config
-        sizes = (max_seq_len, config.num_key_value_heads, config.head_dim)
-        bias = self.qkv_bias if bias_split else None
-        if self.window is None or self.window >= max_seq_len:
-            split = None if bias is None else bias.split(config, max_seq_len)
-            return QuantizedKVCache(*sizes, bias_split=split, **options)
-        split = None if bias is None else bias.split(config, 0)  # the ring has angles of its own
-        rotary = config.rope.rotary(config.head_dim)
-        return WindowKVCache(*sizes, window=self.window, bias_split=split, rotary=rotary, **options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
 """The caches and pools that a decoder makes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
-from kvant.cache import ModelCache
+from kvant.cache import ModelCache, QuantizedKVCache, WindowKVCache
 from kvant.cache.identity import Identity
 from kvant.cache.pool import Pool, pool_bytes
 from kvant.models.config import ModelConfig
@@ -21,7 +21,7 @@ class DecoderCaches:
 
     Attributes:
         config, dtype, identity: as the decoder has them.
-        layers: its blocks, each with an attention that makes its own cache.
+        layers: its blocks.
     """
 
     config: ModelConfig
@@ -69,7 +69,9 @@ class DecoderCaches:
             "dtype": self.dtype,
             "kernels": kernels,
         }
-        cache = ModelCache([layer.self_attn.cache(max_seq_len, bias_split, options) for layer in self.layers])
+        cache = ModelCache(
+            [_layer_cache(config, layer.self_attn, max_seq_len, bias_split, options) for layer in self.layers]
+        )
         cache.identity, cache.rotary = self.identity, self._rotary
         return cache
 
@@ -127,3 +129,17 @@ class DecoderCaches:
             make_cache=partial(self.make_cache, **stored),
             identity=self.identity,
         )
+
+
+def _layer_cache(
+    config: ModelConfig, attention: Any, max_seq_len: int, bias_split: bool, options: Mapping[str, Any]
+) -> QuantizedKVCache:
+    """An empty cache for a layer, with ``options`` of :class:`kvant.cache.QuantizedKVCache`."""
+    sizes = (max_seq_len, config.num_key_value_heads, config.head_dim)
+    bias, window = attention.qkv_bias if bias_split else None, attention.window
+    if window is None or window >= max_seq_len:
+        split = None if bias is None else bias.split(config, max_seq_len)
+        return QuantizedKVCache(*sizes, bias_split=split, **options)
+    split = None if bias is None else bias.split(config, 0)  # the ring has angles of its own
+    rotary = config.rope.rotary(config.head_dim)
+    return WindowKVCache(*sizes, window=window, bias_split=split, rotary=rotary, **options)
