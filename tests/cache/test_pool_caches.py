@@ -110,6 +110,23 @@ def test_what_does_not_go_in(model: Decoder, tmp_path: Path) -> None:
         sequence.to_cache(9)
 
 
+def test_a_page_whose_first_rows_a_ring_has_lost_is_not_shared(tmp_path: Path) -> None:
+    """After 828 tokens a ring for a window of 200 begins at token 612: what page 4 held before is not there."""
+    model = tiny_model(tmp_path, (None, 200))
+    pool = _pool(model, 0)
+    sequence = pool.sequence(900)
+    sequence.load(_fed(model, 0, 828))
+    assert sequence.tables[1].first == 612
+    sequence.share_prefix()
+    other = pool.sequence(900, TEXT[:800])
+    assert other.length == 0
+    prefill(model, pool, sequence, TEXT[828:870], step=42)
+    sequence.trim_to(820)
+    expected = model.logits(model.hidden_states(mx.array([TEXT[:821]]))[:, -1])
+    assert close(decode(model, pool, [sequence], TEXT[820:821]), expected)
+    assert not sequence.can_trim_to(810)
+
+
 def test_pages_that_others_share_are_not_loaded_into(model: Decoder) -> None:
     pool = _pool(model, 0)
     prompt = TEXT[500:800]
