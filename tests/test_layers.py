@@ -101,6 +101,7 @@ def test_public_names() -> None:
     verbs = ["can_trim", "load", "make", "save", "trim"]
     caches = [f"{verb}_prompt_cache" for verb in verbs]
     names = ["GenerationResponse", "__version__", "generate", "load", "sample_utils", "stream_generate", *caches]
+    names.append("batch_generate")
     assert kvant.__all__ == sorted(names)
     assert all(hasattr(kvant, name) for name in kvant.__all__)
     assert all(getattr(kvant.cache, name) is getattr(kvant, name) for name in caches)

@@ -12,6 +12,7 @@ from kvant.blas import import_mlx, load_blas
 
 if TYPE_CHECKING:
     from kvant import sample_utils
+    from kvant.engine.batch_generate import batch_generate
     from kvant.engine.generate import generate, stream_generate
     from kvant.engine.load import load
     from kvant.engine.prompt_cache import (
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "GenerationResponse",
     "__version__",
+    "batch_generate",
     "can_trim_prompt_cache",
     "generate",
     "load",
@@ -50,4 +52,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "sample_utils":
         return import_module("kvant.sample_utils")
+    if name == "batch_generate":
+        return import_module("kvant.engine.batch_generate").batch_generate
     return getattr(import_module("kvant.engine"), name)

@@ -82,8 +82,34 @@ def test_several_answers() -> None:
     assert done.stderr.count("prompt: ") == 1
     assert done.stderr.count("generated: ") == 3
     lines = [json.loads(line) for line in call(*flags, "--n", "3", "--json", "-q").stdout.splitlines()]
-    assert [line["choice"] for line in lines] == [0] * 20 + [1] * 20 + [2] * 20
+    assert [line["choice"] for line in lines[:6]] == [0, 1, 2] * 2  # as they come, side by side
+    assert [[x["index"] for x in lines if x["choice"] == n] for n in range(3)] == [[*range(20)]] * 3
     assert ["".join(x["text"] for x in lines if x["choice"] == n) + "\n" for n in range(3)] == alone
+    assert re.search(r"^together: 60 tokens, [\d.]+ tokens/s$", done.stderr, re.MULTILINE)
+    assert "384 tokens reserved for 3 sequences at once" in done.stderr
+    fewer = call(*flags, "--n", "3", "--sequences", "2")
+    assert fewer.stdout == done.stdout
+    assert "256 tokens reserved for 2 sequences at once" in fewer.stderr
+
+
+def test_several_answers_after_what_a_file_holds(tmp_path: Path) -> None:
+    """At full precision, where it does not matter how the prompt was cut."""
+    path = str(tmp_path / "story.safetensors")
+    flags = ["generate", "-m", "12", "--temp", "1", "--kv-bits", "0"]
+    asked = [f"{STORY}{question}" for question in ("Who is Bob?", "Where did Pip live?")]
+    first = call(*flags, asked[0], "--seed", "1", "--n", "2", "--prompt-cache-file", path)
+    assert first.returncode == 0
+    assert "prompt cache: " not in first.stderr
+    second = call(*flags, asked[1], "--seed", "5", "--n", "3", "--prompt-cache-file", path)
+    held, total = map(int, re.search(r"(\d+) of the prompt's (\d+) tokens are in", second.stderr).groups())  # type: ignore[union-attr]
+    assert _fed(second.stderr) == total - held < 20
+    alone = [call(*flags, asked[1], "--seed", str(5 + number), "-q").stdout for number in range(3)]
+    assert second.stdout == "\n".join(alone)
+    # The file holds the last answer.
+    again = call(*flags, asked[1] + alone[2].removesuffix("\n"), "--ignore-chat-template", "--prompt-cache-file", path)
+    assert again.returncode == 0
+    third = call(*flags, asked[1], "--seed", "7", "--prompt-cache-file", path)
+    assert third.stdout == alone[2]
 
 
 @pytest.mark.parametrize(
@@ -91,6 +117,9 @@ def test_several_answers() -> None:
     [
         (["--n", "0"], "--n is 0; expected at least 1"),
         (["--n", "2", "--temp", "0"], "--n is 2; with --temp 0 every answer is the same"),
+        (["--sequences", "2"], "--sequences is 2, which has no effect without --prompts-file or --n"),
+        (["--n", "2", "--sequences", "0"], "--sequences is 0; expected at least 1"),
+        (["--deterministic", "--prefill-step-size", "64"], "--prefill-step-size is 64; --deterministic reads prompts"),
     ],
 )
 def test_numbers_of_answers_that_mean_nothing(arguments: list[str], words: str) -> None:

@@ -184,6 +184,60 @@ response = generate(
 text = [response]
 """
 
+EXAMPLE_BATCH_GENERATE_RESPONSE = """
+from mlx_lm import batch_generate, load
+
+# Specify the checkpoint
+checkpoint = "mlx-community/Llama-3.2-3B-Instruct-4bit"
+
+# Load the corresponding model and tokenizer
+model, tokenizer = load(path_or_hf_repo=checkpoint)
+
+# A batch of prompts
+prompts = [
+    "Write a story about Einstein.",
+    "Why is the sky blue?",
+    "What time is it?",
+    "How tall is Mt Everest?",
+]
+
+# Apply the chat template and encode to tokens
+prompts = [
+    tokenizer.apply_chat_template(
+        [{"role": "user", "content": p}],
+        add_generation_prompt=True,
+    )
+    for p in prompts
+]
+
+# Set `verbose=True` to see generation statistics
+result = batch_generate(
+    model, tokenizer, prompts, verbose=False, return_prompt_caches=True, max_tokens=2048
+)
+print(result.texts[-1])
+text = result.texts
+
+prompts = [
+    "Could you summarize that?",
+    "And what about the sea?",
+    "Try again?",
+    "And Mt Olympus?",
+]
+prompts = [
+    tokenizer.apply_chat_template(
+        [{"role": "user", "content": p}],
+        add_generation_prompt=True,
+    )
+    for p in prompts
+]
+
+result = batch_generate(
+    model, tokenizer, prompts, verbose=False, prompt_caches=result.caches
+)
+print(result.texts[-1])
+text = text + result.texts
+"""
+
 SAMPLING = """
 from mlx_lm import load, generate
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
@@ -308,14 +362,17 @@ def _theirs_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _in_full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every cache that is made is, as mlx-lm's are."""
-    plain = Decoder.make_cache
+    """Every cache and pool that is made is, as mlx-lm's are."""
 
-    def make_cache(self: Decoder, *arguments: Any, **options: Any) -> Any:
-        assert options.pop("quant_bit", 8) in (8, 0)  # no script asks for anything; a saved cache for what it has
-        return plain(self, *arguments, quant_bit=0, **options)
+    def full(plain: Any) -> Any:
+        def make(self: Decoder, *arguments: Any, **options: Any) -> Any:
+            assert options.pop("quant_bit", 8) in (8, 0)  # no script asks for anything; a saved cache for what it has
+            return plain(self, *arguments, quant_bit=0, **options)
 
-    monkeypatch.setattr(Decoder, "make_cache", make_cache)
+        return make
+
+    for name in ("make_cache", "make_pool"):
+        monkeypatch.setattr(Decoder, name, full(getattr(Decoder, name)))
 
 
 def _text(left: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """The key/value cache of a model of mlx-lm's: what mlx-lm's model expects at each place, in kvant's memory."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache as MlxLmKVCache
 
 from kvant.bridge import hook
 from kvant.bridge.layers import BridgedChunkCache, BridgedKVCache, BridgedWindowCache, StateCache
-from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, as_text, probe
+from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, as_text, leaves_of, probe
 from kvant.bridge.traced import TracedLayer
 from kvant.cache import ModelCache
 from kvant.cache.window import SLACK
@@ -208,7 +208,7 @@ def make_prompt_cache(
         raise ValueError(
             f"model is a {type(model).__name__}; expected mlx-lm's own. A model of kvant.load has make_cache"
         )
-    _check({"max_kv_size": max_kv_size, "kv_group_size": kv_group_size, "batch": batch}, "kv_bits", kv_bits)
+    check_format({"max_kv_size": max_kv_size, "kv_group_size": kv_group_size, "batch": batch}, "kv_bits", kv_bits)
     options = {"batch": batch, "quant_bit": kv_bits, "quant_group": kv_group_size}
     entries, layers = _make(probe(model, batch), max_kv_size, kernels=None, **options)
     # Each layer counts for itself. None goes back further than all of them can.
@@ -231,7 +231,7 @@ def make_model_cache(
 
     ``kernels``: as :class:`kvant.cache.QuantizedKVCache` has it.
     """
-    _check({"max_seq_len": max_seq_len, "quant_group": quant_group, "batch": batch}, "quant_bit", quant_bit)
+    check_format({"max_seq_len": max_seq_len, "quant_group": quant_group, "batch": batch}, "quant_bit", quant_bit)
     options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
     found = probe(model, batch)
     entries, layers = _make(found, max_seq_len, kernels=kernels, **options)
@@ -262,9 +262,9 @@ def entries_bytes(
     entries: Sequence[Entry], max_seq_len: int, *, batch: int = 1, quant_bit: int = 8, quant_group: int = 32
 ) -> CacheBytes:
     """:func:`cache_bytes` of what a probe of the model with this batch found."""
-    _check({"max_seq_len": max_seq_len, "quant_group": quant_group, "batch": batch}, "quant_bit", quant_bit)
+    check_format({"max_seq_len": max_seq_len, "quant_group": quant_group, "batch": batch}, "quant_bit", quant_bit)
     keys_values = state = 0
-    for leaf in _leaves(entries):
+    for leaf in leaves_of(entries):
         if isinstance(leaf, State):
             state += leaf.nbytes
         elif isinstance(leaf, Attention):
@@ -313,7 +313,7 @@ def _make(
     return entries, layers
 
 
-def _check(sizes: dict[str, int], bits_name: str, bits: int) -> None:
+def check_format(sizes: dict[str, int], bits_name: str, bits: int) -> None:
     """Raise a ValueError that names the first argument out of range."""
     for name, number in sizes.items():
         if type(number) is not int or number < 1:
@@ -322,10 +322,6 @@ def _check(sizes: dict[str, int], bits_name: str, bits: int) -> None:
             raise ValueError(f"{name} is {number}; expected a multiple of 8")
     if type(bits) is not int or bits not in QUANT_BITS:
         raise ValueError(f"{bits_name} is {bits!r}; expected one of {', '.join(map(str, QUANT_BITS))}")
-
-
-def _leaves(entries: Iterable[Entry]) -> list[Leaf]:
-    return [leaf for entry in entries for leaf in (entry if isinstance(entry, tuple) else (entry,))]
 
 
 def rows_of(leaf: Attention, max_seq_len: int) -> int:

@@ -21,6 +21,18 @@ from kvant.operators.fused_attention import attend_fused
 Mask = mx.array | str | None
 
 
+def scaled_query(query: mx.array, scale: float) -> mx.array:
+    """A query for attention that multiplies the scores by 1/sqrt(D), so that they are multiplied by ``scale``."""
+    factor = scale * math.sqrt(query.shape[3])
+    return query if math.isclose(factor, 1, rel_tol=1e-6) else query * factor
+
+
+def refuse_values(value_head_dim: int) -> None:
+    """Raise an AttributeError where a model sets the values of its cache, and values are kept."""
+    if value_head_dim:
+        raise AttributeError("a model sets the values of its cache; kvant's takes them by update_and_fetch")
+
+
 class BridgedKVCache(QuantizedKVCache):
     """Keys and values of one layer of mlx-lm's model.
 
@@ -127,7 +139,7 @@ class BridgedKVCache(QuantizedKVCache):
         S = query.shape[2]
         causal = isinstance(mask, str)
         added = None if isinstance(mask, str) else mask
-        scaled = self.scaled(query, scale)
+        scaled = scaled_query(query, scale)
         backend = self.backend_for(query)
         placed = None if backend is None or sinks is not None else self._placed(key, mask)
         if backend is not None and placed is not None:
@@ -148,11 +160,6 @@ class BridgedKVCache(QuantizedKVCache):
             return attend_tokens(scaled, key, value, is_causal=causal, mask=added, sinks=sinks)
         return None
 
-    def scaled(self, query: mx.array, scale: float) -> mx.array:
-        """A query for attention that multiplies the scores by 1/sqrt(D), so that they are multiplied by ``scale``."""
-        factor = scale * math.sqrt(query.shape[3])
-        return query if math.isclose(factor, 1, rel_tol=1e-6) else query * factor
-
     def row_of(self, position: mx.array) -> mx.array:
         """The row of a position (), in operations that are the same for any."""
         return position
@@ -169,12 +176,17 @@ class BridgedKVCache(QuantizedKVCache):
 
     @property
     def keys(self) -> mx.array:
-        """The array that keys are in. A model may put it back, made to depend on others that are to be computed."""
+        """The array that keys are in.
+
+        A model may put it back, made to depend on others that are to be computed. MLX then copies all of it at the next
+        append. So a layer of a model's cache does not take it: there all arrays are computed with the logits.
+        """
         return self.arrays[0]
 
     @keys.setter
     def keys(self, array: mx.array) -> None:
-        self.arrays[0] = array
+        if not self.sequences.shared:
+            self.arrays[0] = array
 
     @property
     def values(self) -> mx.array:
@@ -183,8 +195,7 @@ class BridgedKVCache(QuantizedKVCache):
 
     @values.setter
     def values(self, array: mx.array) -> None:
-        if self.value_head_dim:
-            raise AttributeError("a model sets the values of its cache; kvant's takes them by update_and_fetch")
+        refuse_values(self.value_head_dim)
 
     def size(self) -> int:
         """Tokens so far."""
@@ -331,12 +342,17 @@ class StateCache(KVCache):
     @property
     def format(self) -> LayerFormat:
         """The arrays of the committed state."""
-        arrays = self._committed if self.offset else [None] * len(self._committed)
-        return LayerFormat("state", state=tuple(None if a is None else (DTYPE_NAMES[a.dtype], a.shape) for a in arrays))
+        state = tuple(None if a is None else (DTYPE_NAMES[a.dtype], a.shape) for a in self.committed)
+        return LayerFormat("state", state=state)
+
+    @property
+    def committed(self) -> list[mx.array | None]:
+        """The arrays of the committed state; None: not computed yet."""
+        return list(self._committed) if self.offset else [None] * len(self._committed)
 
     def stored_state(self) -> list[mx.array]:
         """See :class:`kvant.cache.KVCache`."""
-        return [array for array in self._committed if array is not None and self.offset]
+        return [array for array in self.committed if array is not None]
 
     def restore_state(self, arrays: list[mx.array | None]) -> None:
         """See :class:`kvant.cache.KVCache`."""
@@ -358,7 +374,7 @@ class StateCache(KVCache):
         """See :class:`kvant.cache.KVCache`. A step replaces the arrays, so these can be shared."""
         made = copy(self)
         made.arrays = ArraysCache(len(self.arrays.cache))
-        made.restore_state(self._committed if self.offset else [None] * len(self._committed))
+        made.restore_state(self.committed)
         return made
 
     def begin(self) -> None:

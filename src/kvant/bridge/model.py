@@ -12,14 +12,13 @@ from mlx.nn.layers.quantized import QuantizedEmbedding
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from kvant.bridge.cache import BridgedCache, layout_of, make_model_cache
+from kvant.bridge.cache import BridgedCache, check_format, layout_of, make_model_cache
 from kvant.bridge.config import BridgedConfig
+from kvant.bridge.pool import BridgedBatch, BridgedPool, make_pool
 from kvant.bridge.traced import can_trace
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
-from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
-from kvant.errors import ModelError
 from kvant.models.inputs import check_ids, check_offset
 from kvant.models.reservation import default_reservation
 from kvant.threads import check_process
@@ -46,7 +45,10 @@ class BridgedModel:
         self._layout = ""
 
     def __call__(
-        self, inputs: mx.array, offset: int | mx.array | None = None, cache: Sequence[KVCache] | None = None
+        self,
+        inputs: mx.array,
+        offset: int | mx.array | None = None,
+        cache: Sequence[KVCache] | PoolBatch | None = None,
     ) -> mx.array:
         """Logits of every position; the step is committed. As :meth:`kvant.models.Decoder.__call__`.
 
@@ -60,7 +62,7 @@ class BridgedModel:
         if cache is None:
             check_offset(offset, (0,) * inputs.shape[0])
             return self._logits(inputs, None)
-        cache = self.check_cache(cache)
+        cache = self._checked(cache)
         check_offset(offset, cache.lengths)
         with cache.turn:
             cache.begin(inputs)
@@ -72,14 +74,14 @@ class BridgedModel:
 
     def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
         """Begin a step of (B, S) ids whose logits nobody reads; see :class:`kvant.models.LanguageModel`."""
-        bridged = self.check_cache(cache)
+        bridged = self._checked(cache)
         bridged.begin(inputs)
         self._logits(inputs, bridged)  # dropped, so that what only logits need is never computed
         return bridged.state
 
     def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
         """Begin a step of (B, S) ids. Returns the logits (B, vocab) of the last position, not evaluated."""
-        bridged = self.check_cache(cache)
+        bridged = self._checked(cache)
         bridged.begin(inputs)
         return self._logits(inputs, bridged)[:, -1]
 
@@ -96,7 +98,7 @@ class BridgedModel:
         logits: mx.array = self.module(token[None], cache=views)
         return logits[:, -1]
 
-    def check_cache(self, cache: Sequence[KVCache] | PoolBatch, batch: int | None = None) -> BridgedCache:
+    def check_cache(self, cache: Sequence[KVCache], batch: int | None = None) -> BridgedCache:
         """The cache, if :meth:`make_cache` of a model of this kind made it.
 
         Raises:
@@ -158,9 +160,39 @@ class BridgedModel:
         kernels: str | None = None,
         max_seq_len: int | None = None,
         prefill_step_size: int = 512,
-    ) -> Pool:
-        """Raise a ModelError: there is no pool for the layers of mlx-lm's models."""
-        raise ModelError(f"{self.config.model_type} runs through mlx-lm's model, whose layers cannot use a pool")
+    ) -> BridgedPool:
+        """Reserve a pool for many sequences; at 0 bits they keep the compute dtype. It takes the time of some steps.
+
+        Args:
+            tokens, sequences, max_seq_len, prefill_step_size: as in :meth:`kvant.models.Decoder.make_pool`.
+            quant_bit, quant_group, bias_split: as in :meth:`make_cache`.
+            kernels: "unfused" or None. The fused kernel does not read pages.
+
+        Raises:
+            ModelError: a model that takes one sequence at a time; nothing was reserved.
+            ValueError: a size below 1, a cache format that the model cannot have, or kernels="fused".
+            ContextError: more than this machine's memory; nothing was reserved.
+        """
+        check_process()
+        if kernels not in (None, "unfused"):
+            raise ValueError(f"kernels is {kernels!r}; a pool is read by the unfused operator, 'unfused' or None")
+        if max_seq_len is None:
+            max_seq_len = min(tokens, self.config.max_position_embeddings or tokens)
+        sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
+        sizes["prefill_step_size"] = prefill_step_size
+        check_format(sizes | {"quant_group": quant_group}, "quant_bit", quant_bit)
+        pool = make_pool(
+            self.module,
+            self.config.model_type,
+            self.dtype,
+            sizes=sizes,
+            quant_bit=quant_bit,
+            quant_group=quant_group,
+            make_cache=self.make_cache,
+            identity=self.identity,
+        )
+        self._layout = self._layout or pool.layout
+        return pool
 
     @property
     def nbytes(self) -> int:
@@ -180,8 +212,21 @@ class BridgedModel:
         """Every weight array."""
         return list(parameters(self.module).values())
 
-    def _logits(self, inputs: mx.array, cache: BridgedCache | None) -> mx.array:
-        logits: mx.array = self.module(inputs) if cache is None else self.module(inputs, cache=cache)
+    def _checked(self, cache: Sequence[KVCache] | PoolBatch) -> BridgedCache | BridgedBatch:
+        if not isinstance(cache, PoolBatch):
+            return self.check_cache(cache)
+        self._layout = self._layout or layout_of(self.module)
+        if not isinstance(cache, BridgedBatch) or cache.pool.layout != self._layout:
+            raise ValueError("the pool is for a model with other layers; expected what model.make_pool returns")
+        return cache
+
+    def _logits(self, inputs: mx.array, cache: BridgedCache | BridgedBatch | None) -> mx.array:
+        given = cache.entries if isinstance(cache, BridgedBatch) else cache
+        logits: mx.array = self.module(inputs) if given is None else self.module(inputs, cache=given)
+        if cache is None:
+            return logits
+        # What logits do not need is computed too: it would wait, with all that it is made of, step after step.
+        (logits,) = mx.depends([logits], cache.state)
         return logits
 
 

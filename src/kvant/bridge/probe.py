@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -82,6 +82,11 @@ def probe(model: Model, batch: int = 1) -> list[Entry]:
         if isinstance(leaf, _Probe) and leaf.asked is not None and leaf.ring is not None:
             windows[leaf.ring] = max(leaf.asked, windows.get(leaf.ring, 0))
     return [_entry_of(found, windows) for found in probes]
+
+
+def leaves_of(entries: Iterable[Entry]) -> list[Leaf]:
+    """What a probe found, the parts of lists one by one."""
+    return [leaf for entry in entries for leaf in (entry if isinstance(entry, tuple) else (entry,))]
 
 
 def as_text(entries: Sequence[Entry]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.bridge import hook
-from kvant.bridge.layers import BridgedKVCache, Mask
+from kvant.bridge.layers import BridgedKVCache, Mask, scaled_query
 from kvant.operators.cached_attention import stored_tokens
 from kvant.operators.fused_attention import attend_fused
 
@@ -104,7 +104,7 @@ class TracedLayer:
         # Without a window the kernel finds the last row by the position.
         whole = layer.window is None and seen is live
         return attend_fused(
-            layer.scaled(query, scale),
+            scaled_query(query, scale),
             layer.cache,
             layer.scale,
             self._position if whole else mx.array(self.num_tokens - 1, mx.int32),

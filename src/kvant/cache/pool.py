@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import takewhile
+from typing import ClassVar
 
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import DTYPES, LayerFormat
@@ -27,6 +28,7 @@ class Pool(PoolState):
     """
 
     page_size = PAGE_SIZE
+    sequence_kind: ClassVar[type[PoolSequence]] = PoolSequence  # what sequence() makes
 
     def __init__(
         self,
@@ -63,7 +65,8 @@ class Pool(PoolState):
         check_process()
         layers = [PoolLayer(own, split) for own, split in zip(formats, bias_splits, strict=True)]
         parts = []
-        for window in dict.fromkeys(own.window for own in formats):  # in the order of the layers
+        # In the order of the layers; where none keeps rows, pages still count tokens.
+        for window in dict.fromkeys(own.window for own in formats) or [None]:
             of_part = [layer for layer in layers if layer.format.window == window]
             num_pages = _num_pages(window, tokens, sequences, prefill_step_size)
             for layer in of_part:
@@ -148,7 +151,7 @@ class Pool(PoolState):
             except BaseException:
                 close(self, tables)
                 raise
-            return PoolSequence(self, tables, max_tokens, prompt[: len(chain) * PAGE_SIZE], salt)
+            return self.sequence_kind(self, tables, max_tokens, prompt[: len(chain) * PAGE_SIZE], salt)
 
     def batch(self, sequences: Sequence[PoolSequence], rows: int | None = None) -> PoolBatch:
         """The cache of steps in which these sequences take part.

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Self
 
 import mlx.core as mx
 
 from kvant.cache.identity import Identity
+from kvant.cache.layer import KVCache
 from kvant.cache.layer_format import difference
 from kvant.cache.model import ModelCache
 from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
@@ -173,7 +175,7 @@ class PoolSequence:
         parts = zip(self.pool.parts, self.tables, strict=True)
         return length == self._length or all(part.can_go_back(table, length) for part, table in parts)
 
-    def fork(self, max_tokens: int | None = None) -> "PoolSequence":
+    def fork(self, max_tokens: int | None = None) -> Self:
         """A sequence of its own with the same tokens. It shares their pages; what one writes the other never sees.
 
         Args:
@@ -196,7 +198,7 @@ class PoolSequence:
             except BaseException:
                 close(self.pool, tables)
                 raise
-            return PoolSequence(self.pool, tables, max_tokens, self.ids, self.salt)
+            return type(self)(self.pool, tables, max_tokens, self.ids, self.salt)
 
     def share_prefix(self, upto: int | None = None) -> None:
         """Let other sequences read its whole pages.
@@ -234,25 +236,32 @@ class PoolSequence:
             self.check_room(length)
             if self._length:
                 raise ValueError(f"the sequence holds {self._length} tokens; expected an empty one")
-            self._check_format(cache)
+            held = self._check_format(cache)
             if len(cache.ids[sequence]) != length:
                 raise ValueError(f"the cache knows the ids of {len(cache.ids[sequence])} of its {length} tokens")
             self.step = None
             try:
                 for part, table in zip(self.pool.parts, self.tables, strict=True):
-                    self._load(part, table, cache, sequence)
+                    own = [(layer, held[self.pool.layers.index(layer)]) for layer in part.layers]
+                    self._load(part, table, own, cache, sequence)
             except BaseException:
                 for part, table in zip(self.pool.parts, self.tables, strict=True):
                     part.go_back(table, 0)
                 raise
             self.commit(cache.ids[sequence])
 
-    def _load(self, part: PagedLayers, table: PageTable, cache: ModelCache, sequence: int) -> None:
-        """:meth:`load`, of some layers; without counting the tokens."""
+    def _load(
+        self,
+        part: PagedLayers,
+        table: PageTable,
+        layers: Sequence[tuple[PoolLayer, KVCache]],
+        cache: ModelCache,
+        sequence: int,
+    ) -> None:
+        """:meth:`load`, of some layers and those of the cache; without counting the tokens."""
         length = cache.lengths[sequence]
-        layers = [(layer, cache[self.pool.layers.index(layer)]) for layer in part.layers]
-        written = cache[0].sequences.written[sequence]
-        first = max(given.format.first(length, written) for _, given in layers)
+        written = cache.layers[0].sequences.written[sequence]
+        first = max((given.format.first(length, written) for _, given in layers), default=0)
         part.begin_at(table, first, length)
         rows = runs(table.pages, table.first - table.start, length - table.start)
         for layer, given in layers:
@@ -277,33 +286,40 @@ class PoolSequence:
             made = self.pool.make_cache(self.max_tokens if max_seq_len is None else max_seq_len)
             length = self._length
             made.reserve(length)
+            held = _with_tokens(made)
             # A ring that had this many tokens has lost the rows that are missing here.
             parts = list(zip(self.pool.parts, self.tables, strict=True))
             lost = [table.first + (part.window or 0) + SLACK for part, table in parts if table.first]
             written = max([length, *lost])
             for part, table in parts:
                 for layer in part.layers:
-                    own = made[self.pool.layers.index(layer)]
+                    own = held[self.pool.layers.index(layer)]
                     first = own.format.first(length, written)
                     rows = runs(table.pages, first - table.start, length - table.start)
                     own.restore(0, [stored_rows(array, rows) for array in layer.arrays], first, (length,))
                     mx.eval(own.buffers)  # or the pool's next append would copy its whole array
-            made[0].sequences.restore((length,), (written,), [self.ids])
+            made.layers[0].sequences.restore((length,), (written,), [self.ids])
             return made
 
-    def _check_format(self, cache: ModelCache) -> None:
-        """Raise a ValueError unless a cache's tokens are stored as the pool's."""
-        if len(cache) != len(self.pool.layers):
-            raise ValueError(f"the cache has {len(cache)} layers; expected {len(self.pool.layers)}")
+    def _check_format(self, cache: ModelCache) -> list[KVCache]:
+        """The layers of a cache that hold tokens.
+
+        Raises:
+            ValueError: they are not stored as the pool's.
+        """
+        held = _with_tokens(cache)
+        if len(held) != len(self.pool.layers):
+            raise ValueError(f"the cache has {len(held)} layers; expected {len(self.pool.layers)}")
         if cache.unchecked is not None:
             raise ValueError("the cache comes from a snapshot that no model was compared with; check_cache does that")
         if None not in (cache.identity, self.pool.identity) and cache.identity != self.pool.identity:
             raise ValueError("the cache holds tokens of another model than the pool's")
-        for number, (given, layer) in enumerate(zip(cache, self.pool.layers, strict=True)):
+        for number, (given, layer) in enumerate(zip(held, self.pool.layers, strict=True)):
             own = replace(layer.format, slack=given.format.slack)
             differs = difference(given.format, own, given.max_seq_len, self.pool.max_seq_len)
             if differs:
                 raise ValueError(f"the cache is of another format: {differs}, in layer {number}")
+        return held
 
     def release(self) -> None:
         """Give its pages back. It cannot be used after it; to release it again does nothing."""
@@ -312,6 +328,11 @@ class PoolSequence:
                 self._released = True
                 self.pool.num_sequences -= 1
                 close(self.pool, self.tables)
+
+
+def _with_tokens(cache: ModelCache) -> list[KVCache]:
+    """The layers of a cache that a pool has too: not those of a state."""
+    return [layer for layer in cache.layers if layer.format.has_tokens]
 
 
 def close(pool: PoolState, tables: Sequence[PageTable]) -> None:

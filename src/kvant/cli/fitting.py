@@ -66,13 +66,15 @@ def describe(made: MemoryPlan, machine: Machine) -> str:
     """A plan that does not fit, in a line."""
     parts = {"weights": made.weights, "cache": made.cache, "prefill scratch": made.scratch}
     parts |= {"state": made.state} if made.state else {}
-    parts |= {"a second cache for --n": made.fork} if made.fork else {}
+    parts |= {"caches for --prompt-cache-file": made.caches} if made.caches else {}
     if made.loading > sum(parts.values()):
         parts = {"loading the weights": made.loading}
     parts |= {"the process": made.process} if made.process else {}
     listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items())
+    count = made.settings.sequences
+    tokens = f"{made.max_kv_size} tokens" if count is None else f"{count} sequences of {made.max_kv_size} tokens"
     return (
-        f"{made.max_kv_size} tokens need {format_bytes(made.total)} ({listed}); "
+        f"{tokens} need {format_bytes(made.total)} ({listed}); "
         f"there are {format_bytes(machine.limit_bytes)} ({machine.limit_source})"
     )
 
@@ -100,6 +102,9 @@ def what_fits(
     tokens = longest(settings)
     if tokens:
         ways.append(f"--max-kv-size {tokens}")
+    fewer = range((settings.sequences or 1) - 1, 0, -1)
+    if count := next((n for n in fewer if longest(replace(settings, sequences=n)) >= made.max_kv_size), None):
+        ways.append(f"--sequences {count}")
     for bits in (8, 4):
         if bits < (settings.kv_bits or 16) and longest(replace(settings, kv_bits=bits)) >= made.max_kv_size:
             ways.append(f"--kv-bits {bits}")

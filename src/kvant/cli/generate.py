@@ -1,29 +1,32 @@
-"""``kvant generate``: one prompt, one text."""
+"""``kvant generate``: one prompt, one text; or several texts, or the prompts of a file."""
 
-import json
-import math
 import sys
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from kvant.cli import options, terminal
+from kvant.cache.pages import PAGE_SIZE
+from kvant.cli import options
 from kvant.cli import prompt_cache_file as cache_file
+from kvant.cli.answer_output import AnswerOutput
 from kvant.cli.defaults import OF_THE_TEMPLATE
 from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
 from kvant.cli.prompt import check_first_word, read_prompt, split_arguments
-from kvant.cli.session import RunOptions, Session, open_session
-from kvant.cli.statistics import RunStatistics
-from kvant.cli.template import render_begun
-from kvant.engine.choices import stream_choices
-from kvant.engine.draw import greedy
+from kvant.cli.session import RunOptions, Session, load_session, open_session
+from kvant.cli.template import chat_ids
+from kvant.engine.draw import Sampler, greedy
+from kvant.engine.generate import responses
+from kvant.engine.processors import LogitsProcessor
 from kvant.engine.response import GenerationResponse
+from kvant.engine.run import PromptProgress, Run
 from kvant.engine.sampling import SamplingOptions
-from kvant.errors import PromptError
-from kvant.sizes import format_bytes
-from kvant.text.prompt import encode_prompt, encode_rendered, render_chat
+from kvant.text.prompt import encode_prompt
+
+SEQUENCES = 8  # at once, where nobody says how many
 
 
 @options.with_options
@@ -53,6 +56,22 @@ def generate(
     n: Annotated[
         int, typer.Option("--n", help="Answer so many times, each with its own seed; read the prompt once.")
     ] = 1,
+    prompts_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Answer many prompts: a JSON object a line, with prompt or messages, and with id, max_tokens, stop "
+            "and options of sampling where they are its own; - reads them from standard input.",
+        ),
+    ] = None,
+    sequences: Annotated[
+        int | None,
+        typer.Option(help=f"Of --prompts-file and --n: so many answers at once, at most; default: {SEQUENCES}."),
+    ] = None,
+    deterministic: Annotated[
+        bool,
+        typer.Option("--deterministic", help="An answer is the same whatever runs beside it; slower."),
+    ] = False,
     prompt_cache_file: Annotated[
         str | None,
         typer.Option(
@@ -61,117 +80,123 @@ def generate(
         ),
     ] = None,
 ) -> None:
-    """Answer one prompt: text to standard output, statistics to standard error."""
+    """Answer one prompt, or the prompts of a file: text to standard output, statistics to standard error."""
     if ignore_chat_template:
         for name, given in (*((name, getattr(run, name)) for name in OF_THE_TEMPLATE), ("prefill_response", prefill)):
             if given is not None:
                 flag = options.flag(name)
                 raise BadValueError(f"{flag} needs the chat template that --ignore-chat-template leaves out")
-    options.check_counts(n=n)
-    options.check_text(prefill_response=prefill, prompt_cache_file=prompt_cache_file)
-    model, text = split_arguments(words or (), prompt)
+    options.check_counts(n=n, sequences=sequences)
+    options.check_text(prefill_response=prefill, prompt_cache_file=prompt_cache_file, prompts_file=prompts_file)
+    together = n > 1 or deterministic
+    if sequences is not None and not together and prompts_file is None:
+        raise BadValueError(f"--sequences is {sequences}, which has no effect without --prompts-file or --n")
+    if deterministic and run.prefill_step_size < PAGE_SIZE:
+        raise BadValueError(
+            f"--prefill-step-size is {run.prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
+        )
+    at_once = sequences or SEQUENCES
+    if prompts_file is not None:
+        for flag, given in (
+            ("--prompt", prompt),
+            ("--n", n if n > 1 else None),
+            ("--prefill-response", prefill),
+            ("--prompt-cache-file", prompt_cache_file),
+        ):
+            if given is not None:
+                raise BadValueError(f"{flag} is {given!r:.80}; beside --prompts-file it is not supported")
+    if prompts_file is None:
+        model, text = split_arguments(words or (), prompt)
+    else:
+        model, text = split_arguments(words or (), prompts_file, "--prompts-file")
     run = replace(run, model=options.choose_model(context, model, run.model))
-    if model is not None and text is not None:
-        check_first_word(model)
+    if model is not None and (text is not None or prompts_file is not None):
+        check_first_word(model, None if prompts_file is None else "--prompts-file")
+    if prompts_file is not None:
+        from kvant.cli.lines import answer_lines  # it takes what one prompt does not need
+
+        answer_lines(
+            prompts_file,
+            run,
+            sampling,
+            context.obj,
+            at_once=at_once,
+            deterministic=deterministic,
+            plain=ignore_chat_template,
+            json_lines=json_lines,
+        )
+        return
     question = read_prompt(text, prompt)
     cache_file.check(prompt_cache_file)
-    session = open_session(run, context.obj, sampling, forks=n > 1)
+    if together:  # how much is reserved depends on the prompt
+        session = load_session(run, context.obj, sampling, max_kv_size=1, sequences=1)
+    else:
+        session = open_session(run, context.obj, sampling)
     sampler, processors = session.sampling(sampling)
     if n > 1 and sampler is greedy:
         raise BadValueError(f"--n is {n}; with --temp 0 every answer is the same")
     if not run.quiet:
         print(session.sampling_line, file=sys.stderr)
-        if n > 1 and not session.cache.goes_back:
-            print(f"a second cache for --n: {format_bytes(session.cache.nbytes)}", file=sys.stderr)
-    ids = (
-        encode_prompt(session.tokenizer, question, session.model.config.vocab_size)
-        if ignore_chat_template
-        else _chat_ids(session, question, run.system_prompt, prefill)
-    )
-    ids = cache_file.take(prompt_cache_file, session.cache, ids, quiet=run.quiet)
-    output = _Output(session, run, n, prefill or "", json_lines)
+    if ignore_chat_template:
+        ids = encode_prompt(session.tokenizer, question, session.model.config.vocab_size)
+    else:
+        question_alone = [{"role": "user", "content": question}]
+        ids = chat_ids(session.tokenizer, question_alone, run.system_prompt, prefill, session.template_variables)
+    output = AnswerOutput(session, run, n, prefill or "", json_lines)
     with LateProgress("reading the prompt", quiet=run.quiet) as progress:
-        responses = stream_choices(
-            session.model,
-            session.tokenizer,
-            ids,
-            n,
-            max_tokens=run.max_tokens,
-            sampler=sampler,
-            logits_processors=processors,
-            prompt_cache=session.cache,
-            prefill_step_size=run.prefill_step_size,
-            stop=run.stop,
-            prompt_progress_callback=progress.update,
-        )
         try:
-            for number, response in responses:
-                progress.stop()
-                output.write(number, response)
+            if together:
+                from kvant.cli.answers import answer_several
+
+                for number, piece in answer_several(
+                    session,
+                    run,
+                    ids,
+                    n,
+                    sampler,
+                    processors,
+                    at_once=at_once,
+                    deterministic=deterministic,
+                    file=prompt_cache_file,
+                ):
+                    progress.stop()
+                    output.write(number, piece, piece.logprob)
+            else:
+                for response in _answer(session, run, ids, sampler, processors, prompt_cache_file, progress.update):
+                    progress.stop()
+                    output.write(0, response, float(response.logprobs[response.token].item()))  # type: ignore[arg-type]
         finally:
             progress.stop()
             output.end()
-    if prompt_cache_file is not None:
-        session.cache.save(prompt_cache_file)
 
 
-class _Output:
-    """Answers one after another: their text to standard output, all else to standard error."""
-
-    def __init__(self, session: Session, run: RunOptions, n: int, begun: str, json_lines: bool) -> None:
-        """``begun``: how each answer begins."""
-        self._session, self._run, self._n, self._begun, self._json_lines = session, run, n, begun, json_lines
-        self._number = 0
-        self._statistics = RunStatistics()
-
-    def write(self, number: int, response: GenerationResponse) -> None:
-        """The next token of an answer."""
-        if number != self._number:
-            self.end()
-            self._number, self._statistics = number, RunStatistics()
-        if self._statistics.last is None and not self._json_lines:
-            if number:
-                print(flush=True)  # an empty line between two texts
-            if self._n > 1 and not self._run.quiet:
-                print(f"--- {number + 1} of {self._n} ---", file=sys.stderr, flush=True)
-            terminal.write_generated(self._begun, raw=self._run.raw)
-        self._statistics.add(response)
-        terminal.write_generated(_json_line(number, response) if self._json_lines else response.text, raw=self._run.raw)
-
-    def end(self) -> None:
-        """After the last token of an answer."""
-        statistics = self._statistics
-        if statistics.last is not None and not self._json_lines:
-            print(flush=True)
-        if not self._run.quiet:
-            lines = statistics.lines(self._session)
-            # The prompt, and loading, are the first one's alone.
-            print("\n".join(lines[1:2] if self._number else lines), file=sys.stderr)
-        if not self._json_lines and (cut := statistics.cut(self._run.max_tokens, self._session)):
-            print(cut, file=sys.stderr)  # with --quiet too: half an answer looks like a whole one
-
-
-def _chat_ids(session: Session, question: str, system_prompt: str | None, prefill: str | None) -> list[int]:
-    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    if not session.tokenizer.has_chat_template:
-        raise PromptError("the model has no chat template; --ignore-chat-template continues the prompt as it is")
-    messages = [*system, {"role": "user", "content": question}]
-    if prefill is None:
-        rendered = render_chat(session.tokenizer, messages, session.template_variables)
-    else:
-        rendered = render_begun(session.tokenizer, messages, prefill, session.template_variables)
-    return encode_rendered(session.tokenizer, rendered)
-
-
-def _json_line(number: int, response: GenerationResponse) -> str:
-    logprob = float(response.logprobs[response.token].item())  # type: ignore[arg-type]
-    record = {
-        "choice": number,
-        "index": response.generation_tokens - 1,
-        "token": response.token,
-        "text": response.text,
-        "logprob": round(logprob, 6) if math.isfinite(logprob) else None,
-        "latency_ms": round(response.latency_ms, 3),
-        "finish_reason": response.finish_reason,
-    }
-    return json.dumps(record, ensure_ascii=sys.stdout.isatty(), allow_nan=False) + "\n"
+def _answer(
+    session: Session,
+    run: RunOptions,
+    ids: Sequence[int],
+    sampler: Sampler,
+    processors: Sequence[LogitsProcessor],
+    file: str | None,
+    progress: PromptProgress,
+) -> Iterator[GenerationResponse]:
+    """One answer through the session's cache; what the file holds of the prompt is not read again."""
+    rest = cache_file.take(file, session.cache, ids, quiet=run.quiet)
+    started = time.perf_counter()
+    yield from responses(
+        Run(
+            session.model,
+            rest,
+            session.cache,
+            max_tokens=run.max_tokens,
+            sampler=sampler,
+            logits_processors=processors,
+            stop_tokens=session.tokenizer.eos_token_ids,
+            prefill_step_size=run.prefill_step_size,
+            progress=progress,
+        ),
+        session.tokenizer,
+        run.stop or (),
+        started,
+    )
+    if file is not None:
+        session.cache.save(file)

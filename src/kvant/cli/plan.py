@@ -50,6 +50,10 @@ def plan(
     kv_group_size: options.KvGroupSize = None,
     kv_bias_split: options.KvBiasSplit = True,
     prefill_step_size: options.PrefillStepSize = 512,
+    sequences: Annotated[
+        int | None,
+        typer.Option(help="Plan a pool of so many sequences at once, each of --max-kv-size tokens at most."),
+    ] = None,
     weight_bits: Annotated[
         int | None,
         typer.Option(help="Plan as if float weights had been converted to this many bits (`kvant convert`)."),
@@ -75,8 +79,9 @@ def plan(
 ) -> None:
     """Plan a run's memory from config.json and file sizes alone. Exit code 0: it fits; 1: it does not."""
     model = options.choose_model(context, model_argument, model)
-    options.check_counts(prefill_step_size=prefill_step_size)
-    settings = Settings(kv_bits, options.check_kv_format(kv_bits, kv_group_size), kv_bias_split, prefill_step_size)
+    options.check_counts(prefill_step_size=prefill_step_size, sequences=sequences)
+    group_size = options.check_kv_format(kv_bits, kv_group_size)
+    settings = Settings(kv_bits, group_size, kv_bias_split, prefill_step_size, sequences=sequences)
     reserved = options.kv_size(max_kv_size)
     options.check_text(model=model, adapter_path=adapter_path)
     weight_format = _weight_format(weight_bits, weight_group_size)
@@ -201,6 +206,13 @@ def _describe_experts(checkpoint: Checkpoint | BridgedCheckpoint, made: MemoryPl
     return f"; a token reads {format_bytes(made.weights_read)}, {of}" if of else ""
 
 
+def _describe_cache(made: MemoryPlan, bits: int) -> str:
+    if (count := made.settings.sequences) is None:
+        return f"{made.max_kv_size} tokens at {bits} bits"
+    one = format_bytes(made.sequence)
+    return f"{count} sequences of {made.max_kv_size} tokens at {bits} bits; one more would add {one}"
+
+
 def _float_bits(checkpoint: Checkpoint | BridgedCheckpoint, machine: Machine) -> int:
     """Of a number as it is computed with, and of a cache that is not quantized."""
     return 8 * (FLOAT32 if machine.device == "cpu" else checkpoint.float_bytes)
@@ -217,7 +229,7 @@ def _record(
         "model": model,
         "context": checkpoint.config.max_position_embeddings,
         "max_kv_size": made.max_kv_size,
-        **asdict(made.settings),
+        **{name: value for name, value in asdict(made.settings).items() if name not in ("pool_tokens", "caches")},
         "bytes": as_record(made),
         "machine": asdict(machine),
         "fits": made.total <= machine.limit_bytes,
@@ -247,7 +259,7 @@ def _print_table(
     table.add_column(overflow="fold")
     rows = [
         ("weights", made.weights, _describe_weights(checkpoint, machine) + _describe_experts(checkpoint, made)),
-        ("cache", made.cache, f"{made.max_kv_size} tokens at {bits} bits"),
+        ("cache", made.cache, _describe_cache(made, bits)),
         *([("state", made.state, "of linear layers, allocated at the first prefill")] if made.state else []),
         ("prefill scratch", made.scratch, f"{settings.prefill_step_size} tokens at a time{estimate}"),
     ]
@@ -270,7 +282,8 @@ def _print_table(
     else:
         ways = what_fits(checkpoint, made, machine, weights_flag="--weight-bits")
         console.print(f"does not fit: {format_bytes(-spare)} too much; {ways}")
-    console.print("longest context that fits:")
+    each = "" if settings.sequences is None else f", each of {settings.sequences} sequences"
+    console.print(f"longest context that fits{each}:")
     for cached, found in longest.items():
         print_bits = cached or _float_bits(checkpoint, machine)
         ended = {"memory": "", "the model's context": ", the model's own"}.get(found.ended_by, f", {found.ended_by}")

@@ -13,8 +13,13 @@ from kvant.errors import ModelError, PromptError
 WAIT_S = 1.0  # for piped text, until it is said that something waits
 
 
-def split_arguments(words: Sequence[str], option: str | None) -> tuple[str | None, str | None]:
-    """The arguments as (model, prompt): one is the prompt, or with --prompt the model; two are both.
+def split_arguments(words: Sequence[str], option: str | None, flag: str = "--prompt") -> tuple[str | None, str | None]:
+    """The arguments as (model, prompt): one is the prompt, or beside --prompt the model; two are both.
+
+    Args:
+        words: the arguments.
+        option: the value of --prompt, or of another flag that says where prompts are.
+        flag: that flag.
 
     Raises:
         BadValueError: more than two, a second prompt, or a model's name alone.
@@ -23,15 +28,15 @@ def split_arguments(words: Sequence[str], option: str | None) -> tuple[str | Non
         raise BadValueError(f"{len(words)} arguments are given; expected MODEL and PROMPT, a prompt in quotes")
     if option is not None:
         if len(words) == 2:
-            raise BadValueError("the prompt is given twice, as an argument and with --prompt")
+            raise BadValueError(f"the prompt is given twice, as an argument and with {flag}")
         return (words[0] if words else None), None
     if len(words) == 1 and is_a_models_name(words[0]):
         raise BadValueError(f"{words[0]!r} is a model's name, and there is no prompt; one can be that with --prompt")
     return (words[0] if len(words) == 2 else None), (words[-1] if words else None)
 
 
-def check_first_word(model: str) -> None:
-    """Refuse the first of two arguments where it is no model.
+def check_first_word(model: str, alone: str | None = None) -> None:
+    """Refuse the first of two arguments, or the only one beside the flag ``alone``, where it is no model.
 
     Raises:
         ModelError: it may be a prompt without quotes.
@@ -40,6 +45,8 @@ def check_first_word(model: str) -> None:
         find_model(model)
     except ModelError as error:
         hint = "of two arguments the first is the model; a prompt of several words is quoted"
+        if alone is not None:
+            hint = f"an argument beside {alone} is the model"
         raise type(error)(f"{error}; {hint}") from error
 
 
@@ -65,9 +72,9 @@ def read_prompt(argument: str | None, option: str | None) -> str:
     written = option if argument is None else argument
     options.check_text(the_prompt=written)
     if written == "-":
-        prompt = _standard_input()
+        prompt = _piped_text()
     else:
-        piped = "" if sys.stdin.isatty() else _standard_input().rstrip("\r\n")
+        piped = "" if sys.stdin.isatty() else _piped_text().rstrip("\r\n")
         parts = [part for part in (piped, written) if part is not None and (part is written or part.strip())]
         if not parts:
             raise BadValueError("no prompt; give it as an argument, with --prompt, or pipe it into standard input")
@@ -77,12 +84,15 @@ def read_prompt(argument: str | None, option: str | None) -> str:
     return prompt
 
 
-def _standard_input() -> str:
+def standard_input() -> bytes:
     """All of it. Whoever inherits a pipe that nobody closes waits for ever, and is told so."""
     with _said_if_it_lasts("waiting for the end of standard input; Ctrl-D ends it, `< /dev/null` leaves it out"):
-        data = sys.stdin.buffer.read()
+        return sys.stdin.buffer.read()
+
+
+def _piped_text() -> str:
     try:
-        return data.decode("utf-8")
+        return standard_input().decode("utf-8")
     except UnicodeDecodeError as error:
         raise PromptError(f"standard input is not UTF-8: {error}") from error
 

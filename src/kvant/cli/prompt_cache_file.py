@@ -47,6 +47,15 @@ def take(path: str | None, cache: ModelCache, ids: Sequence[int], *, quiet: bool
     return list(ids[reused:])
 
 
+def tokens_in(path: str | None) -> int:
+    """The tokens that the file holds; 0 where there is none.
+
+    Raises:
+        SnapshotError: a file that cannot be used.
+    """
+    return max(read_header(Path(path)).lengths) if path is not None and Path(path).exists() else 0
+
+
 @contextmanager
 def kept(
     path: str | None, conversation: Callable[[], Conversation | None], system_prompt: str | None, *, quiet: bool

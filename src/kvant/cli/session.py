@@ -3,7 +3,8 @@
 import gc
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import mlx.core as mx
 from kvant.cache import ModelCache
 from kvant.cli import options
 from kvant.cli.fitting import plan_that_fits
-from kvant.cli.options import BadValueError
+from kvant.cli.options import BadValueError, KvSize
 from kvant.cli.progress import LateProgress
 from kvant.cli.sampling import describe_sampling, drawn_seed, in_force, model_sampling
 from kvant.cli.template import checked_variables, set_ends
@@ -26,8 +27,8 @@ from kvant.models import Decoder, LanguageModel
 from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer
-from kvant.tools.machine import default_device, this_machine
-from kvant.tools.plan import Settings, read_folder, split_pairs
+from kvant.tools.machine import Machine, default_device, this_machine
+from kvant.tools.plan import BridgedCheckpoint, Checkpoint, MemoryPlan, Settings, read_folder, split_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,30 +80,49 @@ class RunOptions:
 
 @dataclass(slots=True)
 class Session:
-    """A loaded model with its reserved cache.
+    """A loaded model, and its cache once that is reserved.
 
     Attributes:
-        kind: the cache's format, in words.
-        state_bytes: of linear and convolution layers, beside keys and values: mlx-lm allocates them at the first
-            prefill.
+        load_s: seconds that loading took.
         name: the model as the user named it.
         folder: its files.
+        checkpoint, settings, machine: what its memory was planned with.
         template_variables: for the chat template, beside those it always has.
         origins: of the options that no flag gave, as those of RunOptions.
+        reserved: tokens that a sequence can have.
+        state_bytes: of linear and convolution layers, beside keys and values: mlx-lm allocates them at the first
+            prefill.
         sampling_line: for a person, what :meth:`sampling` gave last: every option in force and where it comes from.
     """
 
     model: LanguageModel
     tokenizer: Tokenizer
-    cache: ModelCache
     load_s: float
-    kind: str
-    state_bytes: int
     name: str
     folder: Path
+    checkpoint: Checkpoint | BridgedCheckpoint
+    settings: Settings
+    machine: Machine
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    reserved: int | None = field(default=None, init=False)
+    state_bytes: int = field(default=0, init=False)
     sampling_line: str = field(default="", init=False)
+    _cache: ModelCache | None = field(default=None, init=False)
+
+    @property
+    def cache(self) -> ModelCache:
+        """The reserved cache, of :func:`open_session`."""
+        assert self._cache is not None
+        return self._cache
+
+    def plan(self, max_kv_size: KvSize) -> MemoryPlan:
+        """The memory of a run, with what only the weights say: how much of their biases stays out of the cache.
+
+        Raises:
+            ContextError: it does not fit into this machine, or into the model's context.
+        """
+        return plan_that_fits(self.checkpoint, self.settings, max_kv_size, self.machine, split_pairs(self.model))
 
     @property
     def cache_bytes(self) -> int:
@@ -114,10 +134,14 @@ class Session:
         assert isinstance(self.cache, BridgedCache)
         return self.cache.used.keys_values
 
-    def sampling(self, wanted: SamplingOptions) -> tuple[Sampler, list[LogitsProcessor]]:
+    def sampling(self, wanted: SamplingOptions, drawn: int | None = None) -> tuple[Sampler, list[LogitsProcessor]]:
         """The sampler and processors for this model; options that were not given are the model's own.
 
         The sampler has a seed, drawn where none is given: sampling_line says which, so that a run can be repeated.
+
+        Args:
+            wanted: what was given.
+            drawn: the seed where none is; default: drawn now.
 
         Raises:
             ArgumentError: a token the model does not have, or an option that would have no effect.
@@ -128,7 +152,7 @@ class Session:
             of_the_model["top_k"] = 0  # it leaves nothing out
         given, wanted = wanted, in_force(wanted, of_the_model, self.origins)
         if wanted.temp and wanted.seed is None:
-            wanted = replace(wanted, seed=drawn_seed())
+            wanted = replace(wanted, seed=drawn_seed() if drawn is None else drawn)
         self.sampling_line = describe_sampling(given, wanted, of_the_model, self.origins)
         special: list[int] = []
         if wanted.xtc_probability:  # as in mlx-lm, XTC never leaves out the ends of a line and of the text
@@ -137,10 +161,18 @@ class Session:
 
     def describe_cache(self) -> str:
         """The reservation in a line."""
-        text = f"{self.cache.max_seq_len} tokens reserved, {self.kind}, {format_bytes(self.cache_bytes)}"
+        kind = self.describe_format(self.cache.groups)
+        text = f"{self.cache.max_seq_len} tokens reserved, {kind}, {format_bytes(self.cache_bytes)}"
         if not self.state_bytes:
             return text
         return f"{text} for keys and values, {format_bytes(self.state_bytes)} for the state of linear layers"
+
+    def describe_format(self, groups: Sequence[int]) -> str:
+        """The format of keys and values, in words; ``groups``: the sizes of those that share a scale."""
+        bits = self.settings.kv_bits
+        if not bits:
+            return str(self.model.dtype).removeprefix("mlx.core.")
+        return f"{bits} bits in groups of {' or '.join(map(str, groups))}"
 
     def describe_layers(self) -> list[str]:
         """Where layers differ, a line for each kind."""
@@ -159,22 +191,57 @@ def open_session(
     sampling: SamplingOptions | None = None,
     *,
     announce: bool = True,
-    forks: bool = False,
 ) -> Session:
     """Plan the memory, load a model and reserve its cache; the reservation is printed before the first token.
 
     Args:
         run: the command's flags.
-        sampling: its flags of sampling, to be refused before the model is loaded.
-        process: for the tokenizer, where one was started already.
+        process, sampling: as in :func:`load_session`.
         announce: print the reservation, unless the flags ask for quiet.
-        forks: plan for a prompt that is continued several times.
+
+    Raises:
+        ModelError, ContextError, BadValueError: as :func:`load_session`.
+        BadValueError: a cache format that the chosen kernel does not take.
+    """
+    session = load_session(run, process, sampling, max_kv_size=options.kv_size(run.max_kv_size))
+    planned = session.plan(options.kv_size(run.max_kv_size))
+    started = time.perf_counter()
+    with named_format(session.settings):
+        session._cache = session.model.make_cache(
+            planned.max_kv_size,
+            quant_bit=session.settings.kv_bits,
+            quant_group=session.settings.kv_group_size,
+            bias_split=session.settings.kv_bias_split,
+            kernels=run.kernels,
+        )
+    session.load_s += time.perf_counter() - started
+    session.reserved, session.state_bytes = planned.max_kv_size, planned.state
+    if announce and not run.quiet:
+        print("\n  ".join([f"cache: {session.describe_cache()}", *session.describe_layers()]), file=sys.stderr)
+    return session
+
+
+def load_session(
+    run: RunOptions,
+    process: TextProcess | None = None,
+    sampling: SamplingOptions | None = None,
+    *,
+    max_kv_size: KvSize,
+    sequences: int | None = None,
+) -> Session:
+    """Plan the memory and load a model; nothing is reserved yet.
+
+    Args:
+        run: the command's flags.
+        process: for the tokenizer, where one was started already.
+        sampling: the flags of sampling, to be refused before the model is loaded.
+        max_kv_size: tokens that are going to be reserved, as far as that is known yet.
+        sequences: of a pool; None: a conversation's cache.
 
     Raises:
         ModelError: a model or adapter that cannot be loaded.
         ContextError: more tokens asked for than the model's context, or a plan that does not fit into this machine.
-        BadValueError: a group size that does not divide the model's head dimension, a cache format that the chosen
-            kernel does not take, or memory that cannot be wired.
+        BadValueError: a group size that does not divide the model's head dimension, or memory that cannot be wired.
     """
     started = time.perf_counter()
     folder = find_model(run.model)
@@ -183,8 +250,7 @@ def open_session(
     checkpoint = read_folder(folder)
     if run.adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))
-    machine, max_kv_size = this_machine(), options.kv_size(run.max_kv_size)
-    settings = replace(run.settings(), forks=forks)
+    machine, settings = this_machine(), replace(run.settings(), sequences=sequences)
     planned = plan_that_fits(checkpoint, settings, max_kv_size, machine)
     if run.wired:
         wire(planned.total)
@@ -193,39 +259,21 @@ def open_session(
     variables = checked_variables(tokenizer, run.chat_template_config)
     set_ends(tokenizer, run.extra_eos_token or (), model.config.vocab_size, ignored=run.ignore_eos)
     gc.freeze()  # the loaded objects stay: the collector need not look at them between tokens
-    # Only the weights say how much of their biases stays out of the cache. The first plan guessed it.
-    planned = plan_that_fits(checkpoint, settings, max_kv_size, machine, split_pairs(model))
+    load_s = time.perf_counter() - started
+    return Session(model, tokenizer, load_s, run.model, folder, checkpoint, settings, machine, variables, run.origins)
+
+
+@contextmanager
+def named_format(settings: Settings) -> Iterator[None]:
+    """A ValueError in the block is of the cache's format: it becomes a BadValueError that begins with its flags."""
     try:
-        cache = model.make_cache(
-            planned.max_kv_size,
-            quant_bit=settings.kv_bits,
-            quant_group=settings.kv_group_size,
-            bias_split=settings.kv_bias_split,
-            kernels=run.kernels,
-        )
+        yield
     except ContextError:
         raise
     except ValueError as error:  # the plan checked the format itself
         raise BadValueError(
             f"--kv-bits {settings.kv_bits} --kv-group-size {settings.kv_group_size}: {error}"
         ) from error
-    bits, groups = settings.kv_bits, " or ".join(map(str, cache.groups))
-    kind = f"{bits} bits in groups of {groups}" if bits else str(model.dtype).removeprefix("mlx.core.")
-    session = Session(
-        model,
-        tokenizer,
-        cache,
-        time.perf_counter() - started,
-        kind,
-        planned.state,
-        run.model,
-        folder,
-        variables,
-        run.origins,
-    )
-    if announce and not run.quiet:
-        print("\n  ".join([f"cache: {session.describe_cache()}", *session.describe_layers()]), file=sys.stderr)
-    return session
 
 
 def wire(count: int) -> None:

@@ -1,11 +1,17 @@
 """The statistics of a run, as printed: counts, times and memory."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvant.cli.session import Session
 from kvant.engine.response import GenerationResponse
 from kvant.sizes import format_bytes
 from kvant.tools.statistics import percentile
+
+if TYPE_CHECKING:  # one answer does not need the other's imports
+    from kvant.engine.batch_stream import Piece
+
+    Generated = GenerationResponse | Piece
 
 
 @dataclass(slots=True)
@@ -13,9 +19,9 @@ class RunStatistics:
     """Collected token by token."""
 
     latencies_ms: list[float] = field(default_factory=list)
-    last: GenerationResponse | None = None
+    last: "Generated | None" = None
 
-    def add(self, response: GenerationResponse) -> None:
+    def add(self, response: "Generated") -> None:
         """Take note of one token."""
         self.latencies_ms.append(response.latency_ms)
         self.last = response
@@ -27,7 +33,7 @@ class RunStatistics:
             return f"cut at --max-tokens {max_tokens}"
         if reason != "context":
             return None
-        if session.cache.max_seq_len == session.model.config.max_position_embeddings:
+        if session.reserved == session.model.config.max_position_embeddings:
             return "cut: the model's context is full"
         return "cut: the reserved context is full; --max-kv-size reserves more"
 

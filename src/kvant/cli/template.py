@@ -7,7 +7,7 @@ from typing import Any
 from kvant.cli import options
 from kvant.cli.options import BadValueError
 from kvant.errors import PromptError, did_you_mean, library_errors
-from kvant.text.prompt import Message
+from kvant.text.prompt import Message, encode_rendered, render_chat
 from kvant.text.tokenizer import REFUSED, Tokenizer
 
 # What a conversation gives the template, or kvant the tokenizer.
@@ -35,6 +35,33 @@ def checked_variables(tokenizer: Tokenizer, text: str | None) -> Mapping[str, An
             near = did_you_mean(name, words)
             raise BadValueError(f"--chat-template-config has {name!r}, which the chat template does not mention{near}")
     return variables
+
+
+def chat_ids(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    system_prompt: str | None = None,
+    begun: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of messages through the chat template, up to where the answer begins, or with its beginning.
+
+    Args:
+        system_prompt: goes before the messages, unless they begin with a system message of their own.
+        begun: how the answer begins.
+
+    Raises:
+        PromptError: no template, or one that fails.
+    """
+    if not tokenizer.has_chat_template:
+        raise PromptError("the model has no chat template; --ignore-chat-template continues the prompt as it is")
+    if system_prompt is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    if begun is None:
+        rendered = render_chat(tokenizer, messages, variables)
+    else:
+        rendered = render_begun(tokenizer, messages, begun, variables)
+    return encode_rendered(tokenizer, rendered)
 
 
 def render_begun(

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from kvant.cache import ModelCache
+from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.errors import ContextError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
@@ -46,6 +47,15 @@ def reservation(model: LanguageModel, prompt_tokens: int, max_tokens: int, max_k
     if needed is None:
         raise ValueError("max_tokens is -1, and the model has no context limit; expected a number or a prompt_cache")
     return needed
+
+
+def pool_reservation(needs: Sequence[int], at_once: int) -> int:
+    """The tokens that a pool is reserved for where any ``at_once`` of these sequences run together.
+
+    ``needs``: tokens of each. They take whole pages.
+    """
+    longest = sorted(map(pages_for, needs), reverse=True)[:at_once]
+    return PAGE_SIZE * sum(longest)
 
 
 def room_after(model: LanguageModel, cache: ModelCache, prompt_tokens: int) -> int:

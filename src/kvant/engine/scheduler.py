@@ -1,5 +1,6 @@
 """Many requests at once: which of them are fed, in what order, and what is sampled of them."""
 
+import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -93,6 +94,10 @@ class Scheduler:
 
     Deterministic: the tokens of a request, and its logits on a CPU, do not depend on the other requests. Every step has
     ``max_batch`` rows then, chunks end at multiples of 128, and only pages that such chunks computed are shared.
+
+    Attributes:
+        steps: that gave running answers a token.
+        feeding_s, decoding_s: seconds that prompts and these steps took.
     """
 
     def __init__(
@@ -111,7 +116,7 @@ class Scheduler:
             max_queue: requests that wait to be admitted, at most; None: any number.
 
         Raises:
-            ValueError: a number out of range.
+            ValueError: a number out of range; or deterministic, and the model's rounding goes by other sequences.
         """
         check_count("max_batch", max_batch)
         if max_batch > pool.max_sequences:
@@ -120,6 +125,15 @@ class Scheduler:
             check_count("max_queue", max_queue)
         if deterministic and pool.prefill_step_size < CHUNK:
             raise ValueError(f"deterministic feeds {CHUNK} tokens at once; the pool takes {pool.prefill_step_size}")
+        if deterministic:
+            trial = pool.sequence(1)
+            try:
+                pool.batch([trial], max_batch)
+            except ValueError as error:
+                words = "deterministic is True; what this model computes goes, by rounding, with the other sequences"
+                raise ValueError(words) from error
+            finally:
+                trial.release()
         self._model, self._pool = model, pool
         self._max_batch, self._max_queue = max_batch, max_queue
         self._deterministic = deterministic
@@ -129,6 +143,8 @@ class Scheduler:
         self._prompt: _Work | None = None  # is being fed
         self._running: list[_Answer] = []  # those that call out last
         self._ready: list[Token] = []
+        self.steps = 0
+        self.feeding_s = self.decoding_s = 0.0
 
     @property
     def idle(self) -> bool:
@@ -136,10 +152,14 @@ class Scheduler:
         return not (self._under_way or self._ready)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that no page is reserved for yet; any thread may ask."""
+        return len(self._waiting)
+
+    @property
     def counts(self) -> Counts:
-        """What there is to do."""
-        prompt = self._prompt
-        prefilling = 0 if prompt is None else len(prompt.open)
+        """What there is to do. Another thread must not ask during a step."""
+        prefilling = 0 if self._prompt is None else len(self._prompt.open)
         return Counts(len(self._waiting), prefilling, len(self._running), self._pool.num_free)
 
     def check(self, request: Request) -> CheckedRequest:
@@ -185,9 +205,13 @@ class Scheduler:
         """
         check_process()
         try:
+            started = time.perf_counter()
             self._admit()
             self._feed()
+            fed = time.perf_counter()
             self._decode()
+            self.feeding_s += fed - started
+            self.decoding_s += time.perf_counter() - fed
         except BaseException as error:
             self.close(error)
             raise
@@ -299,13 +323,14 @@ class Scheduler:
             for answer in answers:
                 self._end(answer.work, "error", answer.work.open, error)
             return
+        self.steps += 1
         self._pick(logits, answers)
 
     def _logits(self, answers: Sequence[_Answer]) -> mx.array:
         """Feed the last token of every answer. Returns (rows, vocab), the first rows being theirs."""
         rows = self._max_batch if self._deterministic else len(answers)
         ids = [answer.tokens[-1:] for answer in answers]
-        batch = self._pool.batch([answer.sequence for answer in answers], rows)
+        batch = self._pool.batch([answer.sequence for answer in answers], rows if self._deterministic else None)
         logits = self._model.next_logits(mx.array(ids + [[0]] * (rows - len(ids))), batch)
         mx.eval(logits)
         batch.commit(ids=ids)

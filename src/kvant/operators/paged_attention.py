@@ -64,9 +64,22 @@ def append_and_attend_paged(
     Returns:
         (R, H, S, Dv) in the query's dtype.
     """
-    R, H, S, D = query.shape
     B = len(rows.runs)
     write_rows(key[:B], value[:B], arrays, rows.new, quant_bit=quant_bit, quant_group=quant_group)
+    return attend_rows(query, arrays, rows, quant_bit=quant_bit, bias_split=bias_split, sinks=sinks)
+
+
+def attend_rows(
+    query: mx.array,
+    arrays: Sequence[mx.array],
+    rows: PagedRows,
+    *,
+    quant_bit: int,
+    bias_split: BiasSplit | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """:func:`append_and_attend_paged` of tokens that are written already."""
+    R, _, S, D = query.shape
     newest = S == 1 and sinks is None and mx.default_device().type == mx.cpu
     counts = [sum(end - first for first, end in own) for own in rows.runs]
     outputs: list[mx.array] = []
@@ -81,8 +94,8 @@ def append_and_attend_paged(
         keys, values = float_tokens(stored, quant_bit=quant_bit, dtype=dtype, key_dim=D)
         own = (query, keys, values, share, counts, rows, bias_split)
         outputs += _attend_newest_of_each(*own) if newest else _attend_each(*own, sinks)
-    if R > B:
-        outputs.append(mx.zeros((R - B, H, S, value.shape[3]), query.dtype))
+    if (padding := R - len(counts)) > 0:
+        outputs.append(mx.zeros((padding, *outputs[0].shape[1:]), query.dtype))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 

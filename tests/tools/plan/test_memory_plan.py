@@ -43,6 +43,7 @@ class Case:
     step: int = 512
     streams: int = 2
     window: int | None = None
+    sequences: int | None = None  # of a pool
 
 
 def qwen2(
@@ -95,6 +96,21 @@ CASES = {
     ),
     "few queries, whose scores take the keys' bias": Case(qwen2(64, 1, 16, 2, 64, 64, 100, True), 1000, step=8),
 }
+FEW_LAYERS = (32, 4, 32, 32, 64, 32, 500, True)  # many keys too
+POOLS = {
+    "a pool": Case(qwen2(*FEW_LAYERS), 200, step=64, sequences=4),
+    "a pool, windows": Case(qwen2(*FEW_LAYERS), 400, step=64, window=200, sequences=3),
+}
+LONG_POOLS = {
+    "a pool of 8": Case(qwen2(*FEW_LAYERS), 200, step=64, sequences=8),
+    "a pool, 4 bits": Case(qwen3(*FEW_LAYERS), 200, kv_bits=4, kv_group=64, step=64, sequences=4),
+    "a pool that is not quantized": Case(qwen3(*FEW_LAYERS), 200, kv_bits=0, step=64, sequences=4),
+    "a pool, many rows of logits": Case(qwen3(256, 2, 4, 2, 64, 512, 10_000, True), 100, step=128, sequences=32),
+    "a pool through 4-bit weights": Case(
+        qwen2(1024, 3, 16, 4, 64, 4096, 2000, True), 70, weight_bits=4, sequences=8, step=64
+    ),
+}
+CASES |= POOLS | count({}, LONG_POOLS)
 
 
 def measure(folder: Path, case: Case) -> dict[str, Any]:
@@ -106,6 +122,7 @@ def measure(folder: Path, case: Case) -> dict[str, Any]:
         "group": case.kv_group,
         "step": case.step,
         "streams": case.streams,
+        "sequences": case.sequences,
     }
     done = subprocess.run([sys.executable, RUN, json.dumps(run)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

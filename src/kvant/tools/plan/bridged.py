@@ -29,7 +29,7 @@ HEADS_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 class BridgedNeeds:
     """Bytes of a run; as the attributes of :class:`kvant.tools.plan.MemoryPlan`.
 
-    ``goes_back``: whether the cache can go back to any length.
+    ``one_cache``: of the keys, values and states of a conversation's cache.
     """
 
     weights: int
@@ -38,7 +38,8 @@ class BridgedNeeds:
     state: int
     scratch: int
     loading: int
-    goes_back: bool
+    one_cache: int
+    sequence: int = 0
 
 
 class BridgedCheckpoint:
@@ -111,20 +112,35 @@ class BridgedCheckpoint:
         )
 
     def needs(
-        self, *, kv_bits: int, kv_group_size: int, prefill_step_size: int, on_cpu: bool
+        self,
+        *,
+        kv_bits: int,
+        kv_group_size: int,
+        prefill_step_size: int,
+        on_cpu: bool,
+        sequences: int | None = None,
+        pool_tokens: Callable[[int], int] = int,
     ) -> Callable[[int], BridgedNeeds]:
         """The bytes of a run by tokens reserved, all of them used. Cache and state are exact, and weights of a folder.
         Scratch and loading are estimates.
 
+        Args:
+            sequences: of a pool; None: a cache of one sequence.
+            pool_tokens: the tokens of such a pool, by those of one sequence.
+
         Raises:
+            ModelError: a pool of a model that has none.
             ValueError: a cache format that is none, or a cache that kvant has nothing for.
         """
-        from kvant.bridge.cache import entries_bytes, rows_of
+        from kvant.bridge.cache import entries_bytes
         from kvant.bridge.model import by_layer, bytes_read
+        from kvant.bridge.pool import check_entries, pool_needs
         from kvant.bridge.probe import Attention, State, probe
 
         module = self._module(on_cpu)
         entries = probe(module)
+        if sequences is not None:
+            check_entries(entries, module, self.config.model_type)
         leaves = [leaf for entry in entries for leaf in (entry if isinstance(entry, tuple) else (entry,))]
         layers = [sum(array.nbytes for array in own.values()) for own in by_layer(module).values()]
         weights, read = sum(layers), bytes_read(module, self.config.experts_used)
@@ -134,17 +150,31 @@ class BridgedCheckpoint:
         heads = self._heads()
         outputs = _widest_layer(module, self.config.experts_used)
 
-        def chunk(new: int, tokens: int) -> int:
+        def chunk(new: int, tokens: int, count: int = 1) -> int:
+            """Of ``count`` sequences."""
             numbers = OUTPUT_COPIES * outputs * new + SCORE_COPIES * heads * new * tokens
-            return FLOAT32 * (numbers + DEQUANTIZED_COPIES * row * tokens) + min(new, QUEUED_STATES) * state
+            return count * (FLOAT32 * (numbers + DEQUANTIZED_COPIES * row * tokens) + min(new, QUEUED_STATES) * state)
+
+        def pool(tokens: int, in_all: int, count: int) -> tuple[int, int]:
+            sizes = {"tokens": in_all, "sequences": count, "max_seq_len": tokens}
+            sizes["prefill_step_size"] = prefill_step_size
+            return pool_needs(entries, sizes, quant_bit=kv_bits, quant_group=kv_group_size)
 
         def needed(tokens: int) -> BridgedNeeds:
-            cache = entries_bytes(entries, tokens, quant_bit=kv_bits, quant_group=kv_group_size)
+            one = entries_bytes(entries, tokens, quant_bit=kv_bits, quant_group=kv_group_size)
             logits = LOGITS_COPIES * FLOAT32 * self.config.vocab_size
-            scratch = max(chunk(min(prefill_step_size, tokens), tokens), chunk(1, tokens) + logits)
-            goes_back = not state and all(rows_of(a, tokens) == tokens for a in leaves if isinstance(a, Attention))
+            prefill = chunk(min(prefill_step_size, tokens), tokens)
+            if sequences is None:
+                scratch = max(prefill, chunk(1, tokens) + logits) + one.state
+                held = one.keys_values + one.state
+                return BridgedNeeds(weights, read, one.keys_values, one.state, scratch, loading, held)
+            in_all = pool_tokens(tokens)
+            cache, states = pool(tokens, in_all, sequences)
+            more = sum(pool(tokens, in_all + pool_tokens(tokens) // sequences, sequences + 1)) - cache - states
+            each = min(tokens, -(-in_all // sequences))  # of the sequences of a step, on average
+            scratch = max(prefill, chunk(1, each, sequences) + sequences * logits) + states
             return BridgedNeeds(
-                weights, read, cache.keys_values, cache.state, scratch + cache.state, loading, goes_back
+                weights, read, cache, states, scratch, loading, one.keys_values + one.state, sequence=more
             )
 
         return needed

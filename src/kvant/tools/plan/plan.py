@@ -2,13 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Literal
 
+import mlx.core as mx
+
+from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.window import SLACK
 from kvant.engine.run import PREFILL_STEP_SIZE
 from kvant.fields import MAX_SIZE
 from kvant.models import Decoder, LanguageModel
 from kvant.models.config import ModelConfig
+from kvant.models.pool import pool_size
 from kvant.operators.quantization import check_quantization
 from kvant.tools.machine import Device, default_device
 from kvant.tools.plan.bridged import BridgedCheckpoint
@@ -37,14 +42,18 @@ class Settings:
         kv_group_size: elements of a head that share one scale; without meaning at 0 bits.
         kv_bias_split: the projections' biases stay out of the cache.
         prefill_step_size: prompt tokens fed at a time.
-        forks: whether a prompt is continued several times: a cache that cannot go back is forked for it.
+        sequences: of a pool, at once; None: a cache of one sequence.
+        pool_tokens: that the pool is reserved for in all; None: each sequence has max_kv_size of them.
+        caches: of conversations that are held beside a pool.
     """
 
     kv_bits: int = 8
     kv_group_size: int = 32
     kv_bias_split: bool = True
     prefill_step_size: int = PREFILL_STEP_SIZE
-    forks: bool = False
+    sequences: int | None = None
+    pool_tokens: int | None = None
+    caches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,7 @@ class MemoryPlan:
     """The memory of a run in bytes.
 
     Attributes:
-        max_kv_size: tokens reserved in the cache.
+        max_kv_size: tokens reserved in the cache; in a pool the most that one sequence has.
         settings: of the run.
         weights: as they are held, whatever is held twice counted twice.
         weights_read: the part of them that one token reads: of the experts a few.
@@ -61,7 +70,8 @@ class MemoryPlan:
         loading: the most while the weights are loaded, before there is a cache.
         state: of a bridged model's linear and convolution layers, which mlx-lm allocates at the first prefill.
         process: interpreter, libraries, tokenizer and MLX's buffers for reuse; 0 where it isn't the GPU's memory.
-        fork: of a second cache and its state, where the settings fork it and windows or states cannot go back.
+        caches: of conversations' caches and their states, beside a pool.
+        sequence: of a pool, the part of the cache that one more sequence of max_kv_size tokens would add.
     """
 
     max_kv_size: int
@@ -73,12 +83,13 @@ class MemoryPlan:
     loading: int
     process: int
     state: int = 0
-    fork: int = 0
+    caches: int = 0
+    sequence: int = 0
 
     @property
     def arrays(self) -> int:
         """An upper bound of what ``mx.get_peak_memory`` says after a run of the full context."""
-        return max(self.weights + self.cache + self.state + self.fork + self.scratch, self.loading)
+        return max(self.weights + self.cache + self.state + self.caches + self.scratch, self.loading)
 
     @property
     def total(self) -> int:
@@ -172,6 +183,8 @@ def _bridged_planner(checkpoint: BridgedCheckpoint, settings: Settings, on_cpu: 
         kv_group_size=settings.kv_group_size,
         prefill_step_size=settings.prefill_step_size,
         on_cpu=on_cpu,
+        sequences=settings.sequences,
+        pool_tokens=partial(pool_tokens, settings),
     )
     tokenizer = TOKENIZER_BYTES * checkpoint.config.vocab_size
 
@@ -187,7 +200,8 @@ def _bridged_planner(checkpoint: BridgedCheckpoint, settings: Settings, on_cpu: 
             loading=needed.loading,
             process=BRIDGED_PROCESS_BYTES + tokenizer if on_cpu else 0,
             state=needed.state,
-            fork=needed.cache + needed.state if settings.forks and not needed.goes_back else 0,
+            caches=settings.caches * needed.one_cache,
+            sequence=needed.sequence,
         )
 
     return planned
@@ -208,6 +222,7 @@ def _planner(
         raise ValueError(f"prefill_step_size is {settings.prefill_step_size}; expected at least 1")
     on_cpu = (device or default_device()) == "cpu"
     itemsize = FLOAT32 if on_cpu else checkpoint.float_bytes
+    dtype = mx.float32 if itemsize == FLOAT32 else mx.bfloat16  # or float16, of as many bytes
     pairs = _pairs(config, settings, split_pairs)
     weights, weights_read = checkpoint.held_bytes(itemsize), checkpoint.read_bytes(itemsize)
     loading = checkpoint.loading_bytes(itemsize, on_cpu=on_cpu)
@@ -215,10 +230,10 @@ def _planner(
     row = _row_bytes(config, settings, itemsize)
 
     def planned(tokens: int) -> MemoryPlan:
-        def chunk(new: int) -> int:
+        def chunk(new: int, tokens: int = tokens, sequences: int | None = None) -> int:
             """The layers take turns; only what windows put off until a step is committed is there at once."""
             waiting = sum(window is not None and window < tokens for window in config.windows) * new * row
-            return waiting + max(
+            return waiting * (sequences is None) + max(
                 scratch_bytes(
                     config,
                     itemsize=itemsize,
@@ -230,15 +245,27 @@ def _planner(
                     new=new,
                     tokens=tokens,
                     window=window,
+                    sequences=sequences,
                 )
                 for window in {*config.windows}
             )
 
-        cache = _cache_bytes(config, tokens, row, pairs)
-        goes_back = all(window is None or window + SLACK >= tokens for window in config.windows)
-        scratch = max(
-            chunk(min(settings.prefill_step_size, tokens)), chunk(1) + LOGITS_COPIES * FLOAT32 * config.vocab_size
-        )
+        logits = LOGITS_COPIES * FLOAT32 * config.vocab_size
+        prefill = min(settings.prefill_step_size, tokens)
+        if (count := settings.sequences) is None:
+            cache, one = _cache_bytes(config, tokens, row, pairs), 0
+            scratch = max(chunk(prefill), chunk(1) + logits)
+        else:
+            in_all = pool_tokens(settings, tokens)
+            cache, more = (
+                _pool_bytes(
+                    config, settings, dtype, pairs, tokens, in_all + further * page_rows(tokens), count + further
+                )
+                for further in (0, 1)
+            )
+            one = more - cache
+            each = min(tokens, -(-in_all // count))  # of the sequences of a step, on average
+            scratch = max(chunk(prefill, tokens, 1), chunk(1, each, count) + count * logits)
         return MemoryPlan(
             max_kv_size=tokens,
             settings=settings,
@@ -248,7 +275,8 @@ def _planner(
             scratch=scratch,
             loading=loading,
             process=PROCESS_BYTES + TOKENIZER_BYTES * config.vocab_size if on_cpu else 0,
-            fork=cache if settings.forks and not goes_back else 0,
+            caches=settings.caches * _cache_bytes(config, tokens, row, pairs),
+            sequence=one,
         )
 
     return planned
@@ -281,7 +309,41 @@ def _cache_bytes(config: ModelConfig, tokens: int, row: int, pairs: Sequence[int
     return total
 
 
+def page_rows(tokens: int) -> int:
+    """Rows of the whole pages that so many tokens take."""
+    return pages_for(tokens) * PAGE_SIZE
+
+
+def pool_tokens(settings: Settings, tokens: int) -> int:
+    """Tokens that a pool is reserved for in all, where a sequence has ``tokens`` at most."""
+    return settings.pool_tokens or (settings.sequences or 1) * page_rows(tokens)
+
+
+def _pool_bytes(
+    config: ModelConfig,
+    settings: Settings,
+    dtype: mx.Dtype,
+    pairs: Sequence[int] | None,
+    tokens: int,
+    in_all: int,
+    sequences: int,
+) -> int:
+    """Bytes of what ``model.make_pool`` allocates for sequences of ``tokens`` at most and ``in_all`` together."""
+    return pool_size(
+        config,
+        tokens=in_all,
+        sequences=sequences,
+        dtype=dtype,
+        quant_bit=settings.kv_bits,
+        quant_group=settings.kv_group_size,
+        max_seq_len=tokens,
+        prefill_step_size=settings.prefill_step_size,
+        split_pairs=pairs,
+    )
+
+
 def as_record(plan: MemoryPlan) -> dict[str, int]:
-    """A plan's bytes by name, with the sums."""
-    names = [field.name for field in fields(plan) if field.name not in ("max_kv_size", "settings", "fork")]
+    """A plan's bytes by name, with the sums; "sequence" where it is of a pool."""
+    left_out = {"max_kv_size", "settings", "caches", *(["sequence"] if plan.settings.sequences is None else [])}
+    names = [field.name for field in fields(plan) if field.name not in left_out]
     return {name: getattr(plan, name) for name in (*names, "arrays", "total")}

@@ -1,0 +1,344 @@
+"""A pool for mlx-lm's models: sequences of different lengths in one step, each with its own pages and states."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList
+from mlx_lm.models.cache import KVCache as MlxLmKVCache
+
+from kvant.bridge import hook
+from kvant.bridge.architectures import ONE_AT_A_TIME
+from kvant.bridge.cache import BridgedCache
+from kvant.bridge.layers import StateCache
+from kvant.bridge.pool_layer import PooledLayer, StepRows
+from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, as_text, leaves_of, probe
+from kvant.cache import ModelCache
+from kvant.cache.identity import Identity
+from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, stored_dtype
+from kvant.cache.pool import Pool, pool_bytes
+from kvant.cache.pool_batch import PoolBatch
+from kvant.cache.pool_sequence import PoolSequence
+from kvant.errors import ModelError
+from kvant.models.reservation import check_memory
+
+Arrays = list[mx.array | None]  # of one state
+
+TRIED = (0, 1, 21)  # tokens of the sequences that a model is tried with: none, fewer than a state looks back, and more
+# Logits of a sequence in a step with others and alone, as a part of the largest. Float32 differs by a millionth, half
+# precision by a hundredth. A wrong position or a token of another sequence is far off.
+AGREE, AGREE_HALF = 1e-3, 0.05
+
+
+class BridgedSequence(PoolSequence):
+    """A text in a pool of mlx-lm's model: its tokens, and the states of its linear and convolution layers."""
+
+    pool: "BridgedPool"
+
+    def __init__(self, pool: "BridgedPool", *arguments: Any) -> None:
+        super().__init__(pool, *arguments)
+        self._empty: list[Arrays] = [[None] * len(state.shapes) for state in pool.states]
+        self._states = self._empty
+
+    @property
+    def states(self) -> list[Arrays]:
+        """The arrays of each linear or convolution layer, after the committed tokens."""
+        return self._states if self.length else self._empty
+
+    @states.setter
+    def states(self, states: list[Arrays]) -> None:
+        self._states = states
+
+    def can_trim_to(self, num_tokens: int) -> bool:
+        """As :meth:`PoolSequence.can_trim_to`. A state goes back to nothing alone."""
+        return super().can_trim_to(num_tokens) and (not self._empty or num_tokens == 0 or num_tokens >= self.length)
+
+    def fork(self, max_tokens: int | None = None) -> "BridgedSequence":
+        """As :meth:`PoolSequence.fork`. A step replaces a state's arrays, so these are shared."""
+        made = super().fork(max_tokens)
+        made.states = self.states
+        return made
+
+    def load(self, cache: ModelCache, sequence: int = 0) -> None:
+        """As :meth:`PoolSequence.load`, the states too."""
+        if not isinstance(cache, BridgedCache) or cache.layout != self.pool.layout:
+            raise ValueError("the cache is for a model with other layers than the pool's")
+        super().load(cache, sequence)
+        self.states = [
+            [None if array is None else array[sequence : sequence + 1] for array in layer.committed]
+            for layer in cache.layers
+            if isinstance(layer, StateCache)
+        ]
+
+    def to_cache(self, max_seq_len: int | None = None) -> ModelCache:
+        """As :meth:`PoolSequence.to_cache`, the states too."""
+        made = super().to_cache(max_seq_len)
+        layers = (layer for layer in made.layers if isinstance(layer, StateCache))
+        for layer, arrays in zip(layers, self.states, strict=True):
+            layer.restore_state(arrays)
+        return made
+
+    def share_prefix(self, upto: int | None = None) -> None:
+        """As :meth:`PoolSequence.share_prefix`; nothing where there are states, which no page holds."""
+        if not self._empty:
+            super().share_prefix(upto)
+
+    def release(self) -> None:
+        """As :meth:`PoolSequence.release`, the states too."""
+        super().release()
+        self._states = self._empty
+
+
+class BridgedPool(Pool):
+    """One reservation for the keys and values of many sequences; states are allocated by mlx-lm as they come.
+
+    Attributes:
+        layout: :func:`kvant.bridge.cache.layout_of` the model that it is for.
+        states: what a sequence has of each linear or convolution layer.
+        attends_apart: whether all attention of the model's is computed for each sequence alone. Otherwise the model
+            reads padded rows, and the logits of a sequence change by rounding with the lengths of the others.
+    """
+
+    sequence_kind = BridgedSequence
+
+    def __init__(self, found: Sequence[Entry], formats: Sequence[LayerFormat], **options: Any) -> None:
+        """``found``: by a probe of the model. ``formats``: of its layers that keep rows. ``options``: as Pool has."""
+        super().__init__(formats, [None] * len(formats), **options)
+        self.layout = as_text(found)
+        self.entries = tuple(found)
+        self.states = tuple(leaf for leaf in leaves_of(found) if isinstance(leaf, State))
+        self.attends_apart = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers, and of the states that as many sequences have as can be open."""
+        return super().nbytes + self.max_sequences * sum(state.nbytes for state in self.states)
+
+    def batch(self, sequences: Sequence[PoolSequence], rows: int | None = None) -> "BridgedBatch":
+        """As :meth:`Pool.batch`.
+
+        Raises:
+            ValueError: also where ``rows`` are given, and rounding would depend on other sequences all the same.
+        """
+        if rows is not None and not self.attends_apart:
+            raise ValueError(
+                f"rows is {rows}; the model reads padded keys and values, whose rounding goes with the lengths of all "
+                "sequences, so that padding makes nothing the same. Expected None"
+            )
+        return BridgedBatch(self, sequences, rows)
+
+
+class BridgedBatch(PoolBatch):
+    """The cache of a model's step, of sequences of different lengths.
+
+    Attributes:
+        entries: what mlx-lm's model takes as its cache, once a step was begun.
+    """
+
+    pool: BridgedPool
+    sequences: tuple[BridgedSequence, ...]
+
+    def __init__(self, pool: BridgedPool, sequences: Sequence[PoolSequence], rows: int | None = None) -> None:
+        super().__init__(pool, sequences, rows)
+        self.entries: list[Any] = []
+        self.layers: list[PooledLayer] = []
+        self._states: list[ArraysCache] = []
+
+    @property
+    def state(self) -> list[mx.array]:
+        """Every array that the step changes: computed, the step is, whether its logits are or not."""
+        rows = [array for layer in self.pool.layers for array in layer.arrays]
+        return [*rows, *(array for state in self._states for array in state.cache if array is not None)]
+
+    def begin(self, inputs: mx.array) -> tuple[int, ...]:
+        """As :meth:`PoolBatch.begin`."""
+        lengths = super().begin(inputs)
+        steps = {
+            id(layer): step
+            for part in self.pool.parts
+            for step in [StepRows(self.placed(part), part.window, lengths, inputs.shape[1])]
+            for layer in part.layers
+        }
+        offset = lengths[0] if self.rows == 1 else mx.array(lengths)
+        self.layers = [PooledLayer(layer, steps[id(layer)], offset) for layer in self.pool.layers]
+        self._states = [
+            self._stacked([sequence.states[n] for sequence in self.sequences]) for n in range(len(self.pool.states))
+        ]
+        layers, states = iter(self.layers), iter(self._states)
+
+        def one(leaf: Leaf) -> Any:
+            if isinstance(leaf, Unused):
+                return MlxLmKVCache()
+            return next(states if isinstance(leaf, State) else layers)
+
+        self.entries = [CacheList(*map(one, e)) if isinstance(e, tuple) else one(e) for e in self.pool.entries]
+        return lengths
+
+    def commit(
+        self, num_tokens: int | Sequence[int] | None = None, *, ids: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """As :meth:`PoolBatch.commit`.
+
+        Raises:
+            ValueError: also a part of a step where a layer's state has taken all of it; nothing was committed.
+        """
+        states = self._states
+        if states and self.step is not None and num_tokens is not None:
+            each = num_tokens if isinstance(num_tokens, Sequence) else [num_tokens]
+            if any(count != self.step.shape[1] for count in each):
+                raise ValueError(
+                    f"num_tokens is {num_tokens}; the step has {self.step.shape[1]}, and the state of a linear layer "
+                    "takes all of a step"
+                )
+        super().commit(num_tokens, ids=ids)
+        for b, sequence in enumerate(self.sequences):
+            if states and not sequence.released:
+                sequence.states = [[None if a is None else a[b : b + 1] for a in state.cache] for state in states]
+
+    def end_step(self) -> None:
+        """Drop a step that was begun and is not committed."""
+        super().end_step()
+        self.entries, self.layers, self._states = [], [], []
+
+    def _stacked(self, each: Sequence[Arrays]) -> ArraysCache:
+        """One state of all rows. Nothing yet is zeros, as mlx-lm has it; so is what a shorter state lacks in front."""
+        made = ArraysCache(len(each[0]))
+        for n, arrays in enumerate(zip(*each, strict=True)):
+            known = [array for array in arrays if array is not None]
+            if not known:
+                continue
+            most = tuple(map(max, *(array.shape for array in known), known[0].shape))
+            full = [mx.zeros(most, known[0].dtype) if array is None else _padded(array, most) for array in arrays]
+            full += [mx.zeros(most, known[0].dtype)] * (self.rows - len(full))
+            made.cache[n] = full[0] if len(full) == 1 else mx.concatenate(full)
+        return made
+
+
+def make_pool(
+    model: Model,
+    name: str,
+    dtype: mx.Dtype,
+    *,
+    sizes: dict[str, int],
+    quant_bit: int,
+    quant_group: int,
+    make_cache: Callable[..., BridgedCache],
+    identity: Identity | None,
+) -> BridgedPool:
+    """A pool of mlx-lm's model; errors as :meth:`kvant.bridge.model.BridgedModel.make_pool` has them.
+
+    Before anything is reserved the model is tried with a small pool: some take one position for all sequences, or
+    the position from the number of rows that they read, or add a boolean mask to the scores.
+
+    Args:
+        model: mlx-lm's.
+        name: of its architecture, for errors.
+        dtype: it computes in.
+        sizes: tokens, sequences, max_seq_len and prefill_step_size, as :class:`kvant.cache.pool.Pool` has them.
+        quant_bit, quant_group: as :func:`kvant.bridge.make_model_cache` has them.
+        make_cache, identity: of the model.
+    """
+    found = probe(model)
+    check_entries(found, model, name)
+
+    def made(bits: int, sizes: dict[str, int]) -> BridgedPool:
+        formats = _formats(found, sizes["max_seq_len"], bits, quant_group)
+        check_memory(sizes["tokens"], sum(pool_needs(found, sizes, quant_bit=bits, quant_group=quant_group)))
+        options = {"quant_bit": bits, "quant_group": quant_group}
+        return BridgedPool(found, formats, **sizes, make_cache=partial(make_cache, **options), identity=identity)
+
+    small = {"tokens": len(TRIED) * Pool.page_size, "sequences": len(TRIED), "max_seq_len": 64, "prefill_step_size": 32}
+    attends_apart = _try(model, name, made(0, small), AGREE if dtype == mx.float32 else AGREE_HALF)
+    pool = made(quant_bit, sizes)
+    pool.attends_apart = attends_apart
+    return pool
+
+
+def check_entries(found: Sequence[Entry], model: Model, name: str) -> None:
+    """Refuse a model that no pool is for, by its layers or its module.
+
+    Raises:
+        ModelError: it is one.
+    """
+    reason = ONE_AT_A_TIME.get(type(model).__module__.rpartition(".")[2])
+    for leaf in leaves_of(found):
+        if isinstance(leaf, Attention) and leaf.chunk is not None:
+            reason = "attends in chunks, which a pool has no pages for"
+        elif isinstance(leaf, Attention) and leaf.keep:
+            reason = f"keeps the first {leaf.keep} tokens of a window, which a pool has no pages for"
+    if reason is not None:
+        raise ModelError(f"{name} {reason}; one sequence at a time works")
+
+
+def pool_needs(
+    found: Sequence[Entry], sizes: Mapping[str, int], *, quant_bit: int, quant_group: int
+) -> tuple[int, int]:
+    """Bytes of a pool: of keys and values, and of its sequences' states; arguments as in :func:`make_pool`."""
+    states = sizes["sequences"] * sum(leaf.nbytes for leaf in leaves_of(found) if isinstance(leaf, State))
+    return pool_bytes(_formats(found, sizes["max_seq_len"], quant_bit, quant_group), **sizes), states
+
+
+def _try(model: Model, name: str, pool: BridgedPool, agree: float) -> bool:
+    """Whether attention in a step of several sequences is computed for each alone.
+
+    Raises:
+        ModelError: such a step fails, or gives other logits than a step of each sequence.
+    """
+    hook.install()
+    refused = f"{name} has no step of several sequences of different lengths; one sequence at a time works"
+    texts = [[2 + (7 + 31 * i + 5 * b) % 59 for i in range(count + 1)] for b, count in enumerate(TRIED)]
+    opened = [pool.sequence(pool.max_seq_len) for _ in texts]
+
+    def logits(batch: BridgedBatch, rows: list[list[int]]) -> mx.array:
+        inputs = mx.array(rows)
+        batch.begin(inputs)
+        found: mx.array = model(inputs, cache=batch.entries)[:, -1].astype(mx.float32)
+        mx.eval(found, batch.state)
+        return found
+
+    alone = []
+    for sequence, (*before, last) in zip(opened, texts, strict=True):
+        batch = pool.batch([sequence])
+        if before:
+            logits(batch, [before])
+            batch.commit()
+        alone.append(logits(batch, [[last]]))
+        batch.end_step()
+    batch = pool.batch(opened)
+    try:
+        given = logits(batch, [[text[-1]] for text in texts])
+    except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
+        said = str(error).partition("\n")[0]
+        raise ModelError(f"{refused}. mlx-lm's model raised {type(error).__name__}: {said}") from error
+    expected = mx.concatenate(alone)
+    finite = mx.isfinite(expected)
+    difference = mx.abs(mx.where(finite, given - expected, 0)).max()
+    if not (difference <= agree * mx.abs(mx.where(finite, expected, 0)).max()).item():
+        raise ModelError(f"{refused}. Its logits would be others than alone")
+    return all(layer.attends for layer in batch.layers)
+
+
+def _formats(found: Sequence[Entry], max_seq_len: int, quant_bit: int, quant_group: int) -> list[LayerFormat]:
+    """How each layer that keeps rows stores tokens. A window that no sequence outgrows is none."""
+    return [
+        LayerFormat(
+            "quantized",
+            leaf.num_kv_heads,
+            leaf.key_dim,
+            leaf.value_dim,
+            quant_bit,
+            leaf.group(quant_group) if quant_bit else 0,
+            stored_dtype(quant_bit) if quant_bit else DTYPE_NAMES[leaf.dtype],
+            "F16" if quant_bit else "",
+            window=leaf.window if leaf.window is not None and leaf.window < max_seq_len else None,
+            shared=leaf.shared,
+        )
+        for leaf in leaves_of(found)
+        if isinstance(leaf, Attention)
+    ]
+
+
+def _padded(array: mx.array, shape: tuple[int, ...]) -> mx.array:
+    """An array with zeros in front."""
+    return mx.pad(array, [(most - own, 0) for own, most in zip(array.shape, shape, strict=True)])

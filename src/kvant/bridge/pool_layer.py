@@ -1,0 +1,207 @@
+"""A layer of a pool in one step, as mlx-lm's model sees its cache.
+
+R rows: sequences of the step, B of them real and the others padding. S new tokens each, K kv heads, D head_dim.
+"""
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import create_attention_mask
+
+from kvant.bridge import hook
+from kvant.bridge.layers import Mask, refuse_values, scaled_query
+from kvant.cache.paged_layers import PoolLayer
+from kvant.operators.attention import attend_tokens
+from kvant.operators.cached_attention import float_tokens
+from kvant.operators.paged_attention import PagedRows, attend_rows, stored_rows, write_rows
+
+
+@dataclass(slots=True)
+class StepRows:
+    """What the layers that share page tables have in common in a step.
+
+    Attributes:
+        rows: where the tokens are.
+        window: tokens that a query sees; None: all.
+        lengths: tokens of each of the R rows before the step.
+        new_tokens: S.
+        masks: those that were made, by the window that was asked for.
+    """
+
+    rows: PagedRows
+    window: int | None
+    lengths: tuple[int, ...]
+    new_tokens: int
+    masks: dict[int | None, mx.array] = field(default_factory=dict)
+    _padded: mx.array | None = None
+
+    @property
+    def counts(self) -> list[int]:
+        """How many rows of each sequence are read."""
+        return [sum(end - first for first, end in runs) for runs in self.rows.runs]
+
+    def padded_rows(self) -> mx.array:
+        """The rows that are read, (R * T,) for the longest T: shorter sequences on the right, as mlx-lm pads them."""
+        if self._padded is None:
+            T = max(self.counts)
+            found = np.zeros((len(self.lengths), T), np.int32)  # row 0 in place of none; masks leave it out
+            for b, runs in enumerate(self.rows.runs):
+                own = np.concatenate([np.arange(first, end, dtype=np.int32) for first, end in runs])
+                found[b, T - len(own) :] = own
+            self._padded = mx.array(found.reshape(-1))
+        return self._padded
+
+    def mask(self, window: int | None) -> mx.array:
+        """Which of the padded rows each query sees: boolean (R, 1, S, T).
+
+        A query of padding sees a row that nobody reads the answer of: softmax of nothing would be NaN.
+        """
+        if window not in self.masks:
+            T, S = max(self.counts), self.new_tokens
+            length = mx.array(self.lengths)[:, None, None, None]
+            first = mx.array([*self.rows.first, *[0] * (len(self.lengths) - len(self.rows.first))])
+            query = length + mx.arange(S)[:, None]
+            token = length + S - T + mx.arange(T)
+            seen = (token >= first[:, None, None, None]) & (token <= query)
+            self.masks[window] = seen if window is None else seen & (token > query - window)
+        return self.masks[window]
+
+    def is_own(self, mask: Mask) -> bool:
+        """Whether a mask says what each sequence sees in any case."""
+        if mask is None:
+            return self.new_tokens == 1
+        longest = max(self.lengths) + self.new_tokens
+        return any(
+            mask is made and (window in (None, self.window) or window >= longest) for window, made in self.masks.items()
+        )
+
+
+class PooledLayer:
+    """In place of mlx-lm's ``BatchKVCache``, or of its ``KVCache`` where the step has one row.
+
+    Attributes:
+        offset: tokens before the step: an int where it has one row, otherwise (R,).
+        attends: whether all of the model's attention to what it fetched was computed here, for each sequence alone.
+    """
+
+    def __init__(self, layer: PoolLayer, step: StepRows, offset: int | mx.array) -> None:
+        """``layer``: appended to; its arrays are replaced."""
+        self.layer = layer
+        self.offset = offset
+        self.attends: bool | None = None
+        self._step = step
+        self._alone = isinstance(offset, int)
+        self._fetched: tuple[mx.array, mx.array] | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append (R, K, S, D) keys and (R, K, S, Dv) values.
+
+        Returns:
+            what new queries may see, as lazy arrays (R, K, T, D) and (R, K, T, Dv). :meth:`make_mask` belongs to them.
+
+        Raises:
+            RuntimeError: the layer was appended to in this step.
+            ValueError: shapes that do not fit the layer or the step.
+        """
+        if self._fetched is not None:
+            raise RuntimeError("a layer is appended to twice in one step")
+        own, rows = self.layer.format, self._step.rows
+        value_is_key = values is keys
+        if not own.value_head_dim:
+            values = values[..., :0]
+        shape = (len(self._step.lengths), own.num_kv_heads, self._step.new_tokens)
+        if keys.shape != (*shape, own.head_dim) or values.shape != (*shape, own.value_head_dim):
+            raise ValueError(
+                f"keys and values have shapes {tuple(keys.shape)} and {tuple(values.shape)}; the step's are {shape} "
+                f"with widths {own.head_dim} and {own.value_head_dim}"
+            )
+        B = len(rows.runs)
+        options = {"quant_bit": own.quant_bit, "quant_group": own.quant_group}
+        write_rows(keys[:B], values[:B], self.layer.arrays, rows.new, **options)
+        fetched_keys, fetched_values = self._read(keys.dtype)
+        self._fetched = fetched_keys, fetched_keys if value_is_key else fetched_values
+        self.offset = self.offset + self._step.new_tokens
+        hook.remember(self, *self._fetched)
+        return self._fetched
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What was fetched in this step, for layers that share it."""
+        if self._fetched is None:
+            raise RuntimeError("keys and values are asked for, and none were fetched in this step")
+        return self._fetched
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
+        """The mask of N new tokens: (R, 1, N, T), boolean. Where the step has one row, "causal", None or (N, T)."""
+        if self._step.new_tokens != N:
+            raise ValueError(f"a mask of {N} tokens is asked for; the step has {self._step.new_tokens}")
+        window = window_size or self._step.window
+        if not self._alone:
+            return self._step.mask(window)
+        (length,), (T,) = self._step.lengths, self._step.counts
+        if window is not None and window < T:
+            mask: Mask = self._step.mask(window)[0, 0]
+        else:
+            mask = create_attention_mask(N, length, return_array, None)
+        return mask
+
+    def attend_fetched(
+        self,
+        query: mx.array,
+        key: mx.array,
+        value: mx.array,
+        *,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None,
+    ) -> mx.array | None:
+        """As :meth:`kvant.bridge.layers.BridgedKVCache.attend_fetched`: of several, each to its own rows alone."""
+        scaled, S = scaled_query(query, scale), query.shape[2]
+        if not self._alone:
+            self.attends = self._step.is_own(mask) and self.attends is not False
+            if not self.attends:
+                return None
+            bits = self.layer.format.quant_bit
+            return attend_rows(scaled, self.layer.arrays, self._step.rows, quant_bit=bits, sinks=sinks)
+        causal = isinstance(mask, str)
+        if mx.default_device().type == mx.cpu and (S == 1 or causal):
+            added = None if isinstance(mask, str) else mask
+            return attend_tokens(scaled, key, value, is_causal=causal, mask=added, sinks=sinks)
+        return None
+
+    @property
+    def keys(self) -> mx.array:
+        """The array that keys are in."""
+        return self.layer.arrays[0]
+
+    @keys.setter
+    def keys(self, array: mx.array) -> None:
+        """As :attr:`kvant.bridge.layers.BridgedKVCache.keys`: of a model's cache."""
+
+    @property
+    def values(self) -> mx.array:
+        """An array that is computed when the last append is."""
+        return self.layer.arrays[-1]
+
+    @values.setter
+    def values(self, array: mx.array) -> None:
+        refuse_values(self.layer.format.value_head_dim)
+
+    def size(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self._step.lengths) + (0 if self._fetched is None else self._step.new_tokens)
+
+    def empty(self) -> bool:
+        """Whether no sequence has a token."""
+        return not self.size()
+
+    def _read(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        own, rows = self.layer.format, self._step.rows
+        if self._alone:
+            stored = [stored_rows(array, rows.runs[0])[None] for array in self.layer.arrays]
+        else:
+            taken = [mx.take(array, self._step.padded_rows(), axis=2) for array in self.layer.arrays]
+            R = len(self._step.lengths)
+            # (2, K, R * T, last) -> (R, 2, K, T, last)
+            stored = [x.reshape(*x.shape[:2], R, -1, x.shape[3]).transpose(2, 0, 1, 3, 4) for x in taken]
+        return float_tokens(stored, quant_bit=own.quant_bit, dtype=dtype, key_dim=own.head_dim)

@@ -1,0 +1,100 @@
+"""What --prompts-file and --n have in common: a pool that is planned, reserved and printed before it answers."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvant.cache.pool import Pool
+from kvant.cli import options
+from kvant.cli.fitting import describe, plan_for
+from kvant.cli.options import AUTO
+from kvant.cli.session import RunOptions, Session, named_format
+from kvant.engine.limits import pool_reservation
+from kvant.engine.scheduler import CHUNK, Scheduler
+from kvant.errors import ContextError
+from kvant.operators.dispatch import VARIABLE
+from kvant.sizes import format_bytes
+from kvant.tools.plan import MemoryPlan, split_pairs
+
+
+def most_tokens(session: Session, run: RunOptions) -> int | None:
+    """The tokens that a sequence may have by --max-kv-size; None: as many as the context. Beside a pool, auto is none.
+
+    Raises:
+        ContextError: more than the model's context.
+    """
+    wanted, context = options.kv_size(run.max_kv_size), session.model.config.max_position_embeddings
+    if wanted is None or wanted == AUTO:
+        return None
+    if context is not None and wanted > context:
+        raise ContextError(f"--max-kv-size is {wanted}; the model's context is {context} tokens")
+    return wanted
+
+
+def reserve_pool(
+    session: Session,
+    run: RunOptions,
+    needs: Sequence[int],
+    at_once: int,
+    *,
+    deterministic: bool,
+    caches: int = 0,
+    cached: int = 0,
+) -> Pool:
+    """Plan and reserve a pool, and print the reservation.
+
+    Args:
+        session: of :func:`kvant.cli.session.load_session`.
+        run: the command's flags.
+        needs: the tokens of each answer's sequence, without those that it shares with another answer's.
+        at_once: answers that run together, at most.
+        deterministic: an answer does not depend on those beside it: a step has as many rows, whoever runs.
+        caches: of conversations that are held beside the pool.
+        cached: tokens that one of them has.
+
+    Raises:
+        ContextError: the pool does not fit into this machine; the error says with how many at once it would.
+        BadValueError: a format that the model's layers cannot have, or kernels that cannot read a pool.
+        ModelError: a model that answers one prompt at a time.
+    """
+    rows = at_once if deterministic else min(at_once, len(needs))
+    step_size = CHUNK if deterministic else run.prefill_step_size
+    chosen = replace(session.settings, prefill_step_size=step_size, caches=caches)
+
+    def planned(count: int) -> MemoryPlan:
+        settings = replace(chosen, sequences=count, pool_tokens=pool_reservation(needs, count))
+        longest = max(*needs, cached)
+        return plan_for(session.checkpoint, settings, longest, session.machine, split_pairs(session.model))
+
+    made, limit = planned(rows), session.machine.limit_bytes
+    if made.total > limit:
+        fitting = next((count for count in range(rows - 1, 0, -1) if planned(count).total <= limit), 0)
+        way = f"--sequences {fitting} would fit" if fitting else "a smaller --max-tokens or --kv-bits takes less"
+        raise ContextError(f"{describe(made, session.machine)}; {way}")
+    with named_format(session.settings):
+        pool = session.model.make_pool(
+            pool_reservation(needs, rows),
+            sequences=rows,
+            quant_bit=chosen.kv_bits,
+            quant_group=chosen.kv_group_size,
+            bias_split=chosen.kv_bias_split,
+            kernels=run.kernels or os.environ.get(VARIABLE) or None,
+            max_seq_len=max(needs),
+            prefill_step_size=step_size,
+        )
+    if deterministic:
+        with options.named("--deterministic"):
+            Scheduler(session.model, pool, max_batch=rows, deterministic=True)
+    session.reserved = most_tokens(session, run) or session.model.config.max_position_embeddings
+    if not run.quiet:
+        print(f"cache: {_describe(session, pool)}", file=sys.stderr)
+    return pool
+
+
+def _describe(session: Session, pool: Pool) -> str:
+    """The reservation in a line."""
+    tokens, count = pool.num_pages * pool.page_size, pool.max_sequences
+    kind = session.describe_format(sorted({layer.format.quant_group for layer in pool.layers} - {0}))
+    at_once = f"{count} sequence{'s' if count > 1 else ''} at once"
+    return f"{tokens} tokens reserved for {at_once}, {kind}, {format_bytes(pool.nbytes)}"

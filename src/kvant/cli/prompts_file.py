@@ -1,0 +1,193 @@
+"""``--prompts-file``: a prompt a line, each an object of JSON. Every line is checked before a model is loaded."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from kvant.cli.defaults import blocked_by
+from kvant.cli.options import BadValueError
+from kvant.cli.prompt import standard_input
+from kvant.engine.sampling import OPTIONS, SamplingOptions
+from kvant.errors import ArgumentError, PromptError, did_you_mean, one_line
+from kvant.fields import shown
+from kvant.files import unique_keys
+from kvant.text.prompt import Message
+
+KEYS = ("prompt", "messages", "id", "max_tokens", "stop", "logit_bias", *OPTIONS)
+MESSAGE_KEYS = ("role", "content", "reasoning_content")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A prompt and what its line asks for.
+
+    Attributes:
+        where: the file and the number of the line, for messages.
+        id: the line's own, else its number in the file, from 1.
+        prompt: text, or messages of a conversation.
+        max_tokens, stop: None: what the flags say.
+        sampling: the flags' options with the line's over them.
+        has_seed: whether the line has a seed of its own.
+    """
+
+    where: str
+    id: str | int
+    prompt: str | list[Message]
+    max_tokens: int | None
+    stop: list[str] | None
+    sampling: SamplingOptions
+    has_seed: bool
+
+
+def read_lines(path: str, sampling: SamplingOptions) -> list[Line]:
+    """All prompts of a file, in order; ``-`` is standard input. Lines with nothing but white space do not count.
+
+    Args:
+        path: the file, in UTF-8.
+        sampling: the flags' options. One that a line's own options leave without effect is dropped for that line.
+
+    Raises:
+        PromptError: a file that cannot be read.
+        BadValueError: a line that is no prompt, with its number; an id that is there twice; or no prompt at all.
+    """
+    name = "standard input" if path == "-" else path
+    try:
+        data = standard_input() if path == "-" else Path(path).read_bytes()
+    except (OSError, ValueError) as error:  # a NUL in the name
+        raise PromptError(f"{name}: cannot be read: {one_line(error)}") from error
+    found: list[Line] = []
+    seen: dict[str | int, str] = {}
+    # Not splitlines(): JSON's strings may hold other ends of lines than these.
+    for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if not raw.strip():
+            continue
+        where = f"{name}: line {number}"
+        try:
+            line = _read_line(raw, where, number, sampling)
+        except (ValueError, RecursionError, OverflowError) as error:
+            raise BadValueError(f"{where}: {error if isinstance(error, ArgumentError) else one_line(error)}") from error
+        if line.id in seen:
+            raise BadValueError(f"{where}: id is {shown(line.id)}, as that of {seen[line.id]}; expected one a line")
+        seen[line.id] = f"line {number}"
+        found.append(line)
+    if not found:
+        raise BadValueError(f'{name}: it has no prompt; expected an object of JSON a line, such as {{"prompt": "Hi!"}}')
+    return found
+
+
+def _read_line(raw: bytes, where: str, number: int, flags: SamplingOptions) -> Line:
+    """One line.
+
+    Raises:
+        ValueError: what is wrong with it, without ``where``.
+    """
+    try:
+        record = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8: {one_line(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON: {one_line(error)}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f'it is {shown(record)}; expected an object, such as {{"prompt": "Hi!"}}')
+    for key in record:
+        if key not in KEYS:
+            near = did_you_mean(key, KEYS) or f"; expected {', '.join(KEYS[:5])} and options of sampling"
+            raise ValueError(f"it has {shown(key)}{near}")
+    given = {key: value for key, value in record.items() if value is not None}
+    if ("prompt" in given) == ("messages" in given):
+        count = "both" if "prompt" in given else "neither"
+        raise ValueError(f"it has {count} of prompt and messages; expected one of them")
+    own = {key: given[key] for key in ("logit_bias", *OPTIONS) if key in given}
+    return Line(
+        where,
+        _id(given.get("id", number)),
+        _text("prompt", given["prompt"]) if "prompt" in given else _messages(given["messages"]),
+        _max_tokens(given.get("max_tokens")),
+        _stop(given.get("stop")),
+        _sampling(flags, own),
+        "seed" in own,
+    )
+
+
+def _id(value: Any) -> str | int:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ValueError(f"id is {shown(value)}; expected text or a whole number")
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    """A text that says something, in Unicode: JSON can name half of a surrogate pair."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{name} is {shown(value)}; expected text that is not empty")
+    return _unicode(name, value)
+
+
+def _unicode(name: str, value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} is {shown(value)}; expected Unicode, without half of a surrogate pair") from None
+    return value
+
+
+def _messages(value: Any) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"messages is {shown(value)}; expected a list of objects with role and content")
+    for number, message in enumerate(value):
+        name = f"messages[{number}]"
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise ValueError(f"{name} is {shown(message)}; expected an object with role and content")
+        for key, text in message.items():
+            if key not in MESSAGE_KEYS:
+                raise ValueError(f"{name} has {shown(key)}; expected {', '.join(MESSAGE_KEYS)}")
+            if not isinstance(text, str):
+                raise ValueError(f"{name} has {shown(text)} as its {key}; expected text")
+            _unicode(f"{name}, {key},", text)
+    return value
+
+
+def _max_tokens(value: Any) -> int | None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"max_tokens is {shown(value)}; expected a whole number, at least 1")
+    return value
+
+
+def _stop(value: Any) -> list[str] | None:
+    if value is None:
+        return None
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
+        raise ValueError(f"stop is {shown(value)}; expected text or a list of texts, none empty")
+    return [_unicode("stop", text) for text in stops]
+
+
+def _sampling(flags: SamplingOptions, own: Mapping[str, Any]) -> SamplingOptions:
+    """The flags' options with a line's over them; nobody asked for a flag's beside one that leaves it without effect.
+
+    Raises:
+        ArgumentError: a value out of range, or an option of the line without effect.
+    """
+    chosen = dict(own)
+    for key, value in own.items():
+        if key in OPTIONS and isinstance(value, int) and OPTIONS[key].type in (float, float | None):
+            chosen[key] = value if isinstance(value, bool) else float(value)  # bools are refused by their option
+    if "logit_bias" in own:
+        chosen["logit_bias"] = _biases(own["logit_bias"])
+    values = {option.name: getattr(flags, option.name) for option in fields(flags)} | chosen
+    for name in values:
+        if name not in own and blocked_by(name, values) in own:
+            values[name] = OPTIONS[name].default
+    return SamplingOptions(**values)
+
+
+def _biases(value: Any) -> Mapping[int, float]:
+    if not isinstance(value, dict):
+        raise ValueError(f'logit_bias is {shown(value)}; expected an object, such as {{"42": -5.0}}')
+    found = {}
+    for token, bias in value.items():
+        if not token.isdecimal() or isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise ValueError(f"logit_bias has {shown(bias)} for {shown(token)}; expected a number for a token's id")
+        found[int(token)] = float(bias)
+    return found

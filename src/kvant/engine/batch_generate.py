@@ -1,0 +1,278 @@
+"""Many prompts at once through one reserved pool: mlx-lm's ``batch_generate``."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from kvant.cache import KVCache, ModelCache
+from kvant.engine.batch_stream import Piece, Wanted, stream_pieces
+from kvant.engine.draw import Sampler, for_a_run, for_answer, greedy
+from kvant.engine.keywords import DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE, check_format
+from kvant.engine.limits import check_count, check_stops, pool_reservation, reservation
+from kvant.engine.processors import LogitsProcessor
+from kvant.engine.request import Request
+from kvant.engine.run import PREFILL_STEP_SIZE
+from kvant.engine.scheduler import CHUNK, Scheduler
+from kvant.errors import ArgumentError, ContextError, PromptError
+from kvant.models import LanguageModel
+from kvant.sizes import format_bytes
+from kvant.text.prompt import encode_prompt
+from kvant.text.tokenizer import Tokenizer
+
+
+@dataclass(kw_only=True, slots=True)
+class BatchStats:
+    """What a batch took. The fields and properties are mlx-lm's, and ``reserved_bytes``.
+
+    Attributes:
+        prompt_tokens: tokens of prompts that were fed; those of a shared prefix are fed once.
+        prompt_time: seconds that feeding them took.
+        generation_tokens: tokens generated, those that ended a text included.
+        generation_steps: steps, each of one token of every sequence that ran.
+        decode_time: seconds that these steps took.
+        wall_time: seconds in all.
+        peak_memory: most memory that MLX held so far, in GB (1e9 bytes).
+        reserved_bytes: of the pool.
+    """
+
+    prompt_tokens: int = 0
+    prompt_time: float = 0.0
+    generation_tokens: int = 0
+    generation_steps: int = 0
+    decode_time: float = 0.0
+    wall_time: float = 0.0
+    peak_memory: float = 0.0
+    reserved_bytes: int = 0
+
+    @property
+    def prompt_tps(self) -> float:
+        """Prompt tokens a second, of the time that feeding took."""
+        return self.prompt_tokens / self.prompt_time if self.prompt_time else 0.0
+
+    @property
+    def decode_tps(self) -> float:
+        """Generated tokens a second, of the steps' time alone."""
+        return self.generation_tokens / self.decode_time if self.decode_time else 0.0
+
+    @property
+    def generation_time(self) -> float:
+        """Seconds beside feeding prompts."""
+        return max(0.0, self.wall_time - self.prompt_time)
+
+    @property
+    def generation_tps(self) -> float:
+        """Generated tokens a second, of all time beside feeding prompts."""
+        return self.generation_tokens / self.generation_time if self.generation_time else 0.0
+
+    @property
+    def overhead_time(self) -> float:
+        """Seconds beside feeding and steps."""
+        return max(0.0, self.wall_time - self.prompt_time - self.decode_time)
+
+
+@dataclass(slots=True)
+class BatchResponse:
+    """The answers, in the order of the prompts. The fields are mlx-lm's.
+
+    Attributes:
+        texts: without what ended them.
+        stats: counts and times.
+        caches: of prompt and answer, where they were asked for, each in memory of its own: ``cache.save(path)`` works.
+        token_ids: of the answers, where they were asked for, without the token that ended a text.
+        logprobs: of these tokens, where they were asked for.
+    """
+
+    texts: list[str]
+    stats: BatchStats
+    caches: list[ModelCache | None] | None
+    token_ids: list[list[int]] | None = None
+    logprobs: list[list[float]] | None = None
+
+
+def batch_generate(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str | Sequence[int] | mx.array],
+    prompt_caches: Sequence[Sequence[KVCache] | None] | None = None,
+    max_tokens: int | Sequence[int] = 128,
+    verbose: bool = False,
+    return_prompt_caches: bool = False,
+    return_token_ids: bool = False,
+    return_logprobs: bool = False,
+    *,
+    stop_tokens: Sequence[Sequence[int]] | None = None,
+    sampler: Sampler | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
+    completion_batch_size: int = 32,
+    prefill_batch_size: int = 8,
+    prefill_step_size: int | None = None,
+    max_kv_size: int | None = None,
+    stream: None = None,
+    samplers: Sequence[Sampler | None] | None = None,
+    stop: str | Sequence[str] | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int | None = None,
+    deterministic: bool = False,
+) -> BatchResponse:
+    """Answer many prompts at once. The arguments up to ``stream`` are mlx-lm's, those of its BatchGenerator too.
+
+    One pool is reserved before the first token, for the prompts that run at once with all their tokens. It never grows.
+
+    Args:
+        model, tokenizer: from :func:`kvant.load`.
+        prompts: each as in :func:`kvant.stream_generate`: token ids, as in mlx-lm, or text.
+        prompt_caches: for each prompt a cache that it continues, or None. They are copied, and left as they are.
+        max_tokens: of each answer at most; an int, or one for each prompt.
+        verbose: print the reservation, progress and statistics.
+        return_prompt_caches, return_token_ids, return_logprobs: see :class:`BatchResponse`.
+        stop_tokens: rows of token ids, each of which ends an answer; in the place of the tokenizer's end of text.
+        sampler: for all prompts. With a seed, prompt i draws with the seed + i.
+        logits_processors: for all prompts; functions of (tokens so far, logits).
+        completion_batch_size: prompts that run at once, at most.
+        prefill_batch_size: completion_batch_size is at least this, as in mlx-lm. One prompt is fed at a time.
+        prefill_step_size: prompt tokens fed at a time, at most; default: 512. While an answer runs, and where it is
+            deterministic, at most 128.
+        max_kv_size: a sequence has at most so many tokens, as in :func:`kvant.stream_generate`.
+        stream: refused.
+        samplers: one for each prompt, None: ``sampler``. Each draws with its own seed.
+        stop: a string or strings that end an answer, which does not include them.
+        kv_bits, kv_group_size: of the pool; default: 8 bits in groups of 32. 0 bits: no quantization, as in mlx-lm.
+        deterministic: a prompt's answer does not depend on the others, on a CPU to the last bit. It takes longer.
+
+    Raises:
+        ContextError: a prompt that does not fit the context or max_kv_size, or a pool that does not fit this machine.
+        PromptError: an empty prompt, or ids that the model does not know.
+        ValueError: any other argument out of range. Nothing has been computed then.
+    """
+    if stream is not None:
+        raise ArgumentError("stream", f"is a {type(stream).__name__}; expected None: MLX's default stream computes")
+    _check_each(len(prompts), prompt_caches=prompt_caches, max_tokens=max_tokens, samplers=samplers)
+    check_count("completion_batch_size", completion_batch_size)
+    check_count("prefill_batch_size", prefill_batch_size)
+    step_size = prefill_step_size
+    if step_size is None:
+        step_size = CHUNK if deterministic else PREFILL_STEP_SIZE
+    check_count("prefill_step_size", step_size)
+    if deterministic and step_size < CHUNK:
+        raise ArgumentError("prefill_step_size", f"is {step_size}; expected {CHUNK} or more with", "deterministic")
+    check_format(kv_bits, kv_group_size, max_kv_size)
+    stops, ends = check_stops(stop), _ends(stop_tokens, tokenizer)
+    shared = for_a_run(sampler or greedy)
+    wanted: list[Wanted] = []
+    needs: list[int] = []
+    for number, prompt in enumerate(prompts):
+        limit = max_tokens if isinstance(max_tokens, int) else max_tokens[number]
+        cache = None if prompt_caches is None else prompt_caches[number]
+        own = None if samplers is None else samplers[number]
+        with _named(number):
+            ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)
+            held = 0 if cache is None else model.check_cache(cache, batch=1).offset
+            check_count("max_tokens", limit)
+            needs.append(reservation(model, held + len(ids), limit, max_kv_size))
+        request = Request(
+            ids,
+            max_tokens=limit,
+            sampler=for_answer(shared, number) if own is None else own,
+            logits_processors=tuple(logits_processors or ()),
+            stop_tokens={end[0] for end in ends if len(end) == 1},
+            cache=cache,
+            keep_cache=return_prompt_caches,
+        )
+        wanted.append(Wanted(request, stops, [end for end in ends if len(end) > 1]))
+    at_once = max(completion_batch_size, prefill_batch_size)
+    stats = BatchStats()
+    pieces: list[list[Piece]] = []
+    if wanted:
+        pool = model.make_pool(
+            pool_reservation(needs, at_once),
+            # Deterministic: a step has as many rows for any number of prompts.
+            sequences=at_once if deterministic else min(at_once, len(needs)),
+            quant_bit=DEFAULT_KV_BITS if kv_bits is None else kv_bits,
+            quant_group=kv_group_size or DEFAULT_KV_GROUP_SIZE,
+            max_seq_len=max(needs),
+            prefill_step_size=step_size,
+        )
+        if verbose:
+            print(f"[batch_generate] Reserved: {format_bytes(pool.nbytes)} for {pool.max_sequences} sequences at once")
+        scheduler = Scheduler(model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
+        stats, pieces = _answer(scheduler, wanted, tokenizer, verbose)
+        stats.reserved_bytes = pool.nbytes
+    if verbose:
+        print(f"[batch_generate] Prompt: {stats.prompt_tokens} tokens, {stats.prompt_tps:.3f} tokens-per-sec")
+        print(
+            f"[batch_generate] Generation: {stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec"
+        )
+        print(f"[batch_generate] Peak memory: {stats.peak_memory:.3f} GB")
+    return BatchResponse(
+        texts=["".join(piece.text for piece in own) for own in pieces],
+        stats=stats,
+        caches=[own[-1].cache for own in pieces] if return_prompt_caches else None,
+        token_ids=[[piece.token for piece in _kept(own)] for own in pieces] if return_token_ids else None,
+        logprobs=[[piece.logprob for piece in _kept(own)] for own in pieces] if return_logprobs else None,
+    )
+
+
+def _answer(
+    scheduler: Scheduler, wanted: Sequence[Wanted], tokenizer: Tokenizer, verbose: bool
+) -> tuple[BatchStats, list[list[Piece]]]:
+    """All tokens of each answer, and what they took."""
+    pieces: list[list[Piece]] = [[] for _ in wanted]
+    finished, started = 0, time.perf_counter()
+    for piece in stream_pieces(scheduler, wanted, tokenizer):
+        pieces[piece.number].append(piece)
+        finished += piece.finish_reason is not None
+        if verbose and piece.finish_reason is not None:
+            end = "\n" if finished == len(wanted) else " ...\r"
+            print(f"[batch_generate] Finished processing {finished}/{len(wanted)}", end=end)
+    stats = BatchStats(
+        prompt_tokens=sum(own[0].prompt_tokens for own in pieces),
+        prompt_time=scheduler.feeding_s,
+        generation_tokens=sum(map(len, pieces)),
+        generation_steps=scheduler.steps,
+        decode_time=scheduler.decoding_s,
+        wall_time=time.perf_counter() - started,
+        peak_memory=mx.get_peak_memory() / 1e9,
+    )
+    return stats, pieces
+
+
+@contextmanager
+def _named(number: int) -> Iterator[None]:
+    """Errors of a prompt say which one it is."""
+    try:
+        yield
+    except (ContextError, PromptError) as error:
+        raise type(error)(f"prompts[{number}]: {error}") from error
+
+
+def _kept(pieces: Sequence[Piece]) -> Sequence[Piece]:
+    """An answer's tokens but the one that ended its text, as mlx-lm counts them."""
+    return pieces[:-1] if pieces and pieces[-1].finish_reason == "stop" else pieces
+
+
+def _check_each(count: int, **given: object) -> None:
+    """Refuse a list that has not one entry for each prompt.
+
+    Raises:
+        ArgumentError: there is one.
+    """
+    for name, values in given.items():
+        if isinstance(values, Sequence) and len(values) != count:
+            raise ArgumentError(name, f"has {len(values)} entries; expected {count}, one for each prompt")
+
+
+def _ends(stop_tokens: Sequence[Sequence[int]] | None, tokenizer: Tokenizer) -> list[list[int]]:
+    """Rows of token ids that end an answer.
+
+    Raises:
+        ArgumentError: an entry that is no row of ids, or an empty one.
+    """
+    if stop_tokens is None:
+        return [[token] for token in tokenizer.eos_token_ids]
+    for row in stop_tokens:
+        if not isinstance(row, Sequence) or not row or any(type(token) is not int for token in row):
+            raise ArgumentError("stop_tokens", f"has {row!r:.80}; expected rows of token ids, such as [[2], [13, 13]]")
+    return [list(row) for row in stop_tokens]

@@ -1,0 +1,334 @@
+"""A bridged model's pool: sequences of different lengths in one step, against mlx-lm's own caches and kvant's."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import architectures as table
+import mlx.core as mx
+import pytest
+from mlx_lm.models import cache as mlx_lm_cache
+from support.counts import count
+from support.numbers import relative_error
+from support.tiny_models import build
+
+from kvant.bridge.config import BridgedConfig
+from kvant.bridge.model import BridgedModel
+from kvant.bridge.pool import BridgedPool
+from kvant.cache.pool import PoolSequence
+from kvant.errors import ContextError, ModelError
+
+LENGTHS = (5, 126, 20)  # one reaches its second page
+PROMPTS = [[(7 + 31 * i + 5 * b) % 97 for i in range(length)] for b, length in enumerate(LENGTHS)]
+STEPS = 5
+AGREE = 1e-4  # of the largest logit
+QUANTIZED_AGREE = 2e-2  # rounding flips a quantized value now and then
+# windows and learned sinks; states; both; lists, an indexer and latent attention; shared layers; short states
+SOME = ["gpt_oss", "qwen3_next", "falcon_h1", "deepseek_v32", "gemma3n", "longcat_flash_ngram"]
+# Every architecture whose model has no such step, and what the error says.
+REFUSED = {
+    "llama4": "attends in chunks",
+    "minimax_m3_vl": "selects blocks of keys",  # mlx-lm's own batch of long texts is wrong, too
+    "afm7": "logits would be others",  # the position from the number of rows that it reads
+    "recurrent_gemma": "logits would be others",  # its first token is not one after a state of zeros
+    "gemma2": "ValueError",  # a mask of four axes added to scores of five
+    "phi3small": "ValueError",  # a boolean mask that is added
+    "gpt_bigcode": "convert",  # the offset as a Python number
+    "internlm3": "convert",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_compilation() -> Iterator[None]:
+    """It would call a C++ compiler, the first time."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def _bridged(name: str) -> BridgedModel:
+    return BridgedModel(build(name)[0], BridgedConfig(name, 100_000, None), mx.float32)
+
+
+def _pool(model: BridgedModel, bits: int = 0, **changes: Any) -> BridgedPool:
+    options: dict[str, Any] = {"tokens": 1024, "sequences": 4, "max_seq_len": 512, "prefill_step_size": 64}
+    return model.make_pool(**options | changes, quant_bit=bits)
+
+
+def _fed(
+    model: BridgedModel, pool: BridgedPool, sequences: Sequence[PoolSequence], ids: list[list[int]], rows: int = 0
+) -> mx.array:
+    """The logits (B, vocab) after a committed step of (B, S) ids."""
+    batch = pool.batch(sequences, rows or None)
+    padded = ids + [[0] * len(ids[0])] * (batch.rows - len(ids))
+    logits = table.finite(model.next_logits(mx.array(padded), batch))
+    mx.eval(logits)
+    batch.commit()
+    return logits[: len(ids)]
+
+
+def _opened(model: BridgedModel, pool: BridgedPool, prompt: list[int], max_tokens: int = 200) -> tuple[Any, mx.array]:
+    """A sequence that holds a prompt, and the logits (1, vocab) after it."""
+    sequence = pool.sequence(max_tokens, prompt)
+    for first in range(sequence.length, len(prompt), pool.prefill_step_size):
+        logits = _fed(model, pool, [sequence], [prompt[first : first + pool.prefill_step_size]])
+    return sequence, logits
+
+
+def _in_company(model: BridgedModel, pool: BridgedPool, texts: list[list[int]], rows: int = 0) -> list[mx.array]:
+    """The logits (STEPS + 1, vocab) of each prompt of a batch that goes on with the given tokens."""
+    opened = [_opened(model, pool, prompt) for prompt in PROMPTS]
+    logits = [mx.concatenate([first for _, first in opened])]
+    for step in range(STEPS):
+        sequences = [sequence for sequence, _ in opened]
+        logits.append(_fed(model, pool, sequences, [[text[step]] for text in texts], rows))
+    for sequence, _ in opened:
+        sequence.release()
+    assert pool.num_free == pool.num_pages
+    return list(mx.stack(logits, axis=1))
+
+
+def _alone(step: Any, prompt: list[int], text: list[int] | None = None) -> tuple[list[int], mx.array]:
+    """Tokens, the likeliest where none are given, and the logits (STEPS + 1, vocab). ``step``: of token ids."""
+    logits, tokens = [table.finite(step(prompt))], list(text or [])
+    for i in range(STEPS):
+        if text is None:
+            tokens.append(int(logits[-1].argmax().item()))
+        logits.append(table.finite(step([tokens[i]])))
+    return tokens, mx.stack(logits)
+
+
+def _reference(name: str, model: BridgedModel, prompt: list[int]) -> tuple[list[int], mx.array]:
+    """Greedy tokens of mlx-lm's model with its own cache, or without one where that cache is too short."""
+    cache = mlx_lm_cache.make_prompt_cache(model.module)
+    fed: list[int] = []
+
+    def step(ids: list[int]) -> mx.array:
+        fed.extend(ids)
+        if name in table.ONE_CALL:
+            return model.module(mx.array([fed]), cache=mlx_lm_cache.make_prompt_cache(model.module))[0, -1]  # type: ignore[no-any-return]
+        return model.module(mx.array([ids]), cache=cache)[0, -1]  # type: ignore[no-any-return]
+
+    return _alone(step, prompt)
+
+
+@pytest.mark.parametrize("name", count(SOME, sorted(set(table.measured()) - REFUSED.keys())))
+def test_sequences_of_different_lengths_are_what_each_is_alone(name: str) -> None:
+    model = _bridged(name)
+    references = [_reference(name, model, prompt) for prompt in PROMPTS]
+    texts = [tokens for tokens, _ in references]
+    for bits in count((0, 4), (0, 8, 4)):
+        given = _in_company(model, _pool(model, bits), texts)
+        for logits, prompt, (text, expected) in zip(given, PROMPTS, references, strict=True):
+            if bits == 0:
+                assert table.worst(table.errors(logits, expected)) < AGREE
+                assert logits[:-1].argmax(axis=-1).tolist() == text
+                continue
+            cache = model.make_cache(200, quant_bit=bits)
+            _, own = _alone(lambda ids, c=cache: model(mx.array([ids]), cache=c)[0, -1], prompt, text)
+            assert table.median(table.errors(logits, own)) < AGREE
+            assert table.worst(table.errors(logits, own)) < QUANTIZED_AGREE
+
+
+@pytest.mark.parametrize("name", count(["llama4", "minimax_m3_vl", "afm7", "gemma2"], sorted(REFUSED)))
+def test_a_model_without_such_a_step_is_refused(name: str) -> None:
+    model = _bridged(name)
+    with pytest.raises(ModelError, match=f"^{name} .*one sequence at a time works") as error:
+        _pool(model)
+    assert REFUSED[name] in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next"])
+def test_a_step_is_mlx_lms_own_batch(name: str) -> None:
+    model = _bridged(name)
+    pool, caches, sequences = _pool(model), [], []
+    for prompt in PROMPTS:
+        caches.append(mlx_lm_cache.make_prompt_cache(model.module))
+        model.module(mx.array([prompt]), cache=caches[-1])
+        sequences.append(_opened(model, pool, prompt)[0])
+    theirs = [layers[0].merge(layers) for layers in zip(*caches, strict=True)]
+    for token in range(STEPS):
+        ids = [[token + 1], [token + 30], [token + 60]]
+        given = _fed(model, pool, sequences, ids)
+        assert relative_error(given, model.module(mx.array(ids), cache=theirs)[:, -1]) < AGREE
+
+
+def test_windows_go_past_their_pages() -> None:
+    """Pages whose rows all left the window are given back while the sequence grows."""
+    model = _bridged("gemma3_text")
+    pool = _pool(model, tokens=2048)
+    long = [(7 + 31 * i) % 97 for i in range(376)]
+    cache = mlx_lm_cache.make_prompt_cache(model.module)
+    model.module(mx.array([long]), cache=cache)
+    sequence, _ = _opened(model, pool, long, 400)
+    other, _ = _opened(model, pool, PROMPTS[0])
+    tables = {part.window: table for part, table in zip(pool.parts, sequence.tables, strict=True)}
+    firsts = []
+    for token in range(20):
+        given = _fed(model, pool, [other, sequence], [[3], [token]])
+        assert relative_error(given[1], model.module(mx.array([[token]]), cache=cache)[0, -1]) < AGREE
+        firsts.append(tables[8].first)
+    assert set(firsts) == {256, 384}
+    assert len(tables[8].pages) == 1 < len(tables[None].pages)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next", "mixtral", "mamba2"])
+@pytest.mark.parametrize("bits", [0, 8])
+def test_with_as_many_rows_a_token_is_the_same_in_any_company(name: str, bits: int) -> None:
+    model = _bridged(name)
+    texts = [[(3 * i + b) % 97 for i in range(STEPS)] for b in range(len(PROMPTS))]
+    pool = _pool(model, bits)
+    together = _in_company(model, pool, texts, rows=4)
+    for b, prompt in enumerate(PROMPTS):
+        sequence, logits = _opened(model, pool, prompt)
+        alone = [logits, *(_fed(model, pool, [sequence], [[token]], rows=4) for token in texts[b])]
+        assert mx.array_equal(mx.concatenate(alone), together[b])
+        sequence.release()
+
+
+def test_padding_is_refused_where_it_makes_nothing_the_same() -> None:
+    model = _bridged("deepseek_v3")
+    pool = _pool(model)
+    with pytest.raises(ValueError, match="rows is 4; the model reads padded keys and values"):
+        pool.batch([pool.sequence(10)], rows=4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "falcon_h1", "mamba"])
+def test_forks_steps_that_do_not_count_and_trims(name: str) -> None:
+    model = _bridged(name)
+    pool = _pool(model)
+    has_states = bool(pool.states)
+    (one, _), (other, _) = (_opened(model, pool, prompt) for prompt in PROMPTS[:2])
+    fork = one.fork()
+    batch = pool.batch([other, fork])
+    model.next_logits(mx.array([[90], [91]]), batch)  # given up
+    batch.end_step()
+    with pytest.raises(RuntimeError, match="no step to commit"):
+        batch.commit()
+    ids = [[11], [12], [11]]
+    together = _fed(model, pool, [one, other, fork], ids)
+    assert relative_error(together[2], together[0]) < 1e-5
+    expected = [_reference_after(model, prompt, token) for prompt, (token,) in zip(PROMPTS[:2], ids, strict=False)]
+    assert relative_error(together[:2], mx.stack(expected)) < AGREE
+    batch = pool.batch([one, other])
+    model.next_logits(mx.array([[5, 6], [5, 6]]), batch)
+    if has_states:
+        assert not one.can_trim_to(3)
+        with pytest.raises(ValueError, match="the state of a linear layer takes all of a step"):
+            batch.commit(1)
+    else:
+        batch.commit([1, 0])
+        one.trim(1)
+    assert (one.length, other.length) == (LENGTHS[0] + 1, LENGTHS[1] + 1)
+    batch.end_step()
+    one.trim_to(0)
+    again = _fed(model, pool, [one], [PROMPTS[2]])
+    assert relative_error(again, model.module(mx.array([PROMPTS[2]]))[:, -1]) < AGREE
+
+
+def _reference_after(model: BridgedModel, prompt: list[int], token: int) -> mx.array:
+    return model.module(mx.array([[*prompt, token]]))[0, -1]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next", "falcon_h1", "mamba", "deepseek_v32"])
+def test_a_sequence_becomes_a_cache_and_comes_back(name: str, tmp_path: Path) -> None:
+    model = _bridged(name)
+    pool = _pool(model, 8)
+    sequence, _ = _opened(model, pool, PROMPTS[1])
+    saved = sequence.to_cache()
+    assert saved.ids == [PROMPTS[1]]
+    saved.save(tmp_path / "c.kvant")
+    cache = model.make_cache(200)
+    cache.load(tmp_path / "c.kvant")
+    model.check_cache(cache)
+    loaded = pool.sequence(200)
+    loaded.load(cache)
+    expected = _fed(model, pool, [sequence], [[9]])
+    assert relative_error(_fed(model, pool, [loaded], [[9]]), expected) < 1e-6
+    assert relative_error(model(mx.array([[9]]), cache=cache)[:, -1], expected) < 1e-5
+    with pytest.raises(ValueError, match="for a model with other layers"):
+        pool.sequence(200).load(_bridged("qwen3").make_cache(64))
+
+
+def test_prefixes_are_shared_where_no_layer_has_a_state() -> None:
+    text = [(7 + 31 * i) % 97 for i in range(150)]
+    for name, shared in (("qwen3", 128), ("gpt_oss", 128), ("qwen3_next", 0)):
+        model = _bridged(name)
+        pool = _pool(model)
+        sequence, _ = _opened(model, pool, text[:128])
+        sequence.share_prefix()
+        second = pool.sequence(200, text)
+        assert second.length == shared
+        logits = _fed(model, pool, [second], [text[shared : shared + 64]])
+        if shared:
+            assert relative_error(logits, model.module(mx.array([text]))[:, -1]) < AGREE
+
+
+@pytest.mark.parametrize(("name", "bits"), [("llama", 4), ("qwen3_next", 8), ("mamba", 0)])
+def test_bytes_are_those_of_rows_and_of_the_states_that_fit(name: str, bits: int) -> None:
+    model = _bridged(name)
+    pool = _pool(model, bits)
+    opened = [_opened(model, pool, PROMPTS[2])[0] for _ in range(4)]
+    rows = sum(array.nbytes for layer in pool.layers for array in layer.arrays)
+    states = sum(a.nbytes for one in opened for state in one.states for a in state if a is not None)
+    assert pool.nbytes == rows + states
+    with pytest.raises(ContextError, match="the pool is for 4 sequences"):
+        pool.sequence(1)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v32", "qwen3_next"])
+def test_a_step_copies_nothing_of_the_pool(name: str) -> None:
+    """Not where the model ties an array to another one and puts it back, either: DeepSeek V3.2."""
+    model = _bridged(name)
+    peaks = []
+    for tokens in (1024, 102400):
+        pool = _pool(model, tokens=tokens)
+        opened = [_opened(model, pool, prompt)[0] for prompt in PROMPTS]
+        _fed(model, pool, opened, [[3]] * 3)
+        mx.synchronize()
+        resting = mx.get_active_memory()
+        mx.reset_peak_memory()
+        _fed(model, pool, opened, [[3]] * 3)
+        peaks.append(mx.get_peak_memory() - resting)
+    assert peaks[1] < 1.2 * peaks[0]
+
+
+def test_rows_are_not_padded_for_attention_of_mlx_lms() -> None:
+    """One long sequence among short ones: as many rows as there are tokens become floats."""
+    model = _bridged("qwen3")
+    pool = _pool(model, tokens=12 * 1024, sequences=8, max_seq_len=10_000, prefill_step_size=512)
+    long = pool.sequence(8200)
+    long.commit([1] * 8000)  # as if they had been fed: its rows are zeros
+    others = [_opened(model, pool, PROMPTS[0])[0] for _ in range(7)]
+    mx.synchronize()
+    resting = mx.get_active_memory()
+    mx.reset_peak_memory()
+    _fed(model, pool, [long, *others], [[3]] * 8)
+    floats = 8000 * 2 * 2 * 32 * 4  # of the long one, in one layer
+    assert mx.get_peak_memory() - resting < 4 * floats < 8 * floats
+
+
+def test_what_is_refused() -> None:
+    model = _bridged("qwen3")
+    with pytest.raises(ValueError, match="kernels is 'fused'"):
+        _pool(model, kernels="fused")
+    for name in ("tokens", "sequences", "max_seq_len", "prefill_step_size", "quant_group"):
+        with pytest.raises(ValueError, match=f"{name} is 0; expected a positive int"):
+            _pool(model, **{name: 0})
+    with pytest.raises(ContextError, match="this machine has"):
+        _pool(model, tokens=2**40)
+    pool = _pool(model)
+    with pytest.raises(ValueError, match="the pool is for a model with other layers"):
+        _bridged("llama").next_logits(mx.array([[1]]), pool.batch([pool.sequence(10)]))
+    batch = pool.batch([pool.sequence(10)])
+    batch.begin(mx.array([[1]]))
+    layer = batch.entries[0]
+    row = mx.zeros((1, 2, 1, 32))
+    with pytest.raises(ValueError, match="the step's are"):
+        layer.update_and_fetch(mx.zeros((1, 2, 2, 32)), mx.zeros((1, 2, 2, 32)))
+    with pytest.raises(ValueError, match="a mask of 2 tokens is asked for; the step has 1"):
+        layer.make_mask(2)
+    layer.update_and_fetch(row, row)
+    with pytest.raises(RuntimeError, match="twice in one step"):
+        layer.update_and_fetch(row, row)

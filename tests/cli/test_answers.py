@@ -1,0 +1,73 @@
+"""``generate --n`` through windows and states: each answer is that of a run with its seed; the prompt is read once."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support.command import call
+from support.counts import count
+from support.kinds import KINDS, Loaded, load_kind
+
+import kvant
+from kvant.sample_utils import make_sampler
+
+PROMPT = " ".join(f"w{10 + (7 * at) % 100}" for at in range(40))
+PLAIN = ["--ignore-eos", "--ignore-chat-template", "--kv-bits", "0", "--prefill-step-size", "16"]
+POOLED = [kind for kind in KINDS if kind != "llama4"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_compilation() -> Iterator[None]:
+    """It would call a C++ compiler, the first time."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def _alone(loaded: Loaded, seed: int, max_tokens: int, **options: Any) -> str:
+    """What one run gives, at full precision."""
+    sampler = make_sampler(temp=3, seed=seed)
+    given = {"max_tokens": max_tokens, "sampler": sampler, "kv_bits": 0, "prefill_step_size": 16}
+    return kvant.generate(*loaded, PROMPT, **given, **options) + "\n"
+
+
+@pytest.mark.parametrize("kind", count(["mistral", "qwen3_next"], POOLED))
+def test_each_is_a_run_with_the_next_seed(kind: str, tmp_path: Path) -> None:
+    """Prompt and answers run past the windows."""
+    loaded = load_kind(kind, tmp_path / "model")
+    loaded[1].eos_token_ids = set()
+    alone = [_alone(loaded, 3 + number, 24) for number in range(4)]
+    assert len(set(alone)) == 4
+    flags = ["--model", str(tmp_path / "model"), "--temp", "3", "-m", "24", "--seed", "3", "--n", "4", *PLAIN]
+    done = call("generate", PROMPT, *flags, "--sequences", "3")
+    assert done.stdout == "\n".join(alone)
+    assert re.findall(r"^prompt: (\d+) tokens", done.stderr, re.MULTILINE) == ["40"]
+    assert "for 3 sequences at once" in done.stderr
+
+
+def test_answers_that_end_at_different_times(tmp_path: Path) -> None:
+    """A stop string ends one, the others go on, and the texts come in order."""
+    loaded = load_kind("qwen2", tmp_path / "model")
+    loaded[1].eos_token_ids = set()
+    stops = ["w1", "w2", "w3", "w4"]
+    alone = [_alone(loaded, number, 12, stop=stops) for number in range(6)]
+    assert len({len(text.split()) for text in alone}) > 2
+    flags = ["--model", str(tmp_path / "model"), "--temp", "3", "-m", "12", "--seed", "0", "--n", "6", *PLAIN]
+    done = call("generate", PROMPT, *flags, "-q", *(f"--stop={stop}" for stop in stops))
+    assert done.stdout == "\n".join(alone)
+    cut = sum(len(text.split()) == 12 for text in alone)
+    assert done.stderr == "cut at --max-tokens 12\n" * cut
+
+
+def test_a_model_whose_steps_cannot_be_deterministic(tmp_path: Path) -> None:
+    """mlx-lm's DeepSeek V3 reads padded rows: it answers several at once, and promises no more."""
+    load_kind("deepseek_v3", tmp_path / "model")
+    flags = [PROMPT, "--model", str(tmp_path / "model"), "--temp", "1", "-m", "3", "--n", "2", *PLAIN[:-2]]
+    done = call("generate", *flags)
+    assert (done.returncode, len(done.stdout.split("\n\n"))) == (0, 2)
+    refused = call("generate", *flags, "--deterministic")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "--deterministic: deterministic is True; what this model computes goes" in refused.stderr

@@ -1,0 +1,256 @@
+"""Many prompts at once: mlx-lm's tokens on the same weights, and what each prompt gives alone."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.generate import BatchResponse as TheirResponse
+from mlx_lm.generate_utils import BatchStats as TheirStats
+from support.conversations import QUESTIONS, asking, prompt_ids
+from support.counts import count
+
+import kvant
+from kvant import batch_generate
+from kvant.cache import ModelCache
+from kvant.engine.batch_generate import BatchResponse, BatchStats
+from kvant.errors import ArgumentError, ContextError, PromptError
+from kvant.models import Decoder
+from kvant.sample_utils import make_logits_processors, make_sampler
+from kvant.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.usefixtures("without_compilation")
+Pocket = tuple[Decoder, Tokenizer]
+MIXED = make_sampler(temp=0.8, top_p=0.9, seed=2**64 - 2)
+
+
+@pytest.fixture
+def prompts(pocket: Pocket) -> list[list[int]]:
+    """Of different lengths, one longer than a page."""
+    plain = [prompt_ids(pocket[1], [asking(question)]) for question in QUESTIONS]
+    long = pocket[1].encode("The fox Pip lived in a den by the river. " * 16)
+    return [*plain[:2], long, *plain[2:]]
+
+
+def test_names_are_mlx_lms() -> None:
+    ours = signature(batch_generate).parameters
+    assert list(ours)[:9] == list(signature(mlx_lm.batch_generate).parameters)[:9]
+    further = {*signature(BatchGenerator.__init__).parameters} - {"self", "model", "max_tokens"}
+    assert further <= {*ours}
+    for theirs, own in ((TheirResponse, BatchResponse), (TheirStats, BatchStats)):
+        assert {field.name for field in fields(theirs)} <= {field.name for field in fields(own)}
+    names = [name for name in vars(TheirStats) if isinstance(vars(TheirStats)[name], property)]
+    names += [name for name in vars(TheirStats.__mro__[1]) if isinstance(vars(TheirStats.__mro__[1])[name], property)]
+    assert len(names) == 5
+    stats = {"prompt_tokens": 10, "prompt_time": 2.0, "generation_tokens": 30, "decode_time": 3.0, "wall_time": 6.0}
+    for made in (stats, {}):
+        assert [getattr(BatchStats(**made), name) for name in names] == [  # type: ignore[arg-type]
+            getattr(TheirStats(**made), name) for name in names
+        ]
+
+
+@pytest.mark.parametrize("at_once", count([3], [1, 2, 3, 32]))
+def test_tokens_are_mlx_lms(
+    pocket: Pocket, pocket_mlx_lm: Any, pocket_folder: Path, prompts: list[list[int]], at_once: int
+) -> None:
+    """At full precision; more prompts than run at once, each with its own number of tokens."""
+    _, their_tokenizer = mlx_lm.load(str(pocket_folder), lazy=True)
+    given: dict[str, Any] = {"max_tokens": [40, 7, 20, 1, 30, 12], "return_token_ids": True, "return_logprobs": True}
+    given |= {"completion_batch_size": at_once, "prefill_batch_size": 1}
+    theirs = mlx_lm.batch_generate(pocket_mlx_lm, their_tokenizer, prompts, **given)
+    ours = batch_generate(*pocket, prompts, kv_bits=0, **given)
+    assert ours.token_ids == theirs.token_ids
+    assert ours.texts == theirs.texts
+    assert ours.caches is None
+    assert ours.logprobs is not None
+    for own, their in zip(ours.logprobs, theirs.logprobs, strict=True):
+        assert own == pytest.approx(their, abs=1e-4)
+    assert ours.stats.prompt_tokens == sum(map(len, prompts))
+    assert ours.stats.generation_tokens == theirs.stats.generation_tokens
+    assert 0 < ours.stats.prompt_time + ours.stats.decode_time <= ours.stats.wall_time
+    assert ours.stats.peak_memory > 0
+    # Six prompts with their answers, in whole pages.
+    largest = sorted(
+        (-(-(len(p) + n) // 128) for p, n in zip(prompts, given["max_tokens"], strict=True)), reverse=True
+    )[:at_once]
+    per_row = (
+        sum(
+            array.nbytes for layer in pocket[0].make_cache(128, quant_bit=0, bias_split=False) for array in layer.arrays
+        )
+        // 128
+    )
+    assert 0 <= ours.stats.reserved_bytes - per_row * 128 * sum(largest) < 20_000  # tables of the bias split
+
+
+def _alone(pocket: Pocket, prompt: Any, max_tokens: int, **options: Any) -> list[int]:
+    responses = list(kvant.stream_generate(*pocket, prompt, max_tokens, **options))
+    tokens = [response.token for response in responses]
+    return tokens[:-1] if responses[-1].finish_reason == "stop" else tokens
+
+
+def test_each_prompt_gives_what_it_gives_alone(pocket: Pocket, prompts: list[list[int]]) -> None:
+    """At full precision, with seeds, penalties and text that is encoded here."""
+    model, tokenizer = pocket
+    processors = make_logits_processors(repetition_penalty=1.2)
+    texts: list[Any] = [*prompts, "Once upon a time", mx.array(prompts[0])]
+    given: dict[str, Any] = {"kv_bits": 0, "logits_processors": processors}
+    ours = batch_generate(model, tokenizer, texts, max_tokens=16, sampler=MIXED, return_token_ids=True, **given)
+    for number, prompt in enumerate(texts):
+        sampler = make_sampler(temp=0.8, top_p=0.9, seed=(2**64 - 2 + number) % 2**64)
+        assert ours.token_ids is not None
+        assert ours.token_ids[number] == _alone(pocket, prompt, 16, sampler=sampler, **given), number
+    own = [None, *[make_sampler(temp=1, seed=5)] * 7]
+    ours = batch_generate(model, tokenizer, texts, max_tokens=9, samplers=own, return_token_ids=True, **given)
+    assert ours.token_ids == [_alone(pocket, p, 9, sampler=s, **given) for p, s in zip(texts, own, strict=True)]
+
+
+def test_a_seed_of_mlx_is_heeded(pocket: Pocket, prompts: list[list[int]]) -> None:
+    made = []
+    for seed in (7, 7, 8):
+        mx.random.seed(seed)
+        made.append(batch_generate(*pocket, prompts[:3], max_tokens=12, sampler=make_sampler(temp=1)).texts)
+    assert made[0] == made[1] != made[2]
+
+
+@pytest.mark.parametrize("bits", count([8], [8, 4, 0]))
+def test_deterministic_alone_and_in_company(pocket: Pocket, prompts: list[list[int]], bits: int) -> None:
+    """Quantized values flip by the rounding of other rows; not here. The shared beginning is found by some only."""
+    prompts = [*prompts, prompts[2] + prompts[0]]
+    samplers = [make_sampler(temp=0.9, seed=n) if n % 2 else None for n in range(len(prompts))]
+    given: dict[str, Any] = {"deterministic": True, "kv_bits": bits, "max_tokens": 16, "return_token_ids": True}
+    given |= {"completion_batch_size": 4, "prefill_batch_size": 1, "return_logprobs": True}
+    together = batch_generate(*pocket, prompts, samplers=samplers, **given)
+    order = [4, 6, 1, 5, 0, 2, 3]
+    shuffled = batch_generate(*pocket, [prompts[i] for i in order], samplers=[samplers[i] for i in order], **given)
+    for place, number in enumerate(order):
+        for ours in (
+            (shuffled, place),
+            *(
+                [(batch_generate(*pocket, [prompts[number]], samplers=[samplers[number]], **given), 0)]
+                if place < 2
+                else []
+            ),
+        ):
+            assert ours[0].token_ids[ours[1]] == together.token_ids[number]  # type: ignore[index]
+            assert ours[0].logprobs[ours[1]] == together.logprobs[number]  # type: ignore[index]
+
+
+def test_what_ends_an_answer(pocket: Pocket, prompts: list[list[int]]) -> None:
+    model, tokenizer = pocket
+    given: dict[str, Any] = {"kv_bits": 0, "max_tokens": 60, "return_token_ids": True, "return_prompt_caches": True}
+    plain = batch_generate(model, tokenizer, prompts, **given)
+    assert plain.token_ids is not None
+    stop = plain.texts[0][20:24]
+    by_text = batch_generate(model, tokenizer, prompts, stop=[stop, "\0"], **given)
+    assert by_text.texts == [text.partition(stop)[0] for text in plain.texts]
+    row, single = plain.token_ids[0][10:12], plain.token_ids[2][5]
+    by_tokens = batch_generate(model, tokenizer, prompts, stop_tokens=[row, [single]], **given)
+    assert by_tokens.token_ids is not None
+    assert by_tokens.token_ids[0] == plain.token_ids[0][: _first_end(plain.token_ids[0], row, single)]
+    assert by_tokens.token_ids[2] == plain.token_ids[2][: plain.token_ids[2].index(single)]
+    # An answer that its own text ended has its cache, too.
+    assert by_tokens.caches is not None
+    assert by_tokens.caches[0] is not None
+    assert (
+        by_tokens.caches[0].ids[0][: len(prompts[0]) + len(by_tokens.token_ids[0])]
+        == prompts[0] + by_tokens.token_ids[0]
+    )
+
+
+def _first_end(tokens: list[int], row: list[int], single: int) -> int:
+    ends = [at + 1 for at in range(len(tokens)) if tokens[at : at + 2] == row]
+    return min([*ends, *(at for at, token in enumerate(tokens) if token == single)])
+
+
+def test_caches_are_continued_and_kept(pocket: Pocket, prompts: list[list[int]], tmp_path: Path) -> None:
+    """Each is one of its own: it can be saved, and goes on alone as in company."""
+    model, tokenizer = pocket
+    given: dict[str, Any] = {"kv_bits": 0, "max_tokens": 20, "return_token_ids": True}
+    first = batch_generate(model, tokenizer, prompts[:3], return_prompt_caches=True, **given)
+    caches = first.caches
+    assert caches is not None
+    assert first.token_ids is not None
+    for cache, prompt, tokens in zip(caches, prompts, first.token_ids, strict=False):
+        assert isinstance(cache, ModelCache)
+        assert cache.ids[0][: len(prompt) + len(tokens)] == prompt + tokens
+    held = [cache.ids[0] for cache in caches if cache is not None]
+    assert caches[0] is not None
+    caches[0].save(tmp_path / "cache")
+    second = batch_generate(model, tokenizer, prompts[3:6], prompt_caches=[*caches[:2], None], **given)
+    assert [cache.ids[0] for cache in caches if cache is not None] == held
+    assert second.token_ids is not None
+    alone = [_alone(pocket, [*held[i], *prompts[3 + i]], 20, kv_bits=0) for i in range(2)]
+    assert second.token_ids == [*alone, _alone(pocket, prompts[5], 20, kv_bits=0)]
+    loaded = kvant.load_prompt_cache(tmp_path / "cache")
+    again = batch_generate(model, tokenizer, [prompts[3]], prompt_caches=[loaded], **given)
+    assert again.token_ids == second.token_ids[:1]
+
+
+def test_a_sequence_has_max_kv_size_at_most(pocket: Pocket, prompts: list[list[int]]) -> None:
+    given: dict[str, Any] = {"kv_bits": 0, "return_token_ids": True, "stop_tokens": []}
+    ours = batch_generate(*pocket, prompts[:2], max_tokens=30, max_kv_size=25, **given)
+    assert ours.token_ids is not None
+    assert [len(tokens) for tokens in ours.token_ids] == [25 + 1 - len(prompt) for prompt in prompts[:2]]
+    with pytest.raises(ContextError, match=r"prompts\[2\]: the prompt has \d+ tokens; max_kv_size is 25"):
+        batch_generate(*pocket, prompts, max_kv_size=25)
+
+
+def test_what_is_printed(pocket: Pocket, prompts: list[list[int]], capsys: pytest.CaptureFixture[str]) -> None:
+    batch_generate(*pocket, prompts[:3], max_tokens=3)
+    assert capsys.readouterr() == ("", "")
+    batch_generate(*pocket, prompts[:3], max_tokens=3, verbose=True)
+    lines = capsys.readouterr().out.replace("\r", "\n").splitlines()
+    assert lines[0].startswith("[batch_generate] Reserved: ")
+    assert "for 3 sequences at once" in lines[0]
+    assert lines[3] == "[batch_generate] Finished processing 3/3"
+    assert [line.split()[1] for line in lines[4:]] == ["Prompt:", "Generation:", "Peak"]
+
+
+def test_no_prompt_is_no_work(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Decoder, "make_pool", None)
+    assert batch_generate(*pocket, [], return_token_ids=True) == BatchResponse([], BatchStats(), None, [], None)
+
+
+def _refused() -> Iterator[tuple[dict[str, Any], type[Exception], str]]:
+    yield {"prompts": [[5], []]}, PromptError, r"prompts\[1\]: the prompt is empty"
+    yield {"prompts": [[5], [-1]]}, PromptError, r"prompts\[1\]: the prompt has token id -1"
+    yield {"prompts": [[5] * 3000]}, ContextError, r"prompts\[0\]: the prompt has 3000 tokens; the model's context is"
+    for given, words in (
+        ({"max_tokens": 0}, "max_tokens is 0; expected at least 1"),
+        ({"max_tokens": -1}, "max_tokens is -1; expected at least 1"),
+        ({"max_tokens": [3]}, "max_tokens has 1 entries; expected 2, one for each prompt"),
+        ({"samplers": [None] * 3}, "samplers has 3 entries; expected 2"),
+        ({"prompt_caches": [None]}, "prompt_caches has 1 entries; expected 2"),
+        ({"stop": [""]}, "none empty"),
+        ({"stop_tokens": [2]}, "stop_tokens has 2; expected rows of token ids"),
+        ({"stop_tokens": [[]]}, r"stop_tokens has \[\]; expected rows of token ids"),
+        ({"completion_batch_size": 0}, "completion_batch_size is 0; expected at least 1"),
+        ({"prefill_batch_size": 0}, "prefill_batch_size is 0; expected at least 1"),
+        ({"prefill_step_size": 0}, "prefill_step_size is 0; expected at least 1"),
+        ({"prefill_step_size": 64, "deterministic": True}, "prefill_step_size is 64; expected 128 or more with determ"),
+        ({"max_kv_size": 0}, "max_kv_size is 0"),
+        ({"kv_bits": 5}, "kv_bits is 5; expected 8, 4, 0"),
+        ({"kv_group_size": 7}, "7"),
+        ({"stream": mx.default_stream(mx.cpu)}, "stream is a Stream; expected None"),
+    ):
+        yield given, ValueError, words
+    yield {"draft_model": None}, TypeError, "draft_model"
+
+
+@pytest.mark.parametrize(("given", "kind", "words"), [*_refused()])
+def test_what_is_refused_by_name(pocket: Pocket, given: dict[str, Any], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        batch_generate(*pocket, **{"prompts": [[5, 6], [7]], **given})
+
+
+def test_an_error_of_a_sampler_leaves_nothing_behind(pocket: Pocket, prompts: list[list[int]]) -> None:
+    def failing(logprobs: mx.array) -> mx.array:
+        raise ArgumentError("sampler", "has had enough")
+
+    with pytest.raises(ArgumentError, match="sampler has had enough"):
+        batch_generate(*pocket, prompts, samplers=[None, failing, None, None, None, None])

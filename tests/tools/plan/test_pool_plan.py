@@ -1,0 +1,101 @@
+"""The plan of a pool: the bytes that make_pool reserves, of every kind of layer."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support.command import call
+from support.counts import count
+from support.kinds import KINDS, load_kind
+
+from kvant.cli.fitting import plan_that_fits
+from kvant.errors import ContextError, ModelError
+from kvant.models import Decoder
+from kvant.tools.machine import this_machine
+from kvant.tools.plan import Checkpoint, Settings, plan, read_folder, split_pairs
+
+POOLED = [kind for kind in KINDS if kind != "llama4"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_compilation() -> Iterator[None]:
+    """It would call a C++ compiler, the first time."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.mark.parametrize("kind", POOLED)
+def test_it_is_what_a_pool_reserves(kind: str, tmp_path: Path) -> None:
+    model, _ = load_kind(kind, tmp_path / "model")
+    checkpoint = read_folder(tmp_path / "model")
+    cases = [(8, 3, 8, 512), (200, 2, 0, 32), (1000, 8, 4, 64)]
+    for tokens, sequences, bits, step in count(cases[1:], cases):
+        settings = Settings(kv_bits=bits, prefill_step_size=step, sequences=sequences)
+        made = plan(
+            checkpoint, max_kv_size=tokens, settings=settings, device="cpu", split_pairs=split_pairs(model) or None
+        )
+        rows = -(-tokens // 128) * 128
+        sizes = [
+            model.make_pool(
+                number * rows, sequences=number, quant_bit=bits, max_seq_len=tokens, prefill_step_size=step
+            ).nbytes
+            for number in (sequences, sequences + 1)
+        ]
+        assert made.cache + made.state == sizes[0]
+        assert made.sequence == sizes[1] - sizes[0]
+        fewer = replace(settings, pool_tokens=rows * sequences // 2)
+        pool = model.make_pool(
+            rows * sequences // 2, sequences=sequences, quant_bit=bits, max_seq_len=tokens, prefill_step_size=step
+        )
+        known = split_pairs(model) or None
+        made = plan(checkpoint, max_kv_size=tokens, settings=fewer, device="cpu", split_pairs=known)
+        assert made.cache + made.state == pool.nbytes
+
+
+def test_of_a_model_that_has_none(tmp_path: Path) -> None:
+    load_kind("llama4", tmp_path / "model")
+    checkpoint = read_folder(tmp_path / "model")
+    with pytest.raises(ModelError, match="attends in chunks, which a pool has no pages for; one sequence at a time"):
+        plan(checkpoint, max_kv_size=64, settings=Settings(sequences=2), device="cpu")
+    done = call("generate", "w10", "--model", str(tmp_path / "model"), "--n", "2", "--temp", "1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "attends in chunks" in done.stderr
+
+
+def test_the_caches_beside_a_pool_are_counted(pocket: tuple[Decoder, Any], pocket_folder: Path) -> None:
+    checkpoint = Checkpoint.from_folder(pocket_folder)
+    settings = Settings(sequences=2, kv_bias_split=False)
+    alone, more = (
+        plan(checkpoint, max_kv_size=300, settings=replace(settings, caches=caches), device="cpu") for caches in (0, 2)
+    )
+    assert more.arrays - alone.arrays == more.caches == 2 * pocket[0].make_cache(300, bias_split=False).nbytes
+    machine = replace(this_machine(), device="cpu", limit_bytes=alone.total)
+    assert plan_that_fits(checkpoint, settings, 300, machine).total == alone.total
+    with pytest.raises(ContextError, match=r"2 sequences of 300 tokens need .*caches for --prompt-cache-file"):
+        plan_that_fits(checkpoint, replace(settings, caches=2), 300, machine)
+
+
+def test_the_command(pocket: tuple[Decoder, Any]) -> None:
+    flags = ["plan", "--device", "cpu", "--max-kv-size", "1000", "--sequences", "8", "--no-kv-bias-split"]
+    record = json.loads(call(*flags, "--json").stdout)
+    pool, more = (pocket[0].make_pool(n * 1024, sequences=n, max_seq_len=1000, bias_split=False).nbytes for n in (8, 9))
+    assert (record["sequences"], record["bytes"]["cache"]) == (8, pool)
+    assert record["bytes"]["sequence"] == more - pool
+    words = " ".join(call(*flags).stdout.split())
+    assert f"cache {pool:,} " in words
+    assert "8 sequences of 1000 tokens at 8 bits; one more would add 1.11 MB" in words
+    assert "longest context that fits, each of 8 sequences:" in words
+    assert call(*flags, "--sequences", "0").returncode == 2
+    # So many fit, and one more does not.
+    few = [*flags, "--memory", "220MB", "--max-kv-size", "2048", "--kv-bits", "4"]
+    done = call(*few, "--sequences", "40")
+    assert done.returncode == 1
+    assert "--sequences " in done.stdout
+    most = int(done.stdout.partition("--sequences ")[2].split()[0])
+    assert call(*few, "--sequences", str(most)).returncode == 0
+    assert call(*few, "--sequences", str(most + 1)).returncode == 1
