@@ -79,6 +79,19 @@ def test_a_sequence_goes_on_in_a_cache_and_in_a_file(model: Decoder, bits: int, 
         _next(model, pool, mine, other)
 
 
+def test_a_cache_goes_back_no_further_than_its_sequence(model: Decoder) -> None:
+    """The window of 40 moved on to page 1 with the last token: a ring's usual 17 tokens back would miss its rows."""
+    pool = _pool(model, 0)
+    sequence = pool.sequence(900)
+    prefill(model, pool, sequence, TEXT[:167])
+    decode(model, pool, [sequence], TEXT[167:168])
+    cache = sequence.to_cache()
+    assert [n for n in range(140, 169) if cache.can_trim_to(n)] == [n for n in range(140, 169) if n >= 167]
+    cache.trim_to(167)
+    expected = model.logits(model.hidden_states(mx.array([[*TEXT[:167], 5]]))[:, -1])
+    assert close(model(mx.array([[5]]), cache=cache)[:, -1], expected)
+
+
 def test_a_cache_reserved_for_less_than_a_window_goes_in(model: Decoder) -> None:
     pool = _pool(model, 8)
     sequence = pool.sequence(900)
