@@ -79,6 +79,19 @@ def test_a_sequence_goes_on_in_a_cache_and_in_a_file(model: Decoder, bits: int, 
         _next(model, pool, mine, other)
 
 
+def test_a_cache_goes_back_no_further_than_its_sequence(model: Decoder) -> None:
+    """The window of 40 moved on to page 1 with the last token: a ring's usual 17 tokens back would miss its rows."""
+    pool = _pool(model, 0)
+    sequence = pool.sequence(900)
+    prefill(model, pool, sequence, TEXT[:167])
+    decode(model, pool, [sequence], TEXT[167:168])
+    cache = sequence.to_cache()
+    assert [n for n in range(140, 169) if cache.can_trim_to(n)] == [n for n in range(140, 169) if n >= 167]
+    cache.trim_to(167)
+    expected = model.logits(model.hidden_states(mx.array([[*TEXT[:167], 5]]))[:, -1])
+    assert close(model(mx.array([[5]]), cache=cache)[:, -1], expected)
+
+
 def test_a_cache_reserved_for_less_than_a_window_goes_in(model: Decoder) -> None:
     pool = _pool(model, 8)
     sequence = pool.sequence(900)
@@ -108,6 +121,23 @@ def test_what_does_not_go_in(model: Decoder, tmp_path: Path) -> None:
         sequence.load(_fed(model, 8, 10))
     with pytest.raises(ContextError, match="10 more tokens do not fit"):
         sequence.to_cache(9)
+
+
+def test_a_page_whose_first_rows_a_ring_has_lost_is_not_shared(tmp_path: Path) -> None:
+    """After 828 tokens a ring for a window of 200 begins at token 612: what page 4 held before is not there."""
+    model = tiny_model(tmp_path, (None, 200))
+    pool = _pool(model, 0)
+    sequence = pool.sequence(900)
+    sequence.load(_fed(model, 0, 828))
+    assert sequence.tables[1].first == 612
+    sequence.share_prefix()
+    other = pool.sequence(900, TEXT[:800])
+    assert other.length == 0
+    prefill(model, pool, sequence, TEXT[828:870], step=42)
+    sequence.trim_to(820)
+    expected = model.logits(model.hidden_states(mx.array([TEXT[:821]]))[:, -1])
+    assert close(decode(model, pool, [sequence], TEXT[820:821]), expected)
+    assert not sequence.can_trim_to(810)
 
 
 def test_pages_that_others_share_are_not_loaded_into(model: Decoder) -> None:

@@ -119,6 +119,7 @@ def test_a_shared_page_is_copied_when_it_is_written(model: Decoder) -> None:
     child = parent.fork()
     child.trim_to(255)
     assert close(decode(model, pool, [child], [9]), _expected(model, [*TEXT[:255], 9]))
+    assert child.ids == [*TEXT[:255], 9]
     assert close(decode(model, pool, [parent], [9]), _expected(model, [*TEXT[:256], 9]))
     check_pages(pool, [parent, child])
     child.trim_to(0)
