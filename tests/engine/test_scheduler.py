@@ -12,6 +12,7 @@ from support.counts import count
 
 from kvant import stream_generate
 from kvant.engine.request import Request
+from kvant.engine.run import prefill
 from kvant.engine.sampling import make_logits_processors, make_sampler
 from kvant.errors import ContextError, PromptError, QueueFullError
 from kvant.models import Decoder
@@ -371,3 +372,14 @@ def test_a_second_turn_feeds_what_is_new(pocket: Pocket, heldout_ids: list[int],
         tokens = run_all(scheduler, [request])[request]
         assert {token.cached_tokens for token in tokens} == {shared}
         assert ids_of(tokens) == alone(pocket[0], request)
+
+
+def test_with_determinism_pages_of_a_cache_are_not_shared(pocket: Pocket, heldout_ids: list[int]) -> None:
+    """It may have been computed in any chunks."""
+    cache = pocket[0].make_cache(200, quant_bit=0)
+    prefill(pocket[0], heldout_ids[:150], cache, step_size=70)
+    for deterministic, shared in ((True, 0), (False, 128)):
+        scheduler, _ = scheduler_of(pocket[0], deterministic=deterministic)
+        run_all(scheduler, [Request([9, 9], max_tokens=2, cache=cache)])
+        request = Request(heldout_ids[:150], max_tokens=2)
+        assert run_all(scheduler, [request])[request][0].cached_tokens == shared
