@@ -28,7 +28,7 @@ def answer_several(
     deterministic: bool,
     file: str | None = None,
 ) -> Iterator[tuple[int, Piece]]:
-    """The answers' tokens as they come, each with the number of its answer, from 0.
+    """The answers' tokens as they come, each with the number of its answer, from 0. All is reserved when it is called.
 
     Args:
         session, run, at_once, deterministic: as in :func:`kvant.cli.many.reserve_pool`; errors too.
@@ -78,14 +78,18 @@ def answer_several(
         for group in groups
     ]
     scheduler = Scheduler(session.model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
-    last: ModelCache | None = None
-    for piece in stream_pieces(scheduler, wanted, session.tokenizer):
-        number = groups[piece.number][piece.answer]
-        if number == n - 1 and piece.cache is not None:
-            last = piece.cache
-        yield number, piece
-    if file is not None and last is not None:
-        last.save(file)
+
+    def answers() -> Iterator[tuple[int, Piece]]:
+        last: ModelCache | None = None
+        for piece in stream_pieces(scheduler, wanted, session.tokenizer):
+            number = groups[piece.number][piece.answer]
+            if number == n - 1:
+                last = piece.cache
+            yield number, piece
+        if file is not None and last is not None:
+            last.save(file)
+
+    return answers()
 
 
 def _shares(session: Session, need: int) -> bool:
