@@ -12,7 +12,9 @@ from support.numbers import relative_error
 from support.tiny_models import build
 
 from kvant.bridge import BridgedCache, CacheBytes, cache_bytes, make_model_cache
+from kvant.bridge.config import BridgedConfig
 from kvant.bridge.layers import BridgedKVCache, StateCache
+from kvant.bridge.model import BridgedModel
 from kvant.errors import ContextError
 
 PROMPT = [(7 + 31 * i) % 97 for i in range(30)]
@@ -143,6 +145,23 @@ def test_bytes_are_known_before_and_the_same_after(name: str, batch: int) -> Non
             cache.commit()
             assert cache.used == planned
         assert cache.nbytes == planned.total
+
+
+def test_a_step_copies_nothing_where_a_model_ties_its_arrays_together() -> None:
+    """DeepSeek V3.2 makes one array depend on others and puts it back: MLX copied all of it at the next append."""
+    model, _ = build("deepseek_v32")
+    bridged = BridgedModel(model, BridgedConfig("deepseek_v32", 128, None), mx.float32)
+    peaks = []
+    for max_seq_len in (512, 16384):
+        cache = bridged.make_cache(max_seq_len)
+        for tokens in (PROMPT, [5], [6]):
+            mx.synchronize()
+            resting = mx.get_active_memory()
+            mx.reset_peak_memory()
+            mx.eval(bridged.next_logits(mx.array([tokens]), cache))
+            cache.commit(ids=[tokens])
+        peaks.append(mx.get_peak_memory() - resting)
+    assert peaks[1] < peaks[0] + 2**16
 
 
 def test_a_step_is_begun_before_the_model_is_called() -> None:

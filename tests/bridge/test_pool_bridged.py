@@ -28,6 +28,7 @@ SOME = ["gpt_oss", "qwen3_next", "falcon_h1", "deepseek_v32", "gemma3n", "longca
 # Every architecture whose model has no such step, and what the error says.
 REFUSED = {
     "llama4": "attends in chunks",
+    "minimax_m3_vl": "selects blocks of keys",  # mlx-lm's own batch of long texts is wrong, too
     "afm7": "logits would be others",  # the position from the number of rows that it reads
     "recurrent_gemma": "logits would be others",  # its first token is not one after a state of zeros
     "gemma2": "ValueError",  # a mask of four axes added to scores of five
@@ -129,7 +130,7 @@ def test_sequences_of_different_lengths_are_what_each_is_alone(name: str) -> Non
             assert table.worst(table.errors(logits, own)) < QUANTIZED_AGREE
 
 
-@pytest.mark.parametrize("name", count(["llama4", "afm7", "gemma2"], sorted(REFUSED)))
+@pytest.mark.parametrize("name", count(["llama4", "minimax_m3_vl", "afm7", "gemma2"], sorted(REFUSED)))
 def test_a_model_without_such_a_step_is_refused(name: str) -> None:
     model = _bridged(name)
     with pytest.raises(ModelError, match=f"^{name} .*one sequence at a time works") as error:
@@ -276,9 +277,9 @@ def test_bytes_are_those_of_rows_and_of_the_states_that_fit(name: str, bits: int
         pool.sequence(1)
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v32", "minimax_m3_vl", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v32", "qwen3_next"])
 def test_a_step_copies_nothing_of_the_pool(name: str) -> None:
-    """Not for the models that tie one array of theirs to another, either."""
+    """Not where the model ties an array to another one and puts it back, either: DeepSeek V3.2."""
     model = _bridged(name)
     peaks = []
     for tokens in (1024, 102400):

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from support.counts import count
 from support.pools import check_pages, close, decode, prefill, tiny_model
@@ -16,6 +17,7 @@ from kvant.errors import ContextError
 from kvant.models import Decoder, load_decoder
 from kvant.models.pool import pool_size
 from kvant.operators import paged_attention
+from kvant.operators.dynamic_batching import multi_head_cache_attention
 from kvant.sizes import format_bytes
 
 Pocket = tuple[Decoder, Any]
@@ -88,6 +90,46 @@ def test_a_step_changes_a_pool_in_place_whatever_its_size(pocket: Pocket, bits: 
     small, large = peaks
     smallest = min(array.nbytes for layer in pool.layers for array in layer.arrays)
     assert max(abs(a - b) for a, b in zip(small, large, strict=True)) < 1_000_000 < smallest / 1.5
+
+
+@pytest.mark.parametrize("bits", [8, 4, 0])
+def test_its_arrays_are_those_of_pmxs_paged_operator(pocket: Pocket, bits: int) -> None:
+    """cache_mode 1, cache_layout 3: the operator writes the same bytes and attends to the same tokens."""
+    model, _ = pocket
+    H, K, D = model.config.num_attention_heads, model.config.num_key_value_heads, model.config.head_dim
+    pool = model.make_pool(2048, sequences=3, quant_bit=bits, bias_split=False)
+    sequences = [pool.sequence(400) for _ in range(3)]
+    for sequence, length in zip(sequences, (130, 5, 256), strict=True):
+        prefill(model, pool, sequence, list(range(length)))
+    starts = [sequence.length for sequence in sequences]
+    copies = [mx.array(np.array(array))[None] for array in pool.layers[1].arrays]
+    query, key, value = (mx.random.normal((3, heads, 1, D)) for heads in (H, K, K))
+    batch = pool.batch(sequences)
+    batch.begin(mx.array([[1]] * 3))
+    given = batch[1].attend(query, key, value)
+    expected = multi_head_cache_attention(
+        *(x.squeeze(2) for x in (query, key, value)),
+        seqstarts=[0, 1, 2, 3],
+        kvstarts=[0, 131, 137, 394],
+        cachestarts=[[page * pool.page_size for page in sequence.tables[0].pages] for sequence in sequences],
+        start_pos=starts,
+        decoding_batches=3,
+        max_seqlen=1,
+        max_kvlen=257,
+        cache=copies[0],
+        scale=copies[1] if bits else None,
+        num_heads=H,
+        head_dim=D,
+        num_kv_heads=K,
+        quant_bit=bits,
+        quant_group=32,
+        cache_mode=1,
+        cache_layout=3,
+    )
+    for array, copy in zip(pool.layers[1].arrays, copies, strict=True):
+        assert mx.array_equal(array, copy[0])
+    # The operator rounds a product to its scale's dtype, float16; a pool does not.
+    assert close(given.squeeze(2), expected, 1e-3 if bits else 1e-5)
 
 
 def test_tokens_are_read_a_share_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

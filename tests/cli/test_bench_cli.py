@@ -92,6 +92,29 @@ def test_json_of_random_weights_with_quantized_caches() -> None:
     assert [summary["ratio"]["median"] == 1.0 for summary in summaries] == [False, True]
 
 
+def test_streams(tmp_path: Path) -> None:
+    """Engines take turns in an order that alternates, and one by one gives the same tokens."""
+    file, plot = tmp_path / "streams.jsonl", tmp_path / "streams.svg"
+    arguments = ["--streams", "1,3", "--prompt-tokens", "5,12", "-m", "3", "--repeats", "2", "--json"]
+    done = run(*arguments, "--kv-bits", "0", "--output", str(file), "--plot", str(plot))
+    assert done.returncode == 0, done.stderr
+    labels = ["kvant full", "kvant full, one by one"]
+    labels.append(next(s["engine"] for s in json.loads(done.stdout) if s["engine"] not in labels))
+    assert labels[2].startswith("mlx-lm float32")
+    recording = read_recording(file)
+    order = [(s.run, s.streams, s.engine) for s in recording.streams]
+    forwards = [(0, count, label) for count in (1, 3) for label in labels]
+    assert order == forwards + [(1, count, label) for count in (1, 3) for label in labels[::-1]]
+    assert [s.prompt_tokens for s in recording.streams] == [(5,)] * 3 + [(5, 12, 5)] * 3 + [(5,)] * 3 + [(5, 12, 5)] * 3
+    for number in (0, 1):
+        assert len({s.token_ids for s in recording.streams if (s.run, s.streams) == (number, 3)}) == 1
+    assert "round 2 of 2, 3 streams, kvant full: " in done.stderr
+    assert plot.exists()
+    refused = run("compare", str(file), str(file))
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "is a recording of --streams; compare takes those of single requests" in refused.stderr
+
+
 def test_a_server_beside_the_others(served: tuple[str, Reply], tmp_path: Path) -> None:
     url, reply = served
     chunk = {"choices": [{"index": 0, "text": " word", "finish_reason": None}]}
@@ -170,6 +193,12 @@ def test_an_engine_that_cannot_load(make_checkpoint: Callable[..., tuple[Path, A
         (["--seed", "9223372036854775808"], "--seed is 9223372036854775808; expected from -9223372036854775807 to"),
         (["--seed", "1", "compare", "a", "b"], "compare takes no options of bench; seed is given"),
         (["compare", "a"], "Missing argument 'B'"),
+        (["--streams", "0"], "--streams has 0; expected from 1 to 256"),
+        (["--streams", "4,4"], "--streams has 4 twice"),
+        (["--streams", "4", "--server", "http://x"], "--server is http://x, but --streams measures engines of this"),
+        (["--streams", "4", "--server-model", "x"], "--server-model is x, but --streams measures engines of this"),
+        (["--streams", "4", "--engine", "kvant:fused"], "kvant:fused does not serve several streams"),
+        (["--streams", "4", "--baseline", "kvant full"], "expected one of 'kvant 8-bit', 'kvant 8-bit, one by one'"),
         (["pocket", "--model", "pocket"], "the model is given twice, as the argument 'pocket' and with --model"),
     ],
 )
@@ -234,14 +263,18 @@ def _wait_for(process: subprocess.Popen[str], line: str) -> None:
 
 
 TWO = ["--engine", "kvant", "--kv-bits", "8,4"]
-ENDLESS = [*TWO, "--prompt-tokens", "32", "-m", "16", "--repeats", "100000"]
+LONG = ["--prompt-tokens", "32", "-m", "16", "--repeats", "100000"]
+ENDLESS = [*TWO, *LONG]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "bits"), [(signal.SIGINT, "8,4"), (signal.SIGTERM, "8"), (signal.SIGHUP, "8")], ids=str
+)
+def test_interrupted(tmp_path: Path, number: signal.Signals, bits: str) -> None:
+    """In the third run. Several engines with one signal; the others end the same command."""
     file = tmp_path / "cut.jsonl"
-    process = _start(*ENDLESS, "--output", str(file))
-    _wait_for(process, "round 2 of 100000")
+    process = _start("--engine", "kvant", "--kv-bits", bits, *LONG, "--output", str(file))
+    _wait_for(process, f"round {2 if ',' in bits else 3} of 100000")
     workers = _children(process.pid)
     process.send_signal(number)
     output, errors = process.communicate(timeout=60)
@@ -249,8 +282,8 @@ def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
     assert "Traceback" not in errors
     recording = read_recording(file)
     assert len(recording.runs) >= 3
-    assert "kvant 8-bit" in output  # the report of the runs that came to their end
-    assert "kvant 4-bit" in output
+    for each in bits.split(","):
+        assert f"kvant {each}-bit" in output  # the report of the runs that came to their end
     _check_ended(workers)
 
 

@@ -110,7 +110,7 @@ def test_in_parallel_the_numbers_are_the_same(
     """Also with fewer outputs than cores: MLX divides by zero in a product with none, which ended the process."""
     _cores(monkeypatch, cores)
     matrix = _matrix(num_rows, bits)
-    shapes = [(1, IN), (3, IN), (1, 1, IN)]
+    shapes = [(1, IN), (IN,), (1, 1, IN)]
     plain = [matrix.project(_inputs(*shape)) for shape in shapes]
     assert ways == []
     monkeypatch.setattr(matrix_module, "PARALLEL_ELEMENTS", 1)
@@ -121,18 +121,21 @@ def test_in_parallel_the_numbers_are_the_same(
 
 
 @on_a_cpu
-def test_the_thresholds(ways: list[str]) -> None:
-    large = _matrix(matrix_module.PARALLEL_ELEMENTS // IN)
-    small = _matrix(large.num_rows - 1)
+@pytest.mark.parametrize(
+    ("bits", "from_rows"), [(4, matrix_module.UNPACK_FROM_ROWS), (3, matrix_module.DEQUANTIZE_FROM_ROWS)]
+)
+def test_the_thresholds(ways: list[str], bits: int, from_rows: int) -> None:
+    large = _matrix(matrix_module.PARALLEL_ELEMENTS // IN, bits)
+    small = _matrix(large.num_rows - 1, bits)
 
     def way(matrix: QuantizedMatrix, *shape: int) -> list[str]:
         ways.clear()
         matrix.project(_inputs(*shape))
         return list(ways)
 
-    for shape in ((matrix_module.DEQUANTIZE_FROM_ROWS, IN), (2, 2, IN), (40, IN)):
+    for shape in ((from_rows, IN), (from_rows // 2, 2, IN), (40, IN)):
         assert way(small, *shape) == way(large, *shape) == ["_project_dequantized"]
-    for shape in ((matrix_module.DEQUANTIZE_FROM_ROWS - 1, IN), (1, 3, IN), (1, IN), (IN,)):
+    for shape in ((from_rows - 1, IN), (1, from_rows - 1, IN), (1, IN), (IN,)):
         assert way(large, *shape) == ["_project_in_parallel"]
         assert way(small, *shape) == []
 

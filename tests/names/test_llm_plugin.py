@@ -135,10 +135,11 @@ def test_a_record_that_cannot_be_read_hides_no_other_model(
 def test_a_question_a_system_prompt_and_a_conversation(pocket: Pocket) -> None:
     said: list[dict[str, str]] = [{"role": "system", "content": "You are Bo."}]
     expected = []
-    for arguments in (("-m", MODEL, "-s", "You are Bo.", QUESTION), ("-c", "Who is Pip?")):
+    asked = ("-m", MODEL, "-s", "You are Bo.", QUESTION), ("-c", "Who is Pip?")
+    for arguments, write in zip(asked, (lambda *words: call(*words)[0], run), strict=True):  # the next: another process
         said.append({"role": "user", "content": arguments[-1]})
         text, prompt_tokens = _answer(pocket, said)
-        assert run(*arguments, *GREEDY) == text.strip() + "\n"
+        assert write(*arguments, *GREEDY) == text.strip() + "\n"
         said.append({"role": "assistant", "content": text})
         expected.append((prompt_tokens, {"finish_reason": "stop"}))
     assert [(entry["input_tokens"], entry["response_json"]) for entry in logs()] == expected

@@ -84,10 +84,11 @@ def test_every_flag_is_named(name: str) -> None:
         assert not flags or any(re.search(rf"`{flag}[` ]", text) for flag in flags), flags
 
 
-WITH_PYTHON = ("api.md", "batching.md", "conversations.md", "operators.md")
-
-
-@pytest.mark.parametrize("page", [README, *(ROOT / "docs" / name for name in WITH_PYTHON)], ids=page_ids)
+@pytest.mark.parametrize(
+    "page",
+    [README, *(ROOT / "docs" / name for name in ("api.md", "batching.md", "conversations.md", "operators.md"))],
+    ids=page_ids,
+)
 def test_python_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every block of a page, one after the other; a line's comment after two blanks is what it prints."""
     text = page.read_text()

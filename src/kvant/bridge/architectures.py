@@ -34,6 +34,12 @@ REFUSED = {
 # Their layers are Metal kernels with no other way to compute them.
 NEEDS_METAL = frozenset({"bitnet", "muse_spark"})
 
+# Modules without a step of several sequences, although one of short texts may come out right.
+ONE_AT_A_TIME = {
+    "minimax_m3_vl": "selects blocks of keys by their place among padded rows",
+    **dict.fromkeys(NEEDS_METAL, "needs Metal, where no step of several sequences was tried"),
+}
+
 # mlx_lm.utils.MODEL_REMAPPING and MODEL_ARCHITECTURE_REMAPPING of 0.32.2. Written again, because an entry that a new
 # version adds must not open a way in, and because listing the architectures must not import mlx-lm.
 REMAPPED = {

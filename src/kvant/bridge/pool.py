@@ -9,6 +9,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 from mlx_lm.models.cache import KVCache as MlxLmKVCache
 
 from kvant.bridge import hook
+from kvant.bridge.architectures import ONE_AT_A_TIME
 from kvant.bridge.cache import BridgedCache
 from kvant.bridge.layers import StateCache
 from kvant.bridge.pool_layer import PooledLayer, StepRows
@@ -239,7 +240,7 @@ def make_pool(
         make_cache, identity: of the model.
     """
     found = probe(model)
-    check_entries(found, name)
+    check_entries(found, model, name)
 
     def made(bits: int, sizes: dict[str, int]) -> BridgedPool:
         formats = _formats(found, sizes["max_seq_len"], bits, quant_group)
@@ -254,16 +255,20 @@ def make_pool(
     return pool
 
 
-def check_entries(found: Sequence[Entry], name: str) -> None:
-    """Refuse a model with layers that no pool is for.
+def check_entries(found: Sequence[Entry], model: Model, name: str) -> None:
+    """Refuse a model that no pool is for, by its layers or its module.
 
     Raises:
-        ModelError: there is such a layer.
+        ModelError: it is one.
     """
+    reason = ONE_AT_A_TIME.get(type(model).__module__.rpartition(".")[2])
     for leaf in leaves_of(found):
-        if isinstance(leaf, Attention) and (leaf.chunk is not None or leaf.keep):
-            kind = "attends in chunks" if leaf.chunk is not None else f"keeps its first {leaf.keep} tokens in a window"
-            raise ModelError(f"{name} {kind}, which a pool has no pages for; one sequence at a time works")
+        if isinstance(leaf, Attention) and leaf.chunk is not None:
+            reason = "attends in chunks, which a pool has no pages for"
+        elif isinstance(leaf, Attention) and leaf.keep:
+            reason = f"keeps the first {leaf.keep} tokens of a window, which a pool has no pages for"
+    if reason is not None:
+        raise ModelError(f"{name} {reason}; one sequence at a time works")
 
 
 def pool_needs(

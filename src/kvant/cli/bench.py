@@ -87,6 +87,14 @@ def bench(
         bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")
     ] = False,
     prefill_step_size: options.PrefillStepSize = 512,
+    streams: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N...",
+            help="Measure so many requests at once: kvant's pool, kvant one by one, and mlx-lm's batches. Their "
+            "prompts take the lengths of --prompt-tokens (default: 128) in turn.",
+        ),
+    ] = None,
     server: Annotated[
         str | None, typer.Option(metavar="URL", help="Also measure the OpenAI-compatible server there.")
     ] = None,
@@ -115,8 +123,10 @@ def bench(
     if plot is not None and max_tokens == 1:
         raise BadValueError("--plot draws the tokens after the first, but --max-tokens is 1")
     source = bench_options.source(model, random, weight_bits, weight_group_size, seed)
-    contexts = bench_options.contexts(prompt_tokens, max_tokens, source.sizes.max_position_embeddings)
-    specs = bench_options.specs(engine, kv_bits, kv_group_size, source.sizes)
+    counts = [] if streams is None else bench_options.streams(streams, server=server, server_model=server_model)
+    defaults = bench_options.DEFAULT_CONTEXTS[: 1 if counts else None]
+    contexts = bench_options.contexts(prompt_tokens, max_tokens, source.sizes.max_position_embeddings, defaults)
+    specs = bench_options.specs(engine, kv_bits, kv_group_size, source.sizes, streams=bool(counts))
     specs += bench_options.server(server, server_model, source)
     baseline = bench_options.baseline(baseline, specs)
 
@@ -144,11 +154,11 @@ def bench(
                 prompts = word_prompts(seed, load_tokenizer(folder), source.sizes.vocab_size)
             progress("measuring the copy bandwidth")
             recorder.write(_header(source.name, seed, baseline))
-            plan = Plan(specs, folder, prefill_step_size, contexts, max_tokens, repeats, prompts)
+            plan = Plan(specs, folder, prefill_step_size, contexts, max_tokens, repeats, prompts, counts)
             try:
                 measure(plan, recorder, progress)
             finally:  # after an engine's failure or Ctrl-C too: the runs until then
-                if recorder.recording.runs:
+                if recorder.recording.runs or recorder.recording.streams:
                     _report(recorder.recording, plot, json_summaries)
 
 
@@ -162,6 +172,9 @@ def compare(
     from kvant.tools.bench.recording import read_recording
 
     recordings = read_recording(a), read_recording(b)
+    for path, recording in zip((a, b), recordings, strict=True):
+        if recording.streams:
+            raise BadValueError(f"{path} is a recording of --streams; compare takes those of single requests")
     console = terminal.console()
     console.print(f"A: {a}\nB: {b}\n", markup=False, highlight=False, soft_wrap=True)
     console.print(report.compare(*recordings))
@@ -199,6 +212,9 @@ def _report(recording: "Recording", plot: Path | None, json_summaries: bool) -> 
     from kvant.tools.bench import report
     from kvant.tools.bench.summary import agreement, summarize
 
+    if recording.streams:
+        _report_streams(recording, plot, json_summaries)
+        return
     summaries = summarize(recording)
     if json_summaries:
         print(json.dumps([asdict(summary) for summary in summaries], indent=2, allow_nan=False))
@@ -213,3 +229,22 @@ def _report(recording: "Recording", plot: Path | None, json_summaries: bool) -> 
         from kvant.tools.bench import plot as drawing
 
         drawing.plot(recording, plot)
+
+
+def _report_streams(recording: "Recording", plot: Path | None, json_summaries: bool) -> None:
+    """The same of several streams."""
+    from kvant.tools.bench import report
+    from kvant.tools.bench.streams import plot_streams, same_tokens, summarize_streams
+
+    summaries = summarize_streams(recording)
+    if json_summaries:
+        print(json.dumps([asdict(summary) for summary in summaries], indent=2, allow_nan=False))
+    else:
+        console = terminal.console()
+        console.print("\n".join(report.describe(recording.header)), markup=False, highlight=False)
+        console.print(report.streams_table(summaries))
+        same = same_tokens(recording)
+        if same is not None:
+            console.print(f"\n{same}", markup=False, highlight=False)
+    if plot is not None:
+        plot_streams(recording, plot)

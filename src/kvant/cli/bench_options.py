@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import mlx.core as mx
 import typer
 
 from kvant import blas
@@ -15,7 +16,7 @@ from kvant.engine.load import POCKET, find_model, is_bridged_folder
 from kvant.fields import MAX_SIZE
 from kvant.models.config import ModelConfig
 from kvant.operators.quantization import QUANT_BITS
-from kvant.tools.bench.engines import OPENBLAS, EngineSpec, engine_specs
+from kvant.tools.bench.engines import OPENBLAS, EngineSpec, engine_specs, stream_specs
 from kvant.tools.drawing import check_plot_path
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 DEFAULT_ENGINES = ("kvant", "mlx-lm")
 DEFAULT_CONTEXTS = (128, 1024, 4096)
 DEFAULT_KV_BITS = (0, 8, 4)
+MAX_STREAMS = 256
 SHAPE_NAMES = "qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-7b, qwen3-0.6b or pocket"
 DEFAULT_WEIGHT_BITS = 4
 DEFAULT_WEIGHT_GROUP_SIZE = 64
@@ -84,11 +86,31 @@ def source(
     return Source(name, SHAPES[shape], made, random=True)
 
 
-def contexts(text: str | None, max_tokens: int, context: int | None) -> list[int]:
+def streams(text: str, **others: str | None) -> list[int]:
+    """Numbers of requests that come at once; ``others`` are options that do not go with them, by name.
+
+    Raises:
+        BadValueError: numbers that cannot be used, or another option that is given.
+    """
+    for name, value in others.items():
+        if value is not None:
+            raise BadValueError(
+                f"--{name.replace('_', '-')} is {value}, but --streams measures engines of this machine"
+            )
+    found = _numbers("--streams", text)
+    for count in found:
+        if not 1 <= count <= MAX_STREAMS:
+            raise BadValueError(f"--streams has {count}; expected from 1 to {MAX_STREAMS}")
+    return found
+
+
+def contexts(
+    text: str | None, max_tokens: int, context: int | None, defaults: Sequence[int] = DEFAULT_CONTEXTS
+) -> list[int]:
     """Prompt lengths, each of which has room for the tokens after it in the model's context; None: any number."""
     room = MAX_SIZE if context is None else context
     if text is None:
-        found = [count for count in DEFAULT_CONTEXTS if count + max_tokens <= room]
+        found = [count for count in defaults if count + max_tokens <= room]
         if not found:
             raise BadValueError(f"--max-tokens is {max_tokens}; the model's context is {room}; set --prompt-tokens too")
         return found
@@ -109,14 +131,22 @@ def specs(
     kv_bits: str | None,
     kv_group_size: int | None,
     sizes: "ModelConfig | Shape | BridgedConfig",
+    streams: bool = False,
 ) -> list[EngineSpec]:
     """The engines that compute on this machine, in processes of their own.
+
+    Several streams are by default served with 8 bits, and on a CPU mlx-lm then computes as kvant does, in float32 and
+    with the same BLAS.
 
     mlx-lm's quantized cache raises for windows and some other layers. Of a bridged model it is measured only when
     engines or bits are named.
     """
     names = engines or DEFAULT_ENGINES
     bits = list(DEFAULT_KV_BITS) if kv_bits is None else _numbers("--kv-bits", kv_bits)
+    if streams:
+        on_cpu, lent = mx.default_device().type == mx.cpu, not blas.loaded().startswith(blas.OWN)
+        fair = ":".join(["mlx-lm", *["float32"] * on_cpu, *[OPENBLAS] * (on_cpu and lent)])
+        names, bits = engines or ("kvant", fair), bits if kv_bits else [8]
     for number in bits:
         if number not in QUANT_BITS:
             raise BadValueError(f"--kv-bits has {number}; expected 0, 4 or 8")
@@ -124,7 +154,7 @@ def specs(
         raise BadValueError(f"--kv-group-size is {kv_group_size}, but --kv-bits 0 does not quantize")
     with named("--engine"):
         head_dim = getattr(sizes, "head_dim", None)  # a bridged model's layers may differ
-        found = engine_specs(names, bits, kv_group_size, head_dim)
+        found = (stream_specs if streams else engine_specs)(names, bits, kv_group_size, head_dim)
     if engines is None and kv_bits is None and head_dim is None:
         found = [spec for spec in found if spec.name != "mlx-lm" or not spec.kv_bits]
     for spec in found:

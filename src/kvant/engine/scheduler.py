@@ -152,10 +152,14 @@ class Scheduler:
         return not (self._under_way or self._ready)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that no page is reserved for yet; any thread may ask."""
+        return len(self._waiting)
+
+    @property
     def counts(self) -> Counts:
-        """What there is to do."""
-        prompt = self._prompt
-        prefilling = 0 if prompt is None else len(prompt.open)
+        """What there is to do. Another thread must not ask during a step."""
+        prefilling = 0 if self._prompt is None else len(self._prompt.open)
         return Counts(len(self._waiting), prefilling, len(self._running), self._pool.num_free)
 
     def check(self, request: Request) -> CheckedRequest:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,23 @@ def vocabulary(trained: Path, tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-def _same(folder: Path, tokens: list[str], size: int = COUNT) -> Tokenizer:
-    """Ids, and text of them, are those of transformers' class for the folder. The tokenizer made."""
-    made = Tokenizer.from_str(make_tokenizer(folder).decode())
+@pytest.fixture(scope="module")
+def plain(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], bytes]:
+    """A function (class) -> the tokenizer of its vocabulary without other settings, made once."""
+
+    @cache
+    def make(name: str) -> bytes:
+        folder = tmp_path_factory.mktemp("plain") / name
+        shutil.copytree(trained / name, folder)
+        vocabularies.settings(folder, tokenizer_class=name)
+        return make_tokenizer(folder)
+
+    return make
+
+
+def _same(folder: Path, tokens: list[str], size: int = COUNT, data: bytes | None = None) -> Tokenizer:
+    """Ids, and text of them, are those of transformers' class for the folder. The tokenizer made, or ``data``."""
+    made = Tokenizer.from_str((data or make_tokenizer(folder)).decode())
     name = json.loads((folder / "tokenizer_config.json").read_text()).get("tokenizer_class", "LlamaTokenizer")
     reference = getattr(transformers, name.removesuffix("Fast")).from_pretrained(folder)
     texts = vocabularies.strings(size, tokens)
@@ -118,10 +133,14 @@ SAME: list[tuple[str, list[str], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "tokens", "settings"), SAME)
 def test_the_same_as_transformers(
-    vocabulary: Callable[..., Path], name: str, tokens: list[str], settings: dict[str, Any]
+    vocabulary: Callable[..., Path],
+    plain: Callable[[str], bytes],
+    name: str,
+    tokens: list[str],
+    settings: dict[str, Any],
 ) -> None:
     folder = vocabulary(name.removesuffix("Fast"), **{"tokenizer_class": name} | settings)
-    made = _same(folder, tokens)
+    made = _same(folder, tokens, data=None if settings else plain(name))
     if "added_tokens_decoder" in settings:
         assert (made.token_to_id("<|box|>"), made.token_to_id("<tool>")) == (340, 341)
 
@@ -135,19 +154,17 @@ def test_tokens_of_the_older_files(vocabulary: Callable[..., Path]) -> None:
     assert made.decode([340, 341]) == "<tool>"  # the other one is special
 
 
-def test_a_class_from_the_model_type(vocabulary: Callable[..., Path]) -> None:
+def test_a_class_from_the_model_type(vocabulary: Callable[..., Path], plain: Callable[[str], bytes]) -> None:
     folder = vocabulary("LlamaTokenizer", tokenizer_class=None)
     (folder / "config.json").write_text('{"model_type": "mistral"}')
     (folder / "tokenizer_config.json").unlink()
-    made = make_tokenizer(folder)
-    vocabularies.settings(folder, tokenizer_class="LlamaTokenizer")
-    assert made == make_tokenizer(folder)
+    assert make_tokenizer(folder) == plain("LlamaTokenizer")
 
 
-def test_the_same_as_sentencepiece(vocabulary: Callable[..., Path]) -> None:
+def test_the_same_as_sentencepiece(vocabulary: Callable[..., Path], plain: Callable[[str], bytes]) -> None:
     """But at the start of a text: before a space or a token, transformers adds no other space."""
     folder = vocabulary("LlamaTokenizer")
-    made = Tokenizer.from_str(make_tokenizer(folder).decode())
+    made = Tokenizer.from_str(plain("LlamaTokenizer").decode())
     reference = sentencepiece.SentencePieceProcessor(str(folder / "tokenizer.model"))
     texts = [text for text in vocabularies.strings(COUNT, ["<fim>"]) if not text.startswith((" ", "▁", "<fim>"))]
     assert len(texts) > COUNT / 2
@@ -233,13 +250,12 @@ def test_bad_settings(vocabulary: Callable[..., Path], settings: dict[str, Any],
     _refused(vocabulary("Qwen2Tokenizer", **settings), message)
 
 
-def test_settings_that_name_files_are_not_read(vocabulary: Callable[..., Path]) -> None:
+def test_settings_that_name_files_are_not_read(vocabulary: Callable[..., Path], plain: Callable[[str], bytes]) -> None:
     folder = vocabulary("Qwen2Tokenizer")
-    made = make_tokenizer(folder)
     names = ("vocab_file", "merges_file", "tokenizer_file", "vocab", "merges", "gguf_file", "name_or_path")
     named: dict[str, Any] = dict.fromkeys(names, "/dev/zero")
     vocabularies.settings(folder, tokenizer_class="Qwen2Tokenizer", init_inputs=["/dev/zero"], **named)
-    assert make_tokenizer(folder) == made
+    assert make_tokenizer(folder) == plain("Qwen2Tokenizer")
 
 
 BAD_FILES: list[tuple[str, Any, str]] = [

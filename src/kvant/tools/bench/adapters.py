@@ -13,16 +13,20 @@ import mlx.core as mx
 
 from kvant.bridge.config import is_bridged
 from kvant.cache import ModelCache
+from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.engine.draw import greedy
 from kvant.engine.load import load_model
+from kvant.engine.request import Request
 from kvant.engine.run import Run
-from kvant.errors import CheckpointError
+from kvant.engine.scheduler import Scheduler
+from kvant.errors import BenchError, CheckpointError
 from kvant.files import read_json
 from kvant.models.checkpoint import check_folder
 from kvant.models.tensors import TensorFiles
 from kvant.tools.bench.engines import KVANT_GROUP, EngineSpec
 
 Tokens = Generator[int, None, None]
+StreamTokens = Generator[tuple[int, int], None, None]
 
 
 class Kvant:
@@ -58,6 +62,33 @@ class Kvant:
         run = Run(self._model, prompt, cache, max_tokens=max_tokens + 1, prefill_step_size=self._prefill_step_size)
         for token, _ in run:
             yield token
+
+    def streams(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> StreamTokens:
+        """Greedy tokens of all prompts with the numbers of their streams: through a pool, or one stream by one."""
+        options: dict[str, Any] = {
+            "quant_bit": self._spec.kv_bits or 0,
+            "quant_group": self._spec.kv_group_size or KVANT_GROUP,
+        }
+        if self._spec.one_by_one:
+            for number, prompt in enumerate(prompts):
+                cache = self._model.make_cache(len(prompt) + max_tokens, kernels=self._spec.kernels, **options)
+                run = Run(self._model, prompt, cache, max_tokens=max_tokens, prefill_step_size=self._prefill_step_size)
+                for token, _ in run:
+                    yield number, token
+            return
+        pages = sum(pages_for(len(prompt) + max_tokens) for prompt in prompts)
+        pool = self._model.make_pool(
+            pages * PAGE_SIZE, sequences=len(prompts), prefill_step_size=self._prefill_step_size, **options
+        )
+        scheduler = Scheduler(self._model, pool, max_batch=len(prompts))
+        numbers = {Request(prompt, max_tokens): number for number, prompt in enumerate(prompts)}
+        for request in numbers:
+            scheduler.submit(request)
+        while not scheduler.idle:
+            for new in scheduler.step():
+                if new.token is None:
+                    raise new.error or BenchError(f"a request ended: {new.finish_reason}")
+                yield numbers[new.request], new.token
 
     def cache_size(self) -> tuple[int, int]:
         """Bytes of the last run's cache, and the tokens it has room for; waits until the device has finished."""
@@ -139,6 +170,23 @@ class MLXLM:
         with wired_limit(self._model, [generation_stream]), closing(steps):
             for token, _ in steps:
                 yield token
+
+    def streams(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> StreamTokens:
+        """Greedy tokens of all prompts with the numbers of their streams, by mlx-lm's BatchGenerator."""
+        from mlx_lm.generate import BatchGenerator
+
+        batch = BatchGenerator(
+            self._model,
+            sampler=greedy,
+            completion_batch_size=len(prompts),
+            prefill_step_size=self._prefill_step_size,
+        )
+        with closing(batch):
+            uids = batch.insert([list(prompt) for prompt in prompts], [max_tokens] * len(prompts))
+            numbers = {uid: number for number, uid in enumerate(uids)}
+            while responses := batch.next_generated():
+                for response in responses:
+                    yield numbers[response.uid], response.token
 
     def cache_size(self) -> tuple[int, int]:
         """Of the buffers, which grow 256 tokens at a time where they are not those of a window or a state."""

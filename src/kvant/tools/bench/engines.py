@@ -1,7 +1,7 @@
 """The engines a benchmark compares, with their settings, as the user asked for them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvant.operators.dispatch import KERNELS
 
@@ -26,6 +26,7 @@ class EngineSpec:
         kernels: of kvant: "unfused" or "fused"; None: the environment variable KVANT_KERNELS and the device decide.
         url: of a server.
         server_model: the name a server knows the model by; None: it is not said.
+        one_by_one: of kvant, where several streams are measured: one after another, not together.
     """
 
     name: str
@@ -36,13 +37,15 @@ class EngineSpec:
     kernels: str | None = None
     url: str | None = None
     server_model: str | None = None
+    one_by_one: bool = False
 
     @property
     def label(self) -> str:
         """Its name in tables, recordings and errors."""
         if self.name == "kvant":
             own = f"kvant {self.kv_bits}-bit" if self.kv_bits else "kvant full"
-            return f"{own} {self.kernels}" if self.kernels else own
+            own = f"{own} {self.kernels}" if self.kernels else own
+            return f"{own}, one by one" if self.one_by_one else own
         bits = f"{self.kv_bits}-bit" if self.kv_bits else None
         return " ".join(part for part in (self.name, self.dtype, self.openblas and "OpenBLAS", bits) if part)
 
@@ -81,6 +84,21 @@ def engine_specs(
                 raise ValueError(f"engine {given!r} is named twice")
             specs.append(spec)
     return specs
+
+
+def stream_specs(
+    names: Sequence[str], kv_bits: Sequence[int], kv_group_size: int | None, head_dim: int | None
+) -> list[EngineSpec]:
+    """The engines that serve several streams: kvant's together and one by one, and mlx-lm's in full precision.
+
+    Args and errors: as those of :func:`engine_specs`. mlx-lm does not batch with a quantized cache.
+    """
+    kvant = [name for name in names if name.partition(":")[0] == "kvant"]
+    specs = engine_specs(kvant, kv_bits, kv_group_size, head_dim)
+    if any(spec.kernels == "fused" for spec in specs):
+        raise ValueError("kvant:fused does not serve several streams: the fused kernel does not read a pool's pages")
+    others = engine_specs([name for name in names if name not in kvant], [0], None, head_dim)
+    return [*specs, *(replace(spec, one_by_one=True) for spec in specs), *others]
 
 
 def _group_size(name: str, given: int | None, head_dim: int | None) -> int:

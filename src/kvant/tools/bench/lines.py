@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from types import NoneType
+from types import NoneType, UnionType
 from typing import get_args, get_type_hints
 
 VERSION = 1
@@ -119,15 +119,61 @@ class Run:
         object.__setattr__(self, "token_ids", tuple(ids))  # a list where it comes from JSON
 
 
-Line = Header | Engine | Token | Run
-KINDS: dict[str, type[Line]] = {"header": Header, "engine": Engine, "token": Token, "run": Run}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streams:
+    """A run of several requests that came at once.
+
+    Attributes:
+        engine, run: as a token's.
+        prompt_tokens: of each request.
+        arrivals_ms: when each token of each request was ready, since they came.
+        token_ids: of each request.
+        cpu_ms: processor time of the engine's process, of all its threads.
+        peak_memory_bytes: as a run's.
+    """
+
+    engine: str
+    run: int
+    prompt_tokens: tuple[int, ...]
+    arrivals_ms: tuple[tuple[float, ...], ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    cpu_ms: float
+    peak_memory_bytes: int | None
+
+    def __post_init__(self) -> None:
+        _check(self)
+        for name in ("arrivals_ms", "token_ids"):
+            rows = getattr(self, name)
+            if not isinstance(rows, list | tuple) or not all(isinstance(row, list | tuple) and row for row in rows):
+                raise ValueError(f"{name} is {shown(rows)}; expected a list for each request")
+            object.__setattr__(self, name, tuple(map(tuple, rows)))  # lists where it comes from JSON
+        object.__setattr__(self, "prompt_tokens", tuple(self.prompt_tokens))
+        counts, ids = ([len(row) for row in rows] for rows in (self.arrivals_ms, self.token_ids))
+        if not counts or counts != ids or len(counts) != len(self.prompt_tokens):
+            raise ValueError(
+                f"{len(self.prompt_tokens)} requests, {counts} times, {ids} ids; expected the same of each request"
+            )
+        for times in self.arrivals_ms:
+            if not all(type(t) in (int, float) and 0 < t <= WIDEST for t in times) or list(times) != sorted(times):
+                raise ValueError(
+                    f"arrivals_ms has {shown(times)}; expected finite numbers above 0 that do not decrease"
+                )
+
+    @property
+    def streams(self) -> int:
+        """Requests."""
+        return len(self.prompt_tokens)
+
+
+Line = Header | Engine | Token | Run | Streams
+KINDS: dict[str, type[Line]] = {"header": Header, "engine": Engine, "token": Token, "run": Run, "streams": Streams}
 NAMES = {kind: name for name, kind in KINDS.items()}
 # Of each kind of line, its fields of text and of numbers: name, type, and whether null is allowed.
 _FIELDS = {
     kind: [
         (name, types[0], NoneType in types)
         for name, hint in get_type_hints(kind).items()
-        if (types := get_args(hint) or (hint,))[0] in (str, int, float)
+        if (types := get_args(hint) if isinstance(hint, UnionType) else (hint,))[0] in (str, int, float)
     ]
     for kind in KINDS.values()
 }

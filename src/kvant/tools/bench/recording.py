@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from kvant.errors import KvantError
-from kvant.tools.bench.lines import KINDS, NAMES, VERSION, Case, Engine, Header, Line, Run, Token, shown
+from kvant.tools.bench.lines import KINDS, NAMES, VERSION, Case, Engine, Header, Line, Run, Streams, Token, shown
 
-__all__ = ["Case", "Engine", "Header", "Line", "Recorder", "Recording", "Run", "Token", "read_recording"]
+__all__ = ["Case", "Engine", "Header", "Line", "Recorder", "Recording", "Run", "Streams", "Token", "read_recording"]
 
 
 @dataclass(slots=True)
@@ -19,6 +19,7 @@ class Recording:
     engines: dict[str, Engine] = field(default_factory=dict, init=False)
     tokens: list[Token] = field(default_factory=list, init=False)
     runs: list[Run] = field(default_factory=list, init=False)
+    streams: list[Streams] = field(default_factory=list, init=False)
     _tokens_of: dict[Case, list[Token]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _ended: set[Case] = field(default_factory=set, init=False, repr=False, compare=False)
 
@@ -38,6 +39,12 @@ class Recording:
             return
         if line.engine not in self.engines:
             raise ValueError(f"a {NAMES[type(line)]} of {shown(line.engine)}; expected an engine named before")
+        if isinstance(line, Streams):
+            case = (line.engine, line.run, line.streams)
+            if case in ((other.engine, other.run, other.streams) for other in self.streams):
+                raise ValueError(f"a second run {line.run} of {shown(line.engine)} with {line.streams} streams")
+            self.streams.append(line)
+            return
         case = (line.engine, line.run, line.context)
         if case in self._ended:
             raise ValueError(f"a {NAMES[type(line)]} of a run that has ended; expected another round or context")

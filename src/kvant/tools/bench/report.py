@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvant.tools.bench.recording import Header, Recording
+from kvant.tools.bench.streams import StreamsSummary
 from kvant.tools.bench.summary import Summary, summarize
 from kvant.tools.statistics import Spread
 
@@ -32,6 +33,31 @@ MEMORY: list[Column] = [
     ("read\nGB/s", "achieved_gb_per_s", 1),
     ("of copy\n%", "copy_bandwidth_share", 100),
 ]
+STREAMS_TIMES: list[Column] = [
+    ("in all\ntokens/s", "tokens_per_s", 1),
+    ("first\nms", "first_token_ms", 1),
+    ("p50\nms", "between_p50_ms", 1),
+    ("p99\nms", "between_p99_ms", 1),
+    ("peak\nMB", "peak_memory_bytes", 1e-6),
+]
+STREAMS_GAINS: list[Column] = [("time", "gain", 1), ("CPU time", "cpu_gain", 1)]
+STREAMS_RATIOS: list[Column] = [
+    ("time", "ratio", 1),
+    ("CPU time", "cpu_ratio", 1),
+    ("a step", "step_ratio", 1),
+]
+TOGETHER = (
+    "In all: tokens of all streams a second, prompts read included. First: until a stream's first token; p50 and p99: "
+    "between two tokens of a stream."
+)
+GAINED = (
+    "Tokens a second, and tokens a second of CPU time, divided by those one by one in the same round: median over "
+    "rounds, and range. Above 1 is faster."
+)
+LESS = (
+    "Time of all, its CPU time, and the median time between tokens, divided by the baseline's of the same round: "
+    "median over rounds, and range. Below 1 is faster."
+)
 COMPARED: list[Column] = [
     ("latency p50, ms", "latency_p50_ms", 1),
     ("first token, ms", "first_token_ms", 1),
@@ -81,6 +107,14 @@ def table(summaries: Sequence[Summary]) -> Group:
     return Group(*parts[1:])
 
 
+def streams_table(summaries: Sequence[StreamsSummary]) -> Group:
+    """The figures of several streams, and their ratios, as tables that fit 80 columns."""
+    times = _table(summaries, "Streams that come at once", STREAMS_TIMES, TOGETHER, "streams")
+    together = [summary for summary in summaries if summary.gain is not None]
+    gains = _table(together, "Together against one by one", STREAMS_GAINS, GAINED, "streams")
+    return Group(times, "", gains, "", _table(summaries, "Against the baseline", STREAMS_RATIOS, LESS, "streams"))
+
+
 def compare(a: Recording, b: Recording, names: tuple[str, str] = ("A", "B")) -> Table:
     """Two recordings side by side: cases of the same engine label and context, and the differences around them.
 
@@ -124,27 +158,33 @@ def _alone(name: str, own: dict[Case, Summary], other: dict[Case, Summary]) -> s
     return f"Only in {name}: {', '.join(missing)}" if missing else ""
 
 
-def _empty(title: str) -> Table:
+def _empty(title: str, second: str = "context") -> Table:
     """A table of the project's look, with the two columns that name a row's case."""
     table = Table(
         box=box.SIMPLE_HEAD, title=Text(title), title_justify="left", caption_justify="left", collapse_padding=True
     )
     table.add_column("engine", overflow="fold")
-    table.add_column("context", justify="right", no_wrap=True)
+    table.add_column(second, justify="right", no_wrap=True)
     return table
 
 
-def _table(summaries: Sequence[Summary], title: str, columns: list[Column], caption: str) -> Table:
-    """A row for each summary, in sections by context."""
-    table = _empty(title)
+def _table(
+    summaries: Sequence[Summary] | Sequence[StreamsSummary],
+    title: str,
+    columns: list[Column],
+    caption: str,
+    second: str = "context",
+) -> Table:
+    """A row for each summary, in sections by context, or by streams."""
+    table = _empty(title, second)
     table.caption = Text(caption)
     for heading, _, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     last = None
     for summary in summaries:
-        if last not in (None, summary.context):
+        if last not in (None, getattr(summary, second)):
             table.add_section()
-        last = summary.context
+        last = getattr(summary, second)
         table.add_row(Text(summary.engine), str(last), *(_cell(summary, *column[1:]) for column in columns))
     return table
 
@@ -166,12 +206,12 @@ def _times_caption(summaries: Sequence[Summary]) -> str:
     return "\n".join(lines)
 
 
-def _value(summary: Summary, name: str, factor: float) -> float | None:
+def _value(summary: Summary | StreamsSummary, name: str, factor: float) -> float | None:
     value = getattr(summary, name)
     return None if value is None else value * factor
 
 
-def _cell(summary: Summary, name: str, factor: float) -> str:
+def _cell(summary: Summary | StreamsSummary, name: str, factor: float) -> str:
     """A number, or a spread as 0.61 (0.59-0.64); the median alone if the range is empty."""
     value = getattr(summary, name)
     if not isinstance(value, Spread):

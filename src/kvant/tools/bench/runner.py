@@ -11,9 +11,10 @@ from kvant import blas
 from kvant.tools.bench.engines import EngineSpec
 from kvant.tools.bench.process import WORKER_COMMAND, Worker
 from kvant.tools.bench.prompts import Prompt, Prompts
-from kvant.tools.bench.recording import Engine, Recorder, Run, Token
+from kvant.tools.bench.recording import Engine, Recorder, Run, Streams, Token
 
 WARM_UP = -1  # the round that is not recorded
+STREAMS_FIGURES = ("arrivals_ms", "token_ids", "cpu_ms", "peak_memory_bytes")
 RUN_FIGURES = ("tokens", "token_ids", "peak_memory_bytes", "cache_bytes", "cache_bytes_per_token")
 
 Progress = Callable[[str], None]
@@ -31,6 +32,8 @@ class Plan:
         max_tokens: generated in every run, neither more nor fewer.
         repeats: rounds.
         prompts: of a number of tokens and a round.
+        streams: numbers of requests that come at once, whose prompts have the lengths of ``contexts`` in turn; none:
+            one request after another, each context by itself.
     """
 
     engines: Sequence[EngineSpec]
@@ -40,6 +43,7 @@ class Plan:
     max_tokens: int
     repeats: int
     prompts: Prompts
+    streams: Sequence[int] = ()
 
 
 def measure(
@@ -72,6 +76,9 @@ def measure(
                 bits, group = spec.kv_bits, spec.kv_group_size
                 recorder.write(Engine(engine=spec.label, name=spec.name, kv_bits=bits, kv_group_size=group, **known))
             workers[spec] = worker
+        if plan.streams:
+            _measure_streams(plan, workers, recorder, progress)
+            return
         for number in range(plan.repeats):
             for context in plan.contexts:
                 if number == 0:
@@ -81,6 +88,43 @@ def measure(
                 for spec in list(workers)[:: -1 if number % 2 else 1]:
                     latencies = _measure_run(workers[spec], plan, recorder, spec, number, context)
                     progress(_run_progress(plan, spec.label, number, context, latencies))
+
+
+def _measure_streams(plan: Plan, workers: Mapping[EngineSpec, Worker], recorder: Recorder, progress: Progress) -> None:
+    """Every number of streams in every round; the engines' order alternates."""
+    for number in range(plan.repeats):
+        for count in plan.streams:
+            lengths = [plan.contexts[i % len(plan.contexts)] for i in range(count)]
+
+            def command(round_number: int, lengths: Sequence[int] = lengths) -> dict[str, Any]:
+                # Each stream has a round of its own, so that no two begin alike.
+                prompts = [plan.prompts(n, (round_number + 1) * 1000 + i).ids for i, n in enumerate(lengths)]
+                return {"command": "streams", "prompts": prompts, "max_tokens": plan.max_tokens}
+
+            if number == 0:
+                for spec, worker in workers.items():
+                    progress(f"{spec.label}: warming up with {count} {_streams(count)}")
+                    worker.ask(command(WARM_UP), "done")
+            for spec in list(workers)[:: -1 if number % 2 else 1]:
+                worker = workers[spec]
+                try:
+                    done = worker.ask(command(number), "done")
+                except KeyboardInterrupt:
+                    worker.interrupt()
+                    raise
+                with worker.checked():
+                    figures = {name: done[name] for name in STREAMS_FIGURES}
+                    line = Streams(engine=spec.label, run=number, prompt_tokens=tuple(lengths), **figures)
+                recorder.write(line)
+                seconds = max(times[-1] for times in line.arrivals_ms) / 1e3
+                progress(
+                    f"round {number + 1} of {plan.repeats}, {count} {_streams(count)}, {spec.label}: "
+                    f"{count * plan.max_tokens / seconds:.1f} tokens/s in all"
+                )
+
+
+def _streams(count: int) -> str:
+    return "stream" if count == 1 else "streams"
 
 
 def _measure_run(

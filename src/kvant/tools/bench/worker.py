@@ -6,6 +6,8 @@
         -> {"kind": "done", "latencies_ms", "token_ids", "tokens", "peak_memory_bytes", "cache_bytes",
             "cache_bytes_per_token"}
         -> {"kind": "interrupted", "latencies_ms"} after a SIGINT
+    {"command": "streams", "prompts": token ids of each, "max_tokens"}
+        -> {"kind": "done", "arrivals_ms", "token_ids", "cpu_ms", "peak_memory_bytes"}
     any failure -> {"kind": "error", "message"}
 
 Latencies are sent when the run has ended, so that nobody works while it is measured. Between runs the process waits
@@ -19,8 +21,9 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Generator
-from contextlib import closing
+import time
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -56,24 +59,51 @@ class LocalEngine:
         return {"dtype": self._adapter.dtype, "weight_bytes": total, "weight_bytes_read": read}
 
     def run(self, command: Message, taken: Taken) -> Message:
-        """One measured run: no garbage of the last one, and no garbage collection while it lasts."""
+        """One measured run."""
         import mlx.core as mx
 
         count = command["max_tokens"]
-        gc.collect()
-        gc.disable()
-        mx.clear_cache()
-        mx.reset_peak_memory()
-        try:
+        with _quiet():
             take(self._adapter.tokens(command["prompt"], count), count, taken)
-        finally:
-            gc.enable()
         nbytes, room = self._adapter.cache_size()
         if len(taken) < count:
             raise BenchError(f"generated {len(taken)} tokens; expected {count}")
         memory = {"peak_memory_bytes": mx.get_peak_memory(), "cache_bytes": nbytes}
         ids = [token for token, _ in taken]
         return {"token_ids": ids, "tokens": count, **memory, "cache_bytes_per_token": nbytes / room}
+
+    def streams(self, command: Message) -> Message:
+        """One measured run of several requests at once."""
+        import mlx.core as mx
+
+        prompts, count = command["prompts"], command["max_tokens"]
+        arrivals: list[list[float]] = [[] for _ in prompts]
+        token_ids: list[list[int]] = [[] for _ in prompts]
+        with _quiet(), closing(self._adapter.streams(prompts, count)) as tokens:
+            started, cpu_started = time.perf_counter(), time.process_time()
+            for number, token in tokens:
+                arrivals[number].append((time.perf_counter() - started) * 1e3)
+                token_ids[number].append(token)
+            cpu_ms = (time.process_time() - cpu_started) * 1e3
+        if any(len(ids) != count for ids in token_ids):
+            raise BenchError(f"generated {[len(ids) for ids in token_ids]} tokens; expected {count} each")
+        peak = mx.get_peak_memory()
+        return {"arrivals_ms": arrivals, "token_ids": token_ids, "cpu_ms": cpu_ms, "peak_memory_bytes": peak}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A ``with`` for a measured run: no garbage of the last one, and no garbage collection while it lasts."""
+    import mlx.core as mx
+
+    gc.collect()
+    gc.disable()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class ServerEngine:
@@ -125,7 +155,11 @@ def serve(commands: "queue.SimpleQueue[Message]", channel: TextIO) -> None:
             else:
                 assert engine is not None, "a run before a load"
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-                figures = engine.run(command, taken)
+                if command["command"] == "streams":
+                    assert isinstance(engine, LocalEngine), "a server's streams are not measured"
+                    figures = engine.streams(command)
+                else:
+                    figures = engine.run(command, taken)
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
                 answer = {"kind": "done", "latencies_ms": [ms for _, ms in taken]} | figures
         except KeyboardInterrupt:

@@ -140,7 +140,7 @@ class BridgedCheckpoint:
         module = self._module(on_cpu)
         entries = probe(module)
         if sequences is not None:
-            check_entries(entries, self.config.model_type)
+            check_entries(entries, module, self.config.model_type)
         leaves = [leaf for entry in entries for leaf in (entry if isinstance(entry, tuple) else (entry,))]
         layers = [sum(array.nbytes for array in own.values()) for own in by_layer(module).values()]
         weights, read = sum(layers), bytes_read(module, self.config.experts_used)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from kvant.cache.window import SLACK
 from kvant.models.config import ModelConfig
 from kvant.models.experts import takes_turns
-from kvant.models.matrix import DEQUANTIZE_FROM_ROWS, DEQUANTIZED_ELEMENTS, PARALLEL_ELEMENTS
+from kvant.models.matrix import DEQUANTIZED_ELEMENTS, PARALLEL_ELEMENTS, UNPACK_FROM_ROWS
 from kvant.models.quantization import Quantization
 from kvant.operators.attention import BLOCK_SCORE_BYTES, GPU_FUSED_HEAD_DIMS
 from kvant.operators.bias_split import MAX_SCORE_QUERIES
@@ -24,6 +24,8 @@ FLOAT32 = 4  # bytes
 # The one measured constant: so many blocks of scores are held beside the one at work, and at most so many parts of a
 # quantized matrix beside those at work, one a core (1 to 8 streams, matrices of 2 to 67 million numbers).
 AHEAD = 4
+# The same of parts that masks unpack, by bits: a part of 8-bit numbers takes half as many operations.
+UNPACKED_AHEAD = {2: 4, 4: 4, 8: 8}
 # Bytes of a window's mask for each query and token: its terms and their product, and what blocks of queries add.
 MASK_BYTES = 16
 
@@ -61,7 +63,7 @@ def scratch_bytes(
     rows = new * sequences
     hidden = config.hidden_size
     Q, KV = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    dequantized = on_cpu and config.quantization is not None and rows >= DEQUANTIZE_FROM_ROWS
+    dequantized = on_cpu and config.quantization is not None and rows >= UNPACK_FROM_ROWS
     made = 1 + dequantized + adapted  # a product is made in parts, joined, and added to an adapter's
 
     # Numbers for each new token. A norm makes the square and the result, rotation two halves of both kinds.
@@ -103,6 +105,8 @@ def scratch_bytes(
         # The last forms of a layer's rows, joined, in order, times their shares, may be held while the next begins.
         ended = 3 * rows * experts.per_token * hidden * itemsize
     # o_proj and gate_up take longer than the queue is. The choice of experts is waited for.
+    if dequantized and 2 * config.intermediate_size * hidden <= 2 * DEQUANTIZED_ELEMENTS and not ended:
+        return before + between + after + _dequantized(config)  # the queue is as long as a layer
     if dequantized or (ended and experts is not None and all(experts.layers)):
         return max(ended + before + between, after) + (_dequantized(config) if dequantized else 0)
     if on_cpu and blocks > AHEAD:  # so do the blocks
@@ -148,12 +152,13 @@ def _dequantized(config: ModelConfig) -> int:
 def _unpacked(quantization: Quantization, matrices: Sequence[int]) -> int:
     """The same of matrices of so many numbers, one after the other."""
     matrices = sorted(matrices)
+    ahead = AHEAD
     if not quantization.has_biases:  # small floats, looked up
         unpacking, at_once = (5 if quantization.bits == 4 else 1), len(matrices)
-    elif 32 % quantization.bits:  # a word for every bit
+    elif 8 % quantization.bits:  # a word for every bit
         unpacking, at_once = FLOAT32 * quantization.bits, len(matrices)
-    else:  # one value of every word at a time, in so many operations that the queue holds those of two matrices
-        unpacking, at_once = FLOAT32, 2
+    else:  # the bytes with the numbers at one place, and these as floats
+        unpacking, at_once, ahead = int(quantization.bits < 8), 2, UNPACKED_AHEAD[quantization.bits]
     streams = len(cpu_streams()) if matrices[-1] >= PARALLEL_ELEMENTS else 1
     part = min(DEQUANTIZED_ELEMENTS, -(-matrices[-1] // streams))
-    return (FLOAT32 + unpacking) * min(sum(matrices[-at_once:]), (streams + AHEAD) * part)
+    return (FLOAT32 + unpacking) * min(sum(matrices[-at_once:]), (streams + ahead) * part)
