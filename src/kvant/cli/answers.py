@@ -39,21 +39,11 @@ def answer_several(
     need = reservation(session.model, len(ids), run.max_tokens, most_tokens(session, run))
     shared = len(ids) // PAGE_SIZE * PAGE_SIZE if _shares(session, need) else 0
     groups = [range(first, min(first + at_once, n)) for first in range(0, n, at_once)]
-    needs = [need - shared * (number != group[0]) for group in groups for number in group]
+    needs = [need if number == group[0] else max(1, need - shared) for group in groups for number in group]
     held = cache_file.tokens_in(file)
-    pool = reserve_pool(
-        session,
-        run,
-        needs,
-        at_once,
-        deterministic=deterministic,
-        caches=0
-        if file is None
-        else 2
-        if held
-        else 1,  # what was loaded, twice while it is taken over; the last answer
-        cached=held,
-    )
+    # With a file: the last answer's cache; and before it what was loaded, twice while it is taken over.
+    caches = 0 if file is None else 2 if held else 1
+    pool = reserve_pool(session, run, needs, at_once, deterministic=deterministic, caches=caches, cached=held)
     cache, rest = None, list(ids)
     if held:
         chosen = session.settings
