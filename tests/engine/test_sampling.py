@@ -16,8 +16,8 @@ from support.counts import count
 
 from kvant.cli.chat import chat
 from kvant.cli.generate import generate
-from kvant.engine.draw import SeededSampler, draw_keys, filtered, greedy
-from kvant.engine.filters import keep_min_p, keep_top_k, keep_top_p, leave_out_top_choices
+from kvant.engine.draw import SeededSampler, draw_keys, greedy
+from kvant.engine.filters import filtered, keep_min_p, keep_top_k, keep_top_p, leave_out_top_choices
 from kvant.engine.sampling import SamplingOptions, make_logits_processors, make_sampler
 
 COIN = mx.array(0.5)

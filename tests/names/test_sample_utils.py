@@ -15,7 +15,8 @@ from support.counts import count
 import kvant
 from kvant import sample_utils as ours
 from kvant import stream_generate
-from kvant.engine.draw import SeededSampler, filtered
+from kvant.engine.draw import SeededSampler
+from kvant.engine.filters import filtered
 from kvant.errors import ArgumentError
 from kvant.models import Decoder
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvant.engine.draw import Sampler, SeededSampler, draw_after, draw_keys, greedy, rows_of, with_rows
+from kvant.engine.draw import Sampler, SeededSampler, draw_after, draw_keys, greedy
+from kvant.engine.filters import rows_of, with_rows
 from kvant.engine.processors import KINDS, Bias, LogitsProcessor, process_rows
 
 

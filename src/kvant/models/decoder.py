@@ -3,25 +3,23 @@
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from kvant.cache import AttentionCache, KVCache, ModelCache, QuantizedKVCache, WindowKVCache
 from kvant.cache.identity import Identity
-from kvant.cache.pool import Pool, pool_bytes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.models.adapted import Matrix
 from kvant.models.bias import ProjectionBias
 from kvant.models.cache_check import check_cache
 from kvant.models.config import ModelConfig
+from kvant.models.decoder_caches import DecoderCaches
 from kvant.models.experts import Experts
 from kvant.models.inputs import check_ids, check_offset
 from kvant.models.linear import Linear
 from kvant.models.mlp import MLP
-from kvant.models.pool import check_batch, check_kernels, longest_sequence, pool_formats
-from kvant.models.reservation import check_memory, default_reservation
+from kvant.models.pool import check_batch
 from kvant.operators.attention import attend_tokens
 from kvant.operators.masks import window_mask
 from kvant.operators.normalization import rms_norm
@@ -128,7 +126,7 @@ class Block:
         ]
 
 
-class Decoder:
+class Decoder(DecoderCaches):
     """A language model, of one of :data:`kvant.models.architectures.ARCHITECTURES`.
 
     Attributes:
@@ -267,104 +265,6 @@ class Decoder:
     def logits(self, hidden_states: mx.array) -> mx.array:
         """(..., hidden) -> (..., vocab)."""
         return (self._lm_head or self._embed_tokens).project(hidden_states)
-
-    def make_cache(
-        self,
-        max_seq_len: int | None = None,
-        *,
-        batch: int = 1,
-        quant_bit: int = 8,
-        quant_group: int = 32,
-        bias_split: bool = True,
-        kernels: str | None = None,
-    ) -> ModelCache:
-        """Reserve a cache for ``max_seq_len`` tokens of each sequence; at 0 bits they keep the compute dtype.
-
-        Args:
-            max_seq_len: the reservation; None, as mlx-lm calls it: the model's context, at most 4,096 tokens.
-            batch: sequences side by side, with a length each.
-            bias_split: keys and values are stored without their biases, which attention adds exactly; a model without
-                such biases has nothing to split.
-            quant_bit, quant_group, kernels: as in :class:`kvant.cache.QuantizedKVCache`.
-
-        Raises:
-            ValueError: a size below 1, an unsupported bit, a group that does not divide the head dimension, a kernel
-                forced that cannot be used.
-            RuntimeError: a forced kernel that failed its self-check on this device.
-            ContextError: more than this machine's memory; nothing was allocated.
-        """
-        check_process()
-        config = self.config
-        if max_seq_len is None:
-            max_seq_len = default_reservation(config)
-        row_bits = config.head_dim * (quant_bit or 8 * self.dtype.size)  # without scales: a lower bound is enough here
-        least = max_seq_len * batch * len(self.layers) * 2 * config.num_key_value_heads * row_bits // 8
-        check_memory(max_seq_len, least)
-        options: dict[str, Any] = {
-            "batch": batch,
-            "quant_bit": quant_bit,
-            "quant_group": quant_group,
-            "dtype": self.dtype,
-            "kernels": kernels,
-        }
-        cache = ModelCache([layer.self_attn.cache(max_seq_len, bias_split, options) for layer in self.layers])
-        cache.identity, cache.rotary = self.identity, self._rotary
-        return cache
-
-    def make_pool(
-        self,
-        tokens: int,
-        *,
-        sequences: int,
-        quant_bit: int = 8,
-        quant_group: int = 32,
-        bias_split: bool = True,
-        kernels: str | None = None,
-        max_seq_len: int | None = None,
-        prefill_step_size: int = 512,
-    ) -> Pool:
-        """Reserve a pool for many sequences; at 0 bits they keep the compute dtype.
-
-        Args:
-            tokens: of all sequences together. Whole pages of 128 are made of them, and a page is one sequence's.
-            sequences: that can be open at once.
-            quant_bit, quant_group, bias_split: as in :meth:`make_cache`.
-            kernels: "unfused" or None. The fused kernel does not read pages; forcing it is refused.
-            max_seq_len: tokens that one sequence can have; None: all of the pool's, at most the model's context.
-            prefill_step_size: new tokens of one sequence in a step, at most.
-
-        Raises:
-            ValueError: a size below 1, a cache format that the model cannot have, or kernels="fused".
-            ContextError: more than this machine's memory; nothing was allocated.
-        """
-        check_process()
-        check_kernels(kernels)
-        for name, number in (("tokens", tokens), ("sequences", sequences), ("prefill_step_size", prefill_step_size)):
-            if type(number) is not int or number < 1:
-                raise ValueError(f"{name} is {number!r}; expected a positive int")
-        max_seq_len = longest_sequence(self.config, tokens, max_seq_len)
-        biases = [layer.self_attn.qkv_bias for layer in self.layers] if bias_split else []
-        split = [bias for bias in biases if bias is not None]
-        formats = pool_formats(
-            self.config,
-            dtype=self.dtype,
-            quant_bit=quant_bit,
-            quant_group=quant_group,
-            max_seq_len=max_seq_len,
-            split_pairs=[bias.pairs for bias in split] if split else None,
-        )
-        sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
-        sizes["prefill_step_size"] = prefill_step_size
-        check_memory(tokens, pool_bytes(formats, **sizes))
-        splits = [bias.split(self.config, max_seq_len) for bias in split]
-        stored: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "bias_split": bias_split}
-        return Pool(
-            formats,
-            splits or [None] * len(formats),
-            **sizes,
-            make_cache=partial(self.make_cache, **stored),
-            identity=self.identity,
-        )
 
     @property
     def nbytes(self) -> int:
