@@ -16,6 +16,8 @@ from kvant.bridge.config import BridgedConfig
 from kvant.bridge.model import BridgedModel
 from kvant.bridge.pool import BridgedPool
 from kvant.cache.pool import PoolSequence
+from kvant.engine.request import Request
+from kvant.engine.scheduler import Scheduler
 from kvant.errors import ContextError, ModelError
 
 LENGTHS = (5, 126, 20)  # one reaches its second page
@@ -187,11 +189,27 @@ def test_with_as_many_rows_a_token_is_the_same_in_any_company(name: str, bits: i
         sequence.release()
 
 
-def test_padding_is_refused_where_it_makes_nothing_the_same() -> None:
+@pytest.mark.parametrize(("name", "deterministic"), [("gpt_oss", True), ("qwen3_next", True), ("deepseek_v3", False)])
+def test_the_engine_runs_requests_of_different_lengths(name: str, deterministic: bool) -> None:
+    model = _bridged(name)
+    pool = _pool(model, tokens=2048, prefill_step_size=128)
+    scheduler = Scheduler(model, pool, max_batch=3, deterministic=deterministic)
+    requests = [Request(prompt, STEPS) for prompt in PROMPTS]
+    for request in requests:
+        scheduler.submit(request)
+    given: dict[Request, list[int]] = {request: [] for request in requests}
+    while not scheduler.idle:
+        for token in scheduler.step():
+            given[token.request].append(token.token)
+    for request, prompt in zip(requests, PROMPTS, strict=True):
+        assert given[request] == _reference(name, model, prompt)[0]
+    assert pool.num_free == pool.num_pages
+
+
+def test_deterministic_is_refused_where_the_model_reads_padded_rows() -> None:
     model = _bridged("deepseek_v3")
-    pool = _pool(model)
-    with pytest.raises(ValueError, match="rows is 4; the model reads padded keys and values"):
-        pool.batch([pool.sequence(10)], rows=4)
+    with pytest.raises(ValueError, match="deterministic is not possible with deepseek_v3"):
+        Scheduler(model, _pool(model, prefill_step_size=128), max_batch=2, deterministic=True)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "falcon_h1", "mamba"])

@@ -62,6 +62,17 @@ def test_answers_that_end_at_different_times(tmp_path: Path) -> None:
     assert done.stderr == "cut at --max-tokens 12\n" * cut
 
 
+def test_a_prompt_that_fills_its_pages_and_the_reservation(tmp_path: Path) -> None:
+    """Every answer has one token, which is sampled and not fed."""
+    load_kind("qwen2", tmp_path / "model")
+    prompt = " ".join(f"w{10 + at % 100}" for at in range(128))
+    flags = ["--model", str(tmp_path / "model"), "--temp", "3", "--n", "3", "--max-kv-size", "128", *PLAIN]
+    done = call("generate", prompt, *flags)
+    assert done.returncode == 0, done.stderr
+    assert [len(text.split()) for text in done.stdout.split("\n\n")] == [1, 1, 1]
+    assert done.stderr.count("cut: the reserved context is full; --max-kv-size reserves more") == 3
+
+
 def test_a_model_whose_steps_cannot_be_deterministic(tmp_path: Path) -> None:
     """mlx-lm's DeepSeek V3 reads padded rows: it answers several at once, and promises no more."""
     load_kind("deepseek_v3", tmp_path / "model")
@@ -70,4 +81,4 @@ def test_a_model_whose_steps_cannot_be_deterministic(tmp_path: Path) -> None:
     assert (done.returncode, len(done.stdout.split("\n\n"))) == (0, 2)
     refused = call("generate", *flags, "--deterministic")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert "--deterministic: deterministic is True; what this model computes goes" in refused.stderr
+    assert "--deterministic: deterministic is not possible with deepseek_v3" in refused.stderr

@@ -2,13 +2,15 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.command import QUESTION, call
 
-from kvant.cli import session
+from kvant.cli import lines, session
+from kvant.engine.batch_stream import Piece
 from kvant.tools.machine import Machine
 
 LINES: list[dict[str, Any]] = [
@@ -132,3 +134,26 @@ def test_a_pool_that_does_not_fit(path: str, monkeypatch: pytest.MonkeyPatch) ->
     fitting = int(found[1])
     assert call(*flags, "-m", "1900", "--sequences", str(fitting)).returncode == 0
     assert call(*flags, "-m", "1900", "--sequences", str(fitting + 1)).returncode == 1
+
+
+def test_what_has_ended_is_printed_when_it_is_interrupted(
+    path: str, alone: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first answer is the longest: it is under way, and three others wait for it."""
+    plain = lines.stream_pieces
+
+    def interrupted(*arguments: Any) -> Iterator[Piece]:
+        ended = 0
+        for piece in plain(*arguments):
+            yield piece
+            ended += piece.finish_reason is not None
+            if ended == 3:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(lines, "stream_pieces", interrupted)
+    done = call(*FLAGS, "--prompts-file", path, "--json")
+    assert done.returncode == 130
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(records) == 3
+    assert all(record["text"] + "\n" in alone[1:] for record in records)
+    assert "prompts: 3 of 5 answered" in done.stderr

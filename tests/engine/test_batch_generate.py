@@ -97,14 +97,14 @@ def test_each_prompt_gives_what_it_gives_alone(pocket: Pocket, prompts: list[lis
     """At full precision, with seeds, penalties and text that is encoded here."""
     model, tokenizer = pocket
     processors = make_logits_processors(repetition_penalty=1.2)
-    texts: list[Any] = [*prompts, "Once upon a time", mx.array(prompts[0])]
+    texts: list[Any] = [*prompts[:3], "Once upon a time", mx.array(prompts[0])]
     given: dict[str, Any] = {"kv_bits": 0, "logits_processors": processors}
     ours = batch_generate(model, tokenizer, texts, max_tokens=16, sampler=MIXED, return_token_ids=True, **given)
     for number, prompt in enumerate(texts):
         sampler = make_sampler(temp=0.8, top_p=0.9, seed=(2**64 - 2 + number) % 2**64)
         assert ours.token_ids is not None
         assert ours.token_ids[number] == _alone(pocket, prompt, 16, sampler=sampler, **given), number
-    own = [None, *[make_sampler(temp=1, seed=5)] * 7]
+    own = [None, *[make_sampler(temp=1, seed=5)] * 4]
     ours = batch_generate(model, tokenizer, texts, max_tokens=9, samplers=own, return_token_ids=True, **given)
     assert ours.token_ids == [_alone(pocket, p, 9, sampler=s, **given) for p, s in zip(texts, own, strict=True)]
 
@@ -142,7 +142,8 @@ def test_deterministic_alone_and_in_company(pocket: Pocket, prompts: list[list[i
 
 def test_what_ends_an_answer(pocket: Pocket, prompts: list[list[int]]) -> None:
     model, tokenizer = pocket
-    given: dict[str, Any] = {"kv_bits": 0, "max_tokens": 60, "return_token_ids": True, "return_prompt_caches": True}
+    prompts = prompts[:3]
+    given: dict[str, Any] = {"kv_bits": 0, "max_tokens": 40, "return_token_ids": True, "return_prompt_caches": True}
     plain = batch_generate(model, tokenizer, prompts, **given)
     assert plain.token_ids is not None
     stop = plain.texts[0][20:24]

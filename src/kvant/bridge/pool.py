@@ -93,11 +93,11 @@ class BridgedSequence(PoolSequence):
 class BridgedPool(Pool):
     """One reservation for the keys and values of many sequences; states are allocated by mlx-lm as they come.
 
+    A model that attends in its own way is given padded rows: then it does not attend apart.
+
     Attributes:
         layout: :func:`kvant.bridge.cache.layout_of` the model that it is for.
         states: what a sequence has of each linear or convolution layer.
-        attends_apart: whether all attention of the model's is computed for each sequence alone. Otherwise the model
-            reads padded rows, and the logits of a sequence change by rounding with the lengths of the others.
     """
 
     sequence_kind = BridgedSequence
@@ -108,7 +108,6 @@ class BridgedPool(Pool):
         self.layout = as_text(found)
         self.entries = tuple(found)
         self.states = tuple(leaf for leaf in leaves_of(found) if isinstance(leaf, State))
-        self.attends_apart = True
 
     @property
     def nbytes(self) -> int:
@@ -116,16 +115,7 @@ class BridgedPool(Pool):
         return super().nbytes + self.max_sequences * sum(state.nbytes for state in self.states)
 
     def batch(self, sequences: Sequence[PoolSequence], rows: int | None = None) -> "BridgedBatch":
-        """As :meth:`Pool.batch`.
-
-        Raises:
-            ValueError: also where ``rows`` are given, and rounding would depend on other sequences all the same.
-        """
-        if rows is not None and not self.attends_apart:
-            raise ValueError(
-                f"rows is {rows}; the model reads padded keys and values, whose rounding goes with the lengths of all "
-                "sequences, so that padding makes nothing the same. Expected None"
-            )
+        """As :meth:`Pool.batch`."""
         return BridgedBatch(self, sequences, rows)
 
 

@@ -25,7 +25,13 @@ class Pool(PoolState):
 
     A layer's arrays are those of PMX's dynamic batching: values (2, K, T, D') and scales (2, K, T, D/G), cache_mode 1
     with pages of 128 rows, cache_layout 3, one layer. T is as many rows as all pages have.
+
+    Attributes:
+        attends_apart: whether the attention of each sequence is computed for it alone. If not, its logits change by
+            rounding with the lengths of the others, in steps of as many rows too.
     """
+
+    attends_apart = True
 
     page_size = PAGE_SIZE
     sequence_kind: ClassVar[type[PoolSequence]] = PoolSequence  # what sequence() makes

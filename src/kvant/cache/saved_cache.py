@@ -1,6 +1,5 @@
 """A model's cache saved to a file, loaded and forked."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -127,8 +126,3 @@ class SavedCache(ABC):
             made.append(layer.fork())
             made[-1].bind(sequences, number)
         return made
-
-    @property
-    def goes_back(self) -> bool:
-        """Whether it can go back to any length: no states, and no window shorter than the reservation."""
-        return all(limit.rows >= (self.max_seq_len or math.inf) for limit in self._sequences.limits)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvant.cli import terminal
 from kvant.cli.session import RunOptions, Session
 from kvant.cli.statistics import RunStatistics
+from kvant.engine.response import GenerationResponse
 
 if TYPE_CHECKING:
     from kvant.cli.statistics import Generated
@@ -25,11 +26,11 @@ class AnswerOutput:
         self._current = 0
         self._begun = False  # the current one
 
-    def write(self, number: int, response: "Generated", logprob: float) -> None:
+    def write(self, number: int, response: "Generated") -> None:
         """The next token of an answer."""
         self._statistics[number].add(response)
         if self._json_lines:
-            line = _json_line(number, response, logprob)
+            line = _json_line(number, response)
             terminal.write_generated(line, raw=self._run.raw)
         else:
             self._pending[number] += response.text
@@ -77,7 +78,11 @@ class AnswerOutput:
             print(cut, file=sys.stderr)  # with --quiet too: half an answer looks like a whole one
 
 
-def _json_line(number: int, response: "Generated", logprob: float) -> str:
+def _json_line(number: int, response: "Generated") -> str:
+    if isinstance(response, GenerationResponse):
+        logprob = float(response.logprobs[response.token].item())  # type: ignore[arg-type]
+    else:
+        logprob = response.logprob
     record = {
         "choice": number,
         "index": response.generation_tokens - 1,

@@ -28,7 +28,7 @@ def answer_several(
     deterministic: bool,
     file: str | None = None,
 ) -> Iterator[tuple[int, Piece]]:
-    """The answers' tokens as they come, each with the number of its answer, from 0.
+    """The answers' tokens as they come, each with the number of its answer, from 0. All is reserved when it is called.
 
     Args:
         session, run, at_once, deterministic: as in :func:`kvant.cli.many.reserve_pool`; errors too.
@@ -39,21 +39,11 @@ def answer_several(
     need = reservation(session.model, len(ids), run.max_tokens, most_tokens(session, run))
     shared = len(ids) // PAGE_SIZE * PAGE_SIZE if _shares(session, need) else 0
     groups = [range(first, min(first + at_once, n)) for first in range(0, n, at_once)]
-    needs = [need - shared * (number != group[0]) for group in groups for number in group]
+    needs = [need if number == group[0] else max(1, need - shared) for group in groups for number in group]
     held = cache_file.tokens_in(file)
-    pool = reserve_pool(
-        session,
-        run,
-        needs,
-        at_once,
-        deterministic=deterministic,
-        caches=0
-        if file is None
-        else 2
-        if held
-        else 1,  # what was loaded, twice while it is taken over; the last answer
-        cached=held,
-    )
+    # With a file: the last answer's cache; and before it what was loaded, twice while it is taken over.
+    caches = 0 if file is None else 2 if held else 1
+    pool = reserve_pool(session, run, needs, at_once, deterministic=deterministic, caches=caches, cached=held)
     cache, rest = None, list(ids)
     if held:
         chosen = session.settings
@@ -78,14 +68,18 @@ def answer_several(
         for group in groups
     ]
     scheduler = Scheduler(session.model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
-    last: ModelCache | None = None
-    for piece in stream_pieces(scheduler, wanted, session.tokenizer):
-        number = groups[piece.number][piece.answer]
-        if number == n - 1 and piece.cache is not None:
-            last = piece.cache
-        yield number, piece
-    if file is not None and last is not None:
-        last.save(file)
+
+    def answers() -> Iterator[tuple[int, Piece]]:
+        last: ModelCache | None = None
+        for piece in stream_pieces(scheduler, wanted, session.tokenizer):
+            number = groups[piece.number][piece.answer]
+            if number == n - 1:
+                last = piece.cache
+            yield number, piece
+        if file is not None and last is not None:
+            last.save(file)
+
+    return answers()
 
 
 def _shares(session: Session, need: int) -> bool:

@@ -1,5 +1,6 @@
 """Plans held against a machine, and what to say where one does not fit."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -102,8 +103,8 @@ def what_fits(
     tokens = longest(settings)
     if tokens:
         ways.append(f"--max-kv-size {tokens}")
-    fewer = range((settings.sequences or 1) - 1, 0, -1)
-    if count := next((n for n in fewer if longest(replace(settings, sequences=n)) >= made.max_kv_size), None):
+    fewer = range(1, settings.sequences or 1)
+    if count := bisect_right(fewer, -made.max_kv_size, key=lambda n: -longest(replace(settings, sequences=n))):
         ways.append(f"--sequences {count}")
     for bits in (8, 4):
         if bits < (settings.kv_bits or 16) and longest(replace(settings, kv_bits=bits)) >= made.max_kv_size:

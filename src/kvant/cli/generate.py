@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
@@ -26,7 +26,17 @@ from kvant.engine.run import PromptProgress, Run
 from kvant.engine.sampling import SamplingOptions
 from kvant.text.prompt import encode_prompt
 
+if TYPE_CHECKING:
+    from kvant.cli.statistics import Generated
+
 SEQUENCES = 8  # at once, where nobody says how many
+
+
+class SideBySide(TypedDict):
+    """How answers are computed together; see :func:`kvant.cli.many.reserve_pool`."""
+
+    at_once: int
+    deterministic: bool
 
 
 @options.with_options
@@ -95,37 +105,26 @@ def generate(
         raise BadValueError(
             f"--prefill-step-size is {run.prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
         )
-    at_once = sequences or SEQUENCES
+    side: SideBySide = {"at_once": sequences or SEQUENCES, "deterministic": deterministic}
     if prompts_file is not None:
-        for flag, given in (
-            ("--prompt", prompt),
-            ("--n", n if n > 1 else None),
-            ("--prefill-response", prefill),
-            ("--prompt-cache-file", prompt_cache_file),
-        ):
+        one = {"--prompt": prompt, "--n": n if n > 1 else None, "--prefill-response": prefill}
+        for flag, given in (one | {"--prompt-cache-file": prompt_cache_file}).items():
             if given is not None:
                 raise BadValueError(f"{flag} is {given!r:.80}; beside --prompts-file it is not supported")
-    if prompts_file is None:
-        model, text = split_arguments(words or (), prompt)
-    else:
-        model, text = split_arguments(words or (), prompts_file, "--prompts-file")
-    run = replace(run, model=options.choose_model(context, model, run.model))
-    if model is not None and (text is not None or prompts_file is not None):
-        check_first_word(model, None if prompts_file is None else "--prompts-file")
-    if prompts_file is not None:
-        from kvant.cli.lines import answer_lines  # it takes what one prompt does not need
+        model, _ = split_arguments(words or (), prompts_file, "--prompts-file")
+        run = replace(run, model=options.choose_model(context, model, run.model))
+        if model is not None:
+            check_first_word(model, "--prompts-file")
+        from kvant.cli.lines import answer_lines  # with what a single prompt does not need
 
         answer_lines(
-            prompts_file,
-            run,
-            sampling,
-            context.obj,
-            at_once=at_once,
-            deterministic=deterministic,
-            plain=ignore_chat_template,
-            json_lines=json_lines,
+            prompts_file, run, sampling, context.obj, **side, plain=ignore_chat_template, json_lines=json_lines
         )
         return
+    model, text = split_arguments(words or (), prompt)
+    run = replace(run, model=options.choose_model(context, model, run.model))
+    if model is not None and text is not None:
+        check_first_word(model)
     question = read_prompt(text, prompt)
     cache_file.check(prompt_cache_file)
     if together:  # how much is reserved depends on the prompt
@@ -144,27 +143,17 @@ def generate(
         ids = chat_ids(session.tokenizer, question_alone, run.system_prompt, prefill, session.template_variables)
     output = AnswerOutput(session, run, n, prefill or "", json_lines)
     with LateProgress("reading the prompt", quiet=run.quiet) as progress:
-        try:
-            if together:
-                from kvant.cli.answers import answer_several
+        answers: Iterator[tuple[int, Generated]]
+        if together:
+            from kvant.cli.answers import answer_several
 
-                for number, piece in answer_several(
-                    session,
-                    run,
-                    ids,
-                    n,
-                    sampler,
-                    processors,
-                    at_once=at_once,
-                    deterministic=deterministic,
-                    file=prompt_cache_file,
-                ):
-                    progress.stop()
-                    output.write(number, piece, piece.logprob)
-            else:
-                for response in _answer(session, run, ids, sampler, processors, prompt_cache_file, progress.update):
-                    progress.stop()
-                    output.write(0, response, float(response.logprobs[response.token].item()))  # type: ignore[arg-type]
+            answers = answer_several(session, run, ids, n, sampler, processors, **side, file=prompt_cache_file)
+        else:
+            answers = _answer(session, run, ids, sampler, processors, prompt_cache_file, progress.update)
+        try:
+            for number, response in answers:
+                progress.stop()
+                output.write(number, response)
         finally:
             progress.stop()
             output.end()
@@ -178,25 +167,26 @@ def _answer(
     processors: Sequence[LogitsProcessor],
     file: str | None,
     progress: PromptProgress,
-) -> Iterator[GenerationResponse]:
-    """One answer through the session's cache; what the file holds of the prompt is not read again."""
+) -> Iterator[tuple[int, GenerationResponse]]:
+    """One answer, number 0, through the session's cache; what the file holds of the prompt is not read again."""
     rest = cache_file.take(file, session.cache, ids, quiet=run.quiet)
     started = time.perf_counter()
-    yield from responses(
-        Run(
-            session.model,
-            rest,
-            session.cache,
-            max_tokens=run.max_tokens,
-            sampler=sampler,
-            logits_processors=processors,
-            stop_tokens=session.tokenizer.eos_token_ids,
-            prefill_step_size=run.prefill_step_size,
-            progress=progress,
-        ),
-        session.tokenizer,
-        run.stop or (),
-        started,
+    reading = Run(
+        session.model,
+        rest,
+        session.cache,
+        max_tokens=run.max_tokens,
+        sampler=sampler,
+        logits_processors=processors,
+        stop_tokens=session.tokenizer.eos_token_ids,
+        prefill_step_size=run.prefill_step_size,
+        progress=progress,
     )
-    if file is not None:
-        session.cache.save(file)
+
+    def answer() -> Iterator[tuple[int, GenerationResponse]]:
+        for response in responses(reading, session.tokenizer, run.stop or (), started):
+            yield 0, response
+        if file is not None:
+            session.cache.save(file)
+
+    return answer()

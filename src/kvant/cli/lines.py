@@ -77,6 +77,7 @@ def answer_lines(
                 progress.update(output.finished, len(lines))
         finally:
             progress.stop()
+            output.end()
             if not run.quiet:
                 print("\n".join(output.statistics(time.perf_counter() - started)), file=sys.stderr)
 
@@ -128,6 +129,11 @@ class _Answer:
     first_token_ms: float = 0.0
     last: Piece | None = None
 
+    @property
+    def ended(self) -> bool:
+        """Whether there is no more of it."""
+        return self.last is not None and self.last.finish_reason is not None
+
 
 class _Output:
     """Answers in the order of their lines, each when it has ended, and all before it have."""
@@ -139,6 +145,7 @@ class _Output:
         self._json_lines = json_lines
         self._answers: dict[int, _Answer] = {}
         self._next = 0  # to be printed
+        self._printed = False
         self._fed = self._generated = self.finished = 0
 
     def write(self, piece: Piece) -> None:
@@ -152,10 +159,15 @@ class _Output:
         if piece.finish_reason is None:
             return
         self.finished += 1
-        while (ready := self._answers.get(self._next)) and ready.last is not None and ready.last.finish_reason:
-            self._print(self._next, ready, ready.last)
-            del self._answers[self._next]
+        while (ready := self._answers.get(self._next)) and ready.ended:
+            self._print(self._next)
             self._next += 1
+
+    def end(self) -> None:
+        """Where it was interrupted: what has ended, and waits for an answer that has not."""
+        for number in sorted(self._answers):
+            if self._answers[number].ended:
+                self._print(number)
 
     def statistics(self, seconds: float) -> list[str]:
         """Of all answers, in so many seconds, a line each."""
@@ -166,8 +178,10 @@ class _Output:
             f"peak memory: {format_bytes(mx.get_peak_memory())}",
         ]
 
-    def _print(self, number: int, answer: _Answer, last: Piece) -> None:
-        line, request = self._lines[number], self._wanted[number].request
+    def _print(self, number: int) -> None:
+        line, request, answer = self._lines[number], self._wanted[number].request, self._answers.pop(number)
+        last = answer.last
+        assert last is not None
         if self._json_lines:
             seed = request.sampler.seed if isinstance(request.sampler, SeededSampler) else None
             record = {
@@ -182,8 +196,9 @@ class _Output:
             }
             terminal.write_generated(json_text(record), raw=self._run.raw)
             return
-        if number:
+        if self._printed:
             print(flush=True)  # an empty line between two texts
+        self._printed = True
         if not self._run.quiet:
             print(f"--- {line.id} ---", file=sys.stderr, flush=True)
         terminal.write_generated(f"{answer.text}\n", raw=self._run.raw)

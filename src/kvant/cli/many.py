@@ -2,6 +2,7 @@
 
 import os
 import sys
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -69,7 +70,7 @@ def reserve_pool(
 
     made, limit = planned(rows), session.machine.limit_bytes
     if made.total > limit:
-        fitting = next((count for count in range(rows - 1, 0, -1) if planned(count).total <= limit), 0)
+        fitting = bisect_right(range(1, rows), limit, key=lambda count: planned(count).total)
         way = f"--sequences {fitting} would fit" if fitting else "a smaller --max-tokens or --kv-bits takes less"
         raise ContextError(f"{describe(made, session.machine)}; {way}")
     with named_format(session.settings):

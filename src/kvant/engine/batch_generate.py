@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -184,7 +184,7 @@ def batch_generate(
         wanted.append(Wanted(request, stops, [end for end in ends if len(end) > 1]))
     at_once = max(completion_batch_size, prefill_batch_size)
     stats = BatchStats()
-    pieces: list[list[Piece]] = []
+    answers: list[_Answer] = []
     if wanted:
         pool = model.make_pool(
             pool_reservation(needs, at_once),
@@ -198,7 +198,7 @@ def batch_generate(
         if verbose:
             print(f"[batch_generate] Reserved: {format_bytes(pool.nbytes)} for {pool.max_sequences} sequences at once")
         scheduler = Scheduler(model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
-        stats, pieces = _answer(scheduler, wanted, tokenizer, verbose)
+        stats, answers = _answer(scheduler, wanted, tokenizer, verbose)
         stats.reserved_bytes = pool.nbytes
     if verbose:
         print(f"[batch_generate] Prompt: {stats.prompt_tokens} tokens, {stats.prompt_tps:.3f} tokens-per-sec")
@@ -207,36 +207,51 @@ def batch_generate(
         )
         print(f"[batch_generate] Peak memory: {stats.peak_memory:.3f} GB")
     return BatchResponse(
-        texts=["".join(piece.text for piece in own) for own in pieces],
+        texts=["".join(answer.text) for answer in answers],
         stats=stats,
-        caches=[own[-1].cache for own in pieces] if return_prompt_caches else None,
-        token_ids=[[piece.token for piece in _kept(own)] for own in pieces] if return_token_ids else None,
-        logprobs=[[piece.logprob for piece in _kept(own)] for own in pieces] if return_logprobs else None,
+        caches=[answer.cache for answer in answers] if return_prompt_caches else None,
+        token_ids=[answer.tokens for answer in answers] if return_token_ids else None,
+        logprobs=[answer.logprobs for answer in answers] if return_logprobs else None,
     )
+
+
+@dataclass(slots=True)
+class _Answer:
+    """A prompt's answer so far, without the token that ends its text, as mlx-lm counts them."""
+
+    text: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    cache: ModelCache | None = None
+
+    def take(self, piece: Piece) -> None:
+        self.text.append(piece.text)
+        self.cache = piece.cache
+        if piece.finish_reason != "stop":
+            self.tokens.append(piece.token)
+            self.logprobs.append(piece.logprob)
 
 
 def _answer(
     scheduler: Scheduler, wanted: Sequence[Wanted], tokenizer: Tokenizer, verbose: bool
-) -> tuple[BatchStats, list[list[Piece]]]:
-    """All tokens of each answer, and what they took."""
-    pieces: list[list[Piece]] = [[] for _ in wanted]
-    finished, started = 0, time.perf_counter()
+) -> tuple[BatchStats, list[_Answer]]:
+    """Every answer, and what they took."""
+    answers = [_Answer() for _ in wanted]
+    stats, finished, started = BatchStats(), 0, time.perf_counter()
     for piece in stream_pieces(scheduler, wanted, tokenizer):
-        pieces[piece.number].append(piece)
+        answers[piece.number].take(piece)
+        stats.generation_tokens += 1
+        if piece.generation_tokens == 1:
+            stats.prompt_tokens += piece.prompt_tokens
         finished += piece.finish_reason is not None
         if verbose and piece.finish_reason is not None:
             end = "\n" if finished == len(wanted) else " ...\r"
             print(f"[batch_generate] Finished processing {finished}/{len(wanted)}", end=end)
-    stats = BatchStats(
-        prompt_tokens=sum(own[0].prompt_tokens for own in pieces),
-        prompt_time=scheduler.feeding_s,
-        generation_tokens=sum(map(len, pieces)),
-        generation_steps=scheduler.steps,
-        decode_time=scheduler.decoding_s,
-        wall_time=time.perf_counter() - started,
-        peak_memory=mx.get_peak_memory() / 1e9,
-    )
-    return stats, pieces
+    stats.wall_time = time.perf_counter() - started
+    stats.prompt_time, stats.decode_time = scheduler.feeding_s, scheduler.decoding_s
+    stats.generation_steps = scheduler.steps
+    stats.peak_memory = mx.get_peak_memory() / 1e9
+    return stats, answers
 
 
 @contextmanager
@@ -246,11 +261,6 @@ def _named(number: int) -> Iterator[None]:
         yield
     except (ContextError, PromptError) as error:
         raise type(error)(f"prompts[{number}]: {error}") from error
-
-
-def _kept(pieces: Sequence[Piece]) -> Sequence[Piece]:
-    """An answer's tokens but the one that ended its text, as mlx-lm counts them."""
-    return pieces[:-1] if pieces and pieces[-1].finish_reason == "stop" else pieces
 
 
 def _check_each(count: int, **given: object) -> None:

@@ -116,7 +116,7 @@ class Scheduler:
             max_queue: requests that wait to be admitted, at most; None: any number.
 
         Raises:
-            ValueError: a number out of range; or deterministic, and the model's rounding goes by other sequences.
+            ValueError: a number out of range, or a model whose logits depend on the other requests in any case.
         """
         check_count("max_batch", max_batch)
         if max_batch > pool.max_sequences:
@@ -125,15 +125,11 @@ class Scheduler:
             check_count("max_queue", max_queue)
         if deterministic and pool.prefill_step_size < CHUNK:
             raise ValueError(f"deterministic feeds {CHUNK} tokens at once; the pool takes {pool.prefill_step_size}")
-        if deterministic:
-            trial = pool.sequence(1)
-            try:
-                pool.batch([trial], max_batch)
-            except ValueError as error:
-                words = "deterministic is True; what this model computes goes, by rounding, with the other sequences"
-                raise ValueError(words) from error
-            finally:
-                trial.release()
+        if deterministic and not pool.attends_apart:
+            raise ValueError(
+                f"deterministic is not possible with {model.config.model_type}: it reads the padded tokens of all "
+                "sequences at once, so that rounding goes with their lengths"
+            )
         self._model, self._pool = model, pool
         self._max_batch, self._max_queue = max_batch, max_queue
         self._deterministic = deterministic
