@@ -80,6 +80,8 @@ class _Machine(RuleBasedStateMachine):
         oracle = OracleSequence(self.model, self.pool)
         oracle.ids = prompt[:held]
         unknown = [np.full(array.shape[:2] + array.shape[3:], np.nan) for array in self.pool.layers[0].arrays]
+        if self.bits:  # the scale says that it is unknown
+            unknown[0] = np.zeros(unknown[0].shape, np.uint8)
         for number, part in enumerate(self.pool.parts):
             numbers = [self.pool.layers.index(layer) for layer in part.layers]
             for page, digest in enumerate(digests(prompt[:held], salt)):
@@ -194,9 +196,9 @@ class _Machine(RuleBasedStateMachine):
     def there_and_back(self, data: st.DataObject) -> None:
         """Through a cache of its own into another sequence."""
         (sequence, oracle), (target, emptied) = self._some(data), self._some(data)
-        cache = sequence.to_cache()
+        cache, copy = sequence.to_cache(), oracle.fork()
         if self.pool.fits(sequence.max_tokens):
-            self.open.append((self.pool.sequence(sequence.max_tokens), oracle.fork()))
+            self.open.append((self.pool.sequence(sequence.max_tokens), copy))
             self.open[-1][0].load(cache)
         elif target.max_tokens >= cache.offset:
             target.trim_to(0)
@@ -205,7 +207,7 @@ class _Machine(RuleBasedStateMachine):
                 target.load(cache)
             except ContextError:
                 return
-            self.open[self.open.index((target, emptied))] = (target, oracle.fork())
+            self.open[self.open.index((target, emptied))] = (target, copy)
 
     @invariant()
     def adds_up(self) -> None:

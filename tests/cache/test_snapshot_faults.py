@@ -37,7 +37,9 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdin is not None
         assert writer.stdout is not None
-        for _ in range(KILLS):
+        for number in range(10 * KILLS):
+            if number >= KILLS and left_over and seen == set(SIZES):  # a busy machine takes more
+                break
             print(rng.random() * 0.2, file=writer.stdin, flush=True)
             assert writer.stdout.readline() == "killed\n"
             metadata = loaded.load(path)

@@ -10,11 +10,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from support.batches import alone
 from support.counts import count
 
 from kvant.engine.batch_engine import BatchEngine
 from kvant.engine.request import Request, Token
-from kvant.engine.run import Run
 from kvant.engine.sampling import make_logits_processors, make_sampler
 from kvant.errors import EngineError, QueueFullError
 from kvant.models import Decoder
@@ -41,19 +41,6 @@ def make(pocket: Pocket) -> Iterator[Callable[..., BatchEngine]]:
             raise AssertionError(f"{each.counts} are left")
 
 
-def _alone(pocket: Pocket, request: Request) -> list[int]:
-    model, _ = pocket
-    run = Run(
-        model,
-        list(request.prompt),
-        model.make_cache(1024, quant_bit=0),
-        max_tokens=request.max_tokens,
-        sampler=request.sampler,
-        logits_processors=request.logits_processors,
-    )
-    return [token for token, _ in run]
-
-
 def _wait(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + SOON
     while not condition():
@@ -73,8 +60,10 @@ def test_requests_from_many_threads(pocket: Pocket, make: Callable[..., BatchEng
         return [token.token for token in engine.submit(request)]
 
     with ThreadPoolExecutor(8) as threads:
+        asking = threads.submit(lambda: [engine.counts for _ in range(20_000)])
         for request, tokens in zip(requests * 2, threads.map(answer, [*requests]), strict=False):
-            assert tokens == _alone(pocket, request)
+            assert tokens == alone(pocket[0], request)
+    assert all(0 <= counts.free_pages <= PAGES for counts in asking.result())
     assert engine.counts == (0, 0, 0, PAGES)
     assert engine.alive
 
@@ -91,16 +80,16 @@ def test_arrays_that_another_thread_left_undone(pocket: Pocket, make: Callable[.
     with pytest.raises(RuntimeError, match="Stream"):
         list(engine.submit(Request([5], max_tokens=4, sampler=lambda logprobs: mx.argmax(logprobs * undone, axis=-1))))
     from_cache = [token.token for token in engine.submit(Request([8], cache=cache, max_tokens=5))]
-    assert from_cache == _alone(pocket, Request([5, 6, 7, 8], max_tokens=5))
-    assert [token.token for token in other] == _alone(pocket, other.request)
+    assert from_cache == alone(pocket[0], Request([5, 6, 7, 8], max_tokens=5))
+    assert [token.token for token in other] == alone(pocket[0], other.request)
 
 
 def test_a_reader_that_does_not_read_holds_nobody_up(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
     engine = make()
     slow, fast = engine.submit(Request([5], max_tokens=60)), engine.submit(Request([6], max_tokens=20))
-    assert [token.token for token in fast] == _alone(pocket, fast.request)
+    assert [token.token for token in fast] == alone(pocket[0], fast.request)
     _wait(lambda: engine.counts.running == 0)
-    assert [token.token for token in slow] == _alone(pocket, slow.request)
+    assert [token.token for token in slow] == alone(pocket[0], slow.request)
 
 
 def test_cancelling_from_another_thread(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
@@ -165,7 +154,7 @@ def test_a_callback_for_every_token(pocket: Pocket, make: Callable[..., BatchEng
     engine.submit_to(failing, fail)
     engine.submit_to(request, told.append)
     _wait(lambda: engine.counts == (0, 0, 0, PAGES) and bool(told) and told[-1].finish_reason is not None)
-    assert [token.token for token in told] == _alone(pocket, request)
+    assert [token.token for token in told] == alone(pocket[0], request)
     assert calls < 20
 
 
@@ -233,7 +222,7 @@ def test_the_watchdog(make: Callable[..., BatchEngine]) -> None:
 
 def test_closing(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
     drained, stopped = make(), make()
-    expected = _alone(pocket, Request([5], max_tokens=30))
+    expected = alone(pocket[0], Request([5], max_tokens=30))
     answers = [
         engine.submit(Request([5], max_tokens=30 if engine is drained else 900)) for engine in (drained, stopped)
     ]
@@ -265,7 +254,7 @@ def test_many_short_requests_leave_nothing_behind(pocket: Pocket, make: Callable
     """A tenth of them is cancelled."""
     engine = make(max_batch=8, max_queue=None)
     rng = random.Random(0)
-    requests = count(150, 10_000)
+    requests = count(100, 10_000)
 
     def some(number: int) -> None:
         answers = []
@@ -291,7 +280,7 @@ def test_many_short_requests_leave_nothing_behind(pocket: Pocket, make: Callable
         mx.synchronize()
         return mx.get_active_memory(), len(gc.get_objects())
 
-    some(50)
+    some(30)
     memory, objects = held()
     some(requests)
     now, number = held()

@@ -14,7 +14,7 @@ from support.interruption import Interruption
 from support.kinds import KINDS, Loaded
 
 from kvant.engine.conversation import Conversation
-from kvant.engine.processors import bias
+from kvant.engine.sampling import make_logits_processors
 
 pytestmark = pytest.mark.usefixtures("without_compilation")
 # Each kind, and the formats where they differ most: a window of kvant's own, one of mlx-lm's, a state.
@@ -29,7 +29,7 @@ def _question(turn: int, words: int = 5) -> str:
 
 
 # The marks' words and those that no text has are never said, so that an answer is what its text encodes to.
-SAY = {"logits_processors": [bias({0: -1e9, 1: -1e9, 2: -1e9, 3: -1e9, 4: -1e9, 5: -2.0})]}
+SAY = {"logits_processors": make_logits_processors({0: -1e9, 1: -1e9, 2: -1e9, 3: -1e9, 4: -1e9, 5: -2.0})}
 
 
 @pytest.mark.parametrize(("loaded", "bits"), CASES, indirect=["loaded"])

@@ -13,7 +13,6 @@ from support.kinds import KINDS, Loaded
 
 import kvant
 from kvant.engine.conversation import Conversation
-from kvant.engine.processors import bias
 from kvant.engine.sampling import make_logits_processors
 from kvant.engine.saved import KEY, as_metadata, messages_of
 from kvant.errors import SnapshotError
@@ -22,7 +21,7 @@ from kvant.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("without_compilation")
 Pocket = tuple[Decoder, Tokenizer]
-SAY = {"logits_processors": [bias({0: -1e9, 1: -1e9, 2: -1e9, 3: -1e9, 4: -1e9, 5: -2.0})]}
+SAY = {"logits_processors": make_logits_processors({0: -1e9, 1: -1e9, 2: -1e9, 3: -1e9, 4: -1e9, 5: -2.0})}
 
 
 def _make(pocket: Pocket, **options: Any) -> Conversation:

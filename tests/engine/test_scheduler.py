@@ -7,20 +7,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from support.batches import PAGES, alone, ids_of, run_all, scheduler_of
 from support.counts import count
-from support.interruption import Interruption
 
 from kvant import stream_generate
-from kvant.cache.pool import Pool
-from kvant.engine.request import Request, Token
-from kvant.engine.run import Run
+from kvant.engine.request import Request
 from kvant.engine.sampling import make_logits_processors, make_sampler
-from kvant.engine.scheduler import Scheduler
 from kvant.errors import ContextError, PromptError, QueueFullError
 from kvant.models import Decoder
 
 Pocket = tuple[Decoder, Any]
-PAGES = 40
 TEXTS = [
     "Once upon a time",
     "Why is the sky blue?",
@@ -30,45 +26,9 @@ TEXTS = [
 ]
 
 
-def _scheduler(model: Decoder, bits: int = 0, pages: int = PAGES, **options: Any) -> tuple[Scheduler, Pool]:
-    batch = options.pop("max_batch", 8)
-    pool = model.make_pool(128 * pages, sequences=batch, quant_bit=bits, **options.pop("pool", {}))
-    return Scheduler(model, pool, max_batch=batch, **options), pool
-
-
-def _run(scheduler: Scheduler, requests: Sequence[Request] = ()) -> dict[Request, list[Token]]:
-    """The tokens of each request, once all is done."""
-    for request in requests:
-        scheduler.submit(request)
-    told = defaultdict(list)
-    while not scheduler.idle:
-        for token in scheduler.step():
-            told[token.request].append(token)
-    return told
-
-
-def _ids(tokens: Sequence[Token], answer: int = 0) -> list[int]:
-    return [token.token for token in tokens if token.answer == answer and token.token is not None]
-
-
-def _alone(pocket: Pocket, request: Request, bits: int = 0, reserved: int = 1024) -> list[int]:
-    """What a single run makes of it."""
-    model, _ = pocket
-    run = Run(
-        model,
-        list(request.prompt),
-        model.make_cache(reserved, quant_bit=bits),
-        max_tokens=request.max_tokens,
-        sampler=request.sampler,
-        logits_processors=request.logits_processors,
-        stop_tokens=request.stop_tokens,
-    )
-    return [token for token, _ in run]
-
-
 def _requests(pocket: Pocket, prompts: Sequence[Sequence[int]], **options: Any) -> list[Request]:
     stop = {"stop_tokens": pocket[1].eos_token_ids}
-    return [Request(prompt, **({"max_tokens": 20} | stop | options)) for prompt in prompts]
+    return [Request(prompt, **({"max_tokens": 12} | stop | options)) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +57,9 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def test_every_request_as_alone(pocket: Pocket, prompts: list[list[int]]) -> None:
-    scheduler, pool = _scheduler(pocket[0])
+    scheduler, pool = scheduler_of(pocket[0])
     requests = [_requests(pocket, [p], **o)[0] for p, o in zip(prompts, OPTIONS, strict=True)]
-    told = _run(scheduler, requests)
+    told = run_all(scheduler, requests)
     for request in requests:
         tokens = told[request]
         settings: dict[str, Any] = {"sampler": request.sampler, "logits_processors": request.logits_processors}
@@ -119,8 +79,8 @@ def test_greedy_tokens_are_those_of_mlx_lms_model(
     pocket: Pocket, pocket_mlx_lm: nn.Module, prompts: list[list[int]]
 ) -> None:
     """Without a cache: all of a text is computed again for every token."""
-    scheduler, _ = _scheduler(pocket[0])
-    for request, tokens in _run(scheduler, _requests(pocket, prompts, stop_tokens=(), max_tokens=8)).items():
+    scheduler, _ = scheduler_of(pocket[0])
+    for request, tokens in run_all(scheduler, _requests(pocket, prompts, stop_tokens=(), max_tokens=4)).items():
         ids = list(request.prompt)
         for token in tokens:
             ids.append(mx.argmax(pocket_mlx_lm(mx.array([ids]))[0, -1]).item())  # type: ignore[arg-type]
@@ -130,15 +90,15 @@ def test_greedy_tokens_are_those_of_mlx_lms_model(
 @pytest.mark.parametrize("bits", [8, 4, 0])
 def test_texts_are_the_same_in_company(pocket: Pocket, heldout_ids: list[int], bits: int) -> None:
     """At 8 and 4 bits rounding may flip a stored value, and so a text in a hundred; at 0 bits a draw."""
-    scheduler, _ = _scheduler(pocket[0], bits)
-    texts = count(6, 300)
+    scheduler, _ = scheduler_of(pocket[0], bits)
+    texts = count(4, 300)
     starts = [(37 * i) % 900 for i in range(texts)]
     requests = [
         _requests(pocket, [heldout_ids[s : s + 20 + i % 100]], sampler=make_sampler(1.0, seed=i) if i % 2 else None)[0]
         for i, s in enumerate(starts)
     ]
-    told = _run(scheduler, requests)
-    same = sum(_ids(told[request]) == _alone(pocket, request, bits) for request in requests)
+    told = run_all(scheduler, requests)
+    same = sum(ids_of(told[request]) == alone(pocket[0], request, bits) for request in requests)
     print(f"{bits} bits: {same} of {texts} texts are the same in company")
     assert same >= min(texts - 1, 0.99 * texts)
 
@@ -177,7 +137,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_what_is_refused_when_it_is_submitted(
     pocket: Pocket, options: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
-    scheduler, pool = _scheduler(pocket[0], pages=8, pool={"max_seq_len": 2048})
+    scheduler, pool = scheduler_of(pocket[0], pages=8, pool={"max_seq_len": 2048})
     with pytest.raises(kind) as caught:
         scheduler.submit(Request(**({"prompt": [5]} | options)))
     assert message in str(caught.value)
@@ -187,7 +147,7 @@ def test_what_is_refused_when_it_is_submitted(
 
 def test_admission_is_first_come_first_served_and_by_pages(pocket: Pocket) -> None:
     """A large request holds up the small ones behind it, and comes to its turn."""
-    scheduler, pool = _scheduler(pocket[0], pages=8)
+    scheduler, pool = scheduler_of(pocket[0], pages=8)
     first, large, small = (Request([5, 6], max_tokens=n) for n in (600, 700, 3))
     for request in (first, large, small):
         scheduler.submit(request)
@@ -200,13 +160,26 @@ def test_admission_is_first_come_first_served_and_by_pages(pocket: Pocket) -> No
     told = scheduler.step()
     assert [(token.request, token.finish_reason) for token in told[:2]] == [(first, "cancelled"), (large, None)]
     assert scheduler.counts == (1, 0, 1, 2)
-    told = _run(scheduler)
-    assert len(told[small]) == 3
+    scheduler.cancel(large)
+    assert len(run_all(scheduler)[small]) == 3
     assert pool.num_free == 8
 
 
+def test_a_small_request_runs_when_the_large_one_before_it_is_cancelled(pocket: Pocket) -> None:
+    scheduler, _ = scheduler_of(pocket[0], pages=8)
+    first, large, small = (Request([5, 6], max_tokens=n) for n in (600, 700, 30))
+    for request in (first, large, small):
+        scheduler.submit(request)
+    for _ in range(3):
+        scheduler.step()
+    assert scheduler.counts == (2, 0, 1, 3)
+    scheduler.cancel(large)
+    scheduler.step()
+    assert scheduler.counts == (0, 0, 2, 2)
+
+
 def test_the_batch_and_the_queue_are_bounded(pocket: Pocket) -> None:
-    scheduler, _ = _scheduler(pocket[0], max_batch=2, max_queue=3)
+    scheduler, _ = scheduler_of(pocket[0], max_batch=2, max_queue=3)
     requests = [Request([5 + i], max_tokens=4) for i in range(6)]
     for request in requests[:3]:
         scheduler.submit(request)
@@ -224,23 +197,23 @@ def test_the_batch_and_the_queue_are_bounded(pocket: Pocket) -> None:
         most = max(most, scheduler.counts.running)
     assert most == 2
     assert [len(told[request]) for request in requests[1:4]] == [4, 4, 4]
-    assert len(_run(scheduler, [requests[0]])[requests[0]]) == 4  # a request that has ended may come again
+    assert len(run_all(scheduler, [requests[0]])[requests[0]]) == 4  # a request that has ended may come again
 
 
 def test_a_prompt_comes_in_chunks_between_the_tokens_of_others(
     pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = pocket
-    scheduler, _ = _scheduler(model)
+    scheduler, _ = scheduler_of(model)
     shapes: list[tuple[int, ...]] = []
     for name in ("feed", "next_logits"):
         real = getattr(model, name)
         monkeypatch.setattr(model, name, lambda x, c, real=real: shapes.append(tuple(x.shape)) or real(x, c))
     long = Request(heldout_ids[:700], max_tokens=2)
-    _run(scheduler, [long])
+    run_all(scheduler, [long])
     assert shapes == [(1, 512), (1, 188), (1, 1)]
     shapes.clear()
-    scheduler, _ = _scheduler(model)
+    scheduler, _ = scheduler_of(model)
     scheduler.submit(Request([5], max_tokens=50))
     scheduler.step()
     shapes.clear()
@@ -250,8 +223,18 @@ def test_a_prompt_comes_in_chunks_between_the_tokens_of_others(
     assert shapes == [*[(1, 128), (1, 1)] * 5, (1, 60), (2, 1)]
 
 
+def test_a_pool_of_small_chunks(pocket: Pocket, heldout_ids: list[int]) -> None:
+    options = {"prefill_step_size": 50}
+    scheduler, _ = scheduler_of(pocket[0], pool=options)
+    requests = [Request(heldout_ids[:n], max_tokens=3) for n in (120, 130)]
+    told = run_all(scheduler, requests)
+    assert all(ids_of(told[request]) == alone(pocket[0], request) for request in requests)
+    with pytest.raises(ValueError, match="deterministic feeds 128 tokens at once; the pool takes 50"):
+        scheduler_of(pocket[0], pool=options, deterministic=True)
+
+
 def test_cancelled_requests_leave_at_once(pocket: Pocket, heldout_ids: list[int]) -> None:
-    scheduler, pool = _scheduler(pocket[0], max_batch=2)
+    scheduler, pool = scheduler_of(pocket[0], max_batch=2)
     running, fed, waiting = Request([5], max_tokens=50), Request(heldout_ids, max_tokens=50), Request([6], max_tokens=5)
     other = Request([7], max_tokens=30)
     for request in (other, running, fed, waiting):
@@ -265,10 +248,10 @@ def test_cancelled_requests_leave_at_once(pocket: Pocket, heldout_ids: list[int]
         scheduler.cancel(request)
         scheduler.cancel(request)
     assert scheduler.counts == (0, 0, 1, PAGES - 1)
-    told += [token for tokens in _run(scheduler).values() for token in tokens]
+    told += [token for tokens in run_all(scheduler).values() for token in tokens]
     for request in (running, fed, waiting):
         assert [t.finish_reason for t in told if t.request is request and t.finish_reason] == ["cancelled"]
-    assert [t.token for t in told if t.request is other] == _alone(pocket, other)
+    assert [t.token for t in told if t.request is other] == alone(pocket[0], other)
     assert pool.num_free == PAGES
     scheduler.cancel(other)
     assert scheduler.idle
@@ -280,8 +263,8 @@ def test_cancelled_requests_leave_at_once(pocket: Pocket, heldout_ids: list[int]
 @pytest.mark.parametrize("length", [5, 128, 200])
 def test_several_answers_of_one_prompt(pocket: Pocket, heldout_ids: list[int], length: int) -> None:
     """Each is that of a single request with the next seed; the prompt is fed once, and its whole pages are shared."""
-    scheduler, pool = _scheduler(pocket[0], pages=7)
-    request = Request(heldout_ids[:length], max_tokens=40, sampler=make_sampler(1.2, seed=6), answers=4)
+    scheduler, pool = scheduler_of(pocket[0], pages=7)
+    request = Request(heldout_ids[:length], max_tokens=12, sampler=make_sampler(1.2, seed=6), answers=4)
     scheduler.submit(request)
     told = scheduler.step()
     assert scheduler.counts[:3] == (0, 0, 4)
@@ -290,20 +273,20 @@ def test_several_answers_of_one_prompt(pocket: Pocket, heldout_ids: list[int], l
     while not scheduler.idle:
         told += scheduler.step()
     for answer in range(4):
-        alone = Request(request.prompt, max_tokens=40, sampler=make_sampler(1.2, seed=6 + answer))
-        expected = _ids(_run(_scheduler(pocket[0])[0], [alone])[alone])
+        alone = Request(request.prompt, max_tokens=12, sampler=make_sampler(1.2, seed=6 + answer))
+        expected = ids_of(run_all(scheduler_of(pocket[0])[0], [alone])[alone])
         tokens = [token for token in told if token.answer == answer]
         if answer == 2:
             assert tokens[-1].finish_reason == "cancelled"
-            assert _ids(tokens, 2) == expected[:2]
+            assert ids_of(tokens, 2) == expected[:2]
         else:
             assert tokens[-1].finish_reason == "length"
-            assert _ids(tokens, answer) == expected
+            assert ids_of(tokens, answer) == expected
     assert pool.num_free == 7
 
 
 def test_answers_that_are_cancelled_before_they_begin(pocket: Pocket, heldout_ids: list[int]) -> None:
-    scheduler, pool = _scheduler(pocket[0])
+    scheduler, pool = scheduler_of(pocket[0])
     scheduler.submit(Request([5], max_tokens=30))
     request = Request(heldout_ids[:200], max_tokens=10, answers=3)
     scheduler.step()
@@ -311,12 +294,12 @@ def test_answers_that_are_cancelled_before_they_begin(pocket: Pocket, heldout_id
     scheduler.cancel(request, 1)
     scheduler.step()  # the first chunk
     scheduler.cancel(request, 0)
-    told = _run(scheduler)[request]
+    told = run_all(scheduler)[request]
     assert [(t.answer, t.finish_reason) for t in told if t.finish_reason == "cancelled"] == [
         (1, "cancelled"),
         (0, "cancelled"),
     ][1:]
-    assert _ids(told, 2) == _alone(pocket, request)
+    assert ids_of(told, 2) == alone(pocket[0], request)
     assert pool.num_free == PAGES
 
 
@@ -332,11 +315,13 @@ def test_from_a_cache_to_a_cache(pocket: Pocket, heldout_ids: list[int], bits: i
         heldout_ids[400:440], max_tokens=12, cache=own, keep_cache=True, logits_processors=processors,
         sampler=make_sampler(1.0, seed=2),
     )  # fmt: skip
-    scheduler, pool = _scheduler(model, bits)
-    told = _run(scheduler, [Request([5, 6]), request])[request]
+    scheduler, pool = scheduler_of(model, bits)
+    told = run_all(scheduler, [Request([5, 6]), request])[request]
     assert own.ids[0] == held
     settings: dict[str, Any] = {"sampler": request.sampler, "logits_processors": processors, "max_tokens": 12}
-    assert _ids(told) == [r.token for r in stream_generate(*pocket, heldout_ids[400:440], prompt_cache=own, **settings)]
+    assert ids_of(told) == [
+        r.token for r in stream_generate(*pocket, heldout_ids[400:440], prompt_cache=own, **settings)
+    ]
     kept = told[-1].cache
     assert kept is not None
     assert kept.ids == own.ids
@@ -346,28 +331,28 @@ def test_from_a_cache_to_a_cache(pocket: Pocket, heldout_ids: list[int], bits: i
 
 
 def test_a_cache_that_was_changed_since(pocket: Pocket) -> None:
-    scheduler, pool = _scheduler(pocket[0])
+    scheduler, pool = scheduler_of(pocket[0])
     cache = pocket[0].make_cache(100, quant_bit=0)
     pocket[0](mx.array([[5, 6, 7]]), cache=cache)
     request, other = Request([8], cache=cache, max_tokens=3), Request([9], max_tokens=3)
     scheduler.submit(request)
     scheduler.submit(other)
     cache.trim(1)
-    told = _run(scheduler)
+    told = run_all(scheduler)
     assert [(t.finish_reason, str(t.error)) for t in told[request]] == [
         ("error", "the request's cache was changed after it was submitted")
     ]
-    assert _ids(told[other]) == _alone(pocket, other)
+    assert ids_of(told[other]) == alone(pocket[0], other)
     assert pool.num_free == PAGES
 
 
 def test_the_end_of_the_context(pocket: Pocket) -> None:
-    scheduler, _ = _scheduler(pocket[0], pool={"max_seq_len": 30})
+    scheduler, _ = scheduler_of(pocket[0], pool={"max_seq_len": 30})
     limited, unlimited = (Request(range(20, 40), max_tokens=n) for n in (50, -1))
-    told = _run(scheduler, [limited, unlimited])
+    told = run_all(scheduler, [limited, unlimited])
     for request in (limited, unlimited):
-        expected = _alone(pocket, request, reserved=30)
-        assert _ids(told[request]) == expected
+        expected = alone(pocket[0], request, reserved=30)
+        assert ids_of(told[request]) == expected
         assert (len(expected), told[request][-1].finish_reason) == (11, "context")
 
 
@@ -377,103 +362,12 @@ def test_the_end_of_the_context(pocket: Pocket) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_second_turn_feeds_what_is_new(pocket: Pocket, heldout_ids: list[int], deterministic: bool) -> None:
     """With determinism only what a prompt's chunks computed."""
-    scheduler, _ = _scheduler(pocket[0], deterministic=deterministic)
-    first = Request(heldout_ids[:200], max_tokens=100)
-    told = _run(scheduler, [first])[first]
-    turn = [*first.prompt, *_ids(told), 11, 12]
+    scheduler, _ = scheduler_of(pocket[0], deterministic=deterministic)
+    first = Request(heldout_ids[:240], max_tokens=20)
+    told = run_all(scheduler, [first])[first]
+    turn = [*first.prompt, *ids_of(told), 11, 12]
     again, salted = Request(turn, max_tokens=5), Request(turn, max_tokens=5, salt=b"another")
     for request, shared in ((again, 128 if deterministic else 256), (salted, 0)):
-        tokens = _run(scheduler, [request])[request]
+        tokens = run_all(scheduler, [request])[request]
         assert {token.cached_tokens for token in tokens} == {shared}
-        assert _ids(tokens) == _alone(pocket, request)
-
-
-# Failures.
-
-
-def _fails(*arguments: mx.array) -> mx.array:
-    raise ZeroDivisionError("mine")
-
-
-FAILING: dict[str, tuple[dict[str, Any], str]] = {
-    "a sampler": ({"sampler": _fails}, "mine"),
-    "a processor": ({"logits_processors": [_fails]}, "mine"),
-    "two tokens": ({"sampler": lambda logprobs: mx.array([3, 4])}, "expected"),
-    "an unknown token": ({"sampler": lambda logprobs: mx.array([99_999])}, "the sampler picked token 99999; the model"),
-    "logits of another shape": ({"logits_processors": [lambda tokens, logits: logits[:, :5]]}, "expected"),
-    "no array": ({"sampler": lambda logprobs: 5}, ""),
-}
-
-
-@pytest.mark.parametrize("later", [False, True])
-@pytest.mark.parametrize(("options", "message"), FAILING.values(), ids=FAILING)
-def test_a_request_that_fails_fails_alone(pocket: Pocket, options: dict[str, Any], message: str, later: bool) -> None:
-    """At its first token, or in the batch."""
-    if later:
-        (name, given), calls = next(iter(options.items())), [0]
-        fails = given if callable(given) else given[0]
-
-        def works_first(*arguments: mx.array) -> mx.array:
-            calls[0] += 1
-            if calls[0] > 2:
-                return fails(*arguments)
-            return mx.argmax(arguments[-1], axis=-1) if name == "sampler" else arguments[-1]
-
-        options = {name: works_first if callable(given) else [works_first]}
-    scheduler, pool = _scheduler(pocket[0])
-    others = _requests(pocket, [[5, 6], [7]], sampler=make_sampler(1.0, seed=1))
-    others += _requests(pocket, [[8]], logits_processors=[lambda tokens, logits: logits + 0.0])
-    failing = Request([5, 9], max_tokens=9, answers=2, **options)
-    told = _run(scheduler, [*others[:2], failing, others[2]])
-    for answer in range(2):
-        (*before, last) = [token for token in told[failing] if token.answer == answer]
-        assert len(before) <= 2 * later
-        assert (last.token, last.finish_reason) == (None, "error")
-        assert message in str(last.error)
-    for other in others:
-        assert _ids(told[other]) == _alone(pocket, other)
-    assert pool.num_free == PAGES
-
-
-@pytest.mark.parametrize("at", [1, 2, 5, 6])
-def test_a_step_that_fails_ends_the_requests_in_it(pocket: Pocket, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    model, _ = pocket
-    scheduler, pool = _scheduler(model)
-    real, calls = model.next_logits, [0]
-
-    def next_logits(inputs: mx.array, cache: Any) -> mx.array:
-        calls[0] += 1
-        if calls[0] == at:
-            raise RuntimeError("no memory")
-        return real(inputs, cache)
-
-    monkeypatch.setattr(model, "next_logits", next_logits)
-    requests = [
-        Request([5 + i], max_tokens=6) for i in range(3)
-    ]  # the first is fed, it gets a token, the second is fed, ...
-    told = _run(scheduler, requests)
-    failed = {1: requests[:1], 2: requests[:1], 5: requests[2:], 6: requests}[at]
-    assert [request for request in requests if told[request][-1].error] == failed
-    for request in requests:
-        assert told[request][-1].finish_reason == ("error" if request in failed else "length")
-    assert pool.num_free == PAGES
-    monkeypatch.undo()
-    again = _run(scheduler, requests)
-    assert all(_ids(again[request]) == _alone(pocket, request) for request in requests)
-
-
-def test_an_interruption_ends_all_and_the_scheduler_goes_on(pocket: Pocket, heldout_ids: list[int]) -> None:
-    """At any line. In the middle of the pool's own bookkeeping a page may be lost, but no sequence stays open."""
-    requests = [Request(heldout_ids[:140], max_tokens=3, answers=2), Request([5, 6], max_tokens=2)]
-    scheduler, pool = _scheduler(pocket[0])
-    counting = Interruption(-1)
-    counting.of(lambda: _run(scheduler, requests))
-    for at in range(1, counting.lines, count(counting.lines // 8, 37)):
-        scheduler, pool = _scheduler(pocket[0])
-        assert Interruption(at).of(lambda scheduler=scheduler: _run(scheduler, requests))  # type: ignore[misc]
-        scheduler.close()
-        scheduler.step()
-        assert scheduler.idle
-        assert pool.num_sequences == 0, at
-        told = _run(scheduler, requests[1:])
-        assert _ids(told[requests[1]]) == _alone(pocket, requests[1])
+        assert ids_of(tokens) == alone(pocket[0], request)

@@ -1,50 +1,14 @@
 """Every attribute of the operators with a value of each wrong kind: refused with nothing written, or it works."""
 
 import inspect
-import math
-from decimal import Decimal
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.operator_calls import BOTH, OPERATORS, bits_of, good_call
+from support.operator_calls import BOTH, OPERATORS, OWN_WORDS, VALUES, bits_of, good_call
 from support.operator_cases import same_bits
 
-VALUES: dict[str, Any] = {
-    "an array": mx.array(1),
-    "an array of two": mx.array([0, 1]),
-    "an array of a bool": mx.array(True),
-    "a NumPy array": np.array(1),
-    "a NumPy array of two": np.array([0, 1]),
-    "a NumPy int": np.int64(1),
-    "a NumPy bool": np.True_,
-    "a float": 1.0,
-    "half": 0.5,
-    "NaN": math.nan,
-    "infinity": math.inf,
-    "a decimal": Decimal(1),
-    "True": True,
-    "False": False,
-    "minus one": -1,
-    "minus 2**63": -(2**63),
-    "2**31 - 1": 2**31 - 1,
-    "2**31": 2**31,
-    "2**32": 2**32,
-    "2**63": 2**63,
-    "2**64": 2**64,
-    "10**100": 10**100,
-    "None": None,
-    "nothing": "",
-    "a string": "1",
-    "bytes": b"1",
-    "a list": [1],
-    "a tuple": (),
-    "a dict": {},
-    "an object": object(),
-    "a type": int,
-}
-OWN_WORDS = ("expected", "needs", "takes", "the cache has", "do not fit", "does not divide", "not a multiple")
 ROWS = [(operator, name) for operator in BOTH for name in inspect.signature(OPERATORS[operator]).parameters]
 
 

@@ -81,7 +81,12 @@ class Call:
     def check_stored(self, tally: QuantizedTally) -> None:
         case = self.case
         expected = oracle.store(self.key, self.value, case.start_pos, self.cache, self.scale, case.spec)
-        check_stored((self.mx_cache, self.mx_scale), expected, case, tally)
+
+        def written(x: Array) -> list[Array]:
+            bounds = (case.batch, case.start_pos, case.num_keys, case.spec)
+            return [oracle.tokens(x, kind, *bounds) for kind in (oracle.KEY, oracle.VALUE)]
+
+        check_stored((self.mx_cache, self.mx_scale), expected, case.spec, written, tally)
 
     def fetch(self) -> tuple[Array, Array]:
         """Keys and values as they must be read from what is stored now, whatever value rounded the other way."""

@@ -84,7 +84,9 @@ def test_every_flag_is_named(name: str) -> None:
         assert not flags or any(re.search(rf"`{flag}[` ]", text) for flag in flags), flags
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "docs" / "api.md", ROOT / "docs" / "conversations.md"], ids=page_ids)
+@pytest.mark.parametrize(
+    "page", [README, *(ROOT / "docs" / name for name in ("api.md", "conversations.md", "operators.md"))], ids=page_ids
+)
 def test_python_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every block of a page, one after the other; a line's comment after two blanks is what it prints."""
     text = page.read_text()

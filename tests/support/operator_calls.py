@@ -3,7 +3,9 @@
 Its sizes differ from one another, so that a size in a message can mean one thing only.
 """
 
+import math
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 import mlx.core as mx
@@ -59,3 +61,40 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 
 def bits_of(given: dict[str, Any]) -> list[np.ndarray[Any, Any]]:
     return [to_numpy(x).copy() for x in (given["cache"], given["scale"]) if isinstance(x, mx.array)]
+
+
+# Any argument with a value of each kind: refused in our own words, or it works.
+VALUES: dict[str, Any] = {
+    "an array": mx.array(1),
+    "an array of two": mx.array([0, 1]),
+    "an array of a bool": mx.array(True),
+    "a NumPy array": np.array(1),
+    "a NumPy array of two": np.array([0, 1]),
+    "a NumPy int": np.int64(1),
+    "a NumPy bool": np.True_,
+    "a float": 1.0,
+    "half": 0.5,
+    "NaN": math.nan,
+    "infinity": math.inf,
+    "a decimal": Decimal(1),
+    "True": True,
+    "False": False,
+    "minus one": -1,
+    "minus 2**63": -(2**63),
+    "2**31 - 1": 2**31 - 1,
+    "2**31": 2**31,
+    "2**32": 2**32,
+    "2**63": 2**63,
+    "2**64": 2**64,
+    "10**100": 10**100,
+    "None": None,
+    "nothing": "",
+    "a string": "1",
+    "bytes": b"1",
+    "a list": [1],
+    "a tuple": (),
+    "a dict": {},
+    "an object": object(),
+    "a type": int,
+}
+OWN_WORDS = ("expected", "needs", "takes", "the cache has", "do not fit", "does not divide", "not a multiple")

@@ -114,6 +114,7 @@ class BatchEngine:
         self._closing = self._stopping = False
         self._error: BaseException | None = None
         self._last_sign: float | None = None  # of life; None: it sleeps
+        self._counts = self._scheduler.counts
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvant-engine", daemon=True)
         self._thread.start()
@@ -159,8 +160,8 @@ class BatchEngine:
 
     @property
     def counts(self) -> Counts:
-        """What there is to do."""
-        return self._scheduler.counts
+        """What there was to do after the last step; any thread may ask."""
+        return self._counts._replace(waiting=self._scheduler.num_waiting)
 
     @property
     def alive(self) -> bool:
@@ -211,14 +212,19 @@ class BatchEngine:
                     self._scheduler.cancel(*self._cancelled.popleft())
                 if self._stopping:
                     self._scheduler.close()
-                for token in self._scheduler.step():
+                tokens = self._scheduler.step()
+                self._counts = self._scheduler.counts
+                for token in tokens:
                     self._hand_over(token)
         except BaseException as error:
             self._fail(error)
         finally:
-            self._scheduler.close()
             self._last_sign = None
-            self._ended.set()
+            try:
+                self._scheduler.close()
+                self._counts = self._scheduler.counts
+            finally:
+                self._ended.set()
 
     def _wait(self) -> bool:
         """Sleep until there is work. Returns whether there will be more."""
@@ -232,7 +238,8 @@ class BatchEngine:
     def _hand_over(self, token: Token) -> None:
         with self._changed:
             if (client := self._clients.get(token.request)) is None:
-                return  # it was told that the engine failed
+                self._scheduler.cancel(token.request)  # its thread was interrupted when it submitted it
+                return
             if token.finish_reason is not None:
                 client.open.discard(token.answer)
                 if not client.open:

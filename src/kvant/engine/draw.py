@@ -19,6 +19,8 @@ from kvant.engine.filters import (
 )
 from kvant.engine.processors import LogitsProcessor
 
+BLOCK = 2**18  # logits that are drawn from at once on a CPU: more leave its cache from one operation to the next
+
 
 @dataclass(frozen=True, slots=True)
 class SeededSampler:
@@ -133,10 +135,13 @@ def draw(logprobs: mx.array, samplers: Sequence[Sampler], keys: mx.array | None)
     if seeded:
         if keys is None:
             raise AssertionError("a seeded sampler needs a key")
-        drawn = draw_seeded(_rows(logprobs, seeded), [samplers[row] for row in seeded], keys)  # type: ignore[misc]
-        parts.append((seeded, drawn))
+        block = len(seeded) if mx.default_device().type == mx.gpu else max(1, BLOCK // logprobs.shape[-1])
+        for first in range(0, len(seeded), block):
+            some = seeded[first : first + block]
+            own: list[Any] = [samplers[row] for row in some]
+            parts.append((some, draw_seeded(rows_of(logprobs, some), own, keys[first : first + block])))
     if likeliest:
-        parts.append((likeliest, greedy(_rows(logprobs, likeliest))))
+        parts.append((likeliest, greedy(rows_of(logprobs, likeliest))))
     foreign = sorted({*range(len(samplers))} - {*seeded, *likeliest})
     parts += [([row], samplers[row](logprobs[row : row + 1])) for row in foreign]
     if len(parts) == 1:
@@ -167,18 +172,18 @@ def filtered(logprobs: mx.array, samplers: Sequence[SeededSampler], coins: mx.ar
 
     rows = [row for row, sampler in enumerate(samplers) if 0 < sampler.top_p < 1]
     if rows:
-        logprobs = _with_rows(logprobs, rows, keep_top_p(_rows(logprobs, rows), each("top_p", rows)))
+        logprobs = with_rows(logprobs, rows, keep_top_p(rows_of(logprobs, rows), each("top_p", rows)))
     for at_least, rows in _alike(samplers, lambda sampler: sampler.min_p and sampler.min_tokens_to_keep):
-        kept = keep_min_p(_rows(logprobs, rows), each("min_p", rows), at_least)
-        logprobs = _with_rows(logprobs, rows, kept)
+        kept = keep_min_p(rows_of(logprobs, rows), each("min_p", rows), at_least)
+        logprobs = with_rows(logprobs, rows, kept)
     for (threshold, special), rows in _alike(
         samplers, lambda sampler: sampler.xtc_probability and (sampler.xtc_threshold, sampler.xtc_special_tokens)
     ):
-        chosen, coin = _rows(logprobs, rows), _rows(coins, rows) if coins.ndim else coins
+        chosen, coin = rows_of(logprobs, rows), rows_of(coins, rows) if coins.ndim else coins
         kept = leave_out_top_choices(chosen, each("xtc_probability", rows), threshold, special, coin)
-        logprobs = _with_rows(logprobs, rows, kept)
+        logprobs = with_rows(logprobs, rows, kept)
     for top_k, rows in _alike(samplers, lambda sampler: sampler.top_k):
-        logprobs = _with_rows(logprobs, rows, keep_top_k(_rows(logprobs, rows), top_k))
+        logprobs = with_rows(logprobs, rows, keep_top_k(rows_of(logprobs, rows), top_k))
     return logprobs * column([1 / sampler.temp for sampler in samplers], logprobs.dtype)
 
 
@@ -203,20 +208,20 @@ def _alike(samplers: Sequence[SeededSampler], option: Callable[[SeededSampler], 
     return list(found.items())
 
 
-def _rows(array: mx.array, rows: Sequence[int]) -> mx.array:
+def rows_of(array: mx.array, rows: Sequence[int]) -> mx.array:
     """Some rows of an array (B, ...), in ascending order."""
     if len(rows) == rows[-1] - rows[0] + 1:
         return array if len(rows) == len(array) else array[rows[0] : rows[-1] + 1]
     return array[mx.array(list(rows))]
 
 
-def _with_rows(array: mx.array, rows: Sequence[int], values: mx.array) -> mx.array:
-    """The array with other values in some rows."""
+def with_rows(array: mx.array, rows: Sequence[int], values: mx.array) -> mx.array:
+    """The array with other values in some rows, in ascending order."""
     if len(rows) == len(array):
         return values
-    changed = mx.array(array)  # assignment rebinds the array object it is made to
-    changed[mx.array(list(rows))] = values
-    return changed
+    place = {row: number for number, row in enumerate(rows)}
+    parts = [values[place[row]][None] if row in place else array[row : row + 1] for row in range(len(array))]
+    return mx.concatenate(parts)  # which copies whole rows; an assignment goes number by number
 
 
 def sample(

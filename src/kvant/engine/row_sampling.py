@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvant.engine.draw import Sampler, SeededSampler, draw_after, draw_keys, greedy
+from kvant.engine.draw import Sampler, SeededSampler, draw_after, draw_keys, greedy, rows_of, with_rows
 from kvant.engine.processors import KINDS, Bias, LogitsProcessor, process_rows
 
 
@@ -65,10 +65,14 @@ def sample_rows(
             sampler = _Foreign(sampler, (1,), number, failed)
         samplers.append(sampler)
         processors.append([p if type(p) in KINDS else _Foreign(p, (1, vocab_size), number, failed) for p in own])
-    processed = process_rows(logits[: len(rows)].astype(mx.float32), [row.tokens for row in rows], processors)
+    logits = logits[: len(rows)].astype(mx.float32)
+    if processed := [number for number, own in enumerate(processors) if own]:
+        tokens = [rows[number].tokens for number in processed]
+        changed = process_rows(rows_of(logits, processed), tokens, [processors[number] for number in processed])
+        logits = with_rows(logits, processed, changed)
     seeded = [number for number, sampler in enumerate(samplers) if isinstance(sampler, SeededSampler)]
     keys = draw_keys([samplers[number] for number in seeded], [rows[number].position for number in seeded])
-    return draw_after(processed, samplers, keys)
+    return draw_after(logits, samplers, keys)
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,8 @@ class Scheduler:
             raise ValueError(f"max_batch is {max_batch}; the pool is for {pool.max_sequences} sequences")
         if max_queue is not None:
             check_count("max_queue", max_queue)
+        if deterministic and pool.prefill_step_size < CHUNK:
+            raise ValueError(f"deterministic feeds {CHUNK} tokens at once; the pool takes {pool.prefill_step_size}")
         self._model, self._pool = model, pool
         self._max_batch, self._max_queue = max_batch, max_queue
         self._deterministic = deterministic
@@ -134,10 +136,14 @@ class Scheduler:
         return not (self._under_way or self._ready)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that no page is reserved for yet; any thread may ask."""
+        return len(self._waiting)
+
+    @property
     def counts(self) -> Counts:
-        """What there is to do."""
-        prompt = self._prompt
-        prefilling = 0 if prompt is None else len(prompt.open)
+        """What there is to do. Another thread must not ask during a step."""
+        prefilling = 0 if self._prompt is None else len(self._prompt.open)
         return Counts(len(self._waiting), prefilling, len(self._running), self._pool.num_free)
 
     def check(self, request: Request) -> CheckedRequest:
@@ -253,7 +259,8 @@ class Scheduler:
         if self._deterministic:
             end = (start // CHUNK + 1) * CHUNK
         else:
-            end = start + (CHUNK if self._running else self._pool.prefill_step_size)
+            most = self._pool.prefill_step_size
+            end = start + (min(CHUNK, most) if self._running else most)
         end = min(end, len(ids))
         if end == len(ids) and self._model.last_token_alone:
             end = max(end - 1, start + 1)
@@ -264,6 +271,7 @@ class Scheduler:
             mx.eval(logits)
         else:
             mx.eval(self._model.feed(mx.array([chunk]), batch))
+            mx.clear_cache()  # a chunk's activations; without it MLX kept four times as much (measured)
         batch.commit(ids=[chunk])
         if work.exact == start and len(chunk) == CHUNK:
             work.exact = end
@@ -317,13 +325,11 @@ class Scheduler:
         """
         together = sum(not answer.work.checked.calls_out for answer in answers)
         picked: list[_Picked | Exception] = []
-        if together:
-            picked += _sample(logits, answers[:together])
-        for row in range(together, len(answers)):
+        for first, end in [(0, together), *((row, row + 1) for row in range(together, len(answers)))]:
             try:
-                picked += _sample(logits[row : row + 1], answers[row : row + 1])
+                picked += _sample(logits[first:], answers[first:end])
             except Exception as error:
-                picked.append(error)
+                picked += [error] * (end - first)
         for answer, each in zip(answers, picked, strict=True):
             if answer.number not in answer.work.open:
                 continue  # it ended with another answer of its request
@@ -351,9 +357,9 @@ class Scheduler:
     def _hand_out(self, work: _Work, token: Token) -> None:
         self._ready.append(token)
         if token.finish_reason is not None:
-            work.open -= {token.answer}
+            work.open.discard(token.answer)
             if not work.open:
-                del self._under_way[token.request]
+                self._under_way.pop(token.request, None)
 
     def _leave(self, answer: _Answer) -> tuple[ModelCache | None, Exception | None]:
         """Take an answer out of the batch; its pages are free. Returns its cache, where one is wanted, or an error."""
@@ -364,9 +370,8 @@ class Scheduler:
                 sequence.share_prefix()
             if not checked.request.keep_cache:
                 return None, None
-            if sequence.length < min(
-                len(answer.tokens), sequence.max_tokens
-            ):  # mlx-lm's caches hold the last token too
+            # mlx-lm's caches hold the last token too.
+            if sequence.length < min(len(answer.tokens), sequence.max_tokens):
                 self._logits([answer])
             given = None if checked.cache is None else checked.cache.max_seq_len
             return sequence.to_cache(given or self._pool.max_seq_len), None
@@ -389,11 +394,13 @@ class Scheduler:
                     answer.sequence.release()
             self._hand_out(work, Token(work.checked.request, number, None, None, (), reason, work.cached, cache, error))
         if not work.open:
+            self._under_way.pop(work.checked.request, None)
             _release(work.sequences)
             if work is self._prompt:
                 self._prompt = None
             elif work in self._waiting:
                 self._waiting.remove(work)
+                self._free_when_full = None  # another one is the first
 
 
 def _release(sequences: list[PoolSequence]) -> None:
@@ -404,6 +411,8 @@ def _release(sequences: list[PoolSequence]) -> None:
 
 def _sample(logits: mx.array, answers: Sequence[_Answer]) -> list[_Picked]:
     """The next token of every answer, of the first rows of logits (rows, vocab)."""
+    if not answers:
+        return []
     tokens, logprobs = sample_rows(logits, [answer.row for answer in answers])
     vocab_size = logits.shape[-1]
     if answers[0].work.checked.calls_out:  # as an index an unknown token would be read out of bounds

@@ -4,7 +4,8 @@ Legend of the package: B batch, S new tokens, T cached tokens read, H query head
 G quant_group, D' the last dimension as stored (D, or D/2 bytes at 4 bits), MaxB and MaxS the allocated B and T.
 """
 
+from kvant.operators import dynamic_batching
 from kvant.operators.quantization import dequantize, quantize
 from kvant.operators.static_batching import key_value_cache, multi_head_cache_attention
 
-__all__ = ["dequantize", "key_value_cache", "multi_head_cache_attention", "quantize"]
+__all__ = ["dequantize", "dynamic_batching", "key_value_cache", "multi_head_cache_attention", "quantize"]

@@ -69,12 +69,14 @@ def append_and_attend_paged(
     write_rows(key[:B], value[:B], arrays, rows.new, quant_bit=quant_bit, quant_group=quant_group)
     newest = S == 1 and sinks is None and mx.default_device().type == mx.cpu
     counts = [sum(end - first for first, end in own) for own in rows.runs]
-    outputs = []
+    outputs: list[mx.array] = []
     for share in _shares(counts, READ_BYTES // _row_bytes(arrays[0], quant_bit)):
         # The bytes of several sequences are put side by side and made floats in one multiplication: on a CPU twice as
         # fast as to take them by row numbers, and ten times as fast as to read padded pages (measured).
         joined = [run for own in rows.runs[share] for run in own]
-        stored = [stored_rows(array, joined)[None] for array in arrays]
+        # Without this dependency MLX reads the tokens of every share before it uses the first.
+        readable = mx.depends(arrays, outputs[-1:]) if outputs else arrays
+        stored = [stored_rows(array, joined)[None] for array in readable]
         dtype = mx.float32 if newest else query.dtype
         keys, values = float_tokens(stored, quant_bit=quant_bit, dtype=dtype, key_dim=D)
         own = (query, keys, values, share, counts, rows, bias_split)

@@ -13,9 +13,10 @@ from kvant.operators.kernels.attend import unsupported_reason
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.validation import (
     CacheCall,
-    check_attention_call,
     check_bias_split,
     check_cache_call,
+    check_heads,
+    check_mask,
     check_repeat,
 )
 
@@ -72,7 +73,8 @@ def key_value_cache(
         quant_group=quant_group,
         cache_layout=cache_layout,
     )
-    check_repeat(num_repeat, current_key, call)
+    B, _, K, D = current_key.shape
+    check_repeat(num_repeat, B * call.end * K * D)
     _append(call, current_key.transpose(0, 2, 1, 3), current_value.transpose(0, 2, 1, 3))
     # (B, K, T, D) -> (B, T, K * num_repeat, D)
     key, value = (mx.repeat(x.transpose(0, 2, 1, 3), num_repeat, axis=2) for x in _all_tokens(call, current_key.dtype))
@@ -147,10 +149,9 @@ def multi_head_cache_attention(
         quant_group=quant_group,
         cache_layout=cache_layout,
     )
-    mask = check_attention_call(
+    mask = check_heads(
         query,
         current_key,
-        call,
         attn_mask,
         num_heads=num_heads,
         head_dim=head_dim,
@@ -158,6 +159,7 @@ def multi_head_cache_attention(
         is_causal=is_causal,
         is_alibi=is_alibi,
     )
+    mask = check_mask(mask, call, num_heads)
     check_bias_split(bias_split, call, num_kv_heads or num_heads)
     # (B, S, H, D) -> (B, H, S, D)
     query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, current_key, current_value))

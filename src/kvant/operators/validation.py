@@ -1,6 +1,7 @@
 """Checks of the public operators. They run before anything is written, so a call that fails changes no cache."""
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -10,6 +11,7 @@ from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quant
 
 KEY_INPUTS = ("current_key", "current_value")
 MAX_ELEMENTS = 2**31 - 1  # of a result. MLX counts with 32 bits in places
+LAYOUTS = (("MaxB", "L", "2", "MaxS", "H", "Dh"), ("L", "MaxB", "2", "H", "MaxS", "Dh"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,32 +53,25 @@ def check_cache_call(
     quant_group: int,
     cache_layout: int,
 ) -> CacheCall:
-    """Check the inputs both operators share; raise a ValueError that names the first defect."""
-    for name, x in (("cache", cache), ("scale", scale), *zip(KEY_INPUTS, (current_key, current_value), strict=True)):
-        if not isinstance(x, mx.array) and not (name == "scale" and x is None):
-            raise ValueError(f"{name} is a {type(x).__name__}; expected an mx.array")
-    for name, x in zip(KEY_INPUTS, (current_key, current_value), strict=True):
-        if x.ndim != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected 4 dimensions (B, S, H, Dh)")
-    if current_key.shape != current_value.shape:
-        raise ValueError(
-            f"current_value has shape {tuple(current_value.shape)}, current_key {tuple(current_key.shape)}"
-        )
-    if current_key.dtype != current_value.dtype:
-        raise ValueError(f"current_value is {current_value.dtype}, current_key {current_key.dtype}; expected one dtype")
-    B, S, K, D = current_key.shape
-    if 0 in (B, S, K, D):
-        raise ValueError(f"current_key has shape {tuple(current_key.shape)}; every dimension must be at least 1")
-    check_quantization(quant_bit, quant_group, D)
-    _check_dtypes(current_key.dtype, cache, scale, quant_bit)
-    max_batch, max_tokens = _check_layout(cache, scale, K, D, num_layer, quant_bit, quant_group, cache_layout)
-    if not 0 <= _index(layer_idx, "layer_idx") < num_layer:
-        raise ValueError(f"layer_idx is {layer_idx}; the cache has layers 0 to {num_layer - 1}")
-    if max_batch < B:
-        raise ValueError(f"current_key has a batch of {B}; the cache holds {max_batch}")
+    """Check the inputs both static operators share; raise a ValueError that names the first defect."""
+    check_current(("B", "S", "H", "Dh"), current_key, current_value, cache, scale, quant_bit, quant_group)
+    sizes = check_layout(
+        LAYOUTS,
+        current_key,
+        cache,
+        scale,
+        num_layer=num_layer,
+        layer_idx=layer_idx,
+        quant_bit=quant_bit,
+        quant_group=quant_group,
+        cache_layout=cache_layout,
+    )
+    B, S, _, D = current_key.shape
+    if sizes["MaxB"] < B:
+        raise ValueError(f"current_key has a batch of {B}; the cache holds {sizes['MaxB']}")
     start = _start(start_pos)
-    if start < 0 or start + S > max_tokens:
-        raise ValueError(f"start_pos {start} and {S} new tokens do not fit a cache of {max_tokens} positions")
+    if start < 0 or start + S > sizes["MaxS"]:
+        raise ValueError(f"start_pos {start} and {S} new tokens do not fit a cache of {sizes['MaxS']} positions")
     return CacheCall(
         arrays=[cache] if scale is None else [cache, scale],
         batch=B,
@@ -90,21 +85,45 @@ def check_cache_call(
     )
 
 
-def check_repeat(num_repeat: int, current_key: mx.array, call: CacheCall) -> None:
-    """Check KeyValueCache's ``num_repeat``."""
+def check_current(
+    axes: Sequence[str],
+    current_key: mx.array,
+    current_value: mx.array,
+    cache: mx.array,
+    scale: mx.array | None,
+    quant_bit: int,
+    quant_group: int,
+) -> None:
+    """Check the new keys and values, which have these axes, the dtypes of cache and scale, and the quantization."""
+    for name, x in (("cache", cache), ("scale", scale), *zip(KEY_INPUTS, (current_key, current_value), strict=True)):
+        if not isinstance(x, mx.array) and not (name == "scale" and x is None):
+            raise ValueError(f"{name} is a {type(x).__name__}; expected an mx.array")
+    for name, x in zip(KEY_INPUTS, (current_key, current_value), strict=True):
+        if x.ndim != len(axes):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {len(axes)} dimensions ({', '.join(axes)})")
+    if current_key.shape != current_value.shape:
+        raise ValueError(
+            f"current_value has shape {tuple(current_value.shape)}; expected current_key's, {tuple(current_key.shape)}"
+        )
+    if current_key.dtype != current_value.dtype:
+        raise ValueError(f"current_value is {current_value.dtype}, current_key {current_key.dtype}; expected one dtype")
+    if 0 in current_key.shape:
+        raise ValueError(f"current_key has shape {tuple(current_key.shape)}; expected at least 1 in every dimension")
+    check_quantization(quant_bit, quant_group, current_key.shape[-1])
+    _check_dtypes(current_key.dtype, cache, scale, quant_bit)
+
+
+def check_repeat(num_repeat: int, elements: int) -> None:
+    """Check KeyValueCache's ``num_repeat``. Keys have so many elements without repetition."""
     if isinstance(num_repeat, bool) or not isinstance(num_repeat, int) or num_repeat < 1:
         raise ValueError(f"num_repeat is {num_repeat!r}; expected a positive int")
-    B, _, K, D = current_key.shape
-    if B * call.end * K * num_repeat * D > MAX_ELEMENTS:
-        raise ValueError(
-            f"num_repeat is {num_repeat}; expected at most {MAX_ELEMENTS // (B * call.end * K * D)} for this call"
-        )
+    if elements * num_repeat > MAX_ELEMENTS:
+        raise ValueError(f"num_repeat is {num_repeat}; expected at most {MAX_ELEMENTS // elements} for this call")
 
 
-def check_attention_call(
+def check_heads(
     query: mx.array,
     current_key: mx.array,
-    call: CacheCall,
     attn_mask: mx.array | None,
     *,
     num_heads: int,
@@ -113,32 +132,35 @@ def check_attention_call(
     is_causal: bool,
     is_alibi: bool,
 ) -> mx.array | None:
-    """Check the inputs that only MultiHeadCacheAttention has; return the mask cut to T columns, or None."""
+    """Check the inputs that only MultiHeadCacheAttention has, but the mask's shape; return the mask, or None.
+
+    Query and key have the same axes, the last two heads and head_dim.
+    """
     for name, flag in (("is_causal", is_causal), ("is_alibi", is_alibi)):
         if type(flag) is not bool:
             raise ValueError(f"{name} is {flag!r}; expected True or False")
     for name, array in (("query", query), ("attn_mask", attn_mask)):
         if not isinstance(array, mx.array) and not (name == "attn_mask" and array is None):
             raise ValueError(f"{name} is a {type(array).__name__}; expected an mx.array")
-    K = num_heads if _index(num_kv_heads, "num_kv_heads") == 0 else num_kv_heads
+    K = num_heads if as_int(num_kv_heads, "num_kv_heads") == 0 else num_kv_heads
     for name, count in (("num_heads", num_heads), ("num_kv_heads", K), ("head_dim", head_dim)):
-        if _index(count, name) < 1:
+        if as_int(count, name) < 1:
             raise ValueError(f"{name} is {count}; expected a positive int")
     if num_heads % K:
         raise ValueError(f"num_heads {num_heads} is not a multiple of num_kv_heads {K}")
-    expected = (call.batch, call.new_tokens, num_heads, head_dim)
-    if tuple(query.shape) != expected:
-        raise ValueError(f"query has shape {tuple(query.shape)}; expected {expected}")
-    expected = (call.batch, call.new_tokens, K, head_dim)
-    if tuple(current_key.shape) != expected:
-        raise ValueError(f"current_key has shape {tuple(current_key.shape)}; expected {expected}")
+    lead = tuple(current_key.shape[:-2])
+    for name, x, heads in (("query", query, num_heads), ("current_key", current_key, K)):
+        if tuple(x.shape) != (*lead, heads, head_dim):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {(*lead, heads, head_dim)}")
     if query.dtype not in FLOAT_DTYPES:
         raise ValueError(f"query has dtype {query.dtype}; expected float32, float16 or bfloat16")
     if query.dtype != current_key.dtype:
         raise ValueError(f"query is {query.dtype}, current_key {current_key.dtype}; expected one dtype")
     if attn_mask is None or attn_mask.size == 0:
         return None
-    return _check_mask(attn_mask, call, num_heads)
+    if attn_mask.dtype != mx.bool_ and attn_mask.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"attn_mask has dtype {attn_mask.dtype}; expected bool, float32, float16 or bfloat16")
+    return attn_mask
 
 
 def check_tokens(query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None, offset: int) -> None:
@@ -174,7 +196,7 @@ def check_bias_split(split: BiasSplit | None, call: CacheCall, num_kv_heads: int
     if not isinstance(split, BiasSplit):
         raise ValueError(f"bias_split is a {type(split).__name__}; expected a BiasSplit")
     K, D, P = num_kv_heads, call.head_dim, len(split.pairs)
-    if D % 2 or len(set(split.pairs)) != P or any(not 0 <= _index(p, "pair") < D // 2 for p in split.pairs):
+    if D % 2 or len(set(split.pairs)) != P or any(not 0 <= as_int(p, "pair") < D // 2 for p in split.pairs):
         raise ValueError(f"bias_split has pairs {split.pairs}; expected different ints from 0 to {D // 2 - 1}")
     for name, x, expected in (
         ("key_bias", split.key_bias, (K, 2, P)),
@@ -185,7 +207,10 @@ def check_bias_split(split: BiasSplit | None, call: CacheCall, num_kv_heads: int
             raise ValueError(f"bias_split's {name} is {x.dtype} {tuple(x.shape)}; expected float32 {expected}")
 
 
-def _check_mask(mask: mx.array, call: CacheCall, num_heads: int) -> mx.array:
+def check_mask(mask: mx.array | None, call: CacheCall, num_heads: int) -> mx.array | None:
+    """Check the shape of a static call's mask; return it cut to T columns."""
+    if mask is None:
+        return None
     S, T = call.new_tokens, call.end
     shapes = f"({S}, >={T}), ({num_heads}, {S}, >={T}) or ({call.batch} or 1, {num_heads}, {S}, >={T})"
     wrong = f"attn_mask has shape {tuple(mask.shape)}; expected {shapes}"
@@ -195,8 +220,6 @@ def _check_mask(mask: mx.array, call: CacheCall, num_heads: int) -> mx.array:
         raise ValueError(wrong)
     if mask.ndim == 4 and mask.shape[0] not in (1, call.batch):
         raise ValueError(wrong)
-    if mask.dtype != mx.bool_ and mask.dtype not in FLOAT_DTYPES:
-        raise ValueError(f"attn_mask has dtype {mask.dtype}; expected bool, float32, float16 or bfloat16")
     return mask[..., :T]  # further columns are padding
 
 
@@ -220,42 +243,46 @@ def _check_dtypes(dtype: mx.Dtype, cache: mx.array, scale: mx.array | None, quan
         )
 
 
-def _check_layout(
+def check_layout(
+    layouts: Sequence[Sequence[str]],
+    current_key: mx.array,
     cache: mx.array,
     scale: mx.array | None,
-    K: int,
-    D: int,
+    *,
     num_layer: int,
+    layer_idx: int,
     quant_bit: int,
     quant_group: int,
     cache_layout: int,
-) -> tuple[int, int]:
-    """Check the shapes of cache and scale; return MaxB and MaxS."""
-    if type(cache_layout) is not int or cache_layout not in (0, 1):
-        raise ValueError(f"cache_layout is {cache_layout!r}; expected 0 or 1")
-    names = "(MaxB, L, 2, MaxS, H, Dh)" if cache_layout == 0 else "(L, MaxB, 2, H, MaxS, Dh)"
-    if cache.ndim != 6:
+) -> dict[str, int]:
+    """Check the shapes of cache and scale, and the layer; return the sizes of the cache's axes by their names."""
+    if type(cache_layout) is not int or not 0 <= cache_layout < len(layouts):
         raise ValueError(
-            f"cache has shape {tuple(cache.shape)}; cache_layout {cache_layout} needs 6 dimensions {names}"
+            f"cache_layout is {cache_layout!r}; expected one of {', '.join(map(str, range(len(layouts))))}"
         )
-    if cache_layout == 0:
-        max_batch, layers, _, max_tokens = cache.shape[:4]
-    else:
-        layers, max_batch, _, _, max_tokens = cache.shape[:5]
-    stored = D // 2 if quant_bit == 4 else D
+    axes = layouts[cache_layout]
+    names = f"({', '.join(axes)})"
+    if cache.ndim != len(axes):
+        raise ValueError(
+            f"cache has shape {tuple(cache.shape)}; cache_layout {cache_layout} needs {len(axes)} dimensions {names}"
+        )
+    sizes = dict(zip(axes, cache.shape, strict=True))
+    if as_int(num_layer, "num_layer") != sizes["L"]:
+        raise ValueError(f"num_layer is {num_layer}; the cache has {sizes['L']} layers")
+    K, D = current_key.shape[-2:]
 
     def shape(last: int) -> tuple[int, ...]:
-        if cache_layout == 0:
-            return (max_batch, num_layer, 2, max_tokens, K, last)
-        return (num_layer, max_batch, 2, K, max_tokens, last)
+        expected = sizes | {"2": 2, "H": K, "Dh": last}
+        return tuple(expected[axis] for axis in axes)
 
-    if _index(num_layer, "num_layer") != layers:
-        raise ValueError(f"num_layer is {num_layer}; the cache has {layers} layers")
-    if tuple(cache.shape) != shape(stored):
-        raise ValueError(f"cache has shape {tuple(cache.shape)}; expected {shape(stored)}, {names}")
+    stored = shape(D // 2 if quant_bit == 4 else D)
+    if tuple(cache.shape) != stored:
+        raise ValueError(f"cache has shape {tuple(cache.shape)}; expected {stored}, {names}")
     if scale is not None and tuple(scale.shape) != shape(D // quant_group):
         raise ValueError(f"scale has shape {tuple(scale.shape)}; expected {shape(D // quant_group)}")
-    return max_batch, max_tokens
+    if not 0 <= as_int(layer_idx, "layer_idx") < num_layer:
+        raise ValueError(f"layer_idx is {layer_idx}; the cache has layers 0 to {num_layer - 1}")
+    return sizes
 
 
 def _start(start_pos: int | mx.array) -> int:
@@ -266,10 +293,10 @@ def _start(start_pos: int | mx.array) -> int:
                 "expected one integer element"
             )
         return operator.index(start_pos.item())  # type: ignore[arg-type]
-    return _index(start_pos, "start_pos")
+    return as_int(start_pos, "start_pos")
 
 
-def _index(value: object, name: str) -> int:
+def as_int(value: object, name: str) -> int:
     """The value as an int. A bool, an array or another type is a ValueError that names it."""
     if not isinstance(value, bool | mx.array):
         try:

@@ -1,0 +1,241 @@
+"""PMX's dynamic operators: KeyValueCache and MultiHeadCacheAttention over packed sequences of different lengths.
+
+The sequences' new tokens lie end to end along one axis. N new tokens of all sequences, T tokens that all sequences then
+have, MaxT rows of the cache. The arithmetic is that of the static operators.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from kvant.operators.attention import attend_tokens
+from kvant.operators.cached_attention import float_tokens, stored_tokens
+from kvant.operators.dispatch import resolve
+from kvant.operators.packed_validation import PackedCall, Run, check_packed_attention, check_packed_call
+from kvant.operators.validation import check_heads, check_repeat
+
+# For each cache_layout: from (2, K, rows, last) to the order of its axes, and back.
+TO_LAYOUT = ((2, 0, 1, 3), (2, 0, 1, 3), (0, 2, 1, 3), (0, 1, 2, 3))
+FROM_LAYOUT = ((1, 2, 0, 3), (1, 2, 0, 3), (0, 2, 1, 3), (0, 1, 2, 3))
+
+
+def key_value_cache(
+    current_key: mx.array,
+    current_value: mx.array,
+    seqstarts: mx.array | Sequence[int],
+    kvstarts: mx.array | Sequence[int],
+    cachestarts: mx.array | Sequence[int] | Sequence[Sequence[int]],
+    start_pos: mx.array | Sequence[int],
+    max_seqlen: int,
+    max_kvlen: int,
+    cache: mx.array,
+    scale: mx.array | None = None,
+    *,
+    num_layer: int = 1,
+    layer_idx: int = 0,
+    quant_bit: int = 0,
+    quant_group: int = 8,
+    num_repeat: int = 1,
+    cache_mode: int = 0,
+    cache_layout: int = 0,
+    page_size: int = 128,
+) -> tuple[mx.array, mx.array]:
+    """Append new tokens of B sequences to a cache and return all tokens of these sequences, dequantized.
+
+    ``cache`` and ``scale`` are in-out. The call changes the new tokens' rows of layer ``layer_idx``, nothing else.
+    Everything is checked before anything is written. Index arguments are integer arrays or sequences of ints.
+
+    Args:
+        current_key, current_value: (N, K, D) float32, float16 or bfloat16; int8 too with ``quant_bit`` 0.
+        seqstarts: (B + 1,): sequence b has the new tokens seqstarts[b] to seqstarts[b + 1] - 1 of the N. It may have
+            none; it then writes nothing.
+        kvstarts: (B + 1,): its tokens are kvstarts[b] to kvstarts[b + 1] - 1 of the T returned.
+        cachestarts: cache_mode 0: (B,), the row of each sequence's first token. cache_mode 1: (B, pages), the row at
+            which each page begins; no page number. Only the first ceil(tokens / page_size) entries count.
+        start_pos: (B,): tokens that each sequence has in the cache.
+        max_seqlen, max_kvlen: the new tokens, and all tokens, of the sequence that has most.
+        cache: layout 0 (MaxT, L, 2, K, D), 1 (L, MaxT, 2, K, D), 2 (L, 2, MaxT, K, D), 3 (L, 2, K, MaxT, D); keys at
+            index 0 of the axis of 2. int8 at 8 bits, uint8 with a last dimension of D/2 at 4 bits, a float dtype at 0.
+        scale: as ``cache`` with a last dimension of D/quant_group, float32 or float16; None at 0 bits.
+        num_layer, layer_idx: the cache's L, and the layer to write.
+        quant_bit: 0, 8 or 4.
+        quant_group: elements of D that share one scale.
+        num_repeat: repeat each head this many times, interleaved.
+        cache_mode: 0: a sequence's rows lie side by side. 1: its pages do not.
+        cache_layout: 0 to 3.
+        page_size: rows of a page, in cache_mode 1.
+
+    Returns:
+        key, value: (T, K * num_repeat, D) in the inputs' dtype. The new tokens too are read from the cache.
+
+    Raises:
+        ValueError: an input that does not fit; rows outside the cache; a row that is written and holds another token of
+            the call's sequences too. Rows that are only read may be shared. Cache and scale are then unchanged.
+
+    Source: OpenPPL PMX, dynamic batching, KeyValueCache.
+    """
+    call = check_packed_call(
+        current_key,
+        current_value,
+        seqstarts,
+        kvstarts,
+        cachestarts,
+        start_pos,
+        max_seqlen,
+        max_kvlen,
+        cache,
+        scale,
+        num_layer=num_layer,
+        layer_idx=layer_idx,
+        quant_bit=quant_bit,
+        quant_group=quant_group,
+        cache_mode=cache_mode,
+        cache_layout=cache_layout,
+        page_size=page_size,
+    )
+    _, K, D = current_key.shape
+    check_repeat(num_repeat, call.tokens * K * D)
+    _append(call, current_key, current_value)
+    runs = [run for sequence in call.sequences for run in sequence.runs]
+    # (1, K, T, D) -> (T, K * num_repeat, D)
+    key, value = (mx.repeat(x[0].transpose(1, 0, 2), num_repeat, axis=1) for x in _read(call, runs, current_key.dtype))
+    return key, value
+
+
+def multi_head_cache_attention(
+    query: mx.array,
+    current_key: mx.array,
+    current_value: mx.array,
+    seqstarts: mx.array | Sequence[int],
+    kvstarts: mx.array | Sequence[int],
+    cachestarts: mx.array | Sequence[int] | Sequence[Sequence[int]],
+    start_pos: mx.array | Sequence[int],
+    decoding_batches: int,
+    max_seqlen: int,
+    max_kvlen: int,
+    cache: mx.array,
+    scale: mx.array | None = None,
+    attn_mask: mx.array | None = None,
+    *,
+    num_heads: int,
+    head_dim: int,
+    is_causal: bool = True,
+    is_alibi: bool = False,
+    num_kv_heads: int = 0,
+    num_layer: int = 1,
+    layer_idx: int = 0,
+    quant_bit: int = 0,
+    quant_group: int = 8,
+    cache_mode: int = 0,
+    cache_layout: int = 0,
+    page_size: int = 128,
+) -> mx.array:
+    """Append new tokens of B sequences to a cache; each attends to all tokens of its own sequence.
+
+    ``cache`` and ``scale`` are in-out, as in :func:`key_value_cache`. All keys and values are read from the cache, so
+    the new ones too are quantized and dequantized. The fused kernel does not take packed sequences.
+
+    Args:
+        query: (N, H, D) float32, float16 or bfloat16.
+        current_key, current_value: (N, K, D) in the query's dtype. Query head h reads kv head h // (H / K).
+        seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen: as in ``key_value_cache``.
+        decoding_batches: so many of the first sequences get no causal mask. It makes a difference only to those that
+            have several new tokens.
+        cache, scale, num_layer, layer_idx, quant_bit, quant_group: as in ``key_value_cache``.
+        attn_mask: added to the scores: (N, >=T) or (H, N, >=T). Sequence b uses rows seqstarts[b] : seqstarts[b + 1]
+            and columns kvstarts[b] : kvstarts[b + 1]; nothing else of it is read. A boolean mask keeps where True. An
+            empty array means no mask. A query with every key masked gives zeros.
+        num_heads: H.
+        head_dim: D. Scores are divided by its square root; softmax is in float32.
+        is_causal: query i of a sequence sees its token j only where j <= start_pos + i.
+        is_alibi: add ALiBi biases. The call is then causal whatever ``is_causal`` and ``decoding_batches`` are.
+        num_kv_heads: K; 0 means H.
+        cache_mode, cache_layout, page_size: as in ``key_value_cache``.
+
+    Returns:
+        (N, H, D) in the query's dtype.
+
+    Raises:
+        ValueError: as in ``key_value_cache``, and where KVANT_KERNELS forces the fused kernel.
+
+    Source: OpenPPL PMX, dynamic batching, MultiHeadCacheAttention.
+    """
+    call = check_packed_call(
+        current_key,
+        current_value,
+        seqstarts,
+        kvstarts,
+        cachestarts,
+        start_pos,
+        max_seqlen,
+        max_kvlen,
+        cache,
+        scale,
+        num_layer=num_layer,
+        layer_idx=layer_idx,
+        quant_bit=quant_bit,
+        quant_group=quant_group,
+        cache_mode=cache_mode,
+        cache_layout=cache_layout,
+        page_size=page_size,
+    )
+    mask = check_heads(
+        query,
+        current_key,
+        attn_mask,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_kv_heads=num_kv_heads,
+        is_causal=is_causal,
+        is_alibi=is_alibi,
+    )
+    check_packed_attention(mask, call, decoding_batches, num_heads, (num_kv_heads or num_heads) * head_dim)
+    resolve(unsupported_reason="packed sequences")
+    _append(call, current_key, current_value)
+    outputs: list[mx.array] = []
+    for b, sequence in enumerate(call.sequences):
+        if not sequence.new_tokens:
+            continue
+        output = attend_tokens(
+            query[sequence.queries].transpose(1, 0, 2)[None],  # (S, H, D) -> (1, H, S, D)
+            *_read(call, sequence.runs, query.dtype, after=outputs[-1:]),
+            is_causal=is_causal and b >= decoding_batches,
+            is_alibi=is_alibi,
+            mask=None if mask is None else mask[..., sequence.queries, sequence.keys],
+        )
+        outputs.append(output[0].transpose(1, 0, 2))  # (1, H, S, D) -> (S, H, D)
+    return mx.concatenate(outputs)
+
+
+def _append(call: PackedCall, key: mx.array, value: mx.array) -> None:
+    """Write new keys and values (N, K, D) to the call's cache and scale, in place, one operation each."""
+    rows = [row for sequence in call.sequences for run in sequence.new_runs for row in range(*run)]
+    place = _place(call, mx.array(rows, mx.int32))
+    # (N, K, D) -> (1, K, N, D)
+    key, value = (x.transpose(1, 0, 2)[None] for x in (key, value))
+    new = stored_tokens(key, value, call.arrays, quant_bit=call.quant_bit, quant_group=call.quant_group)
+    for array, part in zip(call.arrays, new, strict=True):
+        array[place] = part[0].transpose(TO_LAYOUT[call.cache_layout])  # part is (1, 2, K, N, last)
+
+
+def _read(
+    call: PackedCall, runs: Sequence[Run], dtype: mx.Dtype, after: Sequence[mx.array] = ()
+) -> tuple[mx.array, mx.array]:
+    """The tokens in these rows, as keys and values (1, K, rows, D).
+
+    Without ``after``, arrays that are to be made before, MLX dequantizes many sequences before it uses the first.
+    """
+    order = FROM_LAYOUT[call.cache_layout]
+    stored = []
+    for array in call.arrays:
+        parts = [array[_place(call, slice(*run))].transpose(order) for run in runs]  # (2, K, rows, last) each
+        stored.append(mx.concatenate(parts, axis=2)[None])
+    if after:
+        stored = mx.depends(stored, list(after))
+    return float_tokens(stored, quant_bit=call.quant_bit, dtype=dtype, product_dtype=stored[-1].dtype)
+
+
+def _place(call: PackedCall, rows: mx.array | slice) -> tuple[int | slice | mx.array, ...]:
+    """The index of these rows of the call's layer."""
+    layer, every = call.layer_idx, slice(None)
+    return ((rows, layer), (layer, rows), (layer, every, rows), (layer, every, every, rows))[call.cache_layout]

@@ -1,0 +1,103 @@
+"""Errors and interruptions of requests in a batch: whose they are, and what is left."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support.batches import PAGES, alone, ids_of, run_all, scheduler_of
+from support.counts import count
+from support.interruption import Interruption
+
+from kvant.engine.request import Request
+from kvant.engine.sampling import make_sampler
+from kvant.models import Decoder
+
+Pocket = tuple[Decoder, Any]
+
+
+def _fails(*arguments: mx.array) -> mx.array:
+    raise ZeroDivisionError("mine")
+
+
+FAILING: dict[str, tuple[dict[str, Any], str]] = {
+    "a sampler": ({"sampler": _fails}, "mine"),
+    "a processor": ({"logits_processors": [_fails]}, "mine"),
+    "two tokens": ({"sampler": lambda logprobs: mx.array([3, 4])}, "expected"),
+    "an unknown token": ({"sampler": lambda logprobs: mx.array([99_999])}, "the sampler picked token 99999; the model"),
+    "logits of another shape": ({"logits_processors": [lambda tokens, logits: logits[:, :5]]}, "expected"),
+    "no array": ({"sampler": lambda logprobs: 5}, ""),
+}
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(("options", "message"), FAILING.values(), ids=FAILING)
+def test_a_request_that_fails_fails_alone(pocket: Pocket, options: dict[str, Any], message: str, later: bool) -> None:
+    """At its first token, or in the batch."""
+    if later:
+        (name, given), calls = next(iter(options.items())), [0]
+        fails = given if callable(given) else given[0]
+
+        def works_first(*arguments: mx.array) -> mx.array:
+            calls[0] += 1
+            if calls[0] > 2:
+                return fails(*arguments)
+            return mx.argmax(arguments[-1], axis=-1) if name == "sampler" else arguments[-1]
+
+        options = {name: works_first if callable(given) else [works_first]}
+    scheduler, pool = scheduler_of(pocket[0])
+    others = [Request(prompt, max_tokens=12, sampler=make_sampler(1.0, seed=1)) for prompt in ([5, 6], [7])]
+    others.append(Request([8], max_tokens=12, logits_processors=[lambda tokens, logits: logits + 0.0]))
+    failing = Request([5, 9], max_tokens=9, answers=2, **options)
+    told = run_all(scheduler, [*others[:2], failing, others[2]])
+    for answer in range(2):
+        (*before, last) = [token for token in told[failing] if token.answer == answer]
+        assert len(before) <= 2 * later
+        assert (last.token, last.finish_reason) == (None, "error")
+        assert message in str(last.error)
+    for other in others:
+        assert ids_of(told[other]) == alone(pocket[0], other)
+    assert pool.num_free == PAGES
+
+
+@pytest.mark.parametrize("at", [1, 2, 5, 6])
+def test_a_step_that_fails_ends_the_requests_in_it(pocket: Pocket, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    model, _ = pocket
+    scheduler, pool = scheduler_of(model)
+    real, calls = model.next_logits, [0]
+
+    def next_logits(inputs: mx.array, cache: Any) -> mx.array:
+        calls[0] += 1
+        if calls[0] == at:
+            raise RuntimeError("no memory")
+        return real(inputs, cache)
+
+    monkeypatch.setattr(model, "next_logits", next_logits)
+    requests = [
+        Request([5 + i], max_tokens=6) for i in range(3)
+    ]  # the first is fed, it gets a token, the second is fed, ...
+    told = run_all(scheduler, requests)
+    failed = {1: requests[:1], 2: requests[:1], 5: requests[2:], 6: requests}[at]
+    assert [request for request in requests if told[request][-1].error] == failed
+    for request in requests:
+        assert told[request][-1].finish_reason == ("error" if request in failed else "length")
+    assert pool.num_free == PAGES
+    monkeypatch.undo()
+    again = run_all(scheduler, requests)
+    assert all(ids_of(again[request]) == alone(pocket[0], request) for request in requests)
+
+
+def test_an_interruption_ends_all_and_the_scheduler_goes_on(pocket: Pocket, heldout_ids: list[int]) -> None:
+    """At any line. In the middle of the pool's own bookkeeping a page may be lost, but no sequence stays open."""
+    requests = [Request(heldout_ids[:140], max_tokens=3, answers=2), Request([5, 6], max_tokens=2)]
+    scheduler, pool = scheduler_of(pocket[0])
+    counting = Interruption(-1)
+    counting.of(lambda: run_all(scheduler, requests))
+    for at in range(1, counting.lines, count(counting.lines // 8, 37)):
+        scheduler, pool = scheduler_of(pocket[0])
+        assert Interruption(at).of(lambda scheduler=scheduler: run_all(scheduler, requests))  # type: ignore[misc]
+        scheduler.close()
+        scheduler.step()
+        assert scheduler.idle
+        assert pool.num_sequences == 0, at
+        told = run_all(scheduler, requests[1:])
+        assert ids_of(told[requests[1]]) == alone(pocket[0], requests[1])

@@ -1,0 +1,50 @@
+"""Requests through a scheduler, and what a single run makes of each."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from kvant.cache.pool import Pool
+from kvant.engine.request import Request, Token
+from kvant.engine.run import Run
+from kvant.engine.scheduler import Scheduler
+from kvant.models import Decoder
+
+PAGES = 40
+
+
+def scheduler_of(model: Decoder, bits: int = 0, pages: int = PAGES, **options: Any) -> tuple[Scheduler, Pool]:
+    """A scheduler and its pool; ``pool``: further options of that."""
+    batch = options.pop("max_batch", 8)
+    pool = model.make_pool(128 * pages, sequences=batch, quant_bit=bits, **options.pop("pool", {}))
+    return Scheduler(model, pool, max_batch=batch, **options), pool
+
+
+def run_all(scheduler: Scheduler, requests: Sequence[Request] = ()) -> dict[Request, list[Token]]:
+    """The tokens of each request, once all is done."""
+    for request in requests:
+        scheduler.submit(request)
+    told = defaultdict(list)
+    while not scheduler.idle:
+        for token in scheduler.step():
+            told[token.request].append(token)
+    return told
+
+
+def ids_of(tokens: Sequence[Token], answer: int = 0) -> list[int]:
+    """The token ids of one answer."""
+    return [token.token for token in tokens if token.answer == answer and token.token is not None]
+
+
+def alone(model: Decoder, request: Request, bits: int = 0, reserved: int = 1024) -> list[int]:
+    """What a single run makes of a request."""
+    run = Run(
+        model,
+        list(request.prompt),
+        model.make_cache(reserved, quant_bit=bits),
+        max_tokens=request.max_tokens,
+        sampler=request.sampler,
+        logits_processors=request.logits_processors,
+        stop_tokens=request.stop_tokens,
+    )
+    return [token for token, _ in run]
