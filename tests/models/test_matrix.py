@@ -101,6 +101,21 @@ def test_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch, ways: list[str], 
 
 
 @on_a_cpu
+@pytest.mark.parametrize("bits", BITS)
+def test_a_row_is_bitwise_the_same_whatever_the_others_are(bits: int) -> None:
+    """A deterministic engine relies on it: its steps have a fixed number of rows."""
+    matrix = _matrix(700, bits)
+    for count in (2, 8, 16):
+        row, others = _inputs(1, IN), _inputs(count, IN, seed=2) * 1e4
+        alone = mx.concatenate([row, mx.zeros((count - 1, IN))])
+        expected = matrix.project(alone)[0]
+        _check(matrix, alone)
+        for place in (0, count - 1):
+            company = mx.concatenate([others[:place], row, others[place + 1 :]])
+            assert mx.array_equal(matrix.project(company)[place], expected)
+
+
+@on_a_cpu
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 37])
 @pytest.mark.parametrize("cores", [1, 2, 3, 5])
 @pytest.mark.parametrize("bits", BITS)

@@ -82,7 +82,7 @@ class LocalEngine:
         with _quiet(), closing(self._adapter.streams(prompts, count)) as tokens:
             started, cpu_started = time.perf_counter(), time.process_time()
             for number, token in tokens:
-                arrivals[number].append((time.perf_counter() - started) * 1e3)
+                arrivals[number].append(round((time.perf_counter() - started) * 1e3, 3))
                 token_ids[number].append(token)
             cpu_ms = (time.process_time() - cpu_started) * 1e3
         if any(len(ids) != count for ids in token_ids):
