@@ -40,6 +40,14 @@ REFUSED = {
 }
 
 
+# Every architecture that computes some attention in its own way, from padded rows.
+PADDED = {
+    *("bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k25"),
+    *("kimi_k3", "kimi_linear", "kimi_vl", "longcat_flash", "longcat_flash_ngram", "mistral3", "mistral4", "plamo"),
+    *("plamo2", "stablelm"),
+}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _without_compilation() -> Iterator[None]:
     """It would call a C++ compiler, the first time."""
@@ -120,7 +128,9 @@ def test_sequences_of_different_lengths_are_what_each_is_alone(name: str) -> Non
     references = [_reference(name, model, prompt) for prompt in PROMPTS]
     texts = [tokens for tokens, _ in references]
     for bits in count((0, 4), (0, 8, 4)):
-        given = _in_company(model, _pool(model, bits), texts)
+        pool = _pool(model, bits)
+        assert pool.attends_apart == (name not in PADDED)
+        given = _in_company(model, pool, texts)
         for logits, prompt, (text, expected) in zip(given, PROMPTS, references, strict=True):
             if bits == 0:
                 assert table.worst(table.errors(logits, expected)) < AGREE
@@ -139,6 +149,15 @@ def test_a_model_without_such_a_step_is_refused(name: str) -> None:
         _pool(model)
     assert REFUSED[name] in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_the_page_names_them() -> None:
+    page = (
+        (table.ROOT / "docs" / "bridge.md").read_text("utf-8").partition("## Many sequences")[2].partition("\n## ")[0]
+    )
+    assert all(name in page for name in PADDED | REFUSED.keys())
+    apart = len(table.measured()) - len(PADDED) - len(REFUSED)
+    assert [f"| {number} |" in page for number in (apart, len(PADDED), len(REFUSED))] == [True] * 3
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next"])
