@@ -25,8 +25,9 @@ PROMPTS = [[(7 + 31 * i + 5 * b) % 97 for i in range(length)] for b, length in e
 STEPS = 5
 AGREE = 1e-4  # of the largest logit
 QUANTIZED_AGREE = 2e-2  # rounding flips a quantized value now and then
-# windows and learned sinks; states; both; lists, an indexer and latent attention; shared layers; short states
-SOME = ["gpt_oss", "qwen3_next", "falcon_h1", "deepseek_v32", "gemma3n", "longcat_flash_ngram"]
+# windows and learned sinks; windows of layers that keep all tokens; states; states beside keys; lists, an indexer and
+# latent attention; shared layers; states that are shorter at first
+SOME = ["gpt_oss", "mistral3", "qwen3_next", "falcon_h1", "deepseek_v32", "gemma3n", "longcat_flash_ngram"]
 # Every architecture whose model has no such step, and what the error says.
 REFUSED = {
     "llama4": "attends in chunks",
@@ -43,7 +44,7 @@ REFUSED = {
 # Every architecture that computes some attention in its own way, from padded rows.
 PADDED = {
     *("bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k25"),
-    *("kimi_k3", "kimi_linear", "kimi_vl", "longcat_flash", "longcat_flash_ngram", "mistral3", "mistral4", "plamo"),
+    *("kimi_k3", "kimi_linear", "kimi_vl", "longcat_flash", "longcat_flash_ngram", "mistral4", "plamo"),
     *("plamo2", "stablelm"),
 }
 
