@@ -25,8 +25,9 @@ PROMPTS = [[(7 + 31 * i + 5 * b) % 97 for i in range(length)] for b, length in e
 STEPS = 5
 AGREE = 1e-4  # of the largest logit
 QUANTIZED_AGREE = 2e-2  # rounding flips a quantized value now and then
-# windows and learned sinks; states; both; lists, an indexer and latent attention; shared layers; short states
-SOME = ["gpt_oss", "qwen3_next", "falcon_h1", "deepseek_v32", "gemma3n", "longcat_flash_ngram"]
+# windows and learned sinks; windows of layers that keep all tokens; states; states beside keys; lists, an indexer and
+# latent attention; shared layers; states that are shorter at first
+SOME = ["gpt_oss", "mistral3", "qwen3_next", "falcon_h1", "deepseek_v32", "gemma3n", "longcat_flash_ngram"]
 # Every architecture whose model has no such step, and what the error says.
 REFUSED = {
     "llama4": "attends in chunks",
@@ -37,6 +38,14 @@ REFUSED = {
     "phi3small": "ValueError",  # a boolean mask that is added
     "gpt_bigcode": "convert",  # the offset as a Python number
     "internlm3": "convert",
+}
+
+
+# Every architecture that computes some attention in its own way, from padded rows.
+PADDED = {
+    *("bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k25"),
+    *("kimi_k3", "kimi_linear", "kimi_vl", "longcat_flash", "longcat_flash_ngram", "mistral4", "plamo"),
+    *("plamo2", "stablelm"),
 }
 
 
@@ -120,7 +129,9 @@ def test_sequences_of_different_lengths_are_what_each_is_alone(name: str) -> Non
     references = [_reference(name, model, prompt) for prompt in PROMPTS]
     texts = [tokens for tokens, _ in references]
     for bits in count((0, 4), (0, 8, 4)):
-        given = _in_company(model, _pool(model, bits), texts)
+        pool = _pool(model, bits)
+        assert pool.attends_apart == (name not in PADDED)
+        given = _in_company(model, pool, texts)
         for logits, prompt, (text, expected) in zip(given, PROMPTS, references, strict=True):
             if bits == 0:
                 assert table.worst(table.errors(logits, expected)) < AGREE
@@ -139,6 +150,15 @@ def test_a_model_without_such_a_step_is_refused(name: str) -> None:
         _pool(model)
     assert REFUSED[name] in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_the_page_names_them() -> None:
+    page = (
+        (table.ROOT / "docs" / "bridge.md").read_text("utf-8").partition("## Many sequences")[2].partition("\n## ")[0]
+    )
+    assert all(name in page for name in PADDED | REFUSED.keys())
+    apart = len(table.measured()) - len(PADDED) - len(REFUSED)
+    assert [f"| {number} |" in page for number in (apart, len(PADDED), len(REFUSED))] == [True] * 3
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next"])

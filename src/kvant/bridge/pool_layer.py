@@ -3,7 +3,7 @@
 R rows: sequences of the step, B of them real and the others padding. S new tokens each, K kv heads, D head_dim.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 import numpy as np
@@ -67,14 +67,28 @@ class StepRows:
             self.masks[window] = seen if window is None else seen & (token > query - window)
         return self.masks[window]
 
-    def is_own(self, mask: Mask) -> bool:
-        """Whether a mask says what each sequence sees in any case."""
+    def seen(self, mask: Mask) -> PagedRows | None:
+        """The rows that a mask shows of each sequence, all up to a query's own; None: not known, or they go with it."""
         if mask is None:
-            return self.new_tokens == 1
+            return self.rows if self.new_tokens == 1 else None
         longest = max(self.lengths) + self.new_tokens
-        return any(
-            mask is made and (window in (None, self.window) or window >= longest) for window, made in self.masks.items()
-        )
+        for window, made in self.masks.items():
+            if mask is made:
+                if window is None or window == self.window or window >= longest:
+                    return self.rows
+                return self._last(window) if self.new_tokens == 1 else None
+        return None
+
+    def _last(self, count: int) -> PagedRows:
+        """The last rows of each sequence: some models show a window of what a layer without one keeps."""
+        runs = []
+        for own in self.rows.runs:
+            left, last = count, []
+            for first, end in reversed(own):
+                last.append((max(first, end - left), end))
+                left -= end - last[-1][0]
+            runs.append([run for run in reversed(last) if run[0] < run[1]])
+        return replace(self.rows, runs=runs)
 
 
 class PooledLayer:
@@ -158,11 +172,11 @@ class PooledLayer:
         """As :meth:`kvant.bridge.layers.BridgedKVCache.attend_fetched`: of several, each to its own rows alone."""
         scaled, S = scaled_query(query, scale), query.shape[2]
         if not self._alone:
-            self.attends = self._step.is_own(mask) and self.attends is not False
-            if not self.attends:
+            rows = self._step.seen(mask)
+            self.attends = rows is not None and self.attends is not False
+            if rows is None:
                 return None
-            bits = self.layer.format.quant_bit
-            return attend_rows(scaled, self.layer.arrays, self._step.rows, quant_bit=bits, sinks=sinks)
+            return attend_rows(scaled, self.layer.arrays, rows, quant_bit=self.layer.format.quant_bit, sinks=sinks)
         causal = isinstance(mask, str)
         if mx.default_device().type == mx.cpu and (S == 1 or causal):
             added = None if isinstance(mask, str) else mask
