@@ -192,6 +192,19 @@ def test_caches_are_continued_and_kept(pocket: Pocket, prompts: list[list[int]],
     assert again.token_ids == second.token_ids[:1]
 
 
+def test_many_turns_outgrow_the_first_turns_reservation(pocket: Pocket, prompts: list[list[int]]) -> None:
+    """mlx-lm's caches grow. Here each turn's caches are reserved for what that turn holds."""
+    given: dict[str, Any] = {"kv_bits": 0, "max_tokens": 4, "return_token_ids": True, "return_prompt_caches": True}
+    caches, held = None, [[], []]
+    for turn in range(3):
+        new = [prompts[turn + i] for i in range(2)]
+        made = batch_generate(*pocket, new, prompt_caches=caches, **given)
+        assert made.token_ids == [_alone(pocket, [*held[i], *new[i]], 4, kv_bits=0) for i in range(2)]
+        assert made.caches is not None
+        caches = made.caches
+        held = [cache.ids[0] for cache in caches if cache is not None]
+
+
 def test_a_sequence_has_max_kv_size_at_most(pocket: Pocket, prompts: list[list[int]]) -> None:
     given: dict[str, Any] = {"kv_bits": 0, "return_token_ids": True, "stop_tokens": []}
     ours = batch_generate(*pocket, prompts[:2], max_tokens=30, max_kv_size=25, **given)
@@ -210,6 +223,9 @@ def test_what_is_printed(pocket: Pocket, prompts: list[list[int]], capsys: pytes
     assert "for 3 sequences at once" in lines[0]
     assert lines[3] == "[batch_generate] Finished processing 3/3"
     assert [line.split()[1] for line in lines[4:]] == ["Prompt:", "Generation:", "Peak"]
+    # A step has as many rows for any number of prompts.
+    batch_generate(*pocket, prompts[:2], max_tokens=1, verbose=True, deterministic=True, completion_batch_size=9)
+    assert "for 9 sequences at once" in capsys.readouterr().out
 
 
 def test_no_prompt_is_no_work(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from kvant.engine.request import Request
 from kvant.engine.sampling import make_logits_processors, make_sampler
 from kvant.engine.scheduler import Scheduler
 from kvant.models import Decoder
+from kvant.text.tokenizer import Tokenizer
 
 ROWS = 8  # where matrices of 1 to 6 rows are multiplied otherwise (measured)
 PAGES = 40
@@ -131,3 +132,20 @@ def _check(model: Any, ids: Sequence[int], bits: int, schedules: int) -> None:
             assert seen == logits[: len(seen)], where
         assert engine.counts == (0, 0, 0, PAGES)
     assert hits > schedules / 4
+
+
+def test_what_follows_a_cache_of_the_callers_is_shared_with_nobody(pocket: tuple[Decoder, Tokenizer]) -> None:
+    """Its rows may come from chunks of any length, whatever the chunks behind them have."""
+    model, _ = pocket
+    cache = model.make_cache(600, quant_bit=0)
+    ids = [5 + i % 700 for i in range(420)]
+    for first, end in [(0, 50), (50, 128)]:
+        mx.eval(model(mx.array([ids[first:end]]), cache=cache))
+    pool = model.make_pool(128 * 8, sequences=2, quant_bit=0)
+    scheduler = Scheduler(model, pool, max_batch=2, deterministic=True)
+    cached = {}
+    for request in (Request(ids[128:400], max_tokens=1, cache=cache), Request(ids, max_tokens=1)):
+        scheduler.submit(request)
+        while not scheduler.idle:
+            cached |= {token.request: token.cached_tokens for token in scheduler.step()}
+    assert list(cached.values()) == [0, 0]

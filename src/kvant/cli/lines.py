@@ -24,7 +24,7 @@ from kvant.engine.limits import reservation
 from kvant.engine.request import Request
 from kvant.engine.sampling import SamplingOptions
 from kvant.engine.scheduler import Scheduler
-from kvant.errors import ArgumentError, ContextError, PromptError
+from kvant.errors import ArgumentError, ContextError, PromptError, printable
 from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
 from kvant.text.prompt import encode_prompt
@@ -60,11 +60,11 @@ def answer_lines(
     if not run.quiet:
         print(f"{session.sampling_line}, where a line says nothing else", file=sys.stderr)
     wanted = [_wanted(session, run, line, number, seed, plain) for number, line in enumerate(lines)]
-    needs = []
+    most, needs = most_tokens(session, run), []
     for line, each in zip(lines, wanted, strict=True):
         with _at(line):
             tokens = len(each.request.prompt)
-            needs.append(reservation(session.model, tokens, each.request.max_tokens, most_tokens(session, run)))
+            needs.append(reservation(session.model, tokens, each.request.max_tokens, most))
     pool = reserve_pool(session, run, needs, at_once, deterministic=deterministic)
     scheduler = Scheduler(session.model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
     output = _Output(session, run, lines, wanted, json_lines)
@@ -200,7 +200,7 @@ class _Output:
             print(flush=True)  # an empty line between two texts
         self._printed = True
         if not self._run.quiet:
-            print(f"--- {line.id} ---", file=sys.stderr, flush=True)
+            print(f"--- {printable(str(line.id))} ---", file=sys.stderr, flush=True)
         terminal.write_generated(f"{answer.text}\n", raw=self._run.raw)
         statistics = RunStatistics(last=last)
         if cut := statistics.cut(request.max_tokens, self._session):

@@ -1,6 +1,7 @@
 """``--prompts-file``: a prompt a line, each an object of JSON. Every line is checked before a model is loaded."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvant.text.prompt import Message
 
 KEYS = ("prompt", "messages", "id", "max_tokens", "stop", "logit_bias", *OPTIONS)
 MESSAGE_KEYS = ("role", "content", "reasoning_content")
+_TOKEN = re.compile("0|[1-9][0-9]{0,17}")  # one way to write each: two entries for a token are never taken for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ def read_lines(path: str, sampling: SamplingOptions) -> list[Line]:
         PromptError: a file that cannot be read.
         BadValueError: a line that is no prompt, with its number; an id that is there twice; or no prompt at all.
     """
+    if not path:
+        raise BadValueError("--prompts-file is empty; expected a file, or - for standard input")
     name = "standard input" if path == "-" else path
     try:
         data = standard_input() if path == "-" else Path(path).read_bytes()
@@ -66,7 +70,7 @@ def read_lines(path: str, sampling: SamplingOptions) -> list[Line]:
         where = f"{name}: line {number}"
         try:
             line = _read_line(raw, where, number, sampling)
-        except (ValueError, RecursionError, OverflowError) as error:
+        except (ValueError, RecursionError) as error:
             raise BadValueError(f"{where}: {error if isinstance(error, ArgumentError) else one_line(error)}") from error
         if line.id in seen:
             raise BadValueError(f"{where}: id is {shown(line.id)}, as that of {seen[line.id]}; expected one a line")
@@ -87,6 +91,8 @@ def _read_line(raw: bytes, where: str, number: int, flags: SamplingOptions) -> L
         record = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8: {one_line(error)}") from error
+    except json.JSONDecodeError as error:  # its text says line 1, which is not the file's
+        raise ValueError(f"it is not JSON: {error.msg}, at column {error.colno}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON: {one_line(error)}") from error
     if not isinstance(record, dict):
@@ -114,7 +120,7 @@ def _read_line(raw: bytes, where: str, number: int, flags: SamplingOptions) -> L
 def _id(value: Any) -> str | int:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise ValueError(f"id is {shown(value)}; expected text or a whole number")
-    return value
+    return _unicode("id", value) if isinstance(value, str) else value
 
 
 def _text(name: str, value: Any) -> str:
@@ -172,7 +178,7 @@ def _sampling(flags: SamplingOptions, own: Mapping[str, Any]) -> SamplingOptions
     chosen = dict(own)
     for key, value in own.items():
         if key in OPTIONS and isinstance(value, int) and OPTIONS[key].type in (float, float | None):
-            chosen[key] = value if isinstance(value, bool) else float(value)  # bools are refused by their option
+            chosen[key] = value if isinstance(value, bool) else _number(key, value)  # bools are refused by their option
     if "logit_bias" in own:
         chosen["logit_bias"] = _biases(own["logit_bias"])
     values = {option.name: getattr(flags, option.name) for option in fields(flags)} | chosen
@@ -187,7 +193,14 @@ def _biases(value: Any) -> Mapping[int, float]:
         raise ValueError(f'logit_bias is {shown(value)}; expected an object, such as {{"42": -5.0}}')
     found = {}
     for token, bias in value.items():
-        if not token.isdecimal() or isinstance(bias, bool) or not isinstance(bias, int | float):
+        if not _TOKEN.fullmatch(token) or isinstance(bias, bool) or not isinstance(bias, int | float):
             raise ValueError(f"logit_bias has {shown(bias)} for {shown(token)}; expected a number for a token's id")
-        found[int(token)] = float(bias)
+        found[int(token)] = _number("logit_bias", bias)
     return found
+
+
+def _number(name: str, value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} has a number of more than 308 digits; expected a smaller one") from None

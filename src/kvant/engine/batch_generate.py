@@ -164,7 +164,7 @@ def batch_generate(
     wanted: list[Wanted] = []
     needs: list[int] = []
     for number, prompt in enumerate(prompts):
-        limit = max_tokens if isinstance(max_tokens, int) else max_tokens[number]
+        limit = max_tokens[number] if isinstance(max_tokens, Sequence) else max_tokens
         cache = None if prompt_caches is None else prompt_caches[number]
         own = None if samplers is None else samplers[number]
         with _named(number):

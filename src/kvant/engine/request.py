@@ -37,7 +37,8 @@ class Request:
         cache: of one sequence, from ``model.make_cache``. The prompt continues what it holds. It is only read, and must
             not be used otherwise before the first token.
         keep_cache: the last token of an answer brings a cache of its own with the prompt and the answer. It is reserved
-            for as many tokens as ``cache``; without one, for as many as a sequence of the pool can have.
+            for as many tokens as ``cache``, or more where prompt and answer need more; without one, for as many as a
+            sequence of the pool can have.
     """
 
     prompt: Sequence[int] | mx.array

@@ -88,9 +88,9 @@ class Scheduler:
     pages are free and the batch has room. Nothing passes it, so that none waits for ever. All its pages are reserved
     then: nothing is preempted and nothing runs out.
 
-    A step feeds one chunk of that prompt. Then every answer that runs gets one token. One that has ended, or was
-    cancelled, leaves at once, and its pages are free. Whole pages of prompts and answers are shared with later requests
-    of the same salt.
+    In a step every answer that runs gets one token. One that has ended, or was cancelled, leaves at once, and its pages
+    are free. Then one chunk of that prompt is fed; its last one gives its answers their first tokens. Whole pages of
+    prompts and answers are shared with later requests of the same salt.
 
     Deterministic: the tokens of a request, and its logits on a CPU, do not depend on the other requests. Every step has
     ``max_batch`` rows then, chunks end at multiples of 128, and only pages that such chunks computed are shared.
@@ -201,13 +201,14 @@ class Scheduler:
         """
         check_process()
         try:
+            # In this order the first two tokens of an answer come from two steps, each as soon as it is there.
             started = time.perf_counter()
+            self._decode()
+            decoded = time.perf_counter()
             self._admit()
             self._feed()
-            fed = time.perf_counter()
-            self._decode()
-            self.feeding_s += fed - started
-            self.decoding_s += time.perf_counter() - fed
+            self.decoding_s += decoded - started
+            self.feeding_s += time.perf_counter() - decoded
         except BaseException as error:
             self.close(error)
             raise
@@ -391,7 +392,7 @@ class Scheduler:
             if sequence.length < min(len(answer.tokens), sequence.max_tokens):
                 self._logits([answer])
             given = None if checked.cache is None else checked.cache.max_seq_len
-            return sequence.to_cache(given or self._pool.max_seq_len), None
+            return sequence.to_cache(max(given or self._pool.max_seq_len, checked.reserved)), None
         except Exception as error:
             return None, error
         finally:
