@@ -67,6 +67,8 @@ def test_texts_one_after_another(path: str, alone: list[str]) -> None:
     done = call(*FLAGS, "--prompts-file", "-", stdin=Path(path).read_text())
     assert done.stdout == "\n".join(alone)  # an empty line between two
     assert re.findall(r"^--- (.*) ---$", done.stderr, re.MULTILINE) == ["1", "short", "3", "77", "5"]
+    escaped = call(*FLAGS, "--prompts-file", "-", "-m", "1", stdin='{"prompt": "Hi", "id": "a\\n\\u001b[31m"}')
+    assert "--- a\\n\\x1b[31m ---\n" in escaped.stderr
     assert "cut at --max-tokens 30" in done.stderr
     assert call(*FLAGS, "--prompts-file", path, "-q").stdout == done.stdout
 
@@ -90,9 +92,18 @@ def test_deterministic_alone_and_in_company(path: str, tmp_path: Path) -> None:
         (["Hello!", "--prompts-file", "{}"], 1, "an argument beside --prompts-file is the model"),
         (["--prompts-file", "{}.none"], 1, "prompts.jsonl.none: cannot be read: "),
         (["--prompts-file", "{}", "--max-kv-size", "20"], 1, "prompts.jsonl: line 3: the prompt has "),
-        (["--prompts-file", "{}", "--max-kv-size", "9999"], 1, "--max-kv-size is 9999; the model's context is 2048"),
+        (
+            ["--prompts-file", "{}", "--max-kv-size", "9999"],
+            1,
+            "error: --max-kv-size is 9999; the model's context is 2048",
+        ),
         (["--prompts-file", "{}", "--ignore-chat-template"], 2, "prompts.jsonl: line 3: messages are given; they need"),
         (["--prompts-file", "{}", "--kernels", "fused"], 2, "fused"),
+        (
+            ["--prompts-file", "{}", "--sequences", "9" * 20],
+            2,
+            f"--sequences is {'9' * 20}; expected at most 922337203",
+        ),
     ],
 )
 def test_what_is_refused(flags: list[str], code: int, words: str, path: str) -> None:

@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -249,10 +250,12 @@ def _biases(texts: Sequence[str] | None) -> Mapping[int, float]:
 
 
 def check_counts(**counts: int | None) -> None:
-    """Refuse a count below 1, naming its flag."""
+    """Refuse a count below 1, or one that is no index of this machine, naming its flag."""
     for name, count in counts.items():
         if count is not None and count < 1:
             raise BadValueError(f"{flag(name)} is {count}; expected at least 1")
+        if count is not None and count > sys.maxsize:
+            raise BadValueError(f"{flag(name)} is {count}; expected at most {sys.maxsize}")
 
 
 def kv_size(text: str | None) -> KvSize:
