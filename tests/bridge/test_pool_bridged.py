@@ -86,9 +86,15 @@ def _opened(model: BridgedModel, pool: BridgedPool, prompt: list[int], max_token
     return sequence, logits
 
 
-def _in_company(model: BridgedModel, pool: BridgedPool, texts: list[list[int]], rows: int = 0) -> list[mx.array]:
+def _in_company(
+    model: BridgedModel,
+    pool: BridgedPool,
+    texts: list[list[int]],
+    rows: int = 0,
+    prompts: Sequence[list[int]] = PROMPTS,
+) -> list[mx.array]:
     """The logits (STEPS + 1, vocab) of each prompt of a batch that goes on with the given tokens."""
-    opened = [_opened(model, pool, prompt) for prompt in PROMPTS]
+    opened = [_opened(model, pool, prompt) for prompt in prompts]
     logits = [mx.concatenate([first for _, first in opened])]
     for step in range(STEPS):
         sequences = [sequence for sequence, _ in opened]
@@ -126,13 +132,14 @@ def _reference(name: str, model: BridgedModel, prompt: list[int]) -> tuple[list[
 @pytest.mark.parametrize("name", count(SOME, sorted(set(table.measured()) - REFUSED.keys())))
 def test_sequences_of_different_lengths_are_what_each_is_alone(name: str) -> None:
     model = _bridged(name)
-    references = [_reference(name, model, prompt) for prompt in PROMPTS]
+    prompts = [prompt[: 100 if name == "gpt2" else None] for prompt in PROMPTS]  # the tiny gpt2 has 128 positions
+    references = [_reference(name, model, prompt) for prompt in prompts]
     texts = [tokens for tokens, _ in references]
     for bits in count((0, 4), (0, 8, 4)):
         pool = _pool(model, bits)
         assert pool.attends_apart == (name not in PADDED)
-        given = _in_company(model, pool, texts)
-        for logits, prompt, (text, expected) in zip(given, PROMPTS, references, strict=True):
+        given = _in_company(model, pool, texts, prompts=prompts)
+        for logits, prompt, (text, expected) in zip(given, prompts, references, strict=True):
             if bits == 0:
                 assert table.worst(table.errors(logits, expected)) < AGREE
                 assert logits[:-1].argmax(axis=-1).tolist() == text

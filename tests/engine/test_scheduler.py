@@ -2,15 +2,18 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from support.batches import PAGES, alone, ids_of, run_all, scheduler_of
+from support.checkpoints import mistral_config, reference_model, save_checkpoint
 from support.counts import count
 
 from kvant import stream_generate
+from kvant.engine.load import load_model
 from kvant.engine.request import Request
 from kvant.engine.run import prefill
 from kvant.engine.sampling import make_logits_processors, make_sampler
@@ -388,6 +391,22 @@ def test_a_second_turn_feeds_what_is_new(pocket: Pocket, heldout_ids: list[int],
         tokens = run_all(scheduler, [request])[request]
         assert {token.cached_tokens for token in tokens} == {shared}
         assert ids_of(tokens) == alone(pocket[0], request)
+
+
+def test_prompts_that_part_share_a_window(tmp_path: Path) -> None:
+    """At the ends of chunks, where its pages are still there."""
+    config = mistral_config(sliding_window=160)
+    save_checkpoint(tmp_path / "model", config, reference_model(config))
+    model = load_model(tmp_path / "model")
+    assert isinstance(model, Decoder)
+    scheduler, pool = scheduler_of(model, pool={"prefill_step_size": 128})
+    ids = [7 * i % 97 for i in range(400)]
+    run_all(scheduler, [Request(ids, max_tokens=2)])
+    request = Request([*ids[:300], 5, 6, *ids[:30]], max_tokens=4)
+    tokens = run_all(scheduler, [request])[request]
+    assert tokens[0].cached_tokens == 256
+    assert ids_of(tokens) == alone(model, request)
+    assert pool.num_free == pool.num_pages
 
 
 def test_with_determinism_pages_of_a_cache_are_not_shared(pocket: Pocket, heldout_ids: list[int]) -> None:

@@ -292,13 +292,19 @@ class Scheduler:
         batch.commit(ids=[chunk])
         if work.exact == start and len(chunk) == CHUNK:
             work.exact = end
+        if any(part.window is not None for part in self._pool.parts):  # its pages are given back as it moves on
+            self._share(work)
         return logits
+
+    def _share(self, work: _Work) -> None:
+        """Let later requests begin with what was fed of a prompt."""
+        work.sequences[0].share_prefix(work.exact if self._deterministic else None)
 
     def _begin(self, work: _Work) -> list[_Answer]:
         """Fork the sequence that was fed, for every answer."""
         checked, sequences = work.checked, work.sequences
         first = sequences[0]
-        first.share_prefix(work.exact if self._deterministic else None)
+        self._share(work)
         answers = []
         for place, number in enumerate(sorted(work.open)):
             if place:
