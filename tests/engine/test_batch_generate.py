@@ -157,10 +157,11 @@ def test_what_ends_an_answer(pocket: Pocket, prompts: list[list[int]]) -> None:
     # An answer that its own text ended has its cache, too.
     assert by_tokens.caches is not None
     assert by_tokens.caches[0] is not None
-    assert (
-        by_tokens.caches[0].ids[0][: len(prompts[0]) + len(by_tokens.token_ids[0])]
-        == prompts[0] + by_tokens.token_ids[0]
-    )
+    assert by_tokens.caches[0].ids[0][:-1] == prompts[0] + by_tokens.token_ids[0]  # and the token that ended it
+    first = batch_generate(model, tokenizer, prompts, stop=plain.texts[0][0], **given)  # after one token
+    assert first.caches is not None
+    assert first.caches[0] is not None
+    assert first.caches[0].ids[0] == [*prompts[0], plain.token_ids[0][0]]
 
 
 def _first_end(tokens: list[int], row: list[int], single: int) -> int:

@@ -66,9 +66,6 @@ class _Answer:
     def __init__(self, number: int, wanted: Wanted, tokenizer: Tokenizer) -> None:
         self.last: Piece | None = None  # where its text ended it; the scheduler has yet to say so
         self._number, self._wanted = number, wanted
-        request = wanted.request
-        held = 0 if request.cache is None else request.cache[0].offset
-        self._before = held + len(request.prompt)  # tokens before the answer
         self._text = TextStream(tokenizer, wanted.stop)
         self._tokens: list[int] = []
         self._first_s = self._previous_s = 0.0
@@ -109,10 +106,8 @@ class _Answer:
         )
 
     def with_cache(self, cache: ModelCache | None) -> Piece:
-        """Its last token, with the cache that came later and may hold a token more."""
+        """Its last token, with the cache that came later."""
         assert self.last is not None
-        if cache is not None:
-            cache.trim_to(self._before + len(self._tokens))
         return replace(self.last, cache=cache)
 
 
