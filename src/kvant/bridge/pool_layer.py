@@ -6,7 +6,6 @@ R rows: sequences of the step, B of them real and the others padding. S new toke
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models.cache import create_attention_mask
 
 from kvant.bridge import hook
@@ -45,11 +44,12 @@ class StepRows:
         """The rows that are read, (R * T,) for the longest T: shorter sequences on the right, as mlx-lm pads them."""
         if self._padded is None:
             T = max(self.counts)
-            found = np.zeros((len(self.lengths), T), np.int32)  # row 0 in place of none; masks leave it out
-            for b, runs in enumerate(self.rows.runs):
-                own = np.concatenate([np.arange(first, end, dtype=np.int32) for first, end in runs])
-                found[b, T - len(own) :] = own
-            self._padded = mx.array(found.reshape(-1))
+            parts = []
+            for count, runs in zip(self.counts, self.rows.runs, strict=True):
+                # row 0 in place of none; masks leave it out
+                parts += [mx.zeros(T - count, mx.int32), *(mx.arange(first, end) for first, end in runs)]
+            parts.append(mx.zeros(T * (len(self.lengths) - len(self.rows.runs)), mx.int32))
+            self._padded = mx.concatenate(parts)
         return self._padded
 
     def mask(self, window: int | None) -> mx.array:
