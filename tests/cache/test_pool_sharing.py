@@ -175,7 +175,6 @@ def test_room_is_said_with_its_numbers(plain: Decoder) -> None:
     assert (pool.num_pages, pool.num_free, pool.page_size) == (8, 5, 128)
     assert (pool.pages_needed(640), pool.pages_needed(641)) == (5, 6)
     assert (pool.fits(640), pool.fits(641)) == (True, False)
-    assert (pool.can_ever_fit(1024), pool.can_ever_fit(1025)) == (True, False)
     with pytest.raises(ContextError, match="700 tokens need 6 more pages of 128; 5 of 8 are free"):
         pool.sequence(700)
     with pytest.raises(ContextError, match="a sequence of 1025 tokens is asked for; one of this pool has at most 1024"):

@@ -122,11 +122,6 @@ class Pool(PoolState):
         free = all(part.limit(max_tokens) <= part.num_free for part in self.parts)
         return free and max_tokens <= self.max_seq_len and self.num_sequences < self.max_sequences
 
-    def can_ever_fit(self, max_tokens: int) -> bool:
-        """Whether a sequence of so many tokens can be opened where it is the only one."""
-        whole = all(part.limit(max_tokens) <= part.pages.num for part in self.parts)
-        return whole and max_tokens <= self.max_seq_len
-
     def sequence(self, max_tokens: int, prompt: Sequence[int] = (), *, salt: bytes = b"") -> PoolSequence:
         """Open a sequence, with pages for ``max_tokens`` tokens.
 

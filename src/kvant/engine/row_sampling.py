@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -30,16 +30,42 @@ class Row:
     tokens: Sequence[int]
 
 
-def sample_rows(
-    logits: mx.array, rows: Sequence[Row], failed: dict[int, Exception] | None = None
-) -> tuple[mx.array, mx.array]:
+class Picked(NamedTuple):
+    """A row's token, its log-probability, and the most probable tokens with theirs."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+def pick_rows(logits: mx.array, rows: Sequence[Row], tops: Sequence[int]) -> list[Picked]:
+    """The next token of every row, and of ``tops`` so many of the most probable ones, the most probable first.
+
+    Arguments and errors are those of :func:`sample_rows`.
+
+    Raises:
+        ValueError: a sampler of the caller's picked a token that the model does not have; as an index it would be read
+            out of bounds.
+    """
+    if not rows:
+        return []
+    sampled, logprobs = sample_rows(logits, rows)
+    tokens: list[int] = sampled.tolist()  # type: ignore[assignment]
+    vocab_size = logits.shape[-1]
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"the sampler picked token {token}; the model knows 0 to {vocab_size - 1}")
+    chosen = mx.take_along_axis(logprobs, mx.array(tokens)[:, None], axis=-1).squeeze(-1)
+    best = [_top(logprobs, number, count) for number, count in enumerate(tops)]
+    return [Picked(*each) for each in zip(tokens, chosen.tolist(), best, strict=True)]  # type: ignore[arg-type]
+
+
+def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.array]:
     """One step of sampling for all rows: bit for bit what :func:`kvant.engine.draw.sample` gives for each alone.
 
     Args:
         logits: (R, vocab) with R >= B; those behind the B rows are ignored.
         rows: B requests.
-        failed: takes the error of each row whose own sampler or processor fails, by the row's number. The other rows
-            are sampled; that row's token means nothing. None: the first error is raised.
 
     Returns:
         The tokens (B,) and their log-probabilities (B, vocab), not evaluated.
@@ -52,23 +78,14 @@ def sample_rows(
     vocab_size = logits.shape[-1]
     samplers: list[Sampler] = []
     processors: list[Sequence[LogitsProcessor]] = []
-    for number, row in enumerate(rows):
-        sampler, own = row.sampler, row.processors
-        try:
-            if isinstance(sampler, SeededSampler):
-                sampler.check(vocab_size)
-            for processor in own:
-                if type(processor) is Bias:
-                    processor.check(vocab_size)
-        except ValueError as error:
-            if failed is None:
-                raise
-            failed[number] = error
-            sampler, own = greedy, ()
-        if not isinstance(sampler, SeededSampler) and sampler is not greedy:
-            sampler = _Foreign(sampler, (1,), number, failed)
-        samplers.append(sampler)
-        processors.append([p if type(p) in KINDS else _Foreign(p, (1, vocab_size), number, failed) for p in own])
+    for row in rows:
+        functions: list[object] = [row.sampler, *row.processors]
+        for own in functions:
+            if isinstance(own, SeededSampler | Bias):
+                own.check(vocab_size)
+        ours = isinstance(row.sampler, SeededSampler) or row.sampler is greedy
+        samplers.append(row.sampler if ours else _checked(row.sampler, (1,)))
+        processors.append([p if type(p) in KINDS else _checked(p, (1, vocab_size)) for p in row.processors])
     logits = logits[: len(rows)].astype(mx.float32)
     if processed := [number for number, own in enumerate(processors) if own]:
         tokens = [rows[number].tokens for number in processed]
@@ -111,25 +128,23 @@ def _draw(logprobs: mx.array, samplers: Sequence[Sampler], keys: mx.array) -> mx
     return tokens[mx.array(sorted(range(len(order)), key=order.__getitem__))]
 
 
-@dataclass(frozen=True, slots=True)
-class _Foreign:
-    """A request's own sampler or processor. An error goes to its row alone."""
+def _checked(function: Callable[..., mx.array], shape: tuple[int, ...]) -> Callable[..., mx.array]:
+    """A sampler or processor of the caller's, whose results have this shape or are an error."""
 
-    function: Callable[..., mx.array]
-    shape: tuple[int, ...]  # of the result
-    row: int
-    failed: dict[int, Exception] | None
+    def called(*arguments: mx.array) -> mx.array:
+        result = function(*arguments)
+        if not isinstance(result, mx.array) or result.shape != shape:
+            given = f"the shape {result.shape}" if isinstance(result, mx.array) else f"a {type(result).__name__}"
+            raise ValueError(f"{function!r} returned {given}; expected {shape}")
+        return result
 
-    def __call__(self, *arguments: mx.array) -> mx.array:
-        if self.failed is None or self.row not in self.failed:
-            try:
-                result = self.function(*arguments)
-                if result.shape != self.shape:
-                    raise ValueError(f"{self.function!r} returned the shape {result.shape}; expected {self.shape}")
-            except Exception as error:
-                if self.failed is None:
-                    raise
-                self.failed[self.row] = error
-            else:
-                return result
-        return mx.zeros(self.shape, arguments[-1].dtype if len(self.shape) > 1 else mx.uint32)
+    return called
+
+
+def _top(logprobs: mx.array, row: int, count: int) -> list[tuple[int, float]]:
+    """The ``count`` most probable tokens of a row of (B, vocab), with their log-probabilities."""
+    if not count:
+        return []
+    ids = mx.argpartition(-logprobs[row], count - 1)[:count]
+    pairs: list[tuple[int, float]] = list(zip(ids.tolist(), logprobs[row, ids].tolist(), strict=True))  # type: ignore[arg-type]
+    return sorted(pairs, key=lambda pair: (-pair[1], pair[0]))

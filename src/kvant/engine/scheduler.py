@@ -13,7 +13,7 @@ from kvant.cache.pool import Pool, PoolSequence
 from kvant.engine.draw import Sampler, for_answer
 from kvant.engine.limits import check_count
 from kvant.engine.request import CheckedRequest, FinishReason, Request, Token, check_request, own_tokens
-from kvant.engine.row_sampling import Row, sample_rows
+from kvant.engine.row_sampling import Picked, Row, pick_rows
 from kvant.errors import ContextError, QueueFullError
 from kvant.models import LanguageModel
 from kvant.threads import check_process
@@ -73,12 +73,6 @@ class _Answer:
     def row(self) -> Row:
         """How its next token is sampled."""
         return Row(self.sampler, self.work.checked.processors, len(self.tokens), self.tokens)
-
-
-class _Picked(NamedTuple):
-    token: int
-    logprob: float
-    top: list[tuple[int, float]]
 
 
 class Scheduler:
@@ -348,10 +342,12 @@ class Scheduler:
                 alone, so that an error, or an array that this thread cannot compute, is nobody else's.
         """
         together = sum(not answer.work.checked.calls_out for answer in answers)
-        picked: list[_Picked | Exception] = []
+        picked: list[Picked | Exception] = []
         for first, end in [(0, together), *((row, row + 1) for row in range(together, len(answers)))]:
+            some = answers[first:end]
+            tops = [answer.work.checked.request.top_logprobs for answer in some]
             try:
-                picked += _sample(logits[first:], answers[first:end])
+                picked += pick_rows(logits[first:], [answer.row for answer in some], tops)
             except Exception as error:
                 picked += [error] * (end - first)
         for answer, each in zip(answers, picked, strict=True):
@@ -362,7 +358,7 @@ class Scheduler:
             else:
                 self._took(answer, each)
 
-    def _took(self, answer: _Answer, picked: _Picked) -> None:
+    def _took(self, answer: _Answer, picked: Picked) -> None:
         """Count a token and hand it out; after the last one the answer leaves."""
         checked = answer.work.checked
         answer.tokens.append(picked.token)
@@ -431,28 +427,3 @@ def _release(sequences: list[PoolSequence]) -> None:
     for sequence in sequences:
         sequence.release()
     sequences.clear()
-
-
-def _sample(logits: mx.array, answers: Sequence[_Answer]) -> list[_Picked]:
-    """The next token of every answer, of the first rows of logits (rows, vocab)."""
-    if not answers:
-        return []
-    tokens, logprobs = sample_rows(logits, [answer.row for answer in answers])
-    vocab_size = logits.shape[-1]
-    if answers[0].work.checked.calls_out:  # as an index an unknown token would be read out of bounds
-        token = int(tokens.item())  # type: ignore[arg-type]
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"the sampler picked token {token}; the model knows 0 to {vocab_size - 1}")
-    chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1).squeeze(-1)
-    mx.eval(tokens, chosen)
-    tops = [_top(logprobs, row, answer.work.checked.request.top_logprobs) for row, answer in enumerate(answers)]
-    return [_Picked(*each) for each in zip(tokens.tolist(), chosen.tolist(), tops, strict=True)]  # type: ignore[arg-type]
-
-
-def _top(logprobs: mx.array, row: int, count: int) -> list[tuple[int, float]]:
-    """The ``count`` most probable tokens of a row of (rows, vocab), the first first, with their log-probabilities."""
-    if not count:
-        return []
-    ids = mx.argpartition(-logprobs[row], count - 1)[:count]
-    pairs: list[tuple[int, float]] = list(zip(ids.tolist(), logprobs[row, ids].tolist(), strict=True))  # type: ignore[arg-type]
-    return sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
