@@ -163,9 +163,10 @@ def test_admission_is_first_come_first_served_and_by_pages(pocket: Pocket) -> No
     assert scheduler.counts == (2, 0, 0, 8)
     told = scheduler.step()
     assert [(token.request, token.finish_reason) for token in told[:2]] == [(first, "cancelled"), (large, None)]
-    assert scheduler.counts == (1, 0, 1, 2)
+    assert [token.request for token in told[2:]] == [small]
+    assert scheduler.counts == (0, 0, 2, 1)
     scheduler.cancel(large)
-    assert len(run_all(scheduler)[small]) == 3
+    assert len(run_all(scheduler)[small]) == 2
     assert pool.num_free == 8
 
 
@@ -193,7 +194,9 @@ def test_the_batch_and_the_queue_are_bounded(pocket: Pocket) -> None:
         scheduler.submit(requests[0])
     most = 0
     told = defaultdict(list)
-    scheduler.step()
+    for token in scheduler.step():
+        told[token.request].append(token)
+    assert scheduler.counts[:3] == (1, 0, 2)
     scheduler.submit(requests[3])
     while not scheduler.idle:
         for token in scheduler.step():
@@ -202,6 +205,18 @@ def test_the_batch_and_the_queue_are_bounded(pocket: Pocket) -> None:
     assert most == 2
     assert [len(told[request]) for request in requests[1:4]] == [4, 4, 4]
     assert len(run_all(scheduler, [requests[0]])[requests[0]]) == 4  # a request that has ended may come again
+
+
+def test_short_prompts_are_fed_in_one_step_up_to_a_chunk(pocket: Pocket, heldout_ids: list[int]) -> None:
+    scheduler, _ = scheduler_of(pocket[0])
+    requests = [Request(heldout_ids[i : i + length], max_tokens=3) for i, length in enumerate((40, 60, 28, 1, 200, 5))]
+    for request in requests:
+        scheduler.submit(request)
+    begun: list[Request] = []
+    for fed in (requests[:3], requests[3:4], [], requests[4:]):  # the prompt of 200 takes two steps
+        begun += (new := [token.request for token in scheduler.step() if token.request not in begun])
+        assert new == fed
+    assert scheduler.counts.waiting == 0
 
 
 def test_a_prompt_comes_in_chunks_between_the_tokens_of_others(

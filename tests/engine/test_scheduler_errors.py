@@ -72,9 +72,8 @@ def test_a_step_that_fails_ends_the_requests_in_it(pocket: Pocket, monkeypatch: 
         return real(inputs, cache)
 
     monkeypatch.setattr(model, "next_logits", next_logits)
-    requests = [
-        Request([5 + i], max_tokens=6) for i in range(3)
-    ]  # the first is fed, it gets a token, the second is fed, ...
+    # The first is fed, it gets a token, the second is fed, ...: no two prompts fit into one step.
+    requests = [Request([5 + i] * 100, max_tokens=6) for i in range(3)]
     told = run_all(scheduler, requests)
     failed = {1: requests[:1], 2: requests[:1], 5: requests[2:], 6: requests}[at]
     assert [request for request in requests if told[request][-1].error] == failed

@@ -54,6 +54,11 @@ class _Work:
     cached: int = 0
     exact: int = 0
 
+    @property
+    def left(self) -> int:
+        """Tokens of the prompt that are to be fed."""
+        return len(self.checked.ids) - self.sequences[0].length
+
 
 @dataclass(eq=False, slots=True)
 class _Answer:
@@ -83,8 +88,9 @@ class Scheduler:
     then: nothing is preempted and nothing runs out.
 
     In a step every answer that runs gets one token. One that has ended, or was cancelled, leaves at once, and its pages
-    are free. Then one chunk of that prompt is fed; its last one gives its answers their first tokens. Whole pages of
-    prompts and answers are shared with later requests of the same salt.
+    are free. Then one chunk of that prompt is fed, and short prompts behind it, 128 tokens together at most. The last
+    chunk of a prompt gives its answers their first tokens. Whole pages of prompts and answers are shared with later
+    requests of the same salt.
 
     Deterministic: the tokens of a request, and its logits on a CPU, do not depend on the other requests. Every step has
     ``max_batch`` rows then, chunks end at multiples of 128, and only pages that such chunks computed are shared.
@@ -199,8 +205,7 @@ class Scheduler:
             started = time.perf_counter()
             self._decode()
             decoded = time.perf_counter()
-            self._admit()
-            self._feed()
+            self._feed_prompts()
             self.decoding_s += decoded - started
             self.feeding_s += time.perf_counter() - decoded
         except BaseException as error:
@@ -247,10 +252,17 @@ class Scheduler:
             _release(sequences)
             raise
 
-    def _feed(self) -> None:
-        """Feed a chunk of the prompt. After the last one its answers begin."""
-        if (work := self._prompt) is None:
-            return
+    def _feed_prompts(self) -> None:
+        """Feed a chunk of the first prompt, and those behind it as long as all are together no more than 128 tokens."""
+        room = CHUNK
+        self._admit()
+        while (work := self._prompt) is not None and (room == CHUNK or work.left <= room):
+            room -= min(work.left, CHUNK)
+            self._feed(work)
+            self._admit()
+
+    def _feed(self, work: _Work) -> None:
+        """Feed a chunk of a prompt. After the last one its answers begin."""
         try:
             logits = self._feed_chunk(work)
             if logits is None:
