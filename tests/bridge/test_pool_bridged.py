@@ -27,7 +27,7 @@ AGREE = 1e-4  # of the largest logit
 QUANTIZED_AGREE = 2e-2  # rounding flips a quantized value now and then
 # windows and learned sinks; windows of layers that keep all tokens; states; states beside keys; lists, an indexer and
 # latent attention; shared layers; states that are shorter at first
-SOME = ["gpt_oss", "mistral3", "qwen3_next", "falcon_h1", "deepseek_v32", "gemma3n", "longcat_flash_ngram"]
+SOME = ["gpt_oss", "qwen3_next", "deepseek_v32", "gemma3n", "longcat_flash_ngram"]
 # Every architecture whose model has no such step, and what the error says.
 REFUSED = {
     "llama4": "attends in chunks",

@@ -351,7 +351,7 @@ def test_from_a_cache_to_a_cache(pocket: Pocket, heldout_ids: list[int], bits: i
         sampler=make_sampler(1.0, seed=2),
     )  # fmt: skip
     scheduler, pool = scheduler_of(model, bits)
-    told = run_all(scheduler, [Request([5, 6]), request])[request]
+    told = run_all(scheduler, [Request([5, 6], max_tokens=20), request])[request]
     assert own.ids[0] == held
     settings: dict[str, Any] = {"sampler": request.sampler, "logits_processors": processors, "max_tokens": 12}
     assert ids_of(told) == [

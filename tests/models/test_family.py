@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from support.checkpoints import llama_config, mlx_lm_args, mlx_lm_model, qwen2_config, reference_model, save_checkpoint
+from support.counts import count
 
 from kvant.engine.generate import stream_generate
 from kvant.engine.run import Run
@@ -194,8 +195,12 @@ NAMES = [
 
 
 @settings(
-    deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
-)  # a busy machine is no finding
+    max_examples=count(40, 400),
+    deadline=None,  # a busy machine is no finding
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(
     st.sampled_from(["linear", "dynamic", "llama3", "yarn"]),
     st.dictionaries(st.sampled_from(NAMES), ODD, max_size=4),

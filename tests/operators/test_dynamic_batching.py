@@ -30,7 +30,7 @@ from support.packed_cases import FORMS, MASKS, PAGE_SIZES, PackedCase, draw_pack
 from kvant import operators
 from kvant.operators import dynamic_batching
 
-CASES = count(480, 5000)
+CASES = count(320, 5000)
 CHUNK = 160
 
 
