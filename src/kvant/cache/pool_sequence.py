@@ -55,6 +55,11 @@ class PoolState:
         self.make_cache = make_cache
         self.identity = identity
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether the pages of some layers move along with their sequence, while it grows."""
+        return any(part.window is not None for part in self.parts)
+
     def check_opening(self, max_tokens: int) -> None:
         """Refuse a sequence that the pool is not made for, or one too many.
 

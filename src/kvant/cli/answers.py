@@ -41,8 +41,9 @@ def answer_several(
     groups = [range(first, min(first + at_once, n)) for first in range(0, n, at_once)]
     needs = [need if number == group[0] else max(1, need - shared) for group in groups for number in group]
     held = cache_file.tokens_in(file)
-    # With a file: the last answer's cache; and before it what was loaded, twice while it is taken over.
-    caches = 0 if file is None else 2 if held else 1
+    caches = 0
+    if file is not None:  # the last answer's, and before it what was loaded, twice while it is taken over
+        caches = 2 if held else 1
     pool = reserve_pool(session, run, needs, at_once, deterministic=deterministic, caches=caches, cached=held)
     cache, rest = None, list(ids)
     if held:

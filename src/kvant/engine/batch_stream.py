@@ -125,7 +125,7 @@ def stream_pieces(scheduler: Scheduler, wanted: Sequence[Wanted], tokenizer: Tok
     answers: dict[tuple[Request, int], _Answer] = {}
     try:
         while pending or not scheduler.idle:
-            while pending and not scheduler.counts.waiting:
+            while pending and not scheduler.num_waiting:
                 number, each = pending.popleft()
                 scheduler.submit(each.request)
                 for answer in range(each.request.answers):

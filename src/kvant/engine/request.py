@@ -181,6 +181,6 @@ def own_tokens(prompt_tokens: int, reserved: int, pool: Pool) -> int:
 
     The pages of windows are not counted as shared: every answer moves through its own.
     """
-    if any(part.window is not None for part in pool.parts):
+    if pool.has_windows:
         return reserved
     return max(1, reserved - prompt_tokens // pool.page_size * pool.page_size)

@@ -298,7 +298,7 @@ class Scheduler:
         batch.commit(ids=[chunk])
         if work.exact == start and len(chunk) == CHUNK:
             work.exact = end
-        if any(part.window is not None for part in self._pool.parts):  # its pages are given back as it moves on
+        if self._pool.has_windows:  # its pages are given back as it moves on
             self._share(work)
         return logits
 
