@@ -64,7 +64,7 @@ def test_every_import_is_declared() -> None:
                 imported.add(node.module.partition(".")[0])
     imported -= {"kvant", "kvant_command", "kvant_llm", *sys.stdlib_module_names}
     assert "mlx" in imported
-    lines = [*PROJECT["dependencies"], *EXTRAS["plot"], *EXTRAS["llm"]]
+    lines = [*PROJECT["dependencies"], *EXTRAS["plot"], *EXTRAS["llm"], *EXTRAS["serve"]]
     declared = {canonicalize_name(Requirement(line).name) for line in lines}
     distributions = packages_distributions()
     for name in imported:

@@ -1,0 +1,56 @@
+"""What a client did wrong, or the server cannot do now, in the shape that each interface gives errors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# Anthropic's names of errors by status (docs.claude.com, API errors).
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+# OpenAI's (platform.openai.com, error codes).
+OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Attributes:
+        status: of HTTP.
+        message: one line that names what was given and what was expected.
+        param: the field it is about.
+        code: OpenAI's word for it, such as "context_length_exceeded".
+        headers: further headers, such as Retry-After.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def openai(self) -> dict[str, Any]:
+        """The body in OpenAI's shape."""
+        kind = OPENAI_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def anthropic(self, request_id: str) -> dict[str, Any]:
+        """The body in Anthropic's shape."""
+        default = "invalid_request_error" if self.status < 500 else "api_error"
+        error = {"type": ANTHROPIC_TYPES.get(self.status, default), "message": self.message}
+        return {"type": "error", "error": error, "request_id": request_id}
