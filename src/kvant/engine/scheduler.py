@@ -114,9 +114,9 @@ class Scheduler:
     then: nothing is preempted and nothing runs out.
 
     In a step every answer that runs gets one token. One that has ended, or was cancelled, leaves at once, and its pages
-    are free. Then one chunk of that prompt is fed, and short prompts behind it, 128 tokens together at most. The last
-    chunk of a prompt gives its answers their first tokens. Whole pages of prompts and answers are shared with later
-    requests of the same salt.
+    are free. Then one chunk of that prompt is fed, and whole short prompts behind it: 128 tokens together at most, or
+    ``prefill_step_size`` where nothing ran. The last chunk of a prompt gives its answers their first tokens. Whole
+    pages of prompts and answers are shared with later requests of the same salt.
 
     Deterministic: the tokens of a request, and its logits on a CPU, do not depend on the other requests. Every step has
     ``max_batch`` rows then, chunks end at multiples of 128, and only pages that such chunks computed are shared.
@@ -281,18 +281,19 @@ class Scheduler:
             raise
 
     def _feed_prompts(self) -> None:
-        """Feed a chunk of the first prompt, and those behind it as long as all are together no more than 128 tokens."""
-        room = CHUNK
+        """Feed a chunk of the first prompt, and whole prompts behind it that fit in the same number of tokens."""
+        most = room = CHUNK if self._running else max(CHUNK, self._pool.prefill_step_size)
         self._admit()
-        while (work := self._prompt) is not None and (room == CHUNK or work.left <= room):
-            room -= min(work.left, CHUNK)
-            self._feed(work)
+        while (work := self._prompt) is not None and (room == most or work.left <= room):
+            left = work.left
+            self._feed(work, room)
+            room -= min(left, room)
             self._admit()
 
-    def _feed(self, work: _Work) -> None:
-        """Feed a chunk of a prompt. After the last one its answers begin."""
+    def _feed(self, work: _Work, room: int) -> None:
+        """Feed a chunk of a prompt, of ``room`` tokens at most. After the last one its answers begin."""
         try:
-            logits = self._feed_chunk(work)
+            logits = self._feed_chunk(work, room)
             if logits is None:
                 return
             answers = self._begin(work)
@@ -303,18 +304,14 @@ class Scheduler:
         self._prompt, work.sequences = None, []
         self._pick(mx.broadcast_to(logits, (len(answers), logits.shape[-1])), answers)
 
-    def _feed_chunk(self, work: _Work) -> mx.array | None:
+    def _feed_chunk(self, work: _Work, room: int) -> mx.array | None:
         """The logits (1, vocab) of the prompt's end, or None before."""
         if self._queued is not None:
             mx.eval(self._queued.logits)  # or MLX would copy the arrays that it reads
         ids, sequence = work.checked.ids, work.sequences[0]
         start = sequence.length
-        if self._deterministic:
-            end = (start // CHUNK + 1) * CHUNK
-        else:
-            most = self._pool.prefill_step_size
-            end = start + (min(CHUNK, most) if self._running else most)
-        end = min(end, len(ids))
+        chunk_end = start + min(room, self._pool.prefill_step_size)
+        end = min((start // CHUNK + 1) * CHUNK if self._deterministic else chunk_end, len(ids))
         if end == len(ids) and self._model.last_token_alone:
             end = max(end - 1, start + 1)
         chunk, batch = ids[start:end], self._pool.batch([sequence])
