@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvant.text.call_form import NoCallError, Reader, ToolFormat, schemas, to_json
 from kvant.text.stream import overlap
 from kvant.text.thinking import Thinking
 from kvant.text.tokenizer import Tokenizer
-from kvant.text.tool_calls import NoCallError, Reader, ToolFormat, schemas, to_json
 
 
 @dataclass(frozen=True, slots=True)
