@@ -258,7 +258,7 @@ def max_tokens(*given: int | None) -> int | None:
     return numbers.pop() if numbers else None
 
 
-def stops(given: str | Sequence[str] | None) -> tuple[str, ...]:
+def stops(given: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
     """The texts that end an answer.
 
     Raises:
@@ -266,10 +266,11 @@ def stops(given: str | Sequence[str] | None) -> tuple[str, ...]:
     """
     found = (given,) if isinstance(given, str) else tuple(given or ())
     if len(found) > MAX_STOPS:
-        raise ApiError(f"stop has {len(found)} texts; expected at most {MAX_STOPS}", param="stop")
+        raise ApiError(f"{name} has {len(found)} texts; expected at most {MAX_STOPS}", param=name)
     for text in found:
         if not 1 <= len(text) <= MAX_STOP_LENGTH:
-            raise ApiError(f"stop has a text of {len(text)} characters; expected 1 to {MAX_STOP_LENGTH}", param="stop")
+            expected = f"expected 1 to {MAX_STOP_LENGTH}"
+            raise ApiError(f"{name} has a text of {len(text)} characters; {expected}", param=name)
     return found
 
 
