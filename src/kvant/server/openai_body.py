@@ -173,7 +173,7 @@ class ChatBody(CommonBody, frozen=True, kw_only=True):
 class CompletionsBody(CommonBody, frozen=True, kw_only=True):
     """A body of /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str | int | list[int]]  # a list of numbers is one prompt
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kvant.server.answering import Service
@@ -68,7 +69,7 @@ def common_fields(body: CommonBody, service: Service, salt: bytes) -> dict[str, 
             raise ApiError("stream_options has no effect without stream: true", param="stream_options")
         if body.stream_options.include_obfuscation:
             param = "stream_options.include_obfuscation"
-            raise ApiError(f"{param} is true; expected false: nothing is put into a stream to hide lengths", param=param)
+            raise ApiError(f"{param} is true; expected false: a stream's lengths are not hidden", param=param)
     return {
         "sampling": sampling_options(body),
         "stop": stops(body.stop),
@@ -121,10 +122,8 @@ def _message(place: str, message: Message, names: dict[str, str]) -> Mapping[str
 def _call(place: str, call: ToolCall) -> dict[str, Any]:
     """A call, its arguments an object as chat templates expect them."""
     arguments: Any = None
-    try:
+    with suppress(ValueError, RecursionError):
         arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        pass
     if not isinstance(arguments, dict):
         param = f"{place}.function.arguments"
         raise ApiError(f"{param} is {call.function.arguments[:80]!r}; expected the JSON text of an object", param=param)
@@ -178,7 +177,7 @@ def _tool_choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice | Tool:
     if not tools:
         raise ApiError("tool_choice has no effect without tools", param="tool_choice")
     if not isinstance(choice, NamedChoice):
-        return choice  # type: ignore[return-value]
+        return choice
     for tool in tools:
         if tool.name == choice.function.name:
             return tool
@@ -192,7 +191,8 @@ def _format(body: ChatBody) -> Format | None:
     wanted = body.response_format
     if structured := structured_format(body.structured_outputs):
         if isinstance(wanted, JsonObjectFormat | JsonSchemaFormat):
-            raise ApiError("response_format and structured_outputs are given; expected one of them", param="response_format")
+            said = "response_format and structured_outputs are given; expected one of them"
+            raise ApiError(said, param="response_format")
         return structured
     if isinstance(wanted, JsonObjectFormat):
         return Format("json_object")
@@ -236,7 +236,9 @@ def _variables(body: ChatBody, service: Service) -> dict[str, Any]:
         check_variables(service.tokenizer, given)
     except ValueError as error:
         raise ApiError(f"chat_template_kwargs {error}", param="chat_template_kwargs") from error
-    effort = {} if body.reasoning_effort is None else with_effort(service.tokenizer, body.reasoning_effort, "reasoning_effort")
+    effort: Mapping[str, Any] = {}
+    if body.reasoning_effort is not None:
+        effort = with_effort(service.tokenizer, body.reasoning_effort, "reasoning_effort")
     if both := given.keys() & effort.keys():
         said = f"reasoning_effort and chat_template_kwargs both set {' and '.join(sorted(both))}"
         raise ApiError(f"{said}; expected one of them", param="reasoning_effort")
