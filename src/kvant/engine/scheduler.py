@@ -10,10 +10,11 @@ import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
+from kvant.cache.pool_batch import PoolBatch
 from kvant.engine.draw import Sampler, for_answer
 from kvant.engine.limits import check_count
 from kvant.engine.request import CheckedRequest, FinishReason, Request, Token, check_request, own_tokens
-from kvant.engine.row_sampling import Picked, Row, pick_rows
+from kvant.engine.row_sampling import Picked, Row, Sampled, pick_rows
 from kvant.errors import ContextError, QueueFullError
 from kvant.models import LanguageModel
 from kvant.threads import check_process
@@ -74,10 +75,35 @@ class _Answer:
     sequence: PoolSequence
     tokens: list[int]
 
+    def row(self, is_unread: bool = False) -> Row:
+        """How its next token is sampled; ``is_unread``: the one before it is not known yet."""
+        return Row(self.sampler, self.work.checked.processors, len(self.tokens) + is_unread, self.tokens)
+
     @property
-    def row(self) -> Row:
-        """How its next token is sampled."""
-        return Row(self.sampler, self.work.checked.processors, len(self.tokens), self.tokens)
+    def left(self) -> int:
+        """Tokens that it may still get."""
+        checked = self.work.checked
+        return len(checked.ids) + checked.limit - len(self.tokens)
+
+    @property
+    def sees_tokens(self) -> bool:
+        """Whether something has to see its tokens before the next one is sampled."""
+        return self.work.checked.calls_out or bool(self.work.checked.processors)
+
+
+@dataclass(eq=False, slots=True)
+class _Step:
+    """A step that was begun: the last token of each answer is fed.
+
+    Attributes:
+        logits: (rows, vocab), the first rows being the answers', not evaluated.
+        sampled: the next tokens; None where something has to see the tokens before them.
+    """
+
+    answers: list[_Answer]
+    batch: PoolBatch
+    logits: mx.array
+    sampled: Sampled | None
 
 
 class Scheduler:
@@ -138,6 +164,7 @@ class Scheduler:
         self._free_when_full: int | None = None  # the free pages when the first that waits did not fit
         self._prompt: _Work | None = None  # is being fed
         self._running: list[_Answer] = []  # those that call out last
+        self._queued: _Step | None = None  # the next one of answers that run, where it could be begun
         self._ready: list[Token] = []
         self.steps = 0
         self.feeding_s = self.decoding_s = 0.0
@@ -190,6 +217,7 @@ class Scheduler:
 
     def close(self, error: BaseException | None = None) -> None:
         """End every request: it is cancelled, or has failed by ``error``."""
+        self._queued = None
         for work in list(self._under_way.values()):
             self._end(work, "cancelled" if error is None else "error", work.open, error)
 
@@ -277,6 +305,8 @@ class Scheduler:
 
     def _feed_chunk(self, work: _Work) -> mx.array | None:
         """The logits (1, vocab) of the prompt's end, or None before."""
+        if self._queued is not None:
+            mx.eval(self._queued.logits)  # or MLX would copy the arrays that it reads
         ids, sequence = work.checked.ids, work.sequences[0]
         start = sequence.length
         if self._deterministic:
@@ -322,28 +352,75 @@ class Scheduler:
         return answers
 
     def _decode(self) -> None:
-        """One token of every answer that runs."""
+        """One token of every answer that runs.
+
+        Where nothing has to see a token before the next one is sampled, the next step is built while this one is
+        computed. It is queued when this one's tokens were read: before that it would find the pool's arrays in use, and
+        MLX would copy them.
+        """
+        step, self._queued = self._queued, None
         if not self._running:
             return
-        answers = list(self._running)
+        answers = list(self._running) if step is None else step.answers
         try:
-            logits = self._logits(answers)
+            if step is None:
+                step = self._begin_step(answers, mx.array([answer.tokens[-1] for answer in answers]))
+            step.batch.commit(ids=[answer.tokens[-1:] for answer in answers])
+            following = self._begin_after(step)
+            if step.sampled is None:
+                mx.eval(step.logits)
+            else:
+                picked = step.sampled.read()
         except Exception as error:
             for answer in answers:
                 self._end(answer.work, "error", answer.work.open, error)
             return
+        if following is not None and following.sampled is not None:
+            mx.async_eval(following.sampled.arrays)
         self.steps += 1
-        self._pick(logits, answers)
+        if step.sampled is None:
+            self._pick(step.logits, answers)
+        else:
+            self._take(picked, answers)
+        self._queued = following if self._running else None
 
-    def _logits(self, answers: Sequence[_Answer]) -> mx.array:
-        """Feed the last token of every answer. Returns (rows, vocab), the first rows being theirs."""
+    def _begin_step(self, answers: Sequence[_Answer], ids: mx.array, unread: Collection[_Answer] = ()) -> _Step:
+        """Begin a step.
+
+        Args:
+            ids: (B,), the last token of each answer.
+            unread: the answers whose last token is not known yet.
+        """
         rows = self._max_batch if self._deterministic else len(answers)
-        ids = [answer.tokens[-1:] for answer in answers]
-        batch = self._pool.batch([answer.sequence for answer in answers], rows if self._deterministic else None)
-        logits = self._model.next_logits(mx.array(ids + [[0]] * (rows - len(ids))), batch)
-        mx.eval(logits)
-        batch.commit(ids=ids)
-        return logits
+        if padding := rows - len(answers):
+            ids = mx.concatenate([ids, mx.zeros(padding, ids.dtype)])
+        batch = self._pool.batch([answer.sequence for answer in answers], rows)
+        logits = self._model.next_logits(ids[:, None], batch)
+        sampled = None
+        if not any(answer.sees_tokens for answer in answers):
+            tops = [answer.work.checked.request.top_logprobs for answer in answers]
+            sampled = pick_rows(logits, [answer.row(answer in unread) for answer in answers], tops)
+        return _Step(list(answers), batch, logits, sampled)
+
+    def _begin_after(self, step: _Step) -> _Step | None:
+        """Begin the step after one that is committed and not read, of all answers that do not end with it.
+
+        None where there are none, where one has to see its tokens before, or where a prompt is being fed: its answers
+        are to be in the next step.
+        """
+        if step.sampled is None or self._prompt is not None:
+            return None
+        places = {answer: row for row, answer in enumerate(step.answers)}
+        answers = [answer for answer in self._running if answer.left > (answer in places)]
+        if not answers or any(answer.sees_tokens for answer in answers):
+            return None
+        ids, unread = step.sampled.tokens.astype(mx.int32), set(places)
+        if new := [answer for answer in answers if answer not in places]:
+            ids = mx.concatenate([ids, mx.array([answer.tokens[-1] for answer in new])])
+            places |= {answer: row for row, answer in enumerate(new, len(places))}
+        if (order := [places[answer] for answer in answers]) != list(range(ids.shape[0])):
+            ids = ids[mx.array(order)]
+        return self._begin_step(answers, ids, unread)
 
     def _pick(self, logits: mx.array, answers: Sequence[_Answer]) -> None:
         """Sample the next token of every answer, and hand it out.
@@ -359,12 +436,16 @@ class Scheduler:
             some = answers[first:end]
             tops = [answer.work.checked.request.top_logprobs for answer in some]
             try:
-                picked += pick_rows(logits[first:], [answer.row for answer in some], tops)
+                picked += pick_rows(logits[first:], [answer.row() for answer in some], tops).read() if some else []
             except Exception as error:
                 picked += [error] * (end - first)
+        self._take(picked, answers)
+
+    def _take(self, picked: Sequence[Picked | Exception], answers: Sequence[_Answer]) -> None:
+        """Hand out the next token of each answer."""
         for answer, each in zip(answers, picked, strict=True):
             if answer.number not in answer.work.open:
-                continue  # it ended with another answer of its request
+                continue  # it ended: it was cancelled, or another answer of its request failed
             if isinstance(each, Exception):
                 self._end(answer.work, "error", answer.work.open, each)
             else:
@@ -377,7 +458,7 @@ class Scheduler:
         reason: FinishReason | None = None
         if picked.token in checked.stop_tokens:
             reason = "stop"
-        elif len(answer.tokens) - len(checked.ids) == checked.limit:
+        elif not answer.left:
             reason = checked.full
         cache = error = None
         if reason is not None:
@@ -404,7 +485,9 @@ class Scheduler:
                 return None, None
             # mlx-lm's caches hold the last token too.
             if sequence.length < min(len(answer.tokens), sequence.max_tokens):
-                self._logits([answer])
+                batch = self._pool.batch([sequence])
+                mx.eval(self._model.feed(mx.array([answer.tokens[-1:]]), batch))
+                batch.commit(ids=[answer.tokens[-1:]])
             given = None if checked.cache is None else checked.cache.max_seq_len
             return sequence.to_cache(max(given or self._pool.max_seq_len, checked.reserved)), None
         except Exception as error:
