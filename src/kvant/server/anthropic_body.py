@@ -143,6 +143,7 @@ class Conversation(Fields, frozen=True, kw_only=True):
     context_management: ContextManagement | None = None
     cache_control: CacheControl = None
     speed: Literal["standard"] | None = None
+    thread: dict[str, Any] | None = None
 
 
 class MessagesBody(Conversation, frozen=True, kw_only=True):

@@ -54,6 +54,12 @@ def conversation(body: Conversation, service: Service) -> Generation:
     Raises:
         ApiError: something that it cannot have.
     """
+    if body.thread is not None:  # with this code Anthropic's clients go on without one
+        raise ApiError(
+            "thread is given; this server stores nothing: send the whole conversation without it",
+            param="thread",
+            code="thread_unsupported_request",
+        )
     tools = _tools(body.tools or [])
     choice = body.tool_choice
     wanted: ToolChoice | Tool = "auto"

@@ -7,6 +7,7 @@ from uuid import uuid4
 
 import msgspec
 
+from kvant.engine.sampling import SamplingOptions
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, Event, Generation, Text, TokenLogprob, Tool
 from kvant.server.responses_body import ResponsesBody
@@ -23,8 +24,9 @@ class ResponseStream:
         response: what the events so far have told, as it is answered without a stream.
     """
 
-    def __init__(self, model: str, body: ResponsesBody, generation: Generation) -> None:
-        self.response = _response(model, body, generation)
+    def __init__(self, model: str, body: ResponsesBody, generation: Generation, sampling: SamplingOptions) -> None:
+        """``sampling``: the generation's, filled with the model's."""
+        self.response = _response(model, body, generation, sampling)
         reasoning = body.reasoning
         self._summary = reasoning is not None and (reasoning.summary or reasoning.generate_summary) is not None
         self._keeps_opaque = "reasoning.encrypted_content" in (body.include or [])
@@ -51,11 +53,12 @@ class ResponseStream:
             case End():
                 yield from self._end(event)
 
-    def failed(self, error: ApiError) -> dict[str, Any]:
-        """The last event of an answer that could not be ended."""
-        told = {"code": "server_error", "message": error.message}
-        self.response |= {"status": "failed", "error": told}
-        return self._event("response.failed", response=self.response)
+    def failed(self, error: ApiError) -> Iterator[dict[str, Any]]:
+        """The last events of an answer that could not be ended. OpenAI's clients raise an error for the first."""
+        told = error.openai()["error"]
+        yield self._event("error", code=told["code"], message=told["message"], param=told["param"], error=told)
+        self.response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
+        yield self._event("response.failed", response=self.response)
 
     def _text(self, event: Text) -> Iterator[dict[str, Any]]:
         kind = "reasoning" if event.thinking else "message"
@@ -173,8 +176,8 @@ class ResponseStream:
         return {"type": kind, "sequence_number": self._events - 1, **fields}
 
 
-def _response(model: str, body: ResponsesBody, generation: Generation) -> dict[str, Any]:
-    """A response before its first token: what was asked for, as OpenAI tells it back."""
+def _response(model: str, body: ResponsesBody, generation: Generation, sampling: SamplingOptions) -> dict[str, Any]:
+    """A response before its first token, with what is in force for it."""
     reasoning, text = body.reasoning, body.text
     summary = (reasoning.summary or reasoning.generate_summary) if reasoning is not None else None
     form = text.format if text is not None else None
@@ -200,12 +203,12 @@ def _response(model: str, body: ResponsesBody, generation: Generation) -> dict[s
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": False,
-        "temperature": body.temperature,
+        "temperature": sampling.temp,
         "text": {"format": {"type": "text"} if form is None else msgspec.to_builtins(form), "verbosity": "medium"},
         "tool_choice": _choice(generation.tool_choice),
         "tools": [_tool(tool) for tool in generation.tools],
         "top_logprobs": generation.top_logprobs,
-        "top_p": body.top_p,
+        "top_p": sampling.top_p,
         "truncation": "disabled",
         "usage": None,
         "user": body.user,

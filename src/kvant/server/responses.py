@@ -7,6 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvant.errors import ArgumentError
 from kvant.server.answering import Service, answer
 from kvant.server.body import decode
 from kvant.server.chat_completions import salt_of
@@ -15,6 +16,7 @@ from kvant.server.generation import Event
 from kvant.server.response_stream import ResponseStream
 from kvant.server.responses_body import ResponsesBody
 from kvant.server.responses_input import responses_generation
+from kvant.server.sampling import refused
 from kvant.server.streaming import EventStream, begin, json_response, sse, unless_gone
 
 
@@ -28,15 +30,18 @@ async def endpoint(request: Request) -> Response:
     body = decode(await request.body(), ResponsesBody)
     name = service.check_model(body.model)
     generation = responses_generation(body, service, salt_of(request))
-    response = ResponseStream(name, body, generation)
+    try:
+        sampling = generation.sampling.filled(service.sampling)
+    except ArgumentError as error:
+        raise refused(error) from error
+    response = ResponseStream(name, body, generation, sampling)
     events = answer(service, generation)
     if not body.stream:
         return json_response(await unless_gone(request, _whole(events, response)))
     begun = await begin(request, events)
 
     def failed(error: ApiError) -> bytes:
-        told = response.failed(error)
-        return sse(told, told["type"])
+        return b"".join(sse(told, told["type"]) for told in response.failed(error))
 
     return EventStream(begun, _lines(begun, response), failed)
 

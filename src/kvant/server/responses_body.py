@@ -22,6 +22,7 @@ class OutputText(Fields, frozen=True, tag="output_text"):
     text: str
     annotations: list[dict[str, Any]] | None = None
     logprobs: list[dict[str, Any]] | None = None
+    parsed: Any = None  # OpenAI's Python client notes here what it made of the text
 
 
 class Refusal(Fields, frozen=True, tag="refusal"):
@@ -70,6 +71,7 @@ class CallItem(Fields, frozen=True, kw_only=True):
     status: Status = None
     caller: Caller | None = None
     namespace: None = None
+    parsed_arguments: Any = None  # as OutputText.parsed
 
 
 class ResultItem(Fields, frozen=True, kw_only=True):
