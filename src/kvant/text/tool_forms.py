@@ -113,22 +113,36 @@ class _QwenCoderReader(Reader):
 
 def _value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
     """A parameter's value of its text, as its schema has it: the form does not tell 1 from "1"."""
-    properties = schema.get("properties", {})
-    part = properties.get(name, schema.get("additionalProperties", True))
+    part = schema.get("properties", {}).get(name, schema.get("additionalProperties", True))
     if isinstance(part, Mapping):
         part = {**{key: schema[key] for key in ("$defs", "definitions") if key in schema}, **part}
-    try:
-        read = load_json(_WORDS.get(text.strip(), text))
-    except (ValueError, RecursionError):
-        return text
-    if isinstance(read, str):  # the form writes strings without quotes
-        return text
-    # Where a string would do as well, a number is a string; a list, an object and null are not.
+    read = _read(text)
+    # Where a string would do as well, a number is a string. A list, an object and null are not.
     strings_do = isinstance(read, bool | int | float) and validate(text, part) is None
     return text if strings_do or validate(read, part) is not None else read
 
 
-_WORDS = {"True": "true", "False": "false", "None": "null"}  # as the template itself writes them
+def _read(text: str) -> Any:
+    """A value as JSON, or as Python writes it: the template of Qwen3-Coder writes lists so. Else it is a string."""
+    for form in (text, _PYTHON.sub(_as_json, text)):
+        try:
+            read = load_json(form)
+        except (ValueError, RecursionError):
+            continue
+        return text if isinstance(read, str) else read  # strings are written without quotes
+    return text
+
+
+_PYTHON = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|True|False|None""", re.DOTALL)
+_ESCAPED = re.compile(r"""\\.|["\n]""", re.DOTALL)
+_IN_JSON = {"\\'": "'", "\\x": "\\u00", '"': '\\"', "\n": "\\n"}
+
+
+def _as_json(found: re.Match[str]) -> str:
+    literal = found[0]
+    if literal[0] not in "'\"":
+        return {"True": "true", "False": "false", "None": "null"}[literal]
+    return '"' + _ESCAPED.sub(lambda piece: _IN_JSON.get(piece[0], piece[0]), literal[1:-1]) + '"'
 
 
 class Mistral(ToolFormat):
