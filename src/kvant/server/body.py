@@ -26,11 +26,11 @@ def decode(body: bytes, kind: type[T]) -> T:
     """
     try:
         found = msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         text = str(error)
-        unknown = re.search(r"unknown field `([^`]*)`", text)
+        field = re.search(r"(?:unknown|required) field `([^`]*)`", text)
         place = re.search(r" - at `\$\.?([^`]*)`", text)
-        names = [found[1] for found in (place, unknown) if found]
+        names = [found[1] for found in (place, field) if found]
         raise ApiError(text, param=".".join(names) or None) from error
     check_depth(found)
     return found

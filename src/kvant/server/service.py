@@ -18,6 +18,7 @@ from kvant.server.errors import ApiError
 from kvant.server.metrics import Metrics
 from kvant.server.settings import Settings
 from kvant.text.tokenizer import Tokenizer
+from kvant.text.tool_calls import tool_format
 
 DEFAULT_MAX_KV_SIZE = 4096
 
@@ -30,6 +31,7 @@ class Service:
         model, tokenizer, pool, engine: the loaded model and what computes it.
         names: that requests may call the model by. The first is the one that answers carry and /v1/models lists.
         sampling: the model's own options, in the names of SamplingOptions.
+        tool_format: of the model's tool calls; None: its template takes no tools.
         max_seq_len: tokens that a prompt and its answer can have together.
         planned: bytes by name, as the memory was planned; empty: it was not.
         metrics: counters since the start.
@@ -53,6 +55,7 @@ class Service:
         self.sampling = read_model_sampling(folder)
         if self.sampling.get("top_k", 0) >= model.config.vocab_size:
             self.sampling["top_k"] = 0  # it leaves nothing out
+        self.tool_format = tool_format(tokenizer)
         limit = context_limit(model, pool.max_seq_len)
         assert limit is not None
         self.max_seq_len = limit
