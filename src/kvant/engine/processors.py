@@ -42,18 +42,23 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class _Penalty:
-    """A penalty on recent tokens; what it does is :meth:`change` of each kind."""
+    """A penalty on recent tokens; what it does is :meth:`change` of each kind. Those before ``first`` do not count."""
 
     penalty: float
     context_size: int
+    first: int = 0
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        return self.change(logits, (slice(None), tokens[-self.context_size :]), self.penalty)
+        return self.change(logits, (slice(None), tokens[self._start(tokens.size) :]), self.penalty)
 
     def entries(self, tokens: Sequence[int], vocab_size: int) -> tuple[Sequence[int], Sequence[float]]:
         """The token ids that are changed, one that occurs twice twice, and the penalty for each."""
-        recent = tokens[-self.context_size :]
+        recent = tokens[self._start(len(tokens)) :]
         return recent, [self.penalty] * len(recent)
+
+    def _start(self, length: int) -> int:
+        """The place of the first of so many tokens that counts."""
+        return max(self.first, length - self.context_size)
 
     @staticmethod
     def change(logits: mx.array, at: tuple[Any, mx.array], penalty: float | mx.array) -> mx.array:
