@@ -13,6 +13,7 @@ from kvant.errors import ContextError, EngineError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
 from kvant.server.errors import ApiError
+from kvant.server.live import Live
 from kvant.server.metrics import Metrics
 from kvant.server.settings import Settings
 from kvant.text.tokenizer import Tokenizer
@@ -30,6 +31,7 @@ class Service:
         sampling: the model's own options, in the names of SamplingOptions.
         max_seq_len: tokens that a prompt and its answer can have together.
         metrics: counters since the start.
+        live: what the page shows of the pool and the engine.
         draining: no further request is taken.
         active: requests that are being answered.
         started: when it was, in seconds since 1970.
@@ -49,6 +51,7 @@ class Service:
         self.draining = False
         self.active = 0
         self.started = time.time()
+        self.live = Live(pool)
         self.engine = BatchEngine(
             model,
             pool,
@@ -56,6 +59,7 @@ class Service:
             max_queue=settings.max_queue,
             deterministic=settings.deterministic,
             stall_after=settings.limits.stall_s,
+            observe=self.live.observe,
         )
         self.metrics = Metrics(self.engine, pool)
 
@@ -120,6 +124,7 @@ class Service:
     def close(self, *, drain: bool = False, timeout: float | None = 10.0) -> bool:
         """End the engine; those under way go on to their ends where ``drain`` says so. Returns whether it has ended."""
         self.draining = True
+        self.live.close()
         return self.engine.close(drain=drain, timeout=timeout)
 
 

@@ -1,4 +1,4 @@
-"""The page's files, as they lie beside this one."""
+"""The page: a chat in the browser and, beside it, what the pool and the engine are doing. Its files are in page/."""
 
 import hashlib
 from functools import cache
@@ -6,12 +6,13 @@ from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from kvant.server.errors import ApiError
+from kvant.server.live import live
 
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent / "page"
 # Everything comes from this server, and no text becomes script or markup.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
@@ -54,4 +55,4 @@ def _files() -> dict[str, tuple[bytes, str]]:
     return {name: (content, f'"{hashlib.sha256(content).hexdigest()[:16]}"') for name, content in contents.items()}
 
 
-ROUTES = [Route("/", index), Route("/page/{name}", file)]
+routes: list[BaseRoute] = [Route("/", index), Route("/page/{name}", file), Route("/live", live)]

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -81,13 +81,16 @@ class Live:
             new = [self._tokens[i] for i in range(len(self._tokens) - count, len(self._tokens))]
             return self._version, self._generated, self._state | {"generated": self._generated, "tokens": new}
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events: "pool" once, with what never changes, and "state" whenever something has changed."""
+    async def events(self, alive: Callable[[], bool]) -> AsyncIterator[bytes]:
+        """Server-sent events: "pool" once, with what never changes, and "state" whenever something has changed.
+
+        They end when it is closed, or the engine is no longer ``alive``.
+        """
         self.listeners += 1
         try:
             yield _event("pool", self.facts)
             known, told, told_at = self.read(0)[1], -1, 0.0
-            while not self._closed:
+            while not self._closed and alive():
                 version, generated, state = self.read(known)
                 now = time.monotonic()
                 if version != told or generated != known or now - told_at >= STILL_S:
@@ -194,10 +197,13 @@ async def live(request: HttpRequest) -> Response:
     """GET /live: what the service's :class:`Live` tells, as server-sent events.
 
     Raises:
-        ApiError: 503: as many listen as may.
+        ApiError: 503: as many listen as may, or the engine has failed.
     """
-    source: Live = request.app.state.service.live
+    service = request.app.state.service
+    source: Live = service.live
+    if not service.alive:
+        raise ApiError("the engine has failed", status=503, code="engine_failed", headers={"Retry-After": "10"})
     if source.listeners >= MOST_LISTENERS:
         raise ApiError(f"{source.listeners} listen, which is all that may", status=503, headers={"Retry-After": "10"})
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(source.events(), headers=headers, media_type="text/event-stream")
+    return StreamingResponse(source.events(lambda: service.alive), headers=headers, media_type="text/event-stream")
