@@ -185,6 +185,17 @@ class Scheduler:
         prefilling = 0 if self._prompt is None else len(self._prompt.open)
         return Counts(len(self._waiting), prefilling, len(self._running), self._pool.num_free)
 
+    @property
+    def held(self) -> list[tuple[Request, int, PoolSequence]]:
+        """Every answer whose pages are reserved: its request, its number and its sequence, those that run first.
+
+        Another thread must not ask during a step.
+        """
+        found = [(answer.work.checked.request, answer.number, answer.sequence) for answer in self._running]
+        if (work := self._prompt) is not None:
+            found += [(work.checked.request, number, each) for number, each in enumerate(work.sequences)]
+        return found
+
     def check(self, request: Request) -> CheckedRequest:
         """See :func:`kvant.engine.request.check_request`; any thread may call it."""
         return check_request(request, self._model, self._pool, self._max_batch)
