@@ -14,8 +14,9 @@ from kvant.engine.draw import Sampler, for_answer
 from kvant.engine.limits import check_count
 from kvant.engine.request import CheckedRequest, FinishReason, Request, Token, check_request, own_tokens
 from kvant.engine.row_sampling import Picked, Row, pick_rows
-from kvant.errors import ContextError, QueueFullError
+from kvant.errors import ContextError, GrammarError, QueueFullError
 from kvant.models import LanguageModel
+from kvant.text.grammar import Matcher
 from kvant.threads import check_process
 
 CHUNK = 128  # prompt tokens between two tokens of others: a quarter of a prefill's speed is lost at 64 (measured)
@@ -73,11 +74,11 @@ class _Answer:
     sampler: Sampler
     sequence: PoolSequence
     tokens: list[int]
+    matcher: Matcher | None  # where the answer follows a grammar
 
-    @property
-    def row(self) -> Row:
+    def row(self, mask: bytes | None) -> Row:
         """How its next token is sampled."""
-        return Row(self.sampler, self.work.checked.processors, len(self.tokens), self.tokens)
+        return Row(self.sampler, self.work.checked.processors, len(self.tokens), self.tokens, mask)
 
 
 class Scheduler:
@@ -317,7 +318,8 @@ class Scheduler:
                 sequences[place].release()
                 sequences[place] = first.fork(checked.reserved)
             sampler = for_answer(checked.sampler, number)
-            answers.append(_Answer(work, number, sampler, sequences[place], list(checked.ids)))
+            matcher = None if checked.grammar is None else checked.grammar.matcher()
+            answers.append(_Answer(work, number, sampler, sequences[place], list(checked.ids), matcher))
         _release(sequences[len(answers) :])  # of answers that were cancelled since
         return answers
 
@@ -353,22 +355,25 @@ class Scheduler:
             answers: those that call functions of the caller's are the last. Each of these is sampled and evaluated
                 alone, so that an error, or an array that this thread cannot compute, is nobody else's.
         """
+        masks = [_mask(answer) for answer in answers]
         together = sum(not answer.work.checked.calls_out for answer in answers)
         picked: list[Picked | Exception] = []
         for first, end in [(0, together), *((row, row + 1) for row in range(together, len(answers)))]:
-            some = answers[first:end]
-            tops = [answer.work.checked.request.top_logprobs for answer in some]
+            some = list(zip(answers, masks, strict=True))[first:end]
+            rows = [answer.row(mask if isinstance(mask, bytes) else None) for answer, mask in some]
+            tops = [answer.work.checked.request.top_logprobs for answer, _ in some]
             try:
-                picked += pick_rows(logits[first:], [answer.row for answer in some], tops)
+                picked += pick_rows(logits[first:], rows, tops)
             except Exception as error:
                 picked += [error] * (end - first)
-        for answer, each in zip(answers, picked, strict=True):
+        for answer, mask, each in zip(answers, masks, picked, strict=True):
             if answer.number not in answer.work.open:
                 continue  # it ended with another answer of its request
-            if isinstance(each, Exception):
-                self._end(answer.work, "error", answer.work.open, each)
+            result = mask if isinstance(mask, GrammarError) else _followed(answer, each)
+            if isinstance(result, Exception):
+                self._end(answer.work, "error", answer.work.open, result)
             else:
-                self._took(answer, each)
+                self._took(answer, result)
 
     def _took(self, answer: _Answer, picked: Picked) -> None:
         """Count a token and hand it out; after the last one the answer leaves."""
@@ -433,6 +438,24 @@ class Scheduler:
             elif work in self._waiting:
                 self._waiting.remove(work)
                 self._free_when_full = None  # another one is the first
+
+
+def _mask(answer: _Answer) -> bytes | GrammarError | None:
+    """The tokens that an answer's grammar allows, or why it cannot go on. None: it has no grammar."""
+    try:
+        return None if answer.matcher is None else answer.matcher.mask()
+    except GrammarError as error:
+        return error
+
+
+def _followed(answer: _Answer, picked: Picked | Exception) -> Picked | Exception:
+    """What was picked, or why the answer's grammar does not go on with it."""
+    try:
+        if answer.matcher is not None and isinstance(picked, Picked):
+            answer.matcher.take(picked.token)
+    except GrammarError as error:
+        return error
+    return picked
 
 
 def _release(sequences: list[PoolSequence]) -> None:
