@@ -1,14 +1,16 @@
 """A step of sampling for a batch: every row with its own request's sampler, processors and key."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from kvant.engine.constraint import allowed_only
 from kvant.engine.draw import Sampler, SeededSampler, draw_keys, draw_seeded, greedy
 from kvant.engine.filters import rows_of, with_rows
-from kvant.engine.processors import KINDS, Bias, LogitsProcessor, process_rows
+from kvant.engine.processors import KINDS, Bias, Change, process_rows
 
 BLOCK = 2**18  # logits that are drawn from at once on a CPU: more leave its cache from one operation to the next
 
@@ -22,12 +24,14 @@ class Row:
         processors: applied to the logits in order.
         position: tokens before the one to be sampled.
         tokens: these tokens, ids of the vocabulary; only looked at where there are processors.
+        mask: the tokens that a grammar allows, :meth:`kvant.text.grammar.Matcher.mask`; None: all.
     """
 
     sampler: Sampler
-    processors: Sequence[LogitsProcessor]
+    processors: Sequence[Change]
     position: int
     tokens: Sequence[int]
+    mask: bytes | None = None
 
 
 class Picked(NamedTuple):
@@ -101,7 +105,7 @@ def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.arr
     """
     vocab_size = logits.shape[-1]
     samplers: list[Sampler] = []
-    processors: list[Sequence[LogitsProcessor]] = []
+    processors: list[Sequence[Change]] = []
     for row in rows:
         functions: list[object] = [row.sampler, *row.processors]
         for own in functions:
@@ -114,6 +118,9 @@ def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.arr
         tokens = [rows[number].tokens for number in processed]
         changed = process_rows(rows_of(logits, processed), tokens, [processors[number] for number in processed])
         logits = with_rows(logits, processed, changed)
+    masks = {number: row.mask for number, row in enumerate(rows) if row.mask is not None}
+    if masks:
+        logits = with_rows(logits, [*masks], allowed_only(rows_of(logits, [*masks]), [*masks.values()]))
     seeded = [number for number, sampler in enumerate(samplers) if isinstance(sampler, SeededSampler)]
     keys = draw_keys([samplers[number] for number in seeded], [rows[number].position for number in seeded])
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -177,9 +184,9 @@ def _top(logprobs: mx.array, row: int, count: int) -> tuple[mx.array, mx.array] 
 
 
 def _pairs(top: tuple[mx.array, mx.array] | None) -> list[tuple[int, float]]:
-    """The tokens of :func:`_top`, the most probable first."""
+    """The tokens of :func:`_top` that are possible, the most probable first."""
     if top is None:
         return []
     ids, logprobs = top
     pairs: list[tuple[int, float]] = list(zip(ids.tolist(), logprobs.tolist(), strict=True))  # type: ignore[arg-type]
-    return sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
+    return sorted((pair for pair in pairs if pair[1] > -math.inf), key=lambda pair: (-pair[1], pair[0]))

@@ -125,10 +125,10 @@ class Keys:
         key = _given_key(Headers(scope=scope))
         digest = hashlib.sha256(key).digest()
         same = [hmac.compare_digest(digest, each) for each in self._digests]  # each of them, whichever matches
-        if self._digests and not any(same):
-            # A browser asks its user, and sends what it is told with all that the page asks for.
-            page = scope["path"] == "/" or scope["path"].startswith("/page")
-            ways = {"www-authenticate": 'Basic realm="kvant: the key is the password"' if page else "Bearer"}
+        # The page's own files are the same for everybody; the page asks for the key, and all that it does needs one.
+        page = scope["path"] == "/" or scope["path"].startswith("/page/")
+        if self._digests and not any(same) and not page:
+            ways = {"www-authenticate": "Bearer"}
             said = "the key is wrong" if key else "there is no key"
             message = f"{said}; expected Authorization: Bearer KEY, or x-api-key: KEY"
             refused = ApiError(message, status=401, code="invalid_api_key", headers=ways)

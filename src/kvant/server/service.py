@@ -15,6 +15,7 @@ from kvant.errors import ContextError, EngineError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
 from kvant.server.errors import ApiError
+from kvant.server.live import Live
 from kvant.server.metrics import Metrics
 from kvant.server.settings import Settings
 from kvant.text.tokenizer import Tokenizer
@@ -35,6 +36,7 @@ class Service:
         max_seq_len: tokens that a prompt and its answer can have together.
         planned: bytes by name, as the memory was planned; empty: it was not.
         metrics: counters since the start.
+        live: what the page shows of the pool and the engine.
         draining: no further request is taken.
         active: requests that are being answered.
         started: when it was, in seconds since 1970.
@@ -63,6 +65,7 @@ class Service:
         self.draining = False
         self.active = 0
         self.started = time.time()
+        self.live = Live(pool)
         self.engine = BatchEngine(
             model,
             pool,
@@ -70,6 +73,7 @@ class Service:
             max_queue=settings.max_queue,
             deterministic=settings.deterministic,
             stall_after=settings.limits.stall_s,
+            observe=self.live.observe,
         )
         self.metrics = Metrics(self.engine, pool)
 
@@ -140,6 +144,7 @@ class Service:
     def close(self, *, drain: bool = False, timeout: float | None = 10.0) -> bool:
         """End the engine; those under way go on to their ends where ``drain`` says so. Returns whether it has ended."""
         self.draining = True
+        self.live.close()
         return self.engine.close(drain=drain, timeout=timeout)
 
 
