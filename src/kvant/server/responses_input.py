@@ -1,6 +1,5 @@
 """Bodies of OpenAI's Responses API as this server's generations: items become messages for a chat template."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -182,9 +181,6 @@ def _thinking(item: ReasoningItem, place: str) -> str:
 
 def _arguments(text: str, place: str) -> dict[str, Any]:
     try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"{place} is no JSON: {error}", param=place) from error
-    if not isinstance(arguments, dict):
-        raise ApiError(f"{place} is {text[:80]!r}; expected a JSON object", param=place)
-    return arguments
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        raise ApiError(f"{place} is {text[:80]!r}; expected a JSON object: {error}", param=place) from error
