@@ -40,8 +40,7 @@ async def answer(service: Service, generation: Generation) -> AsyncGenerator[Eve
             an engine that was closed or has failed.
         Exception: what failed in the engine for this request alone.
     """
-    prompt = await asyncio.to_thread(read_prompt, service, generation)
-    request = await asyncio.to_thread(_request, service, generation, prompt)
+    prompt, request = await asyncio.to_thread(_prepare, service, generation)
     loop, tokens = asyncio.get_running_loop(), asyncio.Queue[Token]()
     try:
         service.submit(request, lambda token: loop.call_soon_threadsafe(tokens.put_nowait, token))
@@ -122,8 +121,9 @@ def _call_id(given: str, length: int) -> str:
     return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:length]
 
 
-def _request(service: Service, generation: Generation, prompt: Prompt) -> Request:
-    """The engine's request."""
+def _prepare(service: Service, generation: Generation) -> tuple[Prompt, Request]:
+    """The prompt, and the engine's request."""
+    prompt = read_prompt(service, generation)
     tokenizer, vocab_size = service.tokenizer, service.model.config.vocab_size
     options = generation.sampling
     try:
@@ -137,7 +137,7 @@ def _request(service: Service, generation: Generation, prompt: Prompt) -> Reques
     counted = [
         replace(each, first=len(prompt.ids)) if isinstance(each, Presence | Frequency) else each for each in processors
     ]
-    return Request(
+    request = Request(
         prompt.ids,
         max_tokens=-1 if generation.max_tokens is None else generation.max_tokens,
         sampler=sampler,
@@ -147,6 +147,7 @@ def _request(service: Service, generation: Generation, prompt: Prompt) -> Reques
         top_logprobs=generation.top_logprobs,
         answers=generation.answers,
     )
+    return prompt, request
 
 
 async def _events(
