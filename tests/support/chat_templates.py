@@ -25,7 +25,7 @@ QWEN2 = """
             {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
             {{- '\\n<tool_call>\\n{"name": "' ~ tool_call.name ~ '", "arguments": ' }}
             {{- tool_call.arguments | tojson }}
-            {{- '}' }}
+            {{- '}\\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- elif message.role == "tool" %}
