@@ -332,8 +332,11 @@ function fold() {
 }
 
 function fitText() {
-  at("text").style.height = "auto";
-  at("text").style.height = `${Math.min(at("text").scrollHeight + 2, innerHeight / 3)}px`;
+  const area = at("text");
+  area.style.height = "auto";
+  const most = innerHeight / 3;
+  area.style.overflowY = area.scrollHeight > most ? "auto" : "hidden";
+  area.style.height = `${Math.min(area.scrollHeight + 2, most)}px`;
 }
 
 // --- What is done with the page
@@ -352,6 +355,10 @@ at("text").addEventListener("keydown", (event) => {
   at("compose").requestSubmit();
 });
 at("text").addEventListener("input", fitText);
+addEventListener("resize", () => {
+  fitText();
+  keepAtEnd();
+});
 at("stop").addEventListener("click", () => jobs.get(shown)?.controller.abort());
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !at("key-dialog").open) jobs.get(shown)?.controller.abort();
@@ -395,6 +402,7 @@ store.watch((id) => {
 for (const query of Object.values(wide)) query.addEventListener("change", unfold);
 
 unfold();
+fitText();
 store.open();
 show(store.read(location.hash.slice(1)) ?? store.newConversation());
 at("text").focus();
