@@ -44,7 +44,9 @@ class Browser:
             os.dup2(commands, 3)
             os.dup2(answers, 4)
 
-        flags = "--headless=new --remote-debugging-pipe --no-first-run --disable-gpu --disable-dev-shm-usage --no-sandbox"
+        flags = (
+            "--headless=new --remote-debugging-pipe --no-first-run --disable-gpu --disable-dev-shm-usage --no-sandbox"
+        )
         quiet = "--disable-background-networking --disable-component-update --disable-sync --disable-default-apps"
         command = [program, *flags.split(), *quiet.split(), f"--user-data-dir={profile}", "about:blank"]
         self._process = subprocess.Popen(
@@ -94,8 +96,7 @@ class Browser:
         self._listeners[session] = tab.note
         for domain in ("Page", "Network", "Runtime", "Log"):
             tab.send(f"{domain}.enable")
-        if emulation:
-            tab.emulate(**emulation)
+        tab.emulate(**emulation)
         tab.go(url)
         return tab
 
@@ -135,19 +136,22 @@ class Tab:
     """A page in a browser.
 
     Attributes:
-        requests: every address that was asked for.
+        requests, bodies: every address that was asked for, and what was sent to it.
         problems: errors and warnings of the page, as its console has them.
     """
 
     def __init__(self, browser: Browser, target: str, session: str) -> None:
         self.requests: list[str] = []
+        self.bodies: list[str] = []
         self.problems: list[str] = []
         self._browser, self._target, self._session = browser, target, session
+        self._canned = ""
 
     def note(self, method: str, parameters: dict[str, Any]) -> None:
         """One of the browser's events; called in its thread."""
         if method == "Network.requestWillBeSent":
             self.requests.append(parameters["request"]["url"])
+            self.bodies.append(parameters["request"].get("postData", ""))
         elif method == "Runtime.exceptionThrown":
             details = parameters["exceptionDetails"]
             self.problems.append(details.get("exception", {}).get("description") or details["text"])
@@ -155,10 +159,30 @@ class Tab:
             self.problems.append(f"{parameters['entry']['text']} {parameters['entry'].get('url', '')}")
         elif method == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):
             self.problems.append(" ".join(str(arg.get("value", arg.get("description"))) for arg in parameters["args"]))
+        elif method == "Fetch.requestPaused":  # in another thread: this one reads the answer
+            threading.Thread(target=self._fulfill, args=(parameters["requestId"],), daemon=True).start()
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         """A command of this page."""
         return self._browser.send(method, self._session, **parameters)
+
+    def answer_with(self, pattern: str, text: str) -> None:
+        """Answer requests to addresses of a pattern with this event stream, in the server's place.
+
+        An empty one: no longer.
+        """
+        self._canned = base64.b64encode(text.encode()).decode()
+        if text:
+            self.send("Fetch.enable", patterns=[{"urlPattern": pattern}])
+        else:
+            self.send("Fetch.disable")
+
+    def _fulfill(self, request: str) -> None:
+        headers = [{"name": "Content-Type", "value": "text/event-stream"}]
+        with suppress(BrowserError):
+            self.send(
+                "Fetch.fulfillRequest", requestId=request, responseCode=200, responseHeaders=headers, body=self._canned
+            )
 
     def go(self, url: str) -> None:
         """Load an address."""
@@ -204,12 +228,13 @@ class Tab:
 
     def click(self, selector: str) -> None:
         """Click what a selector finds, where it is shown."""
-        self.run(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'nearest'}})")
         box = self.run(
-            f"(() => {{ const box = document.querySelector({json.dumps(selector)}).getBoundingClientRect();"
-            "return [box.x + box.width / 2, box.y + box.height / 2, box.width]; })()"
+            f"(() => {{ const found = document.querySelector({json.dumps(selector)});"
+            "if (!found?.checkVisibility({visibilityProperty: true, contentVisibilityAuto: true})) return null;"
+            "found.scrollIntoView({block: 'nearest'}); const box = found.getBoundingClientRect();"
+            "return [box.x + box.width / 2, box.y + box.height / 2]; })()"
         )
-        if not box[2]:
+        if box is None:
             raise BrowserError(f"{selector} is not shown")
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
@@ -221,19 +246,37 @@ class Tab:
     def press(self, key: str, modifiers: int = 0) -> None:
         """Press and release a key of KEYS."""
         code, text = KEYS[key]
-        own = {"key": " " if key == "Space" else key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
-        self.send("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", **own, **({"text": text} if text else {}))
+        own = {
+            "key": " " if key == "Space" else key,
+            "code": key,
+            "windowsVirtualKeyCode": code,
+            "modifiers": modifiers,
+        }
+        self.send(
+            "Input.dispatchKeyEvent",
+            type="keyDown" if text else "rawKeyDown",
+            **own,
+            **({"text": text} if text else {}),
+        )
         self.send("Input.dispatchKeyEvent", type="keyUp", **own)
 
-    def emulate(self, width: int = 1360, height: int = 860, dark: bool = False, calm: bool = False, phone: bool = False) -> None:
+    def emulate(
+        self, width: int = 1360, height: int = 860, dark: bool = False, calm: bool = False, phone: bool = False
+    ) -> None:
         """A screen, in CSS pixels, and what its user prefers."""
         self.send(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=2 if phone else 1, mobile=phone
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=2 if phone else 1,
+            mobile=phone,
         )
         self.send("Emulation.setTouchEmulationEnabled", enabled=phone)
         features = {"prefers-color-scheme": "dark" if dark else "light"}
         features["prefers-reduced-motion"] = "reduce" if calm else "no-preference"
-        self.send("Emulation.setEmulatedMedia", features=[{"name": name, "value": value} for name, value in features.items()])
+        self.send(
+            "Emulation.setEmulatedMedia", features=[{"name": name, "value": value} for name, value in features.items()]
+        )
 
     def screenshot(self, path: Path) -> None:
         """A picture of what is shown."""
