@@ -103,11 +103,11 @@ def check_stream():
 
 def check_stream_helper():
     messages = [{"role": "user", "content": STORY}]
-    with client.chat.completions.stream(model=MODEL, messages=messages, temperature=0, max_tokens=40) as stream:
+    with client.chat.completions.stream(model=MODEL, messages=messages, temperature=0) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()
     assert {"chunk", "content.delta", "content.done"} <= kinds
-    assert final.choices[0].message.content == ask().choices[0].message.content
+    assert final.choices[0].message.content == ask(max_tokens=None).choices[0].message.content
 
 
 def check_many_at_once():
@@ -406,10 +406,10 @@ def check_streamed_responses():
     assert [event.sequence_number for event in events] == list(range(len(events)))
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == plain.output_text == events[-1].response.output_text
-    with client.responses.stream(model=MODEL, input=STORY, temperature=0, max_output_tokens=40) as stream:
+    with client.responses.stream(model=MODEL, input=STORY, temperature=0) as stream:
         for _ in stream:
             pass
-        assert stream.get_final_response().output_text == text
+        assert stream.get_final_response().output_text.startswith(text)
 
 
 def check_responses_tools_and_structure():
