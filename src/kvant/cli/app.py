@@ -23,6 +23,7 @@ EXIT_FAILED = 1
 COMMANDS = {
     "generate": "Answer one prompt.",
     "chat": "Talk with a model; the history stays in the cache.",
+    "serve": "Serve a model over HTTP, to many clients at once.",
     "plan": "Say which memory a run takes, and whether it fits.",
     "convert": "Quantize a model folder, or change its dtype.",
     "report": "Measure the quality that cache formats cost.",
@@ -35,7 +36,7 @@ COMMANDS = {
 }
 NAME = "kvant"
 GROUPS = ("bench",)
-TALKING = ("generate", "chat")  # they need a tokenizer
+TALKING = ("generate", "chat", "serve")  # they need a tokenizer
 
 
 def make_app(arguments: list[str]) -> typer.Typer:

@@ -23,7 +23,7 @@ from kvant.errors import KvantError, did_you_mean, one_line
 
 FILE = "config.toml"
 PATH_VARIABLE, MODEL_VARIABLE = "KVANT_CONFIG", "KVANT_MODEL"
-COMMANDS = ("generate", "chat", "plan", "report")  # that take defaults from it
+COMMANDS = ("generate", "chat", "serve", "plan", "report")  # that take defaults from it
 PRESETS = "presets"
 NOT_IN_A_PRESET = ("preset",)
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list of strings"}

@@ -4,7 +4,7 @@ import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from types import TracebackType
@@ -19,6 +19,7 @@ from kvant.models import LanguageModel
 from kvant.threads import check_process
 
 Deliver = Callable[[Token], object]
+Observe = Callable[[Scheduler, Sequence[Token]], object]
 
 
 class Answers:
@@ -91,6 +92,7 @@ class BatchEngine:
         max_queue: int | None = 64,
         deterministic: bool = False,
         stall_after: float | None = None,
+        observe: Observe | None = None,
     ) -> None:
         """Start the thread.
 
@@ -98,6 +100,8 @@ class BatchEngine:
             model, pool, max_batch, max_queue, deterministic: as in :class:`Scheduler`.
             stall_after: seconds without a sign of life, while there is work, after which the thread has failed. The
                 longest step, or chunk of a prompt, must be shorter. None: it may take any time.
+            observe: called after every step with the scheduler and the step's tokens, in the engine's thread. It must
+                not wait. An error of it is the engine's.
 
         Raises:
             ValueError: a number out of range.
@@ -108,6 +112,7 @@ class BatchEngine:
             raise ValueError(f"stall_after is {stall_after}; expected more than 0 seconds, or None")
         self._scheduler = Scheduler(model, pool, max_batch=max_batch, max_queue=max_queue, deterministic=deterministic)
         mx.eval(model.arrays)  # a thread cannot compute what another one left undone
+        self._observe = observe
         self._changed = threading.Condition()  # held to read or change what follows
         self._clients: dict[Request, _Client] = {}
         self._cancelled: deque[tuple[Request, int | None]] = deque()
@@ -216,6 +221,8 @@ class BatchEngine:
                 self._counts = self._scheduler.counts
                 for token in tokens:
                     self._hand_over(token)
+                if self._observe is not None:
+                    self._observe(self._scheduler, tokens)
         except BaseException as error:
             self._fail(error)
         finally:

@@ -9,7 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 
-LogitsProcessor = Callable[[mx.array, mx.array], mx.array]  # tokens so far (T,), logits (B, vocab) -> logits
+from kvant.text.grammar import Grammar
+
+Change = Callable[[mx.array, mx.array], mx.array]  # tokens so far (T,), logits (B, vocab) -> logits
+LogitsProcessor = Change | Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +45,23 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class _Penalty:
-    """A penalty on recent tokens; what it does is :meth:`change` of each kind."""
+    """A penalty on recent tokens; what it does is :meth:`change` of each kind. Those before ``first`` do not count."""
 
     penalty: float
     context_size: int
+    first: int = 0
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        return self.change(logits, (slice(None), tokens[-self.context_size :]), self.penalty)
+        return self.change(logits, (slice(None), tokens[self._start(tokens.size) :]), self.penalty)
 
     def entries(self, tokens: Sequence[int], vocab_size: int) -> tuple[Sequence[int], Sequence[float]]:
         """The token ids that are changed, one that occurs twice twice, and the penalty for each."""
-        recent = tokens[-self.context_size :]
+        recent = tokens[self._start(len(tokens)) :]
         return recent, [self.penalty] * len(recent)
+
+    def _start(self, length: int) -> int:
+        """The place of the first of so many tokens that counts."""
+        return max(self.first, length - self.context_size)
 
     @staticmethod
     def change(logits: mx.array, at: tuple[Any, mx.array], penalty: float | mx.array) -> mx.array:
@@ -103,9 +111,7 @@ OwnProcessor = Bias | Repetition | Presence | Frequency
 KINDS: tuple[type[OwnProcessor], ...] = (Bias, Repetition, Presence, Frequency)  # in a request's order
 
 
-def process_rows(
-    logits: mx.array, tokens: Sequence[Sequence[int]], processors: Sequence[Sequence[LogitsProcessor]]
-) -> mx.array:
+def process_rows(logits: mx.array, tokens: Sequence[Sequence[int]], processors: Sequence[Sequence[Change]]) -> mx.array:
     """Every row's own processors, in its own order: each row as its processors alone would change it.
 
     A kind of kvant's own changes all its rows at once. Others are called row by row.

@@ -75,6 +75,7 @@ class Generation:
     logprobs: bool = False
     top_logprobs: int = 0
     ignore_eos: bool = False
+    echo: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
     salt: bytes = b""
 

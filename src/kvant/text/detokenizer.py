@@ -33,6 +33,10 @@ class StreamingDetokenizer(ABC):
     def finalize(self) -> None:
         """Give out the text that was held back."""
 
+    @abstractmethod
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of UTF-8 that an id stands for; of a whole character, or of a part of one."""
+
     @property
     def last_segment(self) -> str:
         """The text since this was last asked for."""
@@ -63,10 +67,7 @@ class ByteDetokenizer(StreamingDetokenizer):
 
     def add_token(self, token: int) -> None:
         self.tokens.append(token)
-        if token not in self._bytes:
-            piece = (self._pieces[token] if token < len(self._pieces) else None) or ""
-            self._bytes[token] = (_byte_level(piece), True) if self._byte_level else _byte_fallback(piece)
-        content, is_bytes = self._bytes[token]
+        content, is_bytes = self._content(token)
         held = b"" if is_bytes else self._decoder.getstate()[0]
         if held:  # bytes of a character that is not going to be whole
             self._decoder.reset()
@@ -76,6 +77,16 @@ class ByteDetokenizer(StreamingDetokenizer):
         held = self._decoder.getstate()[0]
         rest = self._decoder.decode(b"", final=True)
         self._append(rest if self._byte_level else UNKNOWN * len(held))
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._content(token)[0]
+
+    def _content(self, token: int) -> tuple[bytes, bool]:
+        """Its bytes, and whether they may be a part of a character."""
+        if token not in self._bytes:
+            piece = (self._pieces[token] if token < len(self._pieces) else None) or ""
+            self._bytes[token] = (_byte_level(piece), True) if self._byte_level else _byte_fallback(piece)
+        return self._bytes[token]
 
     def _append(self, text: str) -> None:
         if self._strip and text:
@@ -104,6 +115,9 @@ class WindowDetokenizer(StreamingDetokenizer):
     def finalize(self) -> None:
         self._take(self._decode(self.tokens[self._first :]))
 
+    def token_bytes(self, token: int) -> bytes:
+        return self._decode([token]).encode()
+
     def _take(self, longer: str) -> None:
         self.text += longer[len(self._known) :]
         self._first, self._read = self._read, len(self.tokens)
@@ -118,6 +132,13 @@ def _table() -> dict[str, int]:
 
 
 BYTES = _table()
+
+
+def token_bytes(pieces: Sequence[str | None], *, byte_level: bool) -> list[bytes]:
+    """The bytes that each of a vocabulary's strings stands for; none for an id that it does not have."""
+    if byte_level:
+        return [_byte_level(piece or "") for piece in pieces]
+    return [_byte_fallback(piece or "")[0] for piece in pieces]
 
 
 def _byte_level(piece: str) -> bytes:

@@ -6,6 +6,38 @@ from kvant.errors import ModelError, library_errors
 from kvant.text.tokenizer import Tokenizer
 
 
+class StopText:
+    """Cuts a growing text before its first stop string, and holds back what may still become one.
+
+    Attributes:
+        found: the stop string that ended the text; None: there was none yet.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._held = ""
+        self.found: str | None = None
+
+    def add(self, text: str) -> str:
+        """Take text; return what is now certain. It may be empty."""
+        if self.found is not None:
+            return ""
+        text = self._held + text
+        places = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if places:
+            at, self.found = min(places)
+            self._held = ""
+            return text[:at]
+        keep = max((overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """Return what was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+
 class TextStream:
     """Text of a growing sequence of tokens, cut before the first stop string.
 
@@ -15,39 +47,32 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._detokenizer = tokenizer.detokenizer
-        self._stop = tuple(stop)
-        self._held = ""
-        self.stopped = False
+        self._stop = StopText(stop)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the text."""
+        return self._stop.found is not None
 
     def add(self, token: int) -> str:
         """Take a token; return the text that is now certain. It may be empty."""
-        return self._release(self._segment(lambda: self._detokenizer.add_token(token)))
+        return self._stop.add(self._segment(lambda: self._detokenizer.add_token(token)))
 
     def finish(self) -> str:
         """Return the text that was held back, at the end of the sequence."""
-        text = self._release(self._segment(self._detokenizer.finalize))
-        if not self.stopped:
-            text, self._held = text + self._held, ""
-        return text
+        return self._stop.add(self._segment(self._detokenizer.finalize)) + self._stop.finish()
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for, which need not be whole characters."""
+        with library_errors(ModelError, "the tokenizer cannot decode a token"):
+            return self._detokenizer.token_bytes(token)
 
     def _segment(self, advance: Callable[[], object]) -> str:
         with library_errors(ModelError, "the tokenizer cannot decode the generated tokens"):
             advance()
             return str(self._detokenizer.last_segment)
 
-    def _release(self, segment: str) -> str:
-        if self.stopped:
-            return ""
-        text = self._held + segment
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
 
-
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that begins ``stop``."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

@@ -1,0 +1,157 @@
+"""``kvant serve``: one model over HTTP for many clients at once, as OpenAI's and Anthropic's clients speak."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import mlx.core as mx
+import typer
+
+from kvant.cache.pages import PAGE_SIZE
+from kvant.cli import options
+from kvant.cli.options import BadValueError
+from kvant.cli.session import RunOptions, load_session, named_format
+from kvant.engine.load import POCKET
+from kvant.errors import KvantError
+from kvant.sizes import format_bytes
+from kvant.tools.plan import MemoryPlan
+from kvant.tools.plan.plan import as_record
+
+MAX_KEY = 1000  # characters
+
+
+@options.with_options
+def serve(
+    context: typer.Context,
+    model_argument: options.ModelArgument = None,
+    *,
+    model: options.Model = POCKET,
+    adapter_path: options.AdapterPath = None,
+    alias: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Another name that clients may give the model; repeatable.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on. One that other machines reach needs --api-key-file.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen on; 0: any that is free.")] = 8080,
+    max_kv_size: options.MaxKvSize = None,
+    sequences: Annotated[int, typer.Option(help="So many answers at once; further requests wait.")] = 4,
+    max_queue: Annotated[int, typer.Option(help="So many requests may wait; further ones are answered with 429.")] = 64,
+    kv_bits: options.KvBits = 8,
+    kv_group_size: options.KvGroupSize = None,
+    kv_bias_split: options.KvBiasSplit = True,
+    prefill_step_size: options.PrefillStepSize = 512,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="An answer is the same whatever runs beside it; slower.")
+    ] = False,
+    chat_template_config: options.ChatTemplateConfig = None,
+    api_key_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The keys of clients, one a line; without it any key will do.")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Let web pages of this origin use the server; repeatable; default: none."),
+    ] = None,
+    wired: options.Wired = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Serve a model over HTTP: /v1/chat/completions, /v1/messages, /v1/responses and others, and a chat page."""
+    try:
+        from kvant.server.run import bind
+        from kvant.server.run import serve as serve_until_signalled
+        from kvant.server.service import Service, make_pool
+        from kvant.server.settings import Settings
+    except ImportError as error:
+        raise KvantError(f"kvant serve needs the extra 'serve', pip install 'kvant[serve]': {error}") from error
+    run = RunOptions(
+        model=options.choose_model(context, model_argument, model),
+        adapter_path=adapter_path,
+        chat_template_config=chat_template_config,
+        kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
+        kv_bias_split=kv_bias_split,
+        max_kv_size=max_kv_size,
+        prefill_step_size=prefill_step_size,
+        wired=wired,
+        quiet=quiet,
+    )
+    options.check_counts(sequences=sequences, max_queue=max_queue)
+    if deterministic and prefill_step_size < PAGE_SIZE:
+        raise BadValueError(
+            f"--prefill-step-size is {prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
+        )
+    settings = Settings(
+        model=run.model,
+        adapter_path=adapter_path,
+        aliases=tuple(alias or ()),
+        host=host,
+        port=port,
+        sequences=sequences,
+        kv_bits=kv_bits,
+        kv_group_size=options.check_kv_format(kv_bits, kv_group_size),
+        kv_bias_split=kv_bias_split,
+        prefill_step_size=prefill_step_size,
+        deterministic=deterministic,
+        max_queue=max_queue,
+        api_keys=read_keys(api_key_file),
+        allow_origins=tuple(allow_origin or ()),
+    )
+
+    def say(line: str) -> None:
+        if not quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    with bind(settings) as bound:
+        wanted = options.kv_size(max_kv_size)
+        session = load_session(run, context.obj, max_kv_size=wanted, sequences=sequences)
+        planned = session.plan(wanted)
+        settings = replace(
+            settings, max_kv_size=planned.max_kv_size, template_variables=dict(session.template_variables)
+        )
+        say(f"memory: {describe_plan(planned)}")
+        bound_memory(planned)
+        with named_format(session.settings):
+            pool = make_pool(settings, session.model)
+        with options.named("--deterministic"):
+            service = Service(settings, session.model, session.tokenizer, pool, as_record(planned))
+        say(f"cache: {pool.describe()}")
+        code = serve_until_signalled(service, bound, lambda line: say(f"kvant serve: {line}"))
+    raise typer.Exit(code)
+
+
+def read_keys(path: str | None) -> tuple[str, ...]:
+    """The keys of a file, one a line.
+
+    Raises:
+        BadValueError: a file without keys, or a key that no header can carry.
+        OSError: a file that cannot be read.
+    """
+    if path is None:
+        return ()
+    options.check_text(api_key_file=path)
+    lines = Path(path).expanduser().read_bytes().splitlines()
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys:
+        raise BadValueError(f"--api-key-file is {path[:200]!r}, which has no key; expected one a line")
+    for number, line in enumerate(lines, 1):
+        key = line.strip()
+        if len(key) > MAX_KEY or not all(0x21 <= byte <= 0x7E for byte in key):
+            raise BadValueError(
+                f"--api-key-file: line {number} is no key; expected up to {MAX_KEY} characters of ASCII without spaces"
+            )
+    return tuple(dict.fromkeys(key.decode("ascii") for key in keys))
+
+
+def describe_plan(planned: MemoryPlan) -> str:
+    """The memory of a server in a line; no more is taken."""
+    parts = {"weights": planned.weights, "cache": planned.cache, "state": planned.state}
+    parts |= {"scratch": planned.scratch, "process": planned.process}
+    listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
+    return f"{format_bytes(planned.total)} planned at most: {listed}"
+
+
+def bound_memory(planned: MemoryPlan) -> None:
+    """Hold MLX to the plan: what it keeps for reuse counts, and goes before more than planned is taken."""
+    mx.set_cache_limit(planned.scratch)
+    mx.set_memory_limit(planned.arrays)

@@ -1,0 +1,210 @@
+"""A checked request to the engine, and what it generates, as it comes."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvant.engine.processors import Frequency, Presence
+from kvant.engine.request import Request, Token
+from kvant.errors import ArgumentError, ContextError, EngineError, KvantError, QueueFullError
+from kvant.server.answer_text import AnswerText
+from kvant.server.errors import ApiError
+from kvant.server.generation import Begun, Call, End, EndReason, Event, Generation, Text
+from kvant.server.sampling import refused
+from kvant.server.service import Service as Service
+from kvant.text.answer_parts import AnswerParts
+from kvant.text.detokenizer import ByteDetokenizer
+from kvant.text.prompt import encode_prompt, encode_rendered, render_chat
+
+NO_TOOLS = "the model's chat template takes no tools, or writes calls in a form that is not known here"
+RETRY_AFTER_S = 1  # what a client is told to wait where the queue is full
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is fed: token ids, and their text where there is one."""
+
+    text: str
+    ids: list[int]
+
+
+async def answer(service: Service, generation: Generation) -> AsyncGenerator[Event, None]:
+    """What is generated, as it comes: first :class:`Begun`, and :class:`End` once for each answer.
+
+    Closing the iterator, or cancelling whoever waits for it, ends the generation.
+
+    Raises:
+        ApiError: before the first event, what is wrong with the request, or that there is no place for it now; later,
+            an engine that was closed or has failed.
+        Exception: what failed in the engine for this request alone.
+    """
+    prompt = await asyncio.to_thread(read_prompt, service, generation)
+    request = await asyncio.to_thread(_request, service, generation, prompt)
+    loop, tokens = asyncio.get_running_loop(), asyncio.Queue[Token]()
+    try:
+        service.submit(request, lambda token: loop.call_soon_threadsafe(tokens.put_nowait, token))
+    except (KvantError, ValueError) as error:
+        raise _failure(error, generation) from error
+    try:
+        async for event in _events(service, generation, prompt, request, tokens):
+            yield event
+    finally:
+        service.cancel(request)
+
+
+def read_prompt(service: Service, generation: Generation) -> Prompt:
+    """The prompt of a request. It waits for the tokenizer, for 10 s at most.
+
+    Raises:
+        ApiError: 400: a chat template that fails on these messages, or nothing to read.
+    """
+    try:
+        if generation.messages is not None:
+            variables = {**generation.variables, "tools": _tools(service, generation) or None}
+            text = render_chat(service.tokenizer, _messages(service, generation.messages), variables)
+            return Prompt(text, encode_rendered(service.tokenizer, text))
+        prompt = "" if generation.prompt is None else generation.prompt
+        ids = encode_prompt(service.tokenizer, prompt, service.model.config.vocab_size)
+        if isinstance(prompt, str):
+            return Prompt(prompt, ids)
+        return Prompt(service.tokenizer.decode(ids) if generation.echo else "", ids)
+    except (KvantError, ValueError) as error:
+        raise _failure(error, generation) from error
+
+
+def _tools(service: Service, generation: Generation) -> list[dict[str, Any]]:
+    """The tools that the model is told of, in OpenAI's form; none where it must not call one.
+
+    Raises:
+        ApiError: 400: the model's template takes none.
+    """
+    if generation.tool_choice == "none" or not generation.tools:
+        return []
+    if service.tool_format is None:
+        raise ApiError(f"tools: {NO_TOOLS}", param="tools")
+    return [
+        {
+            "type": "function",
+            "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)},
+        }
+        for tool in generation.tools
+    ]
+
+
+def _messages(service: Service, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages that the template can write: ids of calls as it wants them.
+
+    Raises:
+        ApiError: 400: calls that it does not know.
+    """
+    made = [dict(message) for message in messages]
+    form = service.tool_format
+    for place, message in enumerate(made):
+        if form is None and ("tool_calls" in message or message["role"] == "tool"):
+            raise ApiError(f"messages[{place}] has to do with tools; {NO_TOOLS}", param=f"messages[{place}]")
+        if form is None or form.id_length is None:
+            continue
+        if "tool_calls" in message:
+            message["tool_calls"] = [
+                {**call, "id": _call_id(call["id"], form.id_length)} for call in message["tool_calls"]
+            ]
+        if "tool_call_id" in message:
+            message["tool_call_id"] = _call_id(message["tool_call_id"], form.id_length)
+    return made
+
+
+def _call_id(given: str, length: int) -> str:
+    """The id of a call with so many letters and digits; another one where it has not, always the same."""
+    if len(given) == length and given.isascii() and given.isalnum():
+        return given
+    return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:length]
+
+
+def _request(service: Service, generation: Generation, prompt: Prompt) -> Request:
+    """The engine's request."""
+    tokenizer, vocab_size = service.tokenizer, service.model.config.vocab_size
+    options = generation.sampling
+    try:
+        special: list[int] = []
+        if options.xtc_probability:  # as in mlx-lm, XTC never leaves out the ends of a line and of the text
+            special = [*tokenizer.encode("\n", add_special_tokens=False), *tokenizer.eos_token_ids]
+        sampler, processors = options.filled(service.sampling).build(vocab_size, special)
+    except ArgumentError as error:
+        raise refused(error) from error
+    # OpenAI's penalties count the tokens of the answer.
+    counted = [
+        replace(each, first=len(prompt.ids)) if isinstance(each, Presence | Frequency) else each for each in processors
+    ]
+    return Request(
+        prompt.ids,
+        max_tokens=-1 if generation.max_tokens is None else generation.max_tokens,
+        sampler=sampler,
+        logits_processors=counted,
+        stop_tokens=() if generation.ignore_eos else tokenizer.eos_token_ids,
+        salt=generation.salt,
+        top_logprobs=generation.top_logprobs,
+        answers=generation.answers,
+    )
+
+
+async def _events(
+    service: Service, generation: Generation, prompt: Prompt, request: Request, tokens: "asyncio.Queue[Token]"
+) -> AsyncGenerator[Event, None]:
+    """The events of a request under way, from the tokens that come."""
+    tokenizer = service.tokenizer
+    # Some tokenizers decode in their own process: whoever waits for that must not be the server's loop.
+    waits = not isinstance(tokenizer.detokenizer, ByteDetokenizer)
+    texts = {number: _text(service, generation, prompt, number) for number in range(generation.answers)}
+    has_begun = False
+    while texts:
+        token = await tokens.get()
+        if (text := texts.get(token.answer)) is None:
+            continue  # it ended before its last token came
+        if token.error is not None:
+            raise _failure(token.error, generation) if isinstance(token.error, KvantError) else token.error
+        if token.token is None:
+            raise ApiError("the server is shutting down", status=503)
+        if not has_begun:
+            has_begun = True
+            yield Begun(len(prompt.ids), token.cached_tokens)
+            for number in texts if generation.echo and prompt.text else ():
+                yield Text(number, prompt.text)
+        read: Callable[[], list[Text | Call]] = lambda text=text, token=token: text.take(token)  # type: ignore[misc]  # noqa: E731
+        for event in await asyncio.to_thread(read) if waits else read():
+            yield event
+        if token.finish_reason is None:
+            if text.stop is None and (generation.parallel_tool_calls or not text.calls):
+                continue
+            service.cancel(request, token.answer)
+        del texts[token.answer]
+        yield End(token.answer, _reason(text, token), text.tokens, text.thinking_tokens, text.stop)
+
+
+def _text(service: Service, generation: Generation, prompt: Prompt, number: int) -> AnswerText:
+    parts = None
+    if generation.messages is not None:
+        tools = _tools(service, generation)
+        parts = AnswerParts(service.tokenizer, prompt.text, tools, service.tool_format)
+    return AnswerText(number, service.tokenizer, parts, generation.stop, logprobs=generation.logprobs)
+
+
+def _reason(text: AnswerText, token: Token) -> EndReason:
+    if text.stop is None and token.finish_reason in ("length", "context"):
+        return "length"
+    return "tool_calls" if text.calls else "stop"
+
+
+def _failure(error: Exception, generation: Generation) -> ApiError:
+    """What a client is told of an error that it, or the server's state, is to blame for."""
+    if isinstance(error, ArgumentError):
+        return refused(error)
+    if isinstance(error, QueueFullError):
+        return ApiError(str(error), status=429, code="rate_limit_exceeded", headers={"Retry-After": str(RETRY_AFTER_S)})
+    if isinstance(error, EngineError):
+        return ApiError(str(error), status=503)
+    param = "prompt" if generation.messages is None else "messages"
+    return ApiError(
+        str(error), param=param, code="context_length_exceeded" if isinstance(error, ContextError) else None
+    )

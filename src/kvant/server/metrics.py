@@ -1,0 +1,110 @@
+"""What is counted, in the form that Prometheus reads."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import mlx.core as mx
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvant import __version__
+from kvant.cache.pool import Pool
+from kvant.engine.batch_engine import BatchEngine, Deliver
+from kvant.engine.request import Request, Token
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+RECENT = 512  # tokens whose times are kept
+SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+
+
+class Metrics:
+    """Counters of one server, in a registry of their own.
+
+    Attributes:
+        recent: (when a token came, by time.monotonic; seconds since the one before in its answer), the newest last.
+    """
+
+    def __init__(self, engine: BatchEngine, pool: Pool) -> None:
+        self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second line for each: when it was first counted
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            "kvant_http_requests", "Requests answered, by route and status.", ["route", "status"], registry=registry
+        )
+        self._answers = Counter("kvant_answers", "Answers that ended, by reason.", ["reason"], registry=registry)
+        self._prompt = Counter("kvant_prompt_tokens", "Tokens of prompts.", registry=registry)
+        self._cached = Counter("kvant_cached_tokens", "Of them those that a shared prefix had.", registry=registry)
+        self._generated = Counter("kvant_generated_tokens", "Tokens generated.", registry=registry)
+        self._first = Histogram(
+            "kvant_time_to_first_token_seconds",
+            "From a request's arrival at the engine to its first token.",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._between = Histogram(
+            "kvant_time_between_tokens_seconds",
+            "Between two tokens of an answer.",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        registry.register(_State(engine, pool))
+
+    def text(self) -> bytes:
+        """All of it, as /metrics gives it."""
+        return generate_latest(self._registry)
+
+    def answered(self, route: str, status: int) -> None:
+        """Count a response."""
+        self._requests.labels(route, str(status)).inc()
+
+    def counting(self, request: Request, deliver: Deliver) -> Callable[[Token], object]:
+        """``deliver``, with every token counted; called in the engine's thread."""
+        submitted = time.monotonic()
+        last: dict[int, float] = {}
+
+        def count(token: Token) -> object:
+            now = time.monotonic()
+            if token.token is not None:
+                self._generated.inc()
+                if not last:
+                    self._prompt.inc(len(request.prompt))
+                    self._cached.inc(token.cached_tokens)
+                    self._first.observe(now - submitted)
+                if (before := last.get(token.answer)) is not None:
+                    self._between.observe(now - before)
+                    self.recent.append((now, now - before))
+                last[token.answer] = now
+            if token.finish_reason is not None:
+                self._answers.labels(token.finish_reason).inc()
+            return deliver(token)
+
+        return count
+
+
+class _State(Collector):
+    """What is the case at the moment it is asked for."""
+
+    def __init__(self, engine: BatchEngine, pool: Pool) -> None:
+        self._engine, self._pool = engine, pool
+
+    def collect(self) -> Iterable[Metric]:
+        engine, pool, counts = self._engine, self._pool, self._engine.counts
+        version = GaugeMetricFamily("kvant_info", "1, with the version.", labels=["version"])
+        version.add_metric([__version__], 1)
+        yield version
+        for name, help_text, value in (
+            ("kvant_requests_waiting", "Requests that no page is reserved for yet.", counts.waiting),
+            ("kvant_answers_prefilling", "Answers whose prompt is being fed.", counts.prefilling),
+            ("kvant_answers_running", "Answers that get a token every step.", counts.running),
+            ("kvant_pages", "Pages of the pool.", pool.num_pages),
+            ("kvant_pages_free", "Pages that new requests could have.", counts.free_pages),
+            ("kvant_pool_bytes", "Bytes reserved for keys and values.", pool.nbytes),
+            ("kvant_engine_alive", "1 while the engine's thread computes or waits for work.", engine.alive),
+            ("kvant_engine_age_seconds", "Since the engine's last sign of life, 0 without work.", engine.age),
+            ("kvant_memory_active_bytes", "Bytes of MLX's arrays.", mx.get_active_memory()),
+            ("kvant_memory_cached_bytes", "Bytes that MLX keeps for reuse.", mx.get_cache_memory()),
+            ("kvant_memory_peak_bytes", "Most bytes of MLX's arrays so far.", mx.get_peak_memory()),
+        ):
+            yield GaugeMetricFamily(name, help_text, value=value)

@@ -1,0 +1,58 @@
+"""The page: a chat in the browser and, beside it, what the pool and the engine are doing. Its files are in page/."""
+
+import hashlib
+from functools import cache
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from kvant.server.errors import ApiError
+from kvant.server.live import live
+
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+FOLDER = Path(__file__).parent / "page"
+# Everything comes from this server, and no text becomes script or markup.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # asked for again each time; the answer is 304 as long as it is the same
+}
+
+
+async def index(request: Request) -> Response:
+    """GET /: the page."""
+    return _answer(request, "index.html")
+
+
+async def file(request: Request) -> Response:
+    """GET /page/NAME: one of its files."""
+    return _answer(request, request.path_params["name"])
+
+
+def _answer(request: Request, name: str) -> Response:
+    if name not in _files():
+        raise ApiError(f"the page has no file {name!r:.80}", status=404)
+    content, tag = _files()[name]
+    headers = HEADERS | {"ETag": tag}
+    if request.headers.get("If-None-Match") == tag:
+        return Response(status_code=304, headers=headers)
+    return Response(content, headers=headers, media_type=TYPES[Path(name).suffix])
+
+
+@cache
+def _files() -> dict[str, tuple[bytes, str]]:
+    """The content of each file and its tag, by name."""
+    contents = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in TYPES}
+    return {name: (content, f'"{hashlib.sha256(content).hexdigest()[:16]}"') for name, content in contents.items()}
+
+
+routes: list[BaseRoute] = [Route("/", index), Route("/page/{name}", file), Route("/live", live)]

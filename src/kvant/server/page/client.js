@@ -1,0 +1,121 @@
+// The server's side of the page: its interface, by addresses relative to the page.
+
+const KEY = "kvant.key"; // for this tab, until it is closed
+
+export class ServerError extends Error {
+  constructor(message, status = 0, retryAfter = null) {
+    super(message);
+    this.status = status; // 0: there was no answer
+    this.retryAfter = retryAfter; // seconds
+  }
+}
+
+let key = null;
+try {
+  key = sessionStorage.getItem(KEY);
+} catch {
+  // The browser stores nothing; the key is known until the page is left.
+}
+
+export const hasKey = () => key !== null;
+
+export function setKey(text) {
+  key = text || null;
+  try {
+    if (key === null) sessionStorage.removeItem(KEY);
+    else sessionStorage.setItem(KEY, key);
+  } catch {
+    // As above.
+  }
+}
+
+async function request(path, { body, signal } = {}) {
+  const headers = {};
+  if (key !== null) headers.Authorization = `Bearer ${key}`;
+  if (body) headers["Content-Type"] = "application/json";
+  const method = body ? "POST" : "GET";
+  let response;
+  try {
+    const options = { method, headers, signal, cache: "no-store", credentials: "same-origin", redirect: "error" };
+    response = await fetch(path, { ...options, body: body && JSON.stringify(body) });
+  } catch (error) {
+    if (signal?.aborted) throw error;
+    if (error instanceof TypeError && /header|ISO-8859-1/i.test(error.message)) throw new ServerError("the key has characters that no key has", 401);
+    throw new ServerError("the server does not answer");
+  }
+  if (!response.ok) {
+    const text = await response.text().catch(() => "");
+    throw new ServerError(messageOf(text) || `the server answered ${response.status}`, response.status, Number(response.headers.get("Retry-After")) || null);
+  }
+  return response;
+}
+
+function messageOf(text) {
+  try {
+    const { error } = JSON.parse(text);
+    return String(error.message ?? error);
+  } catch {
+    return "";
+  }
+}
+
+// The name of the model that is served.
+export async function model(signal) {
+  const response = await request("v1/models", { signal });
+  return String((await response.json()).data[0].id);
+}
+
+// The pieces of an answer, as they come: {text}, {thinking}, {reason} and {usage}.
+export async function* answer(body, signal) {
+  const response = await request("v1/chat/completions", { body, signal });
+  let ended = false;
+  for await (const { data } of events(response, signal)) {
+    if (data === "[DONE]") return;
+    const piece = JSON.parse(data);
+    if (piece.error) throw new ServerError(String(piece.error.message ?? piece.error), 500);
+    const choice = piece.choices?.[0];
+    if (choice?.delta?.reasoning_content) yield { thinking: choice.delta.reasoning_content };
+    if (choice?.delta?.content) yield { text: choice.delta.content };
+    if (choice?.finish_reason) {
+      ended = true;
+      yield { reason: choice.finish_reason };
+    }
+    if (piece.usage) yield { usage: piece.usage };
+  }
+  if (!ended) throw new ServerError("the connection ended before the answer did");
+}
+
+// What the pool and the engine are doing: {name, data}.
+export async function* live(signal) {
+  const response = await request("live", { signal });
+  for await (const { name, data } of events(response, signal)) yield { name, data: JSON.parse(data) };
+}
+
+// Server-sent events. EventSource would do it, but sends no key and no body.
+async function* events(response, signal) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      let part;
+      try {
+        part = await reader.read();
+      } catch (error) {
+        if (signal?.aborted) throw error;
+        throw new ServerError("the connection was lost");
+      }
+      if (part.done) return;
+      rest += part.value;
+      const found = rest.split(/\r?\n\r?\n/);
+      rest = found.pop();
+      for (const event of found) {
+        const lines = event.split(/\r?\n/);
+        const field = (name) => lines.filter((line) => line.startsWith(`${name}:`)).map((line) => line.slice(name.length + 1).replace(/^ /, ""));
+        const data = field("data");
+        if (data.length) yield { name: field("event")[0] ?? "message", data: data.join("\n") };
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

@@ -1,0 +1,401 @@
+// The page: which conversation is shown, what is being answered, and how the server is.
+
+import { answer, hasKey, live, model, ServerError, setKey } from "./client.js";
+import { element } from "./markdown.js";
+import { AnswerView, sends, userView } from "./messages.js";
+import { Panel } from "./panel.js";
+import * as store from "./store.js";
+
+const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
+const LONGEST_WAIT_S = 8; // between two tries to reach the server
+const at = (id) => document.getElementById(id);
+
+let shown = store.newConversation();
+let modelName = null;
+const jobs = new Map(); // answers under way: conversation -> {controller, view}
+const panel = new Panel();
+
+// --- The conversation that is shown
+
+function show(conversation) {
+  shown = conversation;
+  at("system").value = shown.system;
+  for (const name of NUMBERS) at(name).value = shown.sampling[name] ?? "";
+  showChanged();
+  showMessages();
+  showList();
+  history.replaceState(null, "", shown.revision ? `#${shown.id}` : location.pathname);
+}
+
+function showMessages() {
+  const job = jobs.get(shown);
+  at("spoken").replaceChildren();
+  at("welcome").hidden = shown.messages.length > 0;
+  const views = shown.messages.map((message, place) => {
+    if (message.role === "user") return userView(message, (text) => edit(place, text));
+    const growing = Boolean(job) && place === shown.messages.length - 1;
+    const view = new AnswerView(message, { onRetry: () => retry(place), spoken: growing ? speak : undefined });
+    view.show(!growing);
+    if (growing) job.view = view;
+    return view.root;
+  });
+  at("messages").replaceChildren(...views);
+  showButtons();
+  scrollToEnd();
+}
+
+function showButtons() {
+  const busy = jobs.has(shown);
+  const focused = document.activeElement;
+  at("send").hidden = busy;
+  at("stop").hidden = !busy;
+  if (focused === at("send") || focused === at("stop")) at("text").focus(); // it is hidden now
+}
+
+function showChanged() {
+  const names = Object.keys(shown.sampling).map((name) => `${name.replaceAll("_", "-")} ${shown.sampling[name]}`);
+  at("changed").textContent = [shown.system ? "prompt set" : "", ...names].filter(Boolean).join(", ");
+}
+
+function showList() {
+  const entries = store.list().map(({ id, title }) => {
+    const open = element("button", { type: "button", className: "open", textContent: title || "Untitled" });
+    if (id === shown.id) open.setAttribute("aria-current", "true");
+    open.addEventListener("click", () => select(id));
+    const gone = element("button", { type: "button", className: "remove", textContent: "×", "aria-label": `Delete ${title || "Untitled"}`, title: "Delete" });
+    gone.addEventListener("click", () => remove(id));
+    return element("li", {}, open, gone);
+  });
+  at("list").replaceChildren(...entries);
+}
+
+function select(id) {
+  const job = [...jobs.keys()].find((conversation) => conversation.id === id);
+  const found = job ?? store.read(id);
+  if (found) show(found);
+  fold();
+  at("text").focus();
+}
+
+function startNew() {
+  const { system, sampling } = shown;
+  show({ ...store.newConversation(), system, sampling: { ...sampling } });
+  fold();
+  at("text").focus();
+}
+
+function remove(id) {
+  for (const [conversation, { controller }] of jobs) if (conversation.id === id) controller.abort();
+  const back = store.remove(id);
+  if (id === shown.id) show(store.newConversation());
+  else showList();
+  notice("Deleted.", "Undo", () => {
+    back();
+    select(id);
+  });
+  at("text").focus();
+}
+
+function save(conversation) {
+  const id = conversation.id;
+  const problem = store.write(conversation);
+  if (problem) notice(problem);
+  if (conversation === shown) history.replaceState(null, "", `#${conversation.id}`);
+  if (conversation.id !== id) notice("Another tab has changed this conversation. This one goes on as a copy.");
+  showList();
+}
+
+// --- Asking and answering
+
+function send(text) {
+  if (!shown.title) shown.title = text.split("\n", 1)[0].slice(0, 60);
+  shown.messages.push({ role: "user", content: text });
+  run(shown);
+}
+
+function edit(place, text) {
+  stop();
+  shown.messages.splice(place);
+  if (place === 0) shown.title = "";
+  send(text);
+  at("text").focus();
+}
+
+function retry(place) {
+  stop();
+  shown.messages.splice(place);
+  run(shown);
+  at("text").focus();
+}
+
+function stop() {
+  const job = jobs.get(shown);
+  job?.controller.abort();
+  jobs.delete(shown);
+}
+
+function requestBody({ system, sampling, messages }) {
+  const sent = messages.filter(({ role, content }) => role === "user" || content).map(({ role, content }) => ({ role, content }));
+  if (system.trim()) sent.unshift({ role: "system", content: system });
+  return { model: modelName, messages: sent, stream: true, stream_options: { include_usage: true }, ...sampling };
+}
+
+// Has the last message of a conversation answered.
+async function run(conversation) {
+  const message = { role: "assistant", content: "", thinking: "" };
+  const body = requestBody(conversation);
+  const job = { controller: new AbortController(), view: null };
+  const { signal } = job.controller;
+  conversation.messages.push(message);
+  jobs.set(conversation, job);
+  save(conversation);
+  if (conversation === shown) showMessages();
+  const timing = { begun: performance.now(), first: null, thought: null };
+  let usage = null;
+  let reason = null;
+  let saved = performance.now();
+  try {
+    body.model ??= await learnModel();
+    for await (const piece of answer(body, signal)) {
+      const now = performance.now();
+      if (piece.text || piece.thinking) timing.first ??= now;
+      if (piece.thinking) message.thinking += piece.thinking;
+      if (piece.text) {
+        if (message.thinking && timing.thought === null) {
+          timing.thought = now;
+          message.seconds = Number(((now - timing.first) / 1000).toFixed(1));
+        }
+        message.content += piece.text;
+      }
+      usage = piece.usage ?? usage;
+      reason = piece.reason ?? reason;
+      if (now - saved > 1000) {
+        saved = now;
+        save(conversation);
+      }
+      job.view?.update(keepAtEnd);
+    }
+    message.note = describe(timing, usage, reason);
+  } catch (error) {
+    if (signal.aborted) message.note = "Stopped.";
+    else message.error = explain(error);
+  }
+  finish(conversation, message, job);
+}
+
+function finish(conversation, message, job) {
+  if (jobs.get(conversation) === job) jobs.delete(conversation);
+  // It may have been taken out by an edit, or its conversation deleted, while it ended.
+  if (!conversation.messages.includes(message)) return;
+  if (!message.content) message.note ??= "An empty answer.";
+  const gone = conversation.revision !== null && store.read(conversation.id) === null && job.controller.signal.aborted;
+  if (!gone) save(conversation);
+  if (conversation !== shown) return;
+  const stays = isAtEnd();
+  job.view?.show(true);
+  showButtons();
+  if (stays) scrollToEnd();
+}
+
+function describe({ begun, first }, usage, reason) {
+  const parts = [];
+  const ended = performance.now();
+  if (usage) {
+    const { completion_tokens: tokens, prompt_tokens: prompt } = usage;
+    parts.push(`${tokens} token${tokens === 1 ? "" : "s"}`);
+    if (first !== null && tokens > 1 && ended > first) parts.push(`${(((tokens - 1) * 1000) / (ended - first)).toFixed(1)} a second`);
+    if (first !== null) parts.push(`first after ${Math.round(first - begun)} ms`);
+    const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
+    parts.push(cached ? `${cached} of ${prompt} prompt tokens were there` : `${prompt} prompt tokens`);
+  }
+  if (reason === "length") parts.push("ended by the limit of tokens");
+  return parts.join(" · ");
+}
+
+function explain(error) {
+  if (!(error instanceof ServerError)) {
+    console.error(error);
+    return "The page failed at this answer. Reload it.";
+  }
+  if (error.status === 401) askForKey("");
+  const later = error.retryAfter ? `, try again in ${error.retryAfter} s` : "";
+  const text = `${error.message}${later}`;
+  return `${text[0].toUpperCase()}${text.slice(1)}${/[.!?]$/.test(text) ? "" : "."}`;
+}
+
+// --- For those who hear the page
+
+function speak(text) {
+  at("spoken").append(element("p", { textContent: text }));
+  while (at("spoken").children.length > 50) at("spoken").firstChild.remove();
+}
+
+function notice(text, label = "", action = null) {
+  const [words, button] = at("notice").children;
+  at("notice").hidden = false;
+  words.textContent = text;
+  button.hidden = !label;
+  button.textContent = label;
+  button.onclick = () => {
+    at("notice").hidden = true;
+    action();
+  };
+  clearTimeout(notice.timer);
+  notice.timer = setTimeout(() => (at("notice").hidden = true), 12_000);
+}
+
+// --- The end of the messages stays in sight while one is there
+
+const isAtEnd = () => at("scroll").scrollHeight - at("scroll").scrollTop - at("scroll").clientHeight < 60;
+let follows = true;
+
+function scrollToEnd() {
+  at("scroll").scrollTop = at("scroll").scrollHeight;
+  follows = true;
+  at("newest").hidden = true;
+}
+
+function keepAtEnd() {
+  if (follows) scrollToEnd();
+  else at("newest").hidden = isAtEnd();
+}
+
+// --- The server
+
+async function learnModel() {
+  modelName = await model();
+  at("model").textContent = modelName;
+  document.title = `${modelName} · kvant`;
+  return modelName;
+}
+
+const sleep = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
+let listening = null; // ends what listens to the server
+let wake = () => {}; // ends a wait for a key
+
+// Listens as long as the page is seen: a browser has six connections to a server, for all tabs together.
+async function listen() {
+  let wait = 0.5;
+  for (;;) {
+    if (document.hidden) await new Promise((done) => document.addEventListener("visibilitychange", done, { once: true }));
+    if (document.hidden) continue;
+    listening = new AbortController();
+    try {
+      await learnModel();
+      for await (const event of live(listening.signal)) {
+        wait = 0.5;
+        connected("");
+        panel.take(event);
+      }
+      throw new ServerError("the server has ended");
+    } catch (error) {
+      if (listening.signal.aborted) continue;
+      if (!(error instanceof ServerError)) throw error;
+      if (error.status === 401) {
+        connected("No key");
+        const asked = new Promise((done) => (wake = done));
+        askForKey(hasKey() ? "This key was refused." : "");
+        await asked;
+        continue;
+      }
+      if (error.status === 0) panel.clear();
+      connected(error.status === 0 ? "No connection, trying again" : error.message);
+      await sleep(error.retryAfter ?? wait);
+      wait = Math.min(2 * wait, LONGEST_WAIT_S);
+    }
+  }
+}
+
+function connected(problem) {
+  if (at("connection").textContent !== problem) at("connection").textContent = problem;
+  document.body.classList.toggle("offline", problem !== "");
+}
+
+function askForKey(problem) {
+  at("key-button").hidden = false;
+  at("key-error").textContent = problem;
+  if (!at("key-dialog").open) at("key-dialog").showModal();
+  at("key").value = "";
+  at("key").focus();
+}
+
+// --- Small and wide screens
+
+const wide = { conversations: matchMedia("(min-width: 900px)"), live: matchMedia("(min-width: 1200px)") };
+
+function unfold() {
+  for (const [id, query] of Object.entries(wide)) at(id).open = query.matches;
+}
+
+function fold() {
+  if (!wide.conversations.matches) at("conversations").open = false;
+}
+
+function fitText() {
+  at("text").style.height = "auto";
+  at("text").style.height = `${Math.min(at("text").scrollHeight + 2, innerHeight / 3)}px`;
+}
+
+// --- What is done with the page
+
+at("compose").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = at("text").value.trim();
+  if (!text || jobs.has(shown)) return;
+  at("text").value = "";
+  fitText();
+  send(text);
+});
+at("text").addEventListener("keydown", (event) => {
+  if (!sends(event)) return;
+  event.preventDefault();
+  at("compose").requestSubmit();
+});
+at("text").addEventListener("input", fitText);
+at("stop").addEventListener("click", () => jobs.get(shown)?.controller.abort());
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && !at("key-dialog").open) jobs.get(shown)?.controller.abort();
+});
+at("new").addEventListener("click", startNew);
+at("newest").addEventListener("click", scrollToEnd);
+at("scroll").addEventListener("scroll", () => {
+  follows = isAtEnd();
+  if (follows) at("newest").hidden = true;
+});
+
+function changeOptions() {
+  shown.system = at("system").value;
+  shown.sampling = {};
+  for (const name of NUMBERS) {
+    const field = at(name);
+    if (field.value !== "" && field.checkValidity()) shown.sampling[name] = field.valueAsNumber;
+  }
+  showChanged();
+  if (shown.messages.length) save(shown);
+}
+for (const name of ["system", ...NUMBERS]) {
+  at(name).addEventListener("change", (event) => event.target.reportValidity() && changeOptions());
+}
+
+at("key-form").addEventListener("submit", () => {
+  setKey(at("key").value.trim());
+  wake();
+});
+at("key-cancel").addEventListener("click", () => at("key-dialog").close());
+at("key-button").addEventListener("click", () => askForKey(""));
+document.addEventListener("visibilitychange", () => document.hidden && listening?.abort());
+addEventListener("pagehide", () => {
+  for (const conversation of jobs.keys()) store.write(conversation);
+});
+store.watch((id) => {
+  showList();
+  if (jobs.has(shown) || (id !== null && id !== shown.id) || shown.revision === null) return;
+  show(store.read(shown.id) ?? store.newConversation());
+});
+for (const query of Object.values(wide)) query.addEventListener("change", unfold);
+
+unfold();
+store.open();
+show(store.read(location.hash.slice(1)) ?? store.newConversation());
+at("text").focus();
+listen();

@@ -1,0 +1,144 @@
+// The panel: what kvant's pool and engine are doing, from the server's events.
+
+import { element } from "./markdown.js";
+import { colourOf, drawGrid, drawTimes, pagesOf } from "./drawing.js";
+
+const SECONDS = 20; // of the plot
+const RATE_SECONDS = 2; // over which tokens a second are counted
+const at = (id) => document.getElementById(id);
+
+export function formatBytes(count) {
+  for (const [unit, size] of [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) if (count >= size) return `${(count / size).toFixed(2)} ${unit}`;
+  return `${Math.round(count)} bytes`;
+}
+
+// The value below which a part of the values lie, between neighbours in proportion.
+export function percentile(values, part) {
+  const ordered = [...values].sort((one, other) => one - other);
+  const place = (ordered.length - 1) * part;
+  const [below, above] = [ordered[Math.floor(place)], ordered[Math.ceil(place)]];
+  return below + (above - below) * (place % 1);
+}
+
+const formatMs = (ms) => (ms === null ? "–" : `${ms < 10 ? ms.toFixed(1) : Math.round(ms)} ms`);
+
+export class Panel {
+  constructor() {
+    this.calm = matchMedia("(prefers-reduced-motion: reduce)");
+    this.dark = matchMedia("(prefers-color-scheme: dark)");
+    this.dark.addEventListener("change", () => this.draw());
+    new ResizeObserver(() => this.draw()).observe(at("panel"));
+    this.clear();
+    this.timer = null;
+  }
+
+  // Nothing is known: the server is gone.
+  clear() {
+    this.facts = this.state = null;
+    this.tokens = []; // [number, when, milliseconds or null]
+    this.canvases = [];
+    at("grids").replaceChildren();
+    at("sequences").replaceChildren();
+    for (const id of ["held", "reserved", "rate", "running", "waiting", "median", "p95"]) at(id).textContent = "–";
+    at("format").textContent = at("brief").textContent = "";
+  }
+
+  // One of the server's events.
+  take({ name, data }) {
+    if (name === "pool") {
+      this.clear();
+      this.facts = data;
+      this.showFacts();
+    } else if (name === "state" && this.facts) {
+      this.state = data;
+      this.tokens.push(...data.tokens);
+      // The server's clock, as far as this machine knows it.
+      this.clock = Math.max(data.time, data.tokens.at(-1)?.[1] ?? 0);
+      this.clockAt = performance.now();
+      this.draw();
+    }
+  }
+
+  get now() {
+    return this.clock + (performance.now() - this.clockAt) / 1000;
+  }
+
+  showFacts() {
+    at("reserved").textContent = formatBytes(this.facts.reserved_bytes);
+    at("format").textContent = `at ${this.facts.format}`;
+    for (const part of this.facts.parts) {
+      const seen = part.window === null ? "" : `, which see the last ${part.window} tokens`;
+      const title = element("h3", { textContent: `${part.pages} pages of ${this.facts.page_size} tokens in ${part.layers} layers${seen}` });
+      const canvas = element("canvas", { role: "img", className: "pages" });
+      const note = element("p", { className: "quiet", hidden: true });
+      at("grids").append(element("div", {}, title, canvas, note));
+      this.canvases.push({ canvas, note });
+    }
+  }
+
+  draw() {
+    clearTimeout(this.timer);
+    if (!this.state) return;
+    this.showPages();
+    this.showSequences();
+    this.showSpeed();
+    // The plot moves on while there is something on it.
+    if (this.tokens.length) this.timer = setTimeout(() => this.draw(), this.calm.matches ? 1000 : 250);
+  }
+
+  showPages() {
+    let held = 0;
+    this.facts.parts.forEach((part, place) => {
+      const pages = pagesOf(this.facts, part, this.state, place);
+      const count = (kind) => pages.reduce((sum, page) => sum + (page?.kind === kind ? 1 : 0), 0);
+      const own = { filled: count("filled"), shared: count("shared"), kept: count("kept") };
+      const used = own.filled + own.shared + own.kept;
+      held += used * part.page_bytes;
+      const { canvas, note } = this.canvases[place];
+      const each = drawGrid(canvas, pages);
+      note.hidden = each === 1;
+      note.textContent = `A square is ${each} pages.`;
+      const said = `${used} of ${part.pages} pages in use: ${own.filled} of one answer, ${own.shared} shared, ${own.kept} kept beginnings`;
+      canvas.setAttribute("aria-label", said);
+      canvas.title = said;
+    });
+    at("held").textContent = formatBytes(held);
+    at("brief").textContent = `${formatBytes(held)} of ${formatBytes(this.facts.reserved_bytes)}`;
+  }
+
+  showSequences() {
+    const list = at("sequences");
+    const { sequences, prefilling } = this.state;
+    while (list.children.length > sequences.length) list.lastChild.remove();
+    while (list.children.length < sequences.length) {
+      list.append(element("li", {}, element("i", { className: "cell" }), element("span"), element("progress")));
+    }
+    sequences.forEach(({ number, tokens, reserved }, place) => {
+      const [cell, text, bar] = list.children[place].children;
+      cell.style.background = colourOf(number);
+      const fed = place >= sequences.length - prefilling ? ", its prompt is being read" : "";
+      text.textContent = `${number}: ${tokens} of ${reserved} tokens${fed}`;
+      bar.max = reserved;
+      bar.value = tokens;
+      bar.setAttribute("aria-label", `Answer ${number}`);
+    });
+  }
+
+  showSpeed() {
+    const now = this.now;
+    this.tokens = this.tokens.filter(([, when]) => now - when <= SECONDS);
+    const times = this.tokens.filter(([, , ms]) => ms !== null);
+    const recent = this.tokens.filter(([, when]) => now - when <= RATE_SECONDS);
+    const rate = recent.length / RATE_SECONDS;
+    at("rate").textContent = rate < 10 ? rate.toFixed(1) : String(Math.round(rate));
+    at("running").textContent = this.state.running + this.state.prefilling;
+    at("waiting").textContent = this.state.waiting;
+    const values = times.map(([, , ms]) => ms);
+    const [median, p95] = values.length ? [percentile(values, 0.5), percentile(values, 0.95)] : [null, null];
+    at("median").textContent = formatMs(median);
+    at("p95").textContent = formatMs(p95);
+    const canvas = at("plot");
+    drawTimes(canvas, times, now, SECONDS);
+    canvas.setAttribute("aria-label", values.length ? `${values.length} tokens: median ${formatMs(median)}, 95th percentile ${formatMs(p95)}` : "No token in the last 20 seconds");
+  }
+}

@@ -1,0 +1,176 @@
+"""A server as a process: it listens, answers until a signal comes, lets what is under way end, and ends."""
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+
+from kvant.errors import KvantError, one_line
+from kvant.server.app import make_app
+from kvant.server.connection import Connection
+from kvant.server.security import described
+from kvant.server.service import Service
+from kvant.server.settings import Settings
+
+logger = logging.getLogger("kvant.server")
+
+EXIT_INTERRUPTED = 130
+LAST_S = 2  # for what is written when the engine has ended
+FILES_BESIDE = 64  # open files that are no connections
+
+
+def bind(settings: Settings) -> socket.socket:
+    """A socket at the server's address, that does not listen yet.
+
+    Raises:
+        KvantError: the address is taken, or not this machine's.
+    """
+    host = settings.host.strip("[]")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a restart
+            bound.bind(address)
+        except BaseException:
+            bound.close()
+            raise
+    except OSError as error:
+        raise _cannot_listen(settings, error) from error
+    return bound
+
+
+def serve(service: Service, bound: socket.socket, announce: Callable[[str], None] = lambda line: None) -> int:
+    """Answer requests until SIGTERM or SIGINT. Returns the process's exit code.
+
+    Args:
+        service: is closed at the end.
+        bound: of :func:`bind`; is closed at the end.
+        announce: told a line when the server listens, and another when it begins to end.
+
+    Raises:
+        KvantError: another process listens at the address since.
+    """
+    try:
+        try:
+            bound.listen(1024)
+        except OSError as error:
+            raise _cannot_listen(service.settings, error) from error
+        server = Server(make_app(service), service, announce)
+        server.run(sockets=[bound])
+        return server.exit_code
+    finally:
+        bound.close()
+        service.close(drain=False)
+
+
+def url_of(bound: socket.socket) -> str:
+    """The address at which a bound socket is reached."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, with another end: requests under way are answered first, while new ones get 503."""
+
+    def __init__(self, app: Starlette, service: Service, announce: Callable[[str], None]) -> None:
+        limits = service.settings.limits
+        _allow_files(limits.connections + FILES_BESIDE)
+        config = uvicorn.Config(
+            app,
+            http=type("OwnConnection", (Connection,), {"limits": limits}),
+            ws="none",
+            lifespan="off",
+            loop="asyncio",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=limits.idle_s,  # type: ignore[arg-type]  # seconds for the event loop
+            timeout_graceful_shutdown=LAST_S,
+            h11_max_incomplete_event_size=limits.header_bytes,
+        )
+        super().__init__(config)
+        self.exit_code = 0
+        self._service, self._announce = service, announce
+        self._ending: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(_log)
+        await super().startup(sockets)
+        assert sockets is not None
+        self._announce(url_of(sockets[0]))
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop, signals = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+        for number in signals:
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            yield
+        finally:
+            for number in signals:
+                with suppress(RuntimeError):
+                    loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: int) -> None:
+        if self._ending is not None:
+            os._exit(EXIT_INTERRUPTED)
+        self.exit_code = EXIT_INTERRUPTED if number == signal.SIGINT else 0
+        self._ending = asyncio.get_running_loop().create_task(self.end())
+
+    async def end(self) -> None:
+        """Take no further requests, let those under way end, and stop."""
+        service, limits = self._service, self._service.settings.limits
+        service.draining = True
+        if service.active:
+            self._announce(
+                f"ending when {service.active} requests are answered, after {limits.drain_s:g} seconds at most; "
+                "another signal ends at once"
+            )
+        until = time.monotonic() + limits.drain_s
+        while service.active and service.alive and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(service.close)
+        self.should_exit = True
+
+
+def _log(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What the event loop says of an error that nobody waits for: its kind and place, and not its text."""
+    error = context.get("exception")
+    logger.error("%s%s", context["message"], "" if error is None else f": {described(error)}")
+
+
+def _allow_files(count: int) -> None:
+    """Let this process have so many open files, where the system does."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def _cannot_listen(settings: Settings, error: OSError) -> KvantError:
+    taken = "; another process listens there" if error.errno == errno.EADDRINUSE else ""
+    return KvantError(f"cannot listen on {settings.host} port {settings.port}: {one_line(error)}{taken}")

@@ -1,0 +1,97 @@
+"""OpenAI's fields of sampling, and further ones, as the engine's options."""
+
+from typing import Any
+
+from kvant.engine.sampling import SamplingOptions
+from kvant.errors import ArgumentError
+from kvant.server.body import Fields
+from kvant.server.errors import ApiError
+
+MAX_BIASES = 1024  # tokens of logit_bias
+MIN_TEMPERATURE = 1e-3  # the engine's; a lower one is 0
+ALL_TOKENS = 2**30  # more than a context has
+NEED_TEMP = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold", "seed")  # no effect at temperature 0
+
+
+class SamplingFields(Fields, frozen=True, kw_only=True):
+    """Fields of a body; null is a field that was not given."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    repetition_context_size: int | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+
+
+def sampling_options(given: SamplingFields) -> SamplingOptions:
+    """The options that a body asks for.
+
+    At temperature 0 the fields that only choose between tokens are left out: they cannot change an answer.
+
+    Raises:
+        ApiError: a value outside its range, or a field that has no effect without another one.
+    """
+    options: dict[str, Any] = {}
+    if (temperature := given.temperature) is not None:
+        check_range("temperature", temperature, 0, 2)
+        options["temp"] = temperature if temperature >= MIN_TEMPERATURE else 0.0
+    if (top_p := given.top_p) is not None:
+        check_range("top_p", top_p, 0, 1)
+        options |= {"top_p": top_p} if top_p else {"top_k": 1}  # the engine's 0 would be off
+    for name in ("presence", "frequency"):
+        if penalty := getattr(given, f"{name}_penalty"):
+            check_range(f"{name}_penalty", penalty, -2, 2)
+            options |= {f"{name}_penalty": penalty, f"{name}_context_size": ALL_TOKENS}
+    bias = given.logit_bias or {}
+    if len(bias) > MAX_BIASES:
+        raise ApiError(f"logit_bias has {len(bias)} tokens; expected at most {MAX_BIASES}", param="logit_bias")
+    for token, value in bias.items():
+        check_range(f"logit_bias.{token}", value, -100, 100)
+    options["logit_bias"] = bias
+    if (seed := given.seed) is not None:
+        check_range("seed", seed, -(2**63), 2**64 - 1)
+        options["seed"] = seed % 2**64
+    for name in ("min_p", "repetition_penalty", "repetition_context_size", "xtc_probability", "xtc_threshold"):
+        if (value := getattr(given, name)) is not None:
+            options[name] = value
+    if given.top_k is not None and "top_k" not in options:
+        options["top_k"] = max(given.top_k, 0) if given.top_k == -1 else given.top_k  # -1 is vLLM's word for all
+    return made(options)
+
+
+def made(options: dict[str, Any]) -> SamplingOptions:
+    """The options, where they are in range.
+
+    Raises:
+        ApiError: one that is not.
+    """
+    try:
+        if options.get("temp") == 0:
+            SamplingOptions(**{name: value for name, value in options.items() if name in NEED_TEMP})  # their ranges
+            options = {name: value for name, value in options.items() if name not in NEED_TEMP}
+        return SamplingOptions(**options)
+    except ArgumentError as error:
+        raise refused(error) from error
+
+
+def refused(error: ArgumentError) -> ApiError:
+    """The engine's complaint, in OpenAI's names."""
+    names = {"temp": "temperature"}
+    return ApiError(error.worded(lambda name: names.get(name, name)), param=names.get(error.argument, error.argument))
+
+
+def check_range(name: str, value: float, least: float, most: float) -> None:
+    """Refuse a number outside a range, both ends of which are in it.
+
+    Raises:
+        ApiError: 400.
+    """
+    if not least <= value <= most:
+        raise ApiError(f"{name} is {value}; expected {least} to {most}", param=name)

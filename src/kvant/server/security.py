@@ -1,0 +1,285 @@
+"""Who may ask, and how much: Host, Origin and key of every request, and the size and time of its body.
+
+A web page of a stranger can have its name resolve to 127.0.0.1, and then asks a server there as if it were its own
+(DNS rebinding). Its requests still name its host. So only requests to the server's own names pass.
+"""
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import logging
+import re
+import socket
+import traceback
+import uuid
+from ipaddress import ip_address
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvant.server.errors import ApiError
+from kvant.server.service import Service
+from kvant.server.settings import LOOPBACK_NAMES, Settings
+
+ANTHROPIC_PATH = "/v1/messages"
+WHILE_ENDING = ("/health", "/metrics")  # answered until the end
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]\s]+)(?::[0-9]{1,5})?", re.IGNORECASE)
+# What is read of a body that was refused, so that its sender, who is still writing, reads the answer.
+MORE_BYTES, MORE_S = 64 << 20, 5.0
+
+MAX_VALUES = 200_000  # of a body's JSON: decoded in a tenth of a second
+NO_MARKS = bytes(byte for byte in range(256) if byte not in b'",[{')
+PIECE_BYTES = 1 << 16
+
+logger = logging.getLogger("kvant.server")
+
+
+def error_response(scope: Scope, error: ApiError) -> Response:
+    """An error as the interface of the path has it."""
+    if scope["path"].startswith(ANTHROPIC_PATH):
+        return JSONResponse(error.anthropic(scope["state"]["request_id"]), error.status, error.headers)
+    return JSONResponse(error.openai(), error.status, error.headers)
+
+
+class Guard:
+    """The outermost layer: requests to other hosts or from other origins are refused, and no error passes it."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+        self._hosts = _own_hosts(service.settings)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = scope.setdefault("state", {})["request_id"] = f"req_{uuid.uuid4().hex}"
+        status = 0
+
+        async def send_marked(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["request-id"] = headers["x-request-id"] = request_id
+                headers["x-content-type-options"] = "nosniff"
+            await send(message)
+
+        works = scope["method"] == "POST"
+        self._service.active += works
+        try:
+            if (refused := self._refusal(scope)) is not None:
+                await error_response(scope, refused)(scope, receive, send_marked)
+            else:
+                await self._app(scope, receive, send_marked)
+        except asyncio.CancelledError:
+            if not self._service.draining:
+                raise
+        except Exception as error:
+            logger.error("%s: %s", request_id, described(error))
+            if status == 0:
+                failed = ApiError("the server failed; its log has the kind of the error", status=500)
+                await error_response(scope, failed)(scope, receive, send_marked)
+        finally:
+            self._service.active -= works
+            route = scope.get("route")
+            self._service.metrics.answered(getattr(route, "path", "other"), status)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        hosts, origins = headers.getlist("host"), headers.getlist("origin")
+        if len(hosts) != 1 or not self._is_own(hosts[0]):
+            names = ", ".join(sorted(self._hosts))
+            return ApiError(f"the Host header is {', '.join(hosts)[:200]!r}; expected one of {names}", status=403)
+        allowed = (f"http://{hosts[0]}", f"https://{hosts[0]}", *self._service.settings.allow_origins)
+        if len(origins) > 1 or (origins and origins[0].lower() not in {each.lower() for each in allowed}):
+            said = ", ".join(origins)[:200]
+            return ApiError(f"the Origin header is {said!r}, which --allow-origin does not name", status=403)
+        if self._service.draining and scope["path"] not in WHILE_ENDING:
+            headers_back = {"retry-after": "5", "connection": "close"}
+            return ApiError("the server is ending; it takes no further requests", status=503, headers=headers_back)
+        return None
+
+    def _is_own(self, host: str) -> bool:
+        if not (found := HOST.fullmatch(host)):
+            return False
+        name = found[1].lower()
+        if name in self._hosts:
+            return True
+        return _is_any(self._service.settings.host) and _is_address(name)  # a name can be rebound, an address cannot
+
+
+class Keys:
+    """The layer that compares a client's key with those of the server, on every route, in constant time."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._digests = service.settings.key_digests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        key = _given_key(Headers(scope=scope))
+        digest = hashlib.sha256(key).digest()
+        same = [hmac.compare_digest(digest, each) for each in self._digests]  # each of them, whichever matches
+        # The page's own files are the same for everybody; the page asks for the key, and all that it does needs one.
+        page = scope["path"] == "/" or scope["path"].startswith("/page/")
+        if self._digests and not any(same) and not page:
+            ways = {"www-authenticate": "Bearer"}
+            said = "the key is wrong" if key else "there is no key"
+            message = f"{said}; expected Authorization: Bearer KEY, or x-api-key: KEY"
+            refused = ApiError(message, status=401, code="invalid_api_key", headers=ways)
+            await error_response(scope, refused)(scope, receive, send)
+            return
+        scope["state"]["salt"] = digest if key else b""
+        await self._app(scope, receive, send)
+
+
+class Bodies:
+    """The layer that reads a body to its end, within bounds, before anything looks at it."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._limits = app, service.settings.limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        limits, headers = self._limits, Headers(scope=scope)
+        body: bytes | None = None
+        refused = ApiError(
+            f"the body is longer than {limits.body_bytes} bytes",
+            status=413,
+            code="request_too_large",
+            headers={"connection": "close"},
+        )
+        try:
+            if int(headers.get("content-length", "0")) <= limits.body_bytes:
+                body = await asyncio.wait_for(_read(receive, limits.body_bytes), limits.body_s)
+        except TimeoutError:
+            message = f"the body did not come within {limits.body_s:g} seconds"
+            refused = ApiError(message, status=408, headers={"connection": "close"})
+        except ConnectionError:
+            return
+        if body is None:
+            if refused.status == 413 and "expect" not in headers:
+                await _let_finish(receive)
+            await error_response(scope, refused)(scope, receive, send)
+            return
+        if (most := _count_marks(body)) > MAX_VALUES:
+            most = await asyncio.to_thread(count_values, body)  # commas of texts do not count
+        if most > MAX_VALUES:
+            message = f"the body has {most} values of JSON; expected {MAX_VALUES} at most"
+            await error_response(scope, ApiError(message))(scope, receive, send)
+            return
+        given = False
+
+        async def replay() -> Message:
+            nonlocal given
+            if given:
+                return await receive()  # waits until the client has gone
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, replay, send)
+
+
+def count_values(body: bytes) -> int:
+    """At least as many values as a body of JSON has in its arrays and objects.
+
+    It is the commas and opening brackets outside of strings. Eight million bytes of ``[],[],`` would hold up every
+    thread for seconds while they are decoded, and take 180 MB. This is done piece by piece, so that others come
+    between.
+    """
+    # Two backslashes are one, and end before the next character. What then follows one is no end of a string.
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, NO_MARKS)
+    found, inside = 0, 0
+    for start in range(0, len(bare), PIECE_BYTES):
+        parts = bare[start : start + PIECE_BYTES].split(b'"')
+        found += sum(map(len, parts[inside::2]))
+        inside = (inside + len(parts) - 1) % 2
+    return found
+
+
+def _count_marks(body: bytes) -> int:
+    """No fewer than :func:`count_values`, at once: with those in strings."""
+    return sum(map(body.count, (b",", b"[", b"{")))
+
+
+def described(error: BaseException) -> str:
+    """The kind of an error and where it came from. Not its text: that may quote a prompt."""
+    places = traceback.extract_tb(error.__traceback__)
+    at = f" at {places[-1].filename.rpartition('/')[2]}:{places[-1].lineno}" if places else ""
+    return f"{type(error).__name__}{at}"
+
+
+async def _read(receive: Receive, limit: int) -> bytes | None:
+    """A whole body; None: it is longer than the limit."""
+    parts, count = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ConnectionError
+        parts.append(message.get("body", b""))
+        count += len(parts[-1])
+        if count > limit:
+            return None
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def _let_finish(receive: Receive) -> None:
+    """Read on, for a while, and forget."""
+
+    async def read() -> None:
+        count = 0
+        while count < MORE_BYTES:
+            message = await receive()
+            count += len(message.get("body", b""))
+            if not message.get("more_body", False):
+                return
+
+    try:
+        await asyncio.wait_for(read(), MORE_S)
+    except TimeoutError:
+        return
+
+
+def _given_key(headers: Headers) -> bytes:
+    """The key of a request; empty where it has none."""
+    scheme, _, rest = headers.get("authorization", "").partition(" ")
+    rest = rest.strip()
+    if scheme.lower() == "bearer" and rest:
+        return rest.encode("latin-1")
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(rest, validate=True).partition(b":")[2]
+        except (binascii.Error, ValueError):
+            return b""
+    return headers.get("x-api-key", "").strip().encode("latin-1")
+
+
+def _own_hosts(settings: Settings) -> set[str]:
+    """The names, in lower case, that a Host header may have."""
+    host = settings.host.lower().strip("[]")
+    names = {*LOOPBACK_NAMES}
+    if _is_any(settings.host):
+        machine = socket.gethostname().lower()
+        return names | {machine, f"{machine.partition('.')[0]}.local"}
+    return names | {f"[{host}]" if ":" in host else host}
+
+
+def _is_any(host: str) -> bool:
+    """Whether a server listens on all addresses of its machine."""
+    return _is_address(host) and ip_address(host.strip("[]")).is_unspecified
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True

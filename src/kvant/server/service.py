@@ -1,0 +1,182 @@
+"""A model that is served: what every request needs, made once and ended once."""
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvant.cache.pages import PAGE_SIZE, pages_for
+from kvant.cache.pool import Pool
+from kvant.engine.batch_engine import BatchEngine, Deliver
+from kvant.engine.load import find_adapter, find_model, load_folder
+from kvant.engine.model_sampling import read_model_sampling
+from kvant.engine.request import Request
+from kvant.errors import ContextError, EngineError
+from kvant.models import LanguageModel
+from kvant.models.language_model import context_limit
+from kvant.server.errors import ApiError
+from kvant.server.live import Live
+from kvant.server.metrics import Metrics
+from kvant.server.settings import Settings
+from kvant.text.tokenizer import Tokenizer
+from kvant.text.tool_calls import tool_format
+
+DEFAULT_MAX_KV_SIZE = 4096
+
+
+class Service:
+    """A loaded model, its pool and its engine. :meth:`start` makes it; :meth:`close` ends it.
+
+    Attributes:
+        settings: that it was started with.
+        model, tokenizer, pool, engine: the loaded model and what computes it.
+        names: that requests may call the model by. The first is the one that answers carry and /v1/models lists.
+        sampling: the model's own options, in the names of SamplingOptions.
+        tool_format: of the model's tool calls; None: its template takes no tools.
+        max_seq_len: tokens that a prompt and its answer can have together.
+        planned: bytes by name, as the memory was planned; empty: it was not.
+        metrics: counters since the start.
+        live: what the page shows of the pool and the engine.
+        draining: no further request is taken.
+        active: requests that are being answered.
+        started: when it was, in seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        pool: Pool,
+        planned: Mapping[str, int] | None = None,
+    ) -> None:
+        """Start the engine on a pool. See :meth:`start`."""
+        folder = find_model(settings.model)
+        self.settings, self.model, self.tokenizer, self.pool = settings, model, tokenizer, pool
+        self.names = _names(settings, folder)
+        self.sampling = read_model_sampling(folder)
+        if self.sampling.get("top_k", 0) >= model.config.vocab_size:
+            self.sampling["top_k"] = 0  # it leaves nothing out
+        self.tool_format = tool_format(tokenizer)
+        limit = context_limit(model, pool.max_seq_len)
+        assert limit is not None
+        self.max_seq_len = limit
+        self.planned = dict(planned or {})
+        self.draining = False
+        self.active = 0
+        self.started = time.time()
+        self.live = Live(pool)
+        self.engine = BatchEngine(
+            model,
+            pool,
+            max_batch=settings.sequences,
+            max_queue=settings.max_queue,
+            deterministic=settings.deterministic,
+            stall_after=settings.limits.stall_s,
+            observe=self.live.observe,
+        )
+        self.metrics = Metrics(self.engine, pool)
+
+    @classmethod
+    def start(
+        cls,
+        settings: Settings,
+        model: LanguageModel | None = None,
+        tokenizer: Tokenizer | None = None,
+        planned: Mapping[str, int] | None = None,
+    ) -> "Service":
+        """Load a model, unless a loaded one is given, reserve the pool, and start the engine.
+
+        ``planned``: bytes by name, that /props tells.
+
+        Raises:
+            ModelError: no such model, or one whose layers cannot use a pool.
+            ContextError: more tokens than the model's context.
+            ValueError: a cache format that the model cannot have, or an adapter of another model.
+        """
+        if model is None or tokenizer is None:
+            adapter = None if settings.adapter_path is None else find_adapter(settings.adapter_path)
+            model, tokenizer = load_folder(find_model(settings.model), adapter_path=adapter)
+        return cls(settings, model, tokenizer, make_pool(settings, model), planned)
+
+    @property
+    def recent(self) -> deque[tuple[float, float]]:
+        """When the last tokens came, and how many seconds after the one before in the same answer."""
+        return self.metrics.recent
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are answered."""
+        return self.engine.alive and self.engine.age <= self.settings.limits.stall_s
+
+    def check_model(self, name: str) -> str:
+        """The name that answers carry.
+
+        Raises:
+            ApiError: 404: the model is not served.
+        """
+        if name in self.names:
+            return self.names[0]
+        served = repr(self.names[0])
+        raise ApiError(
+            f"the model {name[:200]!r} is not served; expected {served}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+    def submit(self, request: Request, deliver: Deliver) -> None:
+        """Take a request in; its tokens are counted and go to ``deliver``, in the engine's thread.
+
+        Raises:
+            QueueFullError: as many wait as may.
+            EngineError: the server is ending, or its engine has failed.
+            ValueError: what the engine refuses.
+        """
+        if self.draining:
+            raise EngineError("the server is ending; it takes no further requests")
+        self.engine.submit_to(request, self.metrics.counting(request, deliver))
+
+    def cancel(self, request: Request, answer: int | None = None) -> None:
+        """End a request's answers, or one of them. One that has ended is no error."""
+        self.engine.cancel(request, answer)
+
+    def close(self, *, drain: bool = False, timeout: float | None = 10.0) -> bool:
+        """End the engine; those under way go on to their ends where ``drain`` says so. Returns whether it has ended."""
+        self.draining = True
+        self.live.close()
+        return self.engine.close(drain=drain, timeout=timeout)
+
+
+def _names(settings: Settings, folder: Path) -> tuple[str, ...]:
+    """The name that was given, a folder's or repository's last part, and further names; of a path the last part first.
+
+    A path says more of the machine than a client needs.
+    """
+    given = settings.model
+    is_path = given.startswith(("/", ".", "~")) or Path(given).is_dir()
+    last = folder.resolve().name if is_path else given.partition("@")[0].rpartition("/")[2]
+    return tuple(dict.fromkeys([last, given] if is_path else [given, last])) + settings.aliases
+
+
+def make_pool(settings: Settings, model: LanguageModel) -> Pool:
+    """The pool of a server.
+
+    Raises:
+        ModelError: a model whose layers cannot use one.
+        ContextError: more tokens than the model's context.
+        ValueError: a cache format that the model cannot have.
+    """
+    context = model.config.max_position_embeddings
+    tokens = settings.max_kv_size or min(DEFAULT_MAX_KV_SIZE, context or DEFAULT_MAX_KV_SIZE)
+    if context is not None and tokens > context:
+        raise ContextError(f"--max-kv-size is {tokens}; the model's context is {context} tokens")
+    return model.make_pool(
+        settings.sequences * pages_for(tokens) * PAGE_SIZE,
+        sequences=settings.sequences,
+        quant_bit=settings.kv_bits,
+        quant_group=settings.kv_group_size,
+        bias_split=settings.kv_bias_split,
+        max_seq_len=tokens,
+        prefill_step_size=settings.prefill_step_size,
+    )
