@@ -48,7 +48,10 @@ def main() -> None:
             f"mlx-lm={stack.enter_context(server(['-c', MLX_LM, '--model', str(shipped)], own))}",
             f"mlx-lm float32={stack.enter_context(server(['-c', MLX_LM, '--model', str(cast)], {}))}",
         ]
-        names = [text for url in urls for text in ("--server", url)]
+        models = (POCKET, "default_model", "default_model")
+        names = [
+            text for url, name in zip(urls, models, strict=True) for text in ("--server", url, "--server-model", name)
+        ]
         command = [sys.executable, "-m", "kvant", "bench", *names, "--baseline", "mlx-lm float32"]
         print(f"load before: {os.getloadavg()[0]:.1f}", file=sys.stderr)
         sys.exit(subprocess.run([*command, *(sys.argv[1:] or DEFAULTS)], check=False).returncode)

@@ -11,7 +11,9 @@ import { CITIES, MODEL, STORY, TOOL_RESULT, URL_, WEATHER, main, raises } from "
 globalThis.AI_SDK_LOG_WARNINGS = false;
 const baseURL = `${URL_}/v1`;
 const models = {
-  compatible: createOpenAICompatible({ name: "kvant", baseURL, apiKey: "any", supportsStructuredOutputs: true })(MODEL),
+  compatible: createOpenAICompatible({
+    name: "kvant", baseURL, apiKey: "any", supportsStructuredOutputs: true, includeUsage: true,
+  })(MODEL),
   chat: createOpenAI({ baseURL, apiKey: "any" }).chat(MODEL),
   responses: createOpenAI({ baseURL, apiKey: "any" }).responses(MODEL),
   messages: createAnthropic({ baseURL, apiKey: "any" })(MODEL),

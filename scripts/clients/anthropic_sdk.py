@@ -52,9 +52,10 @@ def check_message():
 def check_system_and_blocks():
     blocks = [{"type": "text", "text": "Tell me a story"}, {"type": "text", "text": " about a fox named Pip."}]
     system = [{"type": "text", "text": "You tell stories.", "cache_control": {"type": "ephemeral"}}]
-    plain = ask(system="You tell stories.").content[0].text
-    assert ask(messages=[{"role": "user", "content": blocks}], system=system).content[0].text == plain
-    assert plain != ask().content[0].text
+    plain = ask(system="You tell stories.")
+    answer = ask(messages=[{"role": "user", "content": blocks}], system=system)
+    assert answer.content[0].text == plain.content[0].text
+    assert answer.usage.input_tokens == plain.usage.input_tokens > ask().usage.input_tokens
 
 
 def check_stream():

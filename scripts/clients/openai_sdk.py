@@ -85,7 +85,7 @@ def check_options_of_sampling_change_the_answer():
 
 def _ban_first_token():
     first = ask(max_tokens=1).choices[0].message.content
-    tokens = client.post("/../tokenize", body={"model": MODEL, "content": first}, cast_to=object)["tokens"]
+    tokens = client.post("/../tokenize", body={"model": MODEL, "prompt": first}, cast_to=object)["tokens"]
     return {str(tokens[0]): -100}
 
 
@@ -282,7 +282,7 @@ def check_legacy_completions():
     assert len(answer.choices[0].logprobs.top_logprobs) == 8
     assert client.completions.create(**given, echo=True).choices[0].text == "Once upon a time" + text
     assert "".join(c.choices[0].text for c in client.completions.create(**given, stream=True) if c.choices) == text
-    ids = client.post("/../tokenize", body={"model": MODEL, "content": "Once upon a time"}, cast_to=object)["tokens"]
+    ids = client.post("/../tokenize", body={"model": MODEL, "prompt": "Once upon a time"}, cast_to=object)["tokens"]
     assert client.completions.create(**given | {"prompt": ids}).choices[0].text == text
 
 
