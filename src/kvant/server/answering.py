@@ -65,8 +65,10 @@ def read_prompt(service: Service, generation: Generation) -> Prompt:
         if generation.messages is not None:
             variables = {**generation.variables, "tools": shown_tools(service, generation) or None}
             text = render_chat(service.tokenizer, _messages(service, generation.messages), variables)
+            service.check_length(text)
             return Prompt(text, encode_rendered(service.tokenizer, text))
         prompt = "" if generation.prompt is None else generation.prompt
+        service.check_length(prompt)
         ids = encode_prompt(service.tokenizer, prompt, service.model.config.vocab_size)
         if isinstance(prompt, str):
             return Prompt(prompt, ids)

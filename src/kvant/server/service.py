@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvant.cache.pages import PAGE_SIZE, pages_for
@@ -23,6 +23,7 @@ from kvant.text.tokenizer import Tokenizer
 from kvant.text.tool_calls import tool_format
 
 DEFAULT_MAX_KV_SIZE = 4096
+LONGEST_TOKEN = 128  # characters: the runs of spaces that vocabularies have
 
 
 class Service:
@@ -127,6 +128,19 @@ class Service:
             param="model",
             code="model_not_found",
         )
+
+    def check_length(self, prompt: str | Sequence[int]) -> None:
+        """Refuse a prompt that is too long whatever its tokens are, before time and memory go into it.
+
+        Raises:
+            ContextError: it is.
+        """
+        most, what = self.max_seq_len, "tokens"
+        if isinstance(prompt, str):
+            most, what = most * LONGEST_TOKEN, "characters"
+        if len(prompt) > most:
+            room = f"there is room for {self.max_seq_len} tokens, the answer's included"
+            raise ContextError(f"the prompt has {len(prompt)} {what}; {room}")
 
     def submit(self, request: Request, deliver: Deliver) -> None:
         """Take a request in; its tokens are counted and go to ``deliver``, in the engine's thread.
