@@ -176,5 +176,5 @@ def _thinking(item: ReasoningItem, place: str) -> str:
 def _arguments(text: str, place: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(f"{place} is {text[:80]!r}; expected a JSON object: {error}", param=place) from error
