@@ -16,6 +16,7 @@ from kvant.server.generation import Call, Text
 from kvant.server.service import Service
 from kvant.server.settings import Settings
 from kvant.text.answer_parts import AnswerParts
+from kvant.text.detokenizer import WindowDetokenizer
 from kvant.text.tokenizer import Tokenizer
 from kvant.text.tool_calls import tool_format
 
@@ -116,6 +117,23 @@ def test_calls(pocket: Pocket) -> None:
     assert "".join(event.text for event in events if isinstance(event, Text)) == "So.<tool_call> no"
     assert text.calls == 1
     assert text.stop is None
+
+
+class Windowed(Tokenizer):
+    """A tokenizer whose tokens are not bytes: its process decodes."""
+
+    @property
+    def detokenizer(self) -> WindowDetokenizer:
+        return WindowDetokenizer(self.decode)
+
+
+def test_a_tokenizer_that_decodes_in_its_process(server: Running, pocket: Pocket) -> None:
+    windowed = copy.copy(pocket[1])
+    windowed.__class__ = Windowed
+    body = {"model": "pocket", "prompt": "Once upon a time", "max_tokens": 30, "temperature": 0, "logprobs": 2}
+    with running(Service.start(Settings(port=0, sequences=1, max_kv_size=128), pocket[0], windowed)) as found:
+        answer = found.client.post("/v1/completions", json=body).json()["choices"]
+        assert answer == server.client.post("/v1/completions", json=body).json()["choices"]
 
 
 @pytest.fixture(scope="module")
