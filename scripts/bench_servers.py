@@ -5,7 +5,7 @@ Run: python scripts/bench_servers.py [options of kvant bench]
 
 Starts both on loopback, each with room for 8 requests at once, and measures them by ``kvant bench --server``. mlx-lm
 is there twice: "mlx-lm" as shipped, and "mlx-lm float32" with float32 weights and kvant's BLAS, as half precision and
-MLX's own BLAS are slow on a CPU. mlx_lm.server knows no ignore_eos, so its folders name another end of text, which the
+MLX's own BLAS are slow on a CPU. mlx_lm.server knows no ignore_eos, so its folders name an end of text that the
 model does not generate: all answers have --max-tokens tokens.
 """
 
@@ -31,7 +31,7 @@ import mlx.core as mx  # isort: skip  (after kvant, which loads a faster BLAS)
 
 DEFAULTS = ["--streams", "1,4,8", "--prompt-tokens", "128", "--max-tokens", "64", "--repeats", "5"]
 MOST_STREAMS = 8
-NEVER = 1  # the id of <|im_start|>
+NEVER = 10**6  # an id that the vocabulary does not have
 START_S = 60.0
 MLX_LM = "import sys, kvant; from mlx_lm.server import main; sys.argv[0] = 'mlx_lm.server'; main()"
 KVANT = ["-m", "kvant", "serve", "--model", POCKET, "--sequences", str(MOST_STREAMS)]
@@ -48,7 +48,10 @@ def main() -> None:
             f"mlx-lm={stack.enter_context(server(['-c', MLX_LM, '--model', str(shipped)], own))}",
             f"mlx-lm float32={stack.enter_context(server(['-c', MLX_LM, '--model', str(cast)], {}))}",
         ]
-        names = [text for url in urls for text in ("--server", url)]
+        models = (POCKET, "default_model", "default_model")
+        names = [
+            text for url, name in zip(urls, models, strict=True) for text in ("--server", url, "--server-model", name)
+        ]
         command = [sys.executable, "-m", "kvant", "bench", *names, "--baseline", "mlx-lm float32"]
         print(f"load before: {os.getloadavg()[0]:.1f}", file=sys.stderr)
         sys.exit(subprocess.run([*command, *(sys.argv[1:] or DEFAULTS)], check=False).returncode)
@@ -87,14 +90,15 @@ def server(arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator
 def _folder(folder: Path, *, cast: bool) -> Path:
     """A copy of the embedded model that mlx_lm.server does not end early, in float32 if it is to be cast."""
     shutil.copytree(find_model(POCKET), folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    for name in ("config.json", "generation_config.json"):
-        values = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(values | {"eos_token_id": NEVER}))
+    never = {"eos_token_id": NEVER}
+    for name, other in (("config", never), ("generation_config", never), ("tokenizer_config", {"eos_token": None})):
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | other))
     if cast:
-        path = str(folder / "model.safetensors")
-        weights = {name: array.astype(mx.float32) for name, array in mx.load(path).items()}
+        file = str(folder / "model.safetensors")
+        weights = {name: array.astype(mx.float32) for name, array in mx.load(file).items()}
         mx.eval(weights)
-        mx.save_safetensors(path, weights, {"format": "mlx"})
+        mx.save_safetensors(file, weights, {"format": "mlx"})
     return folder
 
 

@@ -19,11 +19,12 @@ set_tracing_disabled(True)
 there = AsyncOpenAI(base_url=f"{URL}/v1", api_key="any", max_retries=0)
 chat, responses = (kind(MODEL, there) for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel))
 SETTINGS = ModelSettings(temperature=0, max_tokens=300)
+wait = asyncio.new_event_loop().run_until_complete  # one loop: the client's connections belong to it
 
 
 def _talk(model):
     agent = Agent("teller", instructions="You tell stories.", model=model, model_settings=SETTINGS)
-    result = asyncio.run(Runner.run(agent, STORY))
+    result = wait(Runner.run(agent, STORY))
     assert "Pip" in result.final_output
 
     async def stream():
@@ -32,9 +33,9 @@ def _talk(model):
         raw = [event.data for event in events if event.type == "raw_response_event"]
         return "".join(event.delta for event in raw if isinstance(event, ResponseTextDeltaEvent)), run.final_output
 
-    text, final = asyncio.run(stream())
+    text, final = wait(stream())
     assert text == final == result.final_output
-    second = asyncio.run(Runner.run(agent, [*result.to_input_list(), {"role": "user", "content": "And then?"}]))
+    second = wait(Runner.run(agent, [*result.to_input_list(), {"role": "user", "content": "And then?"}]))
     assert second.final_output
 
 
@@ -50,13 +51,13 @@ def _use_tools(model):
 
     settings = ModelSettings(temperature=0, max_tokens=300, tool_choice="required", parallel_tool_calls=False)
     agent = Agent("teller", model=model, tools=[weather], model_settings=settings)
-    assert asyncio.run(Runner.run(agent, WEATHER, max_turns=4)).final_output
+    assert wait(Runner.run(agent, WEATHER, max_turns=4)).final_output
     assert len(asked) >= 1
 
 
 def _typed(model):
     agent = Agent("teller", model=model, model_settings=SETTINGS, output_type=Animal)
-    assert isinstance(asyncio.run(Runner.run(agent, STORY)).final_output, Animal)
+    assert isinstance(wait(Runner.run(agent, STORY)).final_output, Animal)
 
 
 def check_chat():

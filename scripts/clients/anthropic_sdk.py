@@ -21,10 +21,18 @@ TOOL = {"name": "weather", "description": "Weather.", "input_schema": WEATHER_SC
 CLOCK = {"name": "clock", "input_schema": {"type": "object", "properties": {}}}
 
 
+GREEDY = {"extra_body": {"temperature": 0}}  # this version of the client has no argument for it
+
+
 def ask(text=STORY, **options):
     """A greedy answer, unless something else is said."""
-    given = {"model": MODEL, "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 40}
-    return client.messages.create(**given | options)
+    given = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 40}
+    return client.messages.create(**given | GREEDY | options)
+
+
+def hot(**options):
+    """Options of sampling, of which the client has no arguments."""
+    return {"extra_body": {"temperature": 1} | options}
 
 
 def check_message():
@@ -44,9 +52,10 @@ def check_message():
 def check_system_and_blocks():
     blocks = [{"type": "text", "text": "Tell me a story"}, {"type": "text", "text": " about a fox named Pip."}]
     system = [{"type": "text", "text": "You tell stories.", "cache_control": {"type": "ephemeral"}}]
-    plain = ask(system="You tell stories.").content[0].text
-    assert ask(messages=[{"role": "user", "content": blocks}], system=system).content[0].text == plain
-    assert plain != ask().content[0].text
+    plain = ask(system="You tell stories.")
+    answer = ask(messages=[{"role": "user", "content": blocks}], system=system)
+    assert answer.content[0].text == plain.content[0].text
+    assert answer.usage.input_tokens == plain.usage.input_tokens > ask().usage.input_tokens
 
 
 def check_stream():
@@ -63,7 +72,7 @@ def check_stream():
 
 def check_stream_helper():
     messages = [{"role": "user", "content": STORY}]
-    with client.messages.stream(model=MODEL, messages=messages, max_tokens=40, temperature=0) as stream:
+    with client.messages.stream(model=MODEL, messages=messages, max_tokens=40, **GREEDY) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert text == final.content[0].text == ask().content[0].text
@@ -88,9 +97,8 @@ def check_stop_sequences():
 
 
 def check_sampling():
-    hot = {ask(temperature=1).content[0].text for _ in range(4)}
-    assert len(hot) > 1
-    assert ask(temperature=1, top_k=1).content[0].text == ask().content[0].text
+    assert len({ask(**hot()).content[0].text for _ in range(4)}) > 1
+    assert ask(**hot(top_k=1)).content[0].text == ask().content[0].text
 
 
 def check_tools():
@@ -118,7 +126,7 @@ def check_a_loop_with_a_tool():
 
 
 def check_streamed_tools():
-    given = {"model": MODEL, "messages": [{"role": "user", "content": WEATHER}], "max_tokens": 200, "temperature": 0}
+    given = {"model": MODEL, "messages": [{"role": "user", "content": WEATHER}], "max_tokens": 200} | GREEDY
     one = {"type": "any", "disable_parallel_tool_use": True}
     with client.messages.stream(**given, tools=[TOOL], tool_choice=one) as stream:
         kinds = [event.type for event in stream]
@@ -131,7 +139,7 @@ def check_streamed_tools():
 
 def check_structure():
     messages = [{"role": "user", "content": STORY}]
-    answer = client.messages.parse(model=MODEL, messages=messages, max_tokens=200, output_format=Animal, temperature=0)
+    answer = client.messages.parse(model=MODEL, messages=messages, max_tokens=200, output_format=Animal, **GREEDY)
     assert isinstance(answer.parsed_output, Animal)
     assert answer.stop_reason == "end_turn"
 
@@ -153,7 +161,7 @@ def check_cached_tokens():
 
 def check_errors():
     for words, options in (
-        ("temperature", {"temperature": 9}),
+        ("temperature", {"extra_body": {"temperature": 9}}),
         ("max_tokens", {"max_tokens": 0}),
         ("tokens_that_nobody_knows", {"extra_body": {"tokens_that_nobody_knows": 1}}),
         ("tool_choice", {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "nothing"}}),

@@ -42,7 +42,7 @@ def check_schema():
 
 def check_tools_are_offered():
     """The command leaves the choice to the model, which knows no tools: an answer in words is one, too."""
-    said = run("-m", "fox", WEATHER, "--functions", str(FOLDER / "tool.py"), "-o", "max_tokens", "100", "--cl", "1")
+    said = run("-m", "fox", WEATHER, "--functions", str(FOLDER / "tool.py"), "-o", "max_tokens", "100")
     assert said.strip()
 
 

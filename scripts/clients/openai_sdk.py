@@ -85,7 +85,7 @@ def check_options_of_sampling_change_the_answer():
 
 def _ban_first_token():
     first = ask(max_tokens=1).choices[0].message.content
-    tokens = client.post("/../tokenize", body={"model": MODEL, "content": first}, cast_to=object)["tokens"]
+    tokens = client.post("/../tokenize", body={"model": MODEL, "prompt": first}, cast_to=object)["tokens"]
     return {str(tokens[0]): -100}
 
 
@@ -103,11 +103,11 @@ def check_stream():
 
 def check_stream_helper():
     messages = [{"role": "user", "content": STORY}]
-    with client.chat.completions.stream(model=MODEL, messages=messages, temperature=0, max_tokens=40) as stream:
+    with client.chat.completions.stream(model=MODEL, messages=messages, temperature=0) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()
     assert {"chunk", "content.delta", "content.done"} <= kinds
-    assert final.choices[0].message.content == ask().choices[0].message.content
+    assert final.choices[0].message.content == ask(max_tokens=None).choices[0].message.content
 
 
 def check_many_at_once():
@@ -282,7 +282,7 @@ def check_legacy_completions():
     assert len(answer.choices[0].logprobs.top_logprobs) == 8
     assert client.completions.create(**given, echo=True).choices[0].text == "Once upon a time" + text
     assert "".join(c.choices[0].text for c in client.completions.create(**given, stream=True) if c.choices) == text
-    ids = client.post("/../tokenize", body={"model": MODEL, "content": "Once upon a time"}, cast_to=object)["tokens"]
+    ids = client.post("/../tokenize", body={"model": MODEL, "prompt": "Once upon a time"}, cast_to=object)["tokens"]
     assert client.completions.create(**given | {"prompt": ids}).choices[0].text == text
 
 
@@ -406,10 +406,10 @@ def check_streamed_responses():
     assert [event.sequence_number for event in events] == list(range(len(events)))
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == plain.output_text == events[-1].response.output_text
-    with client.responses.stream(model=MODEL, input=STORY, temperature=0, max_output_tokens=40) as stream:
+    with client.responses.stream(model=MODEL, input=STORY, temperature=0) as stream:
         for _ in stream:
             pass
-        assert stream.get_final_response().output_text == text
+        assert stream.get_final_response().output_text.startswith(text)
 
 
 def check_responses_tools_and_structure():

@@ -1,6 +1,7 @@
 """Clients that go away, read slowly, or come when there is no place: what others get does not depend on them."""
 
 import json
+import re
 import socket
 import threading
 import time
@@ -44,6 +45,12 @@ def is_free(server: Running) -> bool:
     )
 
 
+def ended(server: Running) -> dict[str, float]:
+    """How many answers ended, by reason."""
+    lines = re.findall(r'^kvant_answers_total{reason="(\w+)"} (.*)$', server.client.get("/metrics").text, re.M)
+    return {reason: float(number) for reason, number in lines}
+
+
 def send(server: Running, path: str = PATH, **fields: Any) -> socket.socket:
     """A connection that has asked for a long answer and has read nothing."""
     given: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me a story."}]} if path == PATH else {}
@@ -66,14 +73,18 @@ def send(server: Running, path: str = PATH, **fields: Any) -> socket.socket:
     ],
 )
 def test_a_client_that_goes_away(narrow: Running, path: str, fields: dict[str, Any]) -> None:
-    """Its pages are free at once, whether it had read something or not."""
+    """Its pages are free at once, whether it had read something or not: no answer goes on to its end."""
     wait(lambda: is_free(narrow))
+    before = ended(narrow)
     for reads in (True, False):
         with send(narrow, path, **fields) as connection:
             wait(lambda: narrow.service.engine.counts.running > 0)
             if fields["stream"] and reads:
                 assert b"200 OK" in connection.recv(4096)
         wait(lambda: is_free(narrow))
+    after = ended(narrow)
+    assert after.pop("cancelled") > before.pop("cancelled", 0)
+    assert after == before
 
 
 def test_a_client_that_goes_away_while_it_waits(narrow: Running) -> None:
