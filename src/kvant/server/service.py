@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
 from kvant.cache.pages import PAGE_SIZE, pages_for
@@ -23,6 +24,8 @@ from kvant.text.tokenizer import Tokenizer
 from kvant.text.tool_calls import tool_format
 
 DEFAULT_MAX_KV_SIZE = 4096
+LONG_TOKEN = 128  # bytes; the longest of most vocabularies are so many spaces
+MIN_CHARACTERS = 65536  # that any prompt may have: they are encoded in some milliseconds
 
 
 class Service:
@@ -106,6 +109,12 @@ class Service:
     def recent(self) -> deque[tuple[float, float]]:
         """When the last tokens came, and how many seconds after the one before in the same answer."""
         return self.metrics.recent
+
+    @cached_property
+    def max_characters(self) -> int:
+        """Of a prompt: more of them do not fit, each token being the longest of the vocabulary."""
+        longest = max(map(len, self.tokenizer.token_bytes() or [b" " * LONG_TOKEN]))
+        return max(MIN_CHARACTERS, self.max_seq_len * longest)
 
     @property
     def alive(self) -> bool:
