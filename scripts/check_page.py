@@ -66,7 +66,7 @@ next [link](https://example.org/?a=1&b=2).
 o
 ```
 ~~~
-p \\*q\\* r_s_t 2*3*4 http://example.org/u_v_w.
+p \\*q\\* r_s_t 2 * 3 * 4 http://example.org/u_v_w.
 """
 
 
@@ -155,7 +155,8 @@ class Checks:
         pieces += [{"delta": {"content": text[i : i + 7]}} for i in range(0, len(text), 7)]
         pieces += [{"delta": {}, "finish_reason": "stop"}]
         events = [f"data: {json.dumps({'choices': [piece]})}\n\n" for piece in pieces]
-        tab.answer_with("*/v1/chat/completions", "".join(events) + "data: [DONE]\n\n")
+        usage = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 9}}
+        tab.answer_with("*/v1/chat/completions", "".join(events) + f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n")
         try:
             tab.click("#new")
             return self.ask(tab, "Go on.")
@@ -444,7 +445,7 @@ class Checks:
         assert seen[5] == ["hr"]
         assert seen[6] == ["div", ["div", "code", ["button", "Copy"]], ["pre", ["code", "o\n```"]]]
         address = "http://example.org/u_v_w"
-        assert seen[7] == ["p", "p *q* r_s_t 2*3*4 ", [f"a{address}", address], "."]
+        assert seen[7] == ["p", "p *q* r_s_t 2 * 3 * 4 ", [f"a{address}", address], "."], seen[7]
         assert "".join(found["spoken"]) == found["text"]
         for hostile in (
             "*a " * 30_000,
@@ -534,7 +535,7 @@ class Checks:
         assert tab.run(lightness) < 150
         tab.type(STORY)
         tab.press("Enter")
-        tab.wait("document.querySelector('.growing')")
+        tab.wait("document.querySelector('.growing') !== null")
         assert tab.run("document.getAnimations().length") == 0
         tab.wait(ENDED, 60)
         self.picture(tab, "dark")
