@@ -7,6 +7,7 @@ KvantError
  +-- SnapshotError     a cache's snapshot that cannot be written or read, or does not fit
  +-- ContextError      a prompt or a conversation that does not fit the reserved context (also a ValueError)
  +-- PromptError       a prompt that cannot be used: empty, or a chat template that fails (also a ValueError)
+ +-- GrammarError      a grammar that cannot be used, or an answer that cannot follow it (also a ValueError)
  +-- BenchError        a measurement that could not be made: an engine that failed
  +-- ConvertError      a model that could not be converted
  +-- QueueFullError    a request that an engine has no place for now; later it may have
@@ -28,6 +29,7 @@ __all__ = [
     "ContextError",
     "ConvertError",
     "EngineError",
+    "GrammarError",
     "KvantError",
     "ModelError",
     "PromptError",
@@ -84,6 +86,12 @@ class ContextError(KvantError, ValueError):
 
 class PromptError(KvantError, ValueError):
     """A prompt that cannot be used."""
+
+
+class GrammarError(KvantError, ValueError):
+    """A grammar that cannot be used, or an answer that cannot follow it."""
+
+    columns = 1000  # it quotes the part of a schema or a grammar that is wrong
 
 
 class BenchError(KvantError):

@@ -132,6 +132,27 @@ def test_a_server_beside_the_others(served: tuple[str, Reply], tmp_path: Path) -
     assert url not in done.stdout + done.stderr
 
 
+def test_streams_of_two_servers(served: tuple[str, Reply], tmp_path: Path) -> None:
+    """Only they are measured; each stream has a request of its own, and the streams of a round other prompts."""
+    url, reply = served
+    chunk = {"choices": [{"index": 0, "text": " word", "finish_reason": None}]}
+    reply.say(*[chunk] * 4, {"choices": [], "usage": {"prompt_tokens": 16, "completion_tokens": 4}})
+    file = tmp_path / "servers.jsonl"
+    names = ["--server", f"here={url}", "--server", f"there={url}/v1", "--server-model", "a", "--server-model", "b"]
+    done = run(*SMALL, *names, "--streams", "1,3", "--baseline", "there", "--json", "--output", str(file))
+    assert done.returncode == 0, done.stderr
+    lines = read_recording(file).streams
+    assert [(s.engine, s.streams) for s in lines] == [("here", 1), ("there", 1), ("here", 3), ("there", 3)]
+    assert [[len(times) for times in s.arrivals_ms] for s in lines] == [[4], [4], [4] * 3, [4] * 3]
+    assert {(s.token_ids, s.cpu_ms, s.peak_memory_bytes) for s in lines} == {(None, None, None)}
+    assert [body["model"] for body in reply.bodies] == ["a", "b"] * 2 + ["a"] * 3 + ["b"] * 3 + ["a"] * 3 + ["b"] * 3
+    asked = [body["prompt"] for body in reply.bodies]
+    assert len(set(asked)) == 8  # two rounds, the first unrecorded, of one stream and of three
+    summaries = json.loads(done.stdout)
+    assert [s["ratio"]["median"] == 1.0 for s in summaries] == [False, True, False, True]
+    assert {s["cpu_ratio"] for s in summaries} == {None}
+
+
 def test_a_server_that_is_not_there() -> None:
     done = run(*SMALL, "--server", "http://127.0.0.1:1", *ONE, "-q")
     assert (done.returncode, done.stdout) == (1, "")
@@ -180,7 +201,13 @@ def test_an_engine_that_cannot_load(make_checkpoint: Callable[..., tuple[Path, A
             ["--random", "pocket", "--weight-bits", "0", "--weight-group-size", "64"],
             "--weight-bits 0 does not quantize",
         ),
-        (["--server-model", "x"], "--server-model is 'x', but there is no --server"),
+        (["--server-model", "x"], "--server-model is 'x', but --server is given 0 times"),
+        (["--server", "http://x", "--server", "http://y"], "--server has the name 'server' twice"),
+        (["--server", "=http://x"], "--server has the name '' twice, or none; expected NAME=URL"),
+        (
+            ["--server", "http://x", "--server-model", "a", "--server-model", "b"],
+            "is 'a', 'b', but --server is given 1",
+        ),
         (["--server", "ftp://x"], "--server: server URL is 'ftp://x'; expected http"),
         (["--random", "pocket", "--server", "http://x"], "--server needs --model"),
         (["--baseline", "mlxlm"], "--baseline is 'mlxlm'; expected one of 'kvant full', 'kvant 8-bit', 'kvant 4-bit'"),
@@ -195,8 +222,7 @@ def test_an_engine_that_cannot_load(make_checkpoint: Callable[..., tuple[Path, A
         (["compare", "a"], "Missing argument 'B'"),
         (["--streams", "0"], "--streams has 0; expected from 1 to 256"),
         (["--streams", "4,4"], "--streams has 4 twice"),
-        (["--streams", "4", "--server", "http://x"], "--server is http://x, but --streams measures engines of this"),
-        (["--streams", "4", "--server-model", "x"], "--server-model is x, but --streams measures engines of this"),
+        (["--streams", "4", "--server", "http://x", "--kv-bits", "8"], "--kv-bits is 8, but --streams with --server"),
         (["--streams", "4", "--engine", "kvant:fused"], "kvant:fused does not serve several streams"),
         (["--streams", "4", "--baseline", "kvant full"], "expected one of 'kvant 8-bit', 'kvant 8-bit, one by one'"),
         (["pocket", "--model", "pocket"], "the model is given twice, as the argument 'pocket' and with --model"),

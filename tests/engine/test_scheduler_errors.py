@@ -59,7 +59,7 @@ def test_a_request_that_fails_fails_alone(pocket: Pocket, options: dict[str, Any
     assert pool.num_free == PAGES
 
 
-@pytest.mark.parametrize("at", [1, 2, 5, 6])
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5, 6, 7])
 def test_a_step_that_fails_ends_the_requests_in_it(pocket: Pocket, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     model, _ = pocket
     scheduler, pool = scheduler_of(model)
@@ -72,10 +72,11 @@ def test_a_step_that_fails_ends_the_requests_in_it(pocket: Pocket, monkeypatch: 
         return real(inputs, cache)
 
     monkeypatch.setattr(model, "next_logits", next_logits)
-    # The first is fed, it gets a token, the second is fed, ...: no two prompts fit into one step.
-    requests = [Request([5 + i] * 100, max_tokens=6) for i in range(3)]
+    # No two prompts fit into one step: 1 feeds the first, 2 its token, 3 the second, 4 tokens of both, 5 the third, 6
+    # tokens of all, and 7 the next ones, before those were read.
+    requests = [Request([5 + i] * length, max_tokens=6) for i, length in enumerate((450, 100, 100))]
     told = run_all(scheduler, requests)
-    failed = {1: requests[:1], 2: requests[:1], 5: requests[2:], 6: requests}[at]
+    failed = requests[slice(*{1: (0, 1), 2: (0, 1), 3: (1, 2), 4: (0, 2), 5: (2, 3)}.get(at, (0, 3)))]
     assert [request for request in requests if told[request][-1].error] == failed
     for request in requests:
         assert told[request][-1].finish_reason == ("error" if request in failed else "length")

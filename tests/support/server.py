@@ -1,18 +1,22 @@
 """A server in this process: uvicorn in a thread, as ``kvant serve`` runs it, on a free port of loopback."""
 
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx2
 import pytest
+from starlette.routing import BaseRoute
 
 from kvant.server.app import make_app
 from kvant.server.run import Server, bind, url_of
 from kvant.server.service import Service
 from kvant.server.settings import Settings
+
+SOON = 30  # seconds until which a test waits for what should be immediate
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,25 +31,50 @@ class Running:
     client: httpx2.Client
     service: Service
     server: Server
+    thread: threading.Thread
+
+    def connect(self) -> socket.socket:
+        """A connection of bytes."""
+        host, port = self.url.removeprefix("http://").rsplit(":", 1)
+        return socket.create_connection((host, int(port)), timeout=SOON)
+
+    def exchange(self, sent: bytes) -> bytes:
+        """What comes back for these bytes, until the server closes the connection."""
+        with self.connect() as connection:
+            connection.sendall(sent)
+            return read_all(connection)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What comes until the other end closes."""
+    parts = []
+    try:
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
 
 
 @contextmanager
-def running(service: Service) -> Iterator[Running]:
-    """Serve, and end both the server and the service."""
+def running(service: Service, routes: Sequence[BaseRoute] = ()) -> Iterator[Running]:
+    """Serve, with further routes, and end both the server and the service."""
     said = threading.Event()
+    app = make_app(service)
+    app.router.routes.extend(routes)
     with bind(service.settings) as bound:
         bound.listen(1024)
-        server = Server(make_app(service), service, lambda line: said.set())
+        server = Server(app, service, lambda line: said.set())
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, name="server")
         thread.start()
         try:
-            assert said.wait(30)
+            assert said.wait(SOON)
             url = url_of(bound)
             with httpx2.Client(base_url=url, trust_env=False, timeout=60) as client:
-                yield Running(url, client, service, server)
+                yield Running(url, client, service, server, thread)
         finally:
             server.should_exit = server.force_exit = True
-            thread.join(30)
+            thread.join(SOON)
             assert not thread.is_alive()
             service.close()
 

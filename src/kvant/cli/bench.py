@@ -92,13 +92,20 @@ def bench(
         typer.Option(
             metavar="N,N...",
             help="Measure so many requests at once: kvant's pool, kvant one by one, and mlx-lm's batches. Their "
-            "prompts take the lengths of --prompt-tokens (default: 128) in turn.",
+            "prompts take the lengths of --prompt-tokens (default: 128) in turn. With --server: those servers, and "
+            "engines that are named.",
         ),
     ] = None,
     server: Annotated[
-        str | None, typer.Option(metavar="URL", help="Also measure the OpenAI-compatible server there.")
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]URL",
+            help="Also measure the OpenAI-compatible server there; repeatable, each with a NAME for the tables.",
+        ),
     ] = None,
-    server_model: Annotated[str | None, typer.Option(help="The model's name at that server.")] = None,
+    server_model: Annotated[
+        list[str] | None, typer.Option(help="The model's name at that server; of several, in their order.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
     """Measure engines side by side, every token.
@@ -116,18 +123,26 @@ def bench(
         kv_group_size=kv_group_size,
         weight_group_size=weight_group_size,
     )
-    options.check_text(model=model, server=server, server_model=server_model)
+    options.check_text(model=model)
+    for url in server or []:
+        options.check_text(server=url)
+    for name in server_model or []:
+        options.check_text(server_model=name)
     options.check_kernels()  # the workers' environment is this process's
     bench_options.check_seed(seed)
     bench_options.check_files(output, plot)
     if plot is not None and max_tokens == 1:
         raise BadValueError("--plot draws the tokens after the first, but --max-tokens is 1")
     source = bench_options.source(model, random, weight_bits, weight_group_size, seed)
-    counts = [] if streams is None else bench_options.streams(streams, server=server, server_model=server_model)
+    counts = [] if streams is None else bench_options.streams(streams)
     defaults = bench_options.DEFAULT_CONTEXTS[: 1 if counts else None]
     contexts = bench_options.contexts(prompt_tokens, max_tokens, source.sizes.max_position_embeddings, defaults)
-    specs = bench_options.specs(engine, kv_bits, kv_group_size, source.sizes, streams=bool(counts))
-    specs += bench_options.server(server, server_model, source)
+    servers = bench_options.servers(server or [], server_model or [], source)
+    only_servers = bool(counts and servers and not engine)
+    if only_servers:
+        bench_options.check_no_cache(kv_bits, kv_group_size)
+    here = [] if only_servers else bench_options.specs(engine, kv_bits, kv_group_size, source.sizes, bool(counts))
+    specs = here + servers
     baseline = bench_options.baseline(baseline, specs)
 
     from kvant.tools.bench.prompts import random_prompts, word_prompts
@@ -148,7 +163,7 @@ def bench(
         if random is not None:
             progress(f"{source.name}: writing")
         with source.folder() as folder:
-            if server is None:
+            if not servers:
                 prompts = random_prompts(seed, source.sizes.vocab_size)
             else:
                 prompts = word_prompts(seed, load_tokenizer(folder), source.sizes.vocab_size)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,17 +87,8 @@ def source(
     return Source(name, SHAPES[shape], made, random=True)
 
 
-def streams(text: str, **others: str | None) -> list[int]:
-    """Numbers of requests that come at once; ``others`` are options that do not go with them, by name.
-
-    Raises:
-        BadValueError: numbers that cannot be used, or another option that is given.
-    """
-    for name, value in others.items():
-        if value is not None:
-            raise BadValueError(
-                f"--{name.replace('_', '-')} is {value}, but --streams measures engines of this machine"
-            )
+def streams(text: str) -> list[int]:
+    """Numbers of requests that come at once; a BadValueError for numbers that cannot be used."""
     found = _numbers("--streams", text)
     for count in found:
         if not 1 <= count <= MAX_STREAMS:
@@ -165,19 +157,35 @@ def specs(
     return found
 
 
-def server(url: str | None, model: str | None, source: Source) -> list[EngineSpec]:
-    """The server, if one is given."""
-    if url is None:
-        if model is not None:
-            raise BadValueError(f"--server-model is {model!r}, but there is no --server")
+def check_no_cache(kv_bits: str | None, kv_group_size: int | None) -> None:
+    """Refuse settings of a cache where only servers are measured, which have their own."""
+    for flag, value in (("bits", kv_bits), ("group-size", kv_group_size)):
+        if value is not None:
+            raise BadValueError(f"--kv-{flag} is {value}, but --streams with --server measures no other --engine")
+
+
+def servers(given: Sequence[str], models: Sequence[str], source: Source) -> list[EngineSpec]:
+    """The servers: ``given`` has a URL each, or a label for tables and a URL: NAME=URL."""
+    if models and len(models) != len(given):
+        named_models = ", ".join(map(repr, models))
+        raise BadValueError(f"--server-model is {named_models}, but --server is given {len(given)} times")
+    if not given:
         return []
     from kvant.tools.bench.streaming import check_url
 
     if source.random:
         raise BadValueError("--server needs --model, whose tokenizer writes its prompts; random weights have none")
-    with named("--server"):
-        check_url(url)
-    return [EngineSpec("server", url=url, server_model=model)]
+    found: list[EngineSpec] = []
+    for text, model in zip_longest(given, models):
+        title, equals, url = text.partition("=")
+        if not equals or "/" in title:  # of the URL itself
+            title, url = "server", text
+        with named("--server"):
+            check_url(url)
+        if not title.isprintable() or title in ("", *(spec.title for spec in found)):
+            raise BadValueError(f"--server has the name {title!r} twice, or none; expected NAME=URL, each name once")
+        found.append(EngineSpec("server", url=url, server_model=model, title=title))
+    return found
 
 
 def baseline(label: str | None, engines: Sequence[EngineSpec]) -> str:

@@ -9,13 +9,14 @@ import mlx.core as mx
 import typer
 
 from kvant.cache.pages import PAGE_SIZE
-from kvant.cli import interrupts, options
+from kvant.cli import options
 from kvant.cli.options import BadValueError
 from kvant.cli.session import RunOptions, load_session, named_format
 from kvant.engine.load import POCKET
 from kvant.errors import KvantError
 from kvant.sizes import format_bytes
 from kvant.tools.plan import MemoryPlan
+from kvant.tools.plan.plan import as_record
 
 MAX_KEY = 1000  # characters
 
@@ -27,6 +28,9 @@ def serve(
     *,
     model: options.Model = POCKET,
     adapter_path: options.AdapterPath = None,
+    alias: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Another name that clients may give the model; repeatable.")
+    ] = None,
     host: Annotated[
         str, typer.Option(help="The address to listen on. One that other machines reach needs --api-key-file.")
     ] = "127.0.0.1",
@@ -56,7 +60,7 @@ def serve(
     try:
         from kvant.server.run import bind
         from kvant.server.run import serve as serve_until_signalled
-        from kvant.server.service import Service
+        from kvant.server.service import Service, make_pool
         from kvant.server.settings import Settings
     except ImportError as error:
         raise KvantError(f"kvant serve needs the extra 'serve', pip install 'kvant[serve]': {error}") from error
@@ -80,6 +84,7 @@ def serve(
     settings = Settings(
         model=run.model,
         adapter_path=adapter_path,
+        aliases=tuple(alias or ()),
         host=host,
         port=port,
         sequences=sequences,
@@ -107,10 +112,11 @@ def serve(
         say(f"memory: {describe_plan(planned)}")
         bound_memory(planned)
         with named_format(session.settings):
-            service = Service.start(settings, session.model, session.tokenizer)
-        say(f"cache: {service.pool.describe()}")
-        with interrupts.patient():
-            code = serve_until_signalled(service, bound, lambda line: say(f"kvant serve: {line}"))
+            pool = make_pool(settings, session.model)
+        with options.named("--deterministic"):
+            service = Service(settings, session.model, session.tokenizer, pool, as_record(planned))
+        say(f"cache: {pool.describe()}")
+        code = serve_until_signalled(service, bound, lambda line: say(f"kvant serve: {line}"))
     raise typer.Exit(code)
 
 

@@ -1,18 +1,14 @@
 """Flags that concern the model's tokenizer: variables of its chat template, and the tokens that end a text."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvant.cli import options
 from kvant.cli.options import BadValueError
-from kvant.errors import PromptError, did_you_mean, library_errors
+from kvant.errors import PromptError, library_errors
 from kvant.text.prompt import Message, encode_rendered, render_chat
-from kvant.text.tokenizer import REFUSED, Tokenizer
-
-# What a conversation gives the template, or kvant the tokenizer.
-GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
-GIVEN |= {"conversation", "chat_template", *REFUSED}
+from kvant.text.tokenizer import Tokenizer
+from kvant.text.variables import check_variables
 
 
 def checked_variables(tokenizer: Tokenizer, text: str | None) -> Mapping[str, Any]:
@@ -23,17 +19,10 @@ def checked_variables(tokenizer: Tokenizer, text: str | None) -> Mapping[str, An
             user's to set.
     """
     variables = options.template_variables(text)
-    if not variables:
-        return {}
-    templates = tokenizer.chat_template or ""
-    source = templates if isinstance(templates, str) else "\n".join(templates.values())
-    words = set(re.findall(r"[A-Za-z_]\w*", source))
-    for name in variables:
-        if name in GIVEN:
-            raise BadValueError(f"--chat-template-config has {name!r}, which kvant sets itself")
-        if name not in words:
-            near = did_you_mean(name, words)
-            raise BadValueError(f"--chat-template-config has {name!r}, which the chat template does not mention{near}")
+    try:
+        check_variables(tokenizer, variables)
+    except ValueError as error:
+        raise BadValueError(f"--chat-template-config {error}") from error
     return variables
 
 

@@ -8,7 +8,7 @@ from itertools import count
 import mlx.core as mx
 
 from kvant.engine.filters import Filters, filtered
-from kvant.engine.processors import LogitsProcessor
+from kvant.engine.processors import Change
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def sample(
     logits: mx.array,
     tokens: mx.array | None,
     sampler: Sampler,
-    processors: Sequence[LogitsProcessor],
+    processors: Sequence[Change],
     key: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """One step of sampling.

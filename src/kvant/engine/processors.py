@@ -9,7 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 
-LogitsProcessor = Callable[[mx.array, mx.array], mx.array]  # tokens so far (T,), logits (B, vocab) -> logits
+from kvant.text.grammar import Grammar
+
+Change = Callable[[mx.array, mx.array], mx.array]  # tokens so far (T,), logits (B, vocab) -> logits
+LogitsProcessor = Change | Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +111,7 @@ OwnProcessor = Bias | Repetition | Presence | Frequency
 KINDS: tuple[type[OwnProcessor], ...] = (Bias, Repetition, Presence, Frequency)  # in a request's order
 
 
-def process_rows(
-    logits: mx.array, tokens: Sequence[Sequence[int]], processors: Sequence[Sequence[LogitsProcessor]]
-) -> mx.array:
+def process_rows(logits: mx.array, tokens: Sequence[Sequence[int]], processors: Sequence[Sequence[Change]]) -> mx.array:
     """Every row's own processors, in its own order: each row as its processors alone would change it.
 
     A kind of kvant's own changes all its rows at once. Others are called row by row.

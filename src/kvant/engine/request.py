@@ -8,12 +8,14 @@ import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.pool import Pool
+from kvant.engine.constraint import apart
 from kvant.engine.draw import Sampler, SeededSampler, for_a_run, greedy
 from kvant.engine.limits import check_count, limit_in_words
-from kvant.engine.processors import KINDS, Bias, LogitsProcessor
+from kvant.engine.processors import KINDS, Bias, Change, LogitsProcessor
 from kvant.errors import ContextError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
+from kvant.text.grammar import Grammar
 from kvant.text.prompt import token_ids
 
 FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
@@ -29,7 +31,7 @@ class Request:
         sampler: of :func:`kvant.sample_utils.make_sampler`, or (1, vocab) log-probabilities -> (1,). The draw at a
             position is the one that :func:`kvant.stream_generate` makes there. None: greedy.
         logits_processors: called with all tokens so far, of the cache, the prompt and the answer, and with logits
-            (1, vocab).
+            (1, vocab). A :class:`kvant.text.grammar.Grammar` is one too: each answer follows it from its beginning.
         stop_tokens: token ids that end an answer, which includes them.
         salt: prefixes are shared only between requests with the same salt.
         top_logprobs: how many of the most probable tokens are told with each token.
@@ -98,7 +100,8 @@ class CheckedRequest:
     request: Request
     ids: list[int]
     sampler: Sampler
-    processors: tuple[LogitsProcessor, ...]
+    processors: tuple[Change, ...]
+    grammar: Grammar | None
     stop_tokens: frozenset[int]
     calls_out: bool
     cache: ModelCache | None
@@ -126,7 +129,7 @@ def check_request(request: Request, model: LanguageModel, pool: Pool, max_batch:
     if not isinstance(request.salt, bytes):
         raise ValueError(f"salt is {request.salt!r:.80}; expected bytes")
     sampler = for_a_run(greedy if request.sampler is None else request.sampler)
-    processors = tuple(request.logits_processors)
+    processors, grammar = apart(request.logits_processors)
     own: list[object] = [sampler, *processors]
     for each in own:
         if isinstance(each, SeededSampler | Bias):
@@ -136,6 +139,8 @@ def check_request(request: Request, model: LanguageModel, pool: Pool, max_batch:
     stop_tokens = frozenset(request.stop_tokens)
     if not all(type(token) is int for token in stop_tokens):
         raise ValueError(f"stop_tokens is {request.stop_tokens!r:.80}; expected token ids")
+    if grammar is not None:
+        grammar.check(vocab_size, stop_tokens)
     ids = token_ids(request.prompt, vocab_size)
     cache, held = None, 0
     if request.cache is not None:
@@ -165,6 +170,7 @@ def check_request(request: Request, model: LanguageModel, pool: Pool, max_batch:
         ids=ids,
         sampler=sampler,
         processors=processors,
+        grammar=grammar,
         stop_tokens=stop_tokens,
         calls_out=not (sampler is greedy or isinstance(sampler, SeededSampler))
         or any(type(processor) not in KINDS for processor in processors),

@@ -1,14 +1,16 @@
 """A step of sampling for a batch: every row with its own request's sampler, processors and key."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from kvant.engine.constraint import allowed_only
 from kvant.engine.draw import Sampler, SeededSampler, draw_keys, draw_seeded, greedy
 from kvant.engine.filters import rows_of, with_rows
-from kvant.engine.processors import KINDS, Bias, LogitsProcessor, process_rows
+from kvant.engine.processors import KINDS, Bias, Change, process_rows
 
 BLOCK = 2**18  # logits that are drawn from at once on a CPU: more leave its cache from one operation to the next
 
@@ -22,12 +24,14 @@ class Row:
         processors: applied to the logits in order.
         position: tokens before the one to be sampled.
         tokens: these tokens, ids of the vocabulary; only looked at where there are processors.
+        mask: the tokens that a grammar allows, :meth:`kvant.text.grammar.Matcher.mask`; None: all.
     """
 
     sampler: Sampler
-    processors: Sequence[LogitsProcessor]
+    processors: Sequence[Change]
     position: int
     tokens: Sequence[int]
+    mask: bytes | None = None
 
 
 class Picked(NamedTuple):
@@ -38,8 +42,35 @@ class Picked(NamedTuple):
     top: list[tuple[int, float]]
 
 
-def pick_rows(logits: mx.array, rows: Sequence[Row], tops: Sequence[int]) -> list[Picked]:
-    """The next token of every row, and of ``tops`` so many of the most probable ones, the most probable first.
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The next token of every row, not evaluated.
+
+    Attributes:
+        tokens: (B,) ids.
+        logprobs: (B,) of these tokens.
+        tops: of each row the ids (T,) and log-probabilities (T,) of the most probable tokens, or None.
+    """
+
+    tokens: mx.array
+    logprobs: mx.array
+    tops: Sequence[tuple[mx.array, mx.array] | None]
+
+    @property
+    def arrays(self) -> list[Any]:
+        """All of it, to be evaluated."""
+        return [self.tokens, self.logprobs, *(each for each in self.tops if each is not None)]
+
+    def read(self) -> list[Picked]:
+        """Wait for it. The most probable tokens come first."""
+        mx.eval(self.arrays)
+        tokens: list[int] = self.tokens.tolist()  # type: ignore[assignment]
+        logprobs: list[float] = self.logprobs.tolist()  # type: ignore[assignment]
+        return [Picked(*each) for each in zip(tokens, logprobs, map(_pairs, self.tops), strict=True)]
+
+
+def pick_rows(logits: mx.array, rows: Sequence[Row], tops: Sequence[int]) -> Sampled:
+    """The next token of every row, and of ``tops`` so many of the most probable ones.
 
     Arguments and errors are those of :func:`sample_rows`.
 
@@ -47,17 +78,14 @@ def pick_rows(logits: mx.array, rows: Sequence[Row], tops: Sequence[int]) -> lis
         ValueError: a sampler of the caller's picked a token that the model does not have; as an index it would be read
             out of bounds.
     """
-    if not rows:
-        return []
-    sampled, logprobs = sample_rows(logits, rows)
-    tokens: list[int] = sampled.tolist()  # type: ignore[assignment]
-    vocab_size = logits.shape[-1]
-    for token in tokens:
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"the sampler picked token {token}; the model knows 0 to {vocab_size - 1}")
-    chosen = mx.take_along_axis(logprobs, mx.array(tokens)[:, None], axis=-1).squeeze(-1)
-    best = [_top(logprobs, number, count) for number, count in enumerate(tops)]
-    return [Picked(*each) for each in zip(tokens, chosen.tolist(), best, strict=True)]  # type: ignore[arg-type]
+    tokens, logprobs = sample_rows(logits, rows)
+    if any(not _is_ours(row.sampler) for row in rows):
+        vocab_size = logits.shape[-1]
+        for token in tokens.tolist():  # type: ignore[union-attr]
+            if not 0 <= token < vocab_size:  # type: ignore[operator]
+                raise ValueError(f"the sampler picked token {token}; the model knows 0 to {vocab_size - 1}")
+    chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1).squeeze(-1)
+    return Sampled(tokens, chosen, [_top(logprobs, number, count) for number, count in enumerate(tops)])
 
 
 def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.array]:
@@ -77,20 +105,22 @@ def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.arr
     """
     vocab_size = logits.shape[-1]
     samplers: list[Sampler] = []
-    processors: list[Sequence[LogitsProcessor]] = []
+    processors: list[Sequence[Change]] = []
     for row in rows:
         functions: list[object] = [row.sampler, *row.processors]
         for own in functions:
             if isinstance(own, SeededSampler | Bias):
                 own.check(vocab_size)
-        ours = isinstance(row.sampler, SeededSampler) or row.sampler is greedy
-        samplers.append(row.sampler if ours else _checked(row.sampler, (1,)))
+        samplers.append(row.sampler if _is_ours(row.sampler) else _checked(row.sampler, (1,)))
         processors.append([p if type(p) in KINDS else _checked(p, (1, vocab_size)) for p in row.processors])
     logits = logits[: len(rows)].astype(mx.float32)
     if processed := [number for number, own in enumerate(processors) if own]:
         tokens = [rows[number].tokens for number in processed]
         changed = process_rows(rows_of(logits, processed), tokens, [processors[number] for number in processed])
         logits = with_rows(logits, processed, changed)
+    masks = {number: row.mask for number, row in enumerate(rows) if row.mask is not None}
+    if masks:
+        logits = with_rows(logits, [*masks], allowed_only(rows_of(logits, [*masks]), [*masks.values()]))
     seeded = [number for number, sampler in enumerate(samplers) if isinstance(sampler, SeededSampler)]
     keys = draw_keys([samplers[number] for number in seeded], [rows[number].position for number in seeded])
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -141,10 +171,22 @@ def _checked(function: Callable[..., mx.array], shape: tuple[int, ...]) -> Calla
     return called
 
 
-def _top(logprobs: mx.array, row: int, count: int) -> list[tuple[int, float]]:
-    """The ``count`` most probable tokens of a row of (B, vocab), with their log-probabilities."""
+def _is_ours(sampler: Sampler) -> bool:
+    return isinstance(sampler, SeededSampler) or sampler is greedy
+
+
+def _top(logprobs: mx.array, row: int, count: int) -> tuple[mx.array, mx.array] | None:
+    """The ``count`` most probable tokens of a row of (B, vocab), in any order, with their log-probabilities."""
     if not count:
-        return []
+        return None
     ids = mx.argpartition(-logprobs[row], count - 1)[:count]
-    pairs: list[tuple[int, float]] = list(zip(ids.tolist(), logprobs[row, ids].tolist(), strict=True))  # type: ignore[arg-type]
-    return sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
+    return ids, logprobs[row, ids]
+
+
+def _pairs(top: tuple[mx.array, mx.array] | None) -> list[tuple[int, float]]:
+    """The tokens of :func:`_top` that are possible, the most probable first."""
+    if top is None:
+        return []
+    ids, logprobs = top
+    pairs: list[tuple[int, float]] = list(zip(ids.tolist(), logprobs.tolist(), strict=True))  # type: ignore[arg-type]
+    return sorted((pair for pair in pairs if pair[1] > -math.inf), key=lambda pair: (-pair[1], pair[0]))

@@ -6,6 +6,7 @@ from typing import Literal, TypeVar
 import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
+from kvant.engine.constraint import for_answer
 from kvant.engine.draw import Sampler, draw_key, for_a_run, greedy, sample
 from kvant.engine.limits import check_count, go_back, room_after
 from kvant.engine.processors import LogitsProcessor
@@ -87,7 +88,7 @@ class Run:
         self._model = model
         self._cache = cache = model.check_cache(cache, batch=1)
         self._sampler = for_a_run(sampler or greedy)
-        self._processors = tuple(logits_processors)
+        self._processors = for_answer(logits_processors, model.config.vocab_size, stop_tokens)
         self._stop_tokens = stop_tokens
         self._step_size = prefill_step_size
         self._progress = progress

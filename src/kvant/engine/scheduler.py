@@ -10,12 +10,14 @@ import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
+from kvant.cache.pool_batch import PoolBatch
 from kvant.engine.draw import Sampler, for_answer
 from kvant.engine.limits import check_count
 from kvant.engine.request import CheckedRequest, FinishReason, Request, Token, check_request, own_tokens
-from kvant.engine.row_sampling import Picked, Row, pick_rows
-from kvant.errors import ContextError, QueueFullError
+from kvant.engine.row_sampling import Picked, Row, Sampled, pick_rows
+from kvant.errors import ContextError, GrammarError, QueueFullError
 from kvant.models import LanguageModel
+from kvant.text.grammar import Matcher
 from kvant.threads import check_process
 
 CHUNK = 128  # prompt tokens between two tokens of others: a quarter of a prefill's speed is lost at 64 (measured)
@@ -73,11 +75,44 @@ class _Answer:
     sampler: Sampler
     sequence: PoolSequence
     tokens: list[int]
+    matcher: Matcher | None  # where the answer follows a grammar
+
+    def row(self, *, is_unread: bool = False, mask: bytes | None = None) -> Row:
+        """How its next token is sampled.
+
+        Args:
+            is_unread: the token before it is not known yet.
+            mask: of its grammar.
+        """
+        position = len(self.tokens) + is_unread
+        return Row(self.sampler, self.work.checked.processors, position, self.tokens, mask)
 
     @property
-    def row(self) -> Row:
-        """How its next token is sampled."""
-        return Row(self.sampler, self.work.checked.processors, len(self.tokens), self.tokens)
+    def left(self) -> int:
+        """Tokens that it may still get."""
+        checked = self.work.checked
+        return len(checked.ids) + checked.limit - len(self.tokens)
+
+    @property
+    def sees_tokens(self) -> bool:
+        """Whether something has to see its tokens before the next one is sampled."""
+        checked = self.work.checked
+        return checked.calls_out or bool(checked.processors) or self.matcher is not None
+
+
+@dataclass(eq=False, slots=True)
+class _Step:
+    """A step that was begun: the last token of each answer is fed.
+
+    Attributes:
+        logits: (rows, vocab), the first rows being the answers', not evaluated.
+        sampled: the next tokens; None where something has to see the tokens before them.
+    """
+
+    answers: list[_Answer]
+    batch: PoolBatch
+    logits: mx.array
+    sampled: Sampled | None
 
 
 class Scheduler:
@@ -88,9 +123,9 @@ class Scheduler:
     then: nothing is preempted and nothing runs out.
 
     In a step every answer that runs gets one token. One that has ended, or was cancelled, leaves at once, and its pages
-    are free. Then one chunk of that prompt is fed, and short prompts behind it, 128 tokens together at most. The last
-    chunk of a prompt gives its answers their first tokens. Whole pages of prompts and answers are shared with later
-    requests of the same salt.
+    are free. Then one chunk of that prompt is fed, and whole short prompts behind it: 128 tokens together at most, or
+    ``prefill_step_size`` where nothing ran. The last chunk of a prompt gives its answers their first tokens. Whole
+    pages of prompts and answers are shared with later requests of the same salt.
 
     Deterministic: the tokens of a request, and its logits on a CPU, do not depend on the other requests. Every step has
     ``max_batch`` rows then, chunks end at multiples of 128, and only pages that such chunks computed are shared.
@@ -138,6 +173,7 @@ class Scheduler:
         self._free_when_full: int | None = None  # the free pages when the first that waits did not fit
         self._prompt: _Work | None = None  # is being fed
         self._running: list[_Answer] = []  # those that call out last
+        self._queued: _Step | None = None  # the next one of answers that run, where it could be begun
         self._ready: list[Token] = []
         self.steps = 0
         self.feeding_s = self.decoding_s = 0.0
@@ -201,6 +237,7 @@ class Scheduler:
 
     def close(self, error: BaseException | None = None) -> None:
         """End every request: it is cancelled, or has failed by ``error``."""
+        self._queued = None
         for work in list(self._under_way.values()):
             self._end(work, "cancelled" if error is None else "error", work.open, error)
 
@@ -250,7 +287,8 @@ class Scheduler:
         checked, pool, sequences = work.checked, self._pool, work.sequences
         known = () if checked.cache is not None else checked.ids
         try:
-            sequences.append(pool.sequence(checked.reserved, known, salt=checked.request.salt))
+            whole_pages = self._deterministic  # chunks begin at their ends then
+            sequences.append(pool.sequence(checked.reserved, known, salt=checked.request.salt, whole_pages=whole_pages))
             for _ in range(len(work.open) - 1):  # places that are kept for forks
                 sequences.append(pool.sequence(own_tokens(len(checked.ids), checked.reserved, pool)))
             if checked.cache is None:
@@ -264,18 +302,19 @@ class Scheduler:
             raise
 
     def _feed_prompts(self) -> None:
-        """Feed a chunk of the first prompt, and those behind it as long as all are together no more than 128 tokens."""
-        room = CHUNK
+        """Feed a chunk of the first prompt, and whole prompts behind it that fit in the same number of tokens."""
+        most = room = CHUNK if self._running else max(CHUNK, self._pool.prefill_step_size)
         self._admit()
-        while (work := self._prompt) is not None and (room == CHUNK or work.left <= room):
-            room -= min(work.left, CHUNK)
-            self._feed(work)
+        while (work := self._prompt) is not None and (room == most or work.left <= room):
+            left = work.left
+            self._feed(work, room)
+            room -= min(left, room)
             self._admit()
 
-    def _feed(self, work: _Work) -> None:
-        """Feed a chunk of a prompt. After the last one its answers begin."""
+    def _feed(self, work: _Work, room: int) -> None:
+        """Feed a chunk of a prompt, of ``room`` tokens at most. After the last one its answers begin."""
         try:
-            logits = self._feed_chunk(work)
+            logits = self._feed_chunk(work, room)
             if logits is None:
                 return
             answers = self._begin(work)
@@ -286,16 +325,14 @@ class Scheduler:
         self._prompt, work.sequences = None, []
         self._pick(mx.broadcast_to(logits, (len(answers), logits.shape[-1])), answers)
 
-    def _feed_chunk(self, work: _Work) -> mx.array | None:
+    def _feed_chunk(self, work: _Work, room: int) -> mx.array | None:
         """The logits (1, vocab) of the prompt's end, or None before."""
+        if self._queued is not None:
+            mx.eval(self._queued.logits)  # or MLX would copy the arrays that it reads
         ids, sequence = work.checked.ids, work.sequences[0]
         start = sequence.length
-        if self._deterministic:
-            end = (start // CHUNK + 1) * CHUNK
-        else:
-            most = self._pool.prefill_step_size
-            end = start + (min(CHUNK, most) if self._running else most)
-        end = min(end, len(ids))
+        chunk_end = start + min(room, self._pool.prefill_step_size)
+        end = min((start // CHUNK + 1) * CHUNK if self._deterministic else chunk_end, len(ids))
         if end == len(ids) and self._model.last_token_alone:
             end = max(end - 1, start + 1)
         chunk, batch = ids[start:end], self._pool.batch([sequence])
@@ -328,33 +365,81 @@ class Scheduler:
                 sequences[place].release()
                 sequences[place] = first.fork(checked.reserved)
             sampler = for_answer(checked.sampler, number)
-            answers.append(_Answer(work, number, sampler, sequences[place], list(checked.ids)))
+            matcher = None if checked.grammar is None else checked.grammar.matcher()
+            answers.append(_Answer(work, number, sampler, sequences[place], list(checked.ids), matcher))
         _release(sequences[len(answers) :])  # of answers that were cancelled since
         return answers
 
     def _decode(self) -> None:
-        """One token of every answer that runs."""
+        """One token of every answer that runs.
+
+        Where nothing has to see a token before the next one is sampled, the next step is built while this one is
+        computed. It is queued when this one's tokens were read: before that it would find the pool's arrays in use, and
+        MLX would copy them.
+        """
+        step, self._queued = self._queued, None
         if not self._running:
             return
-        answers = list(self._running)
+        answers = list(self._running) if step is None else step.answers
         try:
-            logits = self._logits(answers)
+            if step is None:
+                step = self._begin_step(answers, mx.array([answer.tokens[-1] for answer in answers]))
+            step.batch.commit(ids=[answer.tokens[-1:] for answer in answers])
+            following = self._begin_after(step)
+            if step.sampled is None:
+                mx.eval(step.logits)
+            else:
+                picked = step.sampled.read()
         except Exception as error:
             for answer in answers:
                 self._end(answer.work, "error", answer.work.open, error)
             return
+        if following is not None and following.sampled is not None:
+            mx.async_eval(following.sampled.arrays)
         self.steps += 1
-        self._pick(logits, answers)
+        if step.sampled is None:
+            self._pick(step.logits, answers)
+        else:
+            self._take(picked, answers)
+        self._queued = following if self._running else None
 
-    def _logits(self, answers: Sequence[_Answer]) -> mx.array:
-        """Feed the last token of every answer. Returns (rows, vocab), the first rows being theirs."""
+    def _begin_step(self, answers: Sequence[_Answer], ids: mx.array, unread: Collection[_Answer] = ()) -> _Step:
+        """Begin a step.
+
+        Args:
+            ids: (B,), the last token of each answer.
+            unread: the answers whose last token is not known yet.
+        """
         rows = self._max_batch if self._deterministic else len(answers)
-        ids = [answer.tokens[-1:] for answer in answers]
-        batch = self._pool.batch([answer.sequence for answer in answers], rows if self._deterministic else None)
-        logits = self._model.next_logits(mx.array(ids + [[0]] * (rows - len(ids))), batch)
-        mx.eval(logits)
-        batch.commit(ids=ids)
-        return logits
+        if padding := rows - len(answers):
+            ids = mx.concatenate([ids, mx.zeros(padding, ids.dtype)])
+        batch = self._pool.batch([answer.sequence for answer in answers], rows)
+        logits = self._model.next_logits(ids[:, None], batch)
+        sampled = None
+        if not any(answer.sees_tokens for answer in answers):
+            tops = [answer.work.checked.request.top_logprobs for answer in answers]
+            sampled = pick_rows(logits, [answer.row(is_unread=answer in unread) for answer in answers], tops)
+        return _Step(list(answers), batch, logits, sampled)
+
+    def _begin_after(self, step: _Step) -> _Step | None:
+        """Begin the step after one that is committed and not read, of all answers that do not end with it.
+
+        None where there are none, where one has to see its tokens before, or where a prompt is being fed: its answers
+        are to be in the next step.
+        """
+        if step.sampled is None or self._prompt is not None:
+            return None
+        places = {answer: row for row, answer in enumerate(step.answers)}
+        answers = [answer for answer in self._running if answer.left > (answer in places)]
+        if not answers or any(answer.sees_tokens for answer in answers):
+            return None
+        ids, unread = step.sampled.tokens.astype(mx.int32), set(places)
+        if new := [answer for answer in answers if answer not in places]:
+            ids = mx.concatenate([ids, mx.array([answer.tokens[-1] for answer in new])])
+            places |= {answer: row for row, answer in enumerate(new, len(places))}
+        if (order := [places[answer] for answer in answers]) != list(range(ids.shape[0])):
+            ids = ids[mx.array(order)]
+        return self._begin_step(answers, ids, unread)
 
     def _pick(self, logits: mx.array, answers: Sequence[_Answer]) -> None:
         """Sample the next token of every answer, and hand it out.
@@ -364,18 +449,28 @@ class Scheduler:
             answers: those that call functions of the caller's are the last. Each of these is sampled and evaluated
                 alone, so that an error, or an array that this thread cannot compute, is nobody else's.
         """
+        masks = [_mask(answer) for answer in answers]
         together = sum(not answer.work.checked.calls_out for answer in answers)
         picked: list[Picked | Exception] = []
         for first, end in [(0, together), *((row, row + 1) for row in range(together, len(answers)))]:
-            some = answers[first:end]
-            tops = [answer.work.checked.request.top_logprobs for answer in some]
+            some = list(zip(answers, masks, strict=True))[first:end]
+            rows = [answer.row(mask=mask if isinstance(mask, bytes) else None) for answer, mask in some]
+            tops = [answer.work.checked.request.top_logprobs for answer, _ in some]
             try:
-                picked += pick_rows(logits[first:], [answer.row for answer in some], tops)
+                picked += pick_rows(logits[first:], rows, tops).read() if some else []
             except Exception as error:
                 picked += [error] * (end - first)
+        followed: list[Picked | Exception] = [
+            mask if isinstance(mask, GrammarError) else _followed(answer, each)
+            for answer, mask, each in zip(answers, masks, picked, strict=True)
+        ]
+        self._take(followed, answers)
+
+    def _take(self, picked: Sequence[Picked | Exception], answers: Sequence[_Answer]) -> None:
+        """Hand out the next token of each answer."""
         for answer, each in zip(answers, picked, strict=True):
             if answer.number not in answer.work.open:
-                continue  # it ended with another answer of its request
+                continue  # it ended: it was cancelled, or another answer of its request failed
             if isinstance(each, Exception):
                 self._end(answer.work, "error", answer.work.open, each)
             else:
@@ -388,7 +483,7 @@ class Scheduler:
         reason: FinishReason | None = None
         if picked.token in checked.stop_tokens:
             reason = "stop"
-        elif len(answer.tokens) - len(checked.ids) == checked.limit:
+        elif not answer.left:
             reason = checked.full
         cache = error = None
         if reason is not None:
@@ -409,19 +504,26 @@ class Scheduler:
         self._running.remove(answer)
         sequence, checked = answer.sequence, answer.work.checked
         try:
-            if not self._deterministic:
-                sequence.share_prefix()
             if not checked.request.keep_cache:
+                self._share_all(sequence)
                 return None, None
             # mlx-lm's caches hold the last token too.
             if sequence.length < min(len(answer.tokens), sequence.max_tokens):
-                self._logits([answer])
+                batch = self._pool.batch([sequence])
+                mx.eval(self._model.feed(mx.array([answer.tokens[-1:]]), batch))
+                batch.commit(ids=[answer.tokens[-1:]])
+            self._share_all(sequence)
             given = None if checked.cache is None else checked.cache.max_seq_len
             return sequence.to_cache(max(given or self._pool.max_seq_len, checked.reserved)), None
         except Exception as error:
             return None, error
         finally:
             sequence.release()
+
+    def _share_all(self, sequence: PoolSequence) -> None:
+        """Let later requests begin with a text that has ended. A token at a time is not how chunks compute it."""
+        if not self._deterministic:
+            sequence.share_prefix(last_page=True)
 
     def _end(
         self, work: _Work, reason: FinishReason, numbers: Collection[int], error: BaseException | None = None
@@ -444,6 +546,24 @@ class Scheduler:
             elif work in self._waiting:
                 self._waiting.remove(work)
                 self._free_when_full = None  # another one is the first
+
+
+def _mask(answer: _Answer) -> bytes | GrammarError | None:
+    """The tokens that an answer's grammar allows, or why it cannot go on. None: it has no grammar."""
+    try:
+        return None if answer.matcher is None else answer.matcher.mask()
+    except GrammarError as error:
+        return error
+
+
+def _followed(answer: _Answer, picked: Picked | Exception) -> Picked | Exception:
+    """What was picked, or why the answer's grammar does not go on with it."""
+    try:
+        if answer.matcher is not None and isinstance(picked, Picked):
+            answer.matcher.take(picked.token)
+    except GrammarError as error:
+        return error
+    return picked
 
 
 def _release(sequences: list[PoolSequence]) -> None:

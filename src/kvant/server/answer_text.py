@@ -1,12 +1,11 @@
 """One answer's tokens to pieces of text and tool calls, with the log-probabilities of the tokens in each."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from kvant.engine.request import Token
 from kvant.server.generation import Call, Text, TokenLogprob
+from kvant.text.answer_parts import AnswerParts, CallPart, Part, TextPart
 from kvant.text.stream import StopText, TextStream
-from kvant.text.thinking import Thinking
 from kvant.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # of a token that cannot come: JSON has no infinity. OpenAI's number
@@ -19,18 +18,12 @@ class AnswerText:
         tokens: so far.
         thinking_tokens: those before the answer itself, where the model thought.
         calls: tool calls so far.
-        stop: the stop string that ended it.
     """
 
     def __init__(
-        self,
-        number: int,
-        tokenizer: Tokenizer,
-        parts: "AnswerParts",
-        stop: Sequence[str] = (),
-        *,
-        logprobs: bool = False,
+        self, number: int, tokenizer: Tokenizer, parts: AnswerParts | None, stop: Sequence[str], *, logprobs: bool
     ) -> None:
+        """For answer ``number`` of a request. ``parts``: splits it; None: all of it is text."""
         self.tokens = self.thinking_tokens = self.calls = 0
         self._number = number
         self._text = TextStream(tokenizer)
@@ -41,6 +34,7 @@ class AnswerText:
 
     @property
     def stop(self) -> str | None:
+        """The stop string that ended it. One is looked for in the answer itself: thinking and calls do not count."""
         return self._stop.found
 
     def take(self, token: Token) -> list[Text | Call]:
@@ -51,9 +45,10 @@ class AnswerText:
         if token.finish_reason != "stop":  # an end of text is no part of it
             if self._logprobs is not None:
                 self._logprobs.add(self._logprob(token))
-            parts += self._parts.add(self._text.add(token.token))
+            parts += self._split(self._text.add(token.token))
         if token.finish_reason is not None:
-            parts += [*self._parts.add(self._text.finish()), *self._parts.finish()]
+            parts += self._split(self._text.finish())
+            parts += [] if self._parts is None else self._parts.finish()
         events = self._events(parts)
         if token.finish_reason is not None and (rest := self._stop.finish()):
             events.append(self._piece(rest, False))
@@ -61,7 +56,12 @@ class AnswerText:
             self.thinking_tokens = self.tokens
         return events
 
-    def _events(self, parts: Sequence["Part"]) -> list[Text | Call]:
+    def _split(self, text: str) -> Sequence[Part]:
+        if self._parts is not None:
+            return self._parts.add(text)
+        return [TextPart(text)] if text else []
+
+    def _events(self, parts: Sequence[Part]) -> list[Text | Call]:
         events: list[Text | Call] = []
         for part in parts:
             if self.stop is not None:
@@ -125,30 +125,3 @@ class _Pending:
         ]
         self._tokens = [token for token, end in zip(self._tokens, ends, strict=True) if end > last]
         return taken
-
-
-class TextPart(NamedTuple):
-    text: str
-    thinking: bool = False
-
-
-class CallPart(NamedTuple):
-    name: str
-    arguments: str
-
-
-Part = TextPart | CallPart
-
-
-class AnswerParts:
-    def __init__(self, tokenizer: Tokenizer, prompt: str) -> None:
-        self._thinking = Thinking.of(tokenizer, prompt)
-
-    def add(self, text: str) -> list[Part]:
-        if self._thinking is None:
-            return [TextPart(text)] if text else []
-        return [TextPart(text, thinking) for thinking, text in self._thinking.add(text)]
-
-    def finish(self) -> list[Part]:
-        pieces = [] if self._thinking is None else self._thinking.finish()
-        return [TextPart(text, thinking) for thinking, text in pieces]

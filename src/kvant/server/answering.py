@@ -1,37 +1,25 @@
 """A checked request to the engine, and what it generates, as it comes."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+import hashlib
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
-from kvant.engine.batch_engine import Deliver
 from kvant.engine.processors import Frequency, Presence
 from kvant.engine.request import Request, Token
 from kvant.errors import ArgumentError, ContextError, EngineError, KvantError, QueueFullError
-from kvant.models import LanguageModel
-from kvant.server.answer_text import AnswerParts, AnswerText
+from kvant.server.answer_text import AnswerText
+from kvant.server.constraints import NO_TOOLS, grammar_of, shown_tools
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, EndReason, Event, Generation, Text
 from kvant.server.sampling import refused
+from kvant.server.service import Service as Service
+from kvant.text.answer_parts import AnswerParts
 from kvant.text.detokenizer import ByteDetokenizer
 from kvant.text.prompt import encode_prompt, encode_rendered, render_chat
-from kvant.text.tokenizer import Tokenizer
 
 RETRY_AFTER_S = 1  # what a client is told to wait where the queue is full
-
-
-class Service(Protocol):
-    """What is used here of the server's service."""
-
-    model: LanguageModel
-    tokenizer: Tokenizer
-    sampling: Mapping[str, Any]
-    settings: Any
-
-    def check_model(self, name: str) -> str: ...
-    def submit(self, request: Request, deliver: Deliver) -> None: ...
-    def cancel(self, request: Request, answer: int | None = None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +40,9 @@ async def answer(service: Service, generation: Generation) -> AsyncGenerator[Eve
             an engine that was closed or has failed.
         Exception: what failed in the engine for this request alone.
     """
-    prompt = await asyncio.to_thread(read_prompt, service, generation)
-    request = await asyncio.to_thread(_request, service, generation, prompt)
+    prompt, request = await asyncio.to_thread(_prepare, service, generation)
+    if (grammar := await grammar_of(service, generation, prompt.text)) is not None:
+        request = replace(request, logits_processors=[*request.logits_processors, grammar])
     loop, tokens = asyncio.get_running_loop(), asyncio.Queue[Token]()
     try:
         service.submit(request, lambda token: loop.call_soon_threadsafe(tokens.put_nowait, token))
@@ -74,7 +63,8 @@ def read_prompt(service: Service, generation: Generation) -> Prompt:
     """
     try:
         if generation.messages is not None:
-            text = render_chat(service.tokenizer, list(generation.messages), generation.variables)
+            variables = {**generation.variables, "tools": shown_tools(service, generation) or None}
+            text = render_chat(service.tokenizer, _messages(service, generation.messages), variables)
             return Prompt(text, encode_rendered(service.tokenizer, text))
         prompt = "" if generation.prompt is None else generation.prompt
         ids = encode_prompt(service.tokenizer, prompt, service.model.config.vocab_size)
@@ -85,8 +75,38 @@ def read_prompt(service: Service, generation: Generation) -> Prompt:
         raise _failure(error, generation) from error
 
 
-def _request(service: Service, generation: Generation, prompt: Prompt) -> Request:
-    """The engine's request."""
+def _messages(service: Service, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages that the template can write: ids of calls as it wants them.
+
+    Raises:
+        ApiError: 400: calls that it does not know.
+    """
+    made = [dict(message) for message in messages]
+    form = service.tool_format
+    for place, message in enumerate(made):
+        if form is None and ("tool_calls" in message or message["role"] == "tool"):
+            raise ApiError(f"messages[{place}] has to do with tools; {NO_TOOLS}", param=f"messages[{place}]")
+        if form is None or form.id_length is None:
+            continue
+        if "tool_calls" in message:
+            message["tool_calls"] = [
+                {**call, "id": _call_id(call["id"], form.id_length)} for call in message["tool_calls"]
+            ]
+        if "tool_call_id" in message:
+            message["tool_call_id"] = _call_id(message["tool_call_id"], form.id_length)
+    return made
+
+
+def _call_id(given: str, length: int) -> str:
+    """The id of a call with so many letters and digits; another one where it has not, always the same."""
+    if len(given) == length and given.isascii() and given.isalnum():
+        return given
+    return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:length]
+
+
+def _prepare(service: Service, generation: Generation) -> tuple[Prompt, Request]:
+    """The prompt, and the engine's request."""
+    prompt = read_prompt(service, generation)
     tokenizer, vocab_size = service.tokenizer, service.model.config.vocab_size
     options = generation.sampling
     try:
@@ -100,7 +120,7 @@ def _request(service: Service, generation: Generation, prompt: Prompt) -> Reques
     counted = [
         replace(each, first=len(prompt.ids)) if isinstance(each, Presence | Frequency) else each for each in processors
     ]
-    return Request(
+    request = Request(
         prompt.ids,
         max_tokens=-1 if generation.max_tokens is None else generation.max_tokens,
         sampler=sampler,
@@ -110,6 +130,7 @@ def _request(service: Service, generation: Generation, prompt: Prompt) -> Reques
         top_logprobs=generation.top_logprobs,
         answers=generation.answers,
     )
+    return prompt, request
 
 
 async def _events(
@@ -119,12 +140,7 @@ async def _events(
     tokenizer = service.tokenizer
     # Some tokenizers decode in their own process: whoever waits for that must not be the server's loop.
     waits = not isinstance(tokenizer.detokenizer, ByteDetokenizer)
-    texts = {
-        number: AnswerText(
-            number, tokenizer, AnswerParts(tokenizer, prompt.text), generation.stop, logprobs=generation.logprobs
-        )
-        for number in range(generation.answers)
-    }
+    texts = {number: _text(service, generation, prompt, number) for number in range(generation.answers)}
     has_begun = False
     while texts:
         token = await tokens.get()
@@ -142,16 +158,24 @@ async def _events(
         read: Callable[[], list[Text | Call]] = lambda text=text, token=token: text.take(token)  # type: ignore[misc]  # noqa: E731
         for event in await asyncio.to_thread(read) if waits else read():
             yield event
-        if text.stop is None and token.finish_reason is None:
-            continue
         if token.finish_reason is None:
+            if text.stop is None and (generation.parallel_tool_calls or not text.calls):
+                continue
             service.cancel(request, token.answer)
         del texts[token.answer]
         yield End(token.answer, _reason(text, token), text.tokens, text.thinking_tokens, text.stop)
 
 
+def _text(service: Service, generation: Generation, prompt: Prompt, number: int) -> AnswerText:
+    parts = None
+    if generation.messages is not None:
+        tools = shown_tools(service, generation)
+        parts = AnswerParts(service.tokenizer, prompt.text, tools, service.tool_format)
+    return AnswerText(number, service.tokenizer, parts, generation.stop, logprobs=generation.logprobs)
+
+
 def _reason(text: AnswerText, token: Token) -> EndReason:
-    if text.stop is None and token.finish_reason != "stop":
+    if text.stop is None and token.finish_reason in ("length", "context"):
         return "length"
     return "tool_calls" if text.calls else "stop"
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -23,6 +24,7 @@ ENDPOINTS = {
     "/v1/responses": ("responses", "endpoint"),
     "/v1/messages": ("messages", "endpoint"),
     "/v1/messages/count_tokens": ("messages", "count_tokens"),
+    "/tokenize": ("tokenize", "endpoint"),
 }
 RETRY_AFTER_S = 1
 
@@ -43,9 +45,13 @@ def make_app(service: Service) -> Starlette:
             routes.append(Route(path, getattr(import_module(f"kvant.server.{module}"), name), methods=["POST"]))
     if find_spec("kvant.server.page"):
         routes += import_module("kvant.server.page").routes
+    pages = []
+    if origins := service.settings.allow_origins:  # a browser asks without a key whether it may ask with one
+        told = ("request-id", "retry-after")
+        pages = [Middleware(CORSMiddleware, origins, ("GET", "POST"), ("*",), expose_headers=told)]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, service), Middleware(Keys, service), Middleware(Bodies, service)],
+        middleware=[Middleware(Guard, service), *pages, Middleware(Keys, service), Middleware(Bodies, service)],
         exception_handlers=dict.fromkeys(
             (ApiError, HTTPException, ContextError, PromptError, ArgumentError, QueueFullError, EngineError),
             _answer_error,

@@ -1,6 +1,7 @@
 """A request's body as a typed structure; what is wrong with it is a 400 that names the field."""
 
 import re
+from collections.abc import Iterable
 from typing import TypeVar
 
 import msgspec
@@ -8,6 +9,8 @@ import msgspec
 from kvant.server.errors import ApiError
 
 T = TypeVar("T")
+MAX_DEPTH = 64
+NESTED = (msgspec.Struct, dict, list, tuple)
 
 
 class Fields(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -18,13 +21,39 @@ def decode(body: bytes, kind: type[T]) -> T:
     """A JSON body as ``kind``.
 
     Raises:
-        ApiError: 400: not JSON, a field that is not known, one that is missing, or one of another type.
+        ApiError: 400: not JSON, a field that is not known, one that is missing, or one of another type;
+            or nested too deeply.
     """
     try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+        found = msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         text = str(error)
-        unknown = re.search(r"unknown field `([^`]*)`", text)
+        field = re.search(r"(?:unknown|required) field `([^`]*)`", text)
         place = re.search(r" - at `\$\.?([^`]*)`", text)
-        names = [found[1] for found in (place, unknown) if found]
+        names = [found[1] for found in (place, field) if found]
         raise ApiError(text, param=".".join(names) or None) from error
+    check_depth(found)
+    return found
+
+
+def check_depth(found: object) -> None:
+    """Refuse JSON that is nested deeper than MAX_DEPTH, before anything walks it by recursion.
+
+    It is looked at level by level, and only where it has objects and arrays: their number is bounded before, by
+    :class:`kvant.server.security.Bodies`.
+
+    Raises:
+        ApiError: 400: it is.
+    """
+    level = [found]
+    for _ in range(MAX_DEPTH):
+        level = [child for node in level for child in _children(node) if isinstance(child, NESTED)]
+        if not level:
+            return
+    raise ApiError(f"the body's JSON is nested deeper than {MAX_DEPTH} levels")
+
+
+def _children(node: object) -> Iterable[object]:
+    if isinstance(node, msgspec.Struct):
+        return (getattr(node, name) for name in node.__struct_fields__)
+    return node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()

@@ -52,5 +52,7 @@ class ApiError(Exception):
     def anthropic(self, request_id: str) -> dict[str, Any]:
         """The body in Anthropic's shape."""
         default = "invalid_request_error" if self.status < 500 else "api_error"
-        error = {"type": ANTHROPIC_TYPES.get(self.status, default), "message": self.message}
+        error: dict[str, Any] = {"type": ANTHROPIC_TYPES.get(self.status, default), "message": self.message}
+        if self.code is not None:
+            error["details"] = {"error_code": self.code}
         return {"type": "error", "error": error, "request_id": request_id}

@@ -1,86 +1,132 @@
-"""OpenAI's conversations: a body of /v1/chat/completions as a generation."""
+"""OpenAI's conversations, tools and formats as a generation asks for them."""
 
+import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from contextlib import suppress
+from typing import Any
 
 from kvant.server.answering import Service
-from kvant.server.body import Fields
 from kvant.server.errors import ApiError
-from kvant.server.generation import Generation
-from kvant.server.sampling import SamplingFields, check_range, sampling_options
+from kvant.server.generation import Format, Generation, Tool, ToolChoice
+from kvant.server.openai_body import (
+    ChatBody,
+    CommonBody,
+    FunctionTool,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    Message,
+    NamedChoice,
+    Part,
+    StructuredOutputs,
+    ToolCall,
+)
+from kvant.server.sampling import check_range, sampling_options
+from kvant.server.thinking_options import with_effort
+from kvant.server.tools import checked_tools, tool_named
+from kvant.text.variables import check_variables
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # texts of stop, and characters of one
-MAX_TOP_LOGPROBS = 20
-
-
-class StreamOptions(Fields, frozen=True):
-    """Of a streamed answer."""
-
-    include_usage: bool | None = None
-
-
-class Part(Fields, frozen=True):
-    """A part of a message's content."""
-
-    type: str
-    text: str | None = None
-
-
-class Message(Fields, frozen=True):
-    """A message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-
-
-class ChatBody(SamplingFields, frozen=True, kw_only=True):
-    """The body."""
-
-    model: str
-    messages: list[Message]
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    stop: str | list[str] | None = None
-    n: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    ignore_eos: bool | None = None
+MAX_TOP_LOGPROBS = 20  # OpenAI's
 
 
 def chat_generation(body: ChatBody, service: Service, salt: bytes) -> Generation:
-    """What a body asks for.
+    """What a body of /v1/chat/completions asks for.
 
     Raises:
         ApiError: 400: a field that cannot be applied.
     """
-    if body.stream_options is not None and not body.stream:
-        raise ApiError("stream_options is given without stream: true", param="stream_options")
+    if body.store:
+        raise ApiError("store is true; expected false: this server keeps no answers", param="store")
     if body.top_logprobs is not None:
         check_range("top_logprobs", body.top_logprobs, 0, MAX_TOP_LOGPROBS)
         if body.top_logprobs and not body.logprobs:
-            raise ApiError("top_logprobs is given without logprobs: true", param="top_logprobs")
+            raise ApiError("top_logprobs has no effect without logprobs: true", param="top_logprobs")
+    tools = tools_of(body.tools or ())
     return Generation(
-        messages=[_message(place, message) for place, message in enumerate(body.messages)],
-        sampling=sampling_options(body),
+        messages=messages_of(body.messages),
+        tools=tools,
+        tool_choice=_tool_choice(body, tools),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        format=_format(body),
         max_tokens=max_tokens(body.max_tokens, body.max_completion_tokens),
-        stop=stops(body.stop),
-        answers=answers(body.n, service),
         logprobs=bool(body.logprobs),
         top_logprobs=body.top_logprobs or 0,
-        ignore_eos=bool(body.ignore_eos),
-        variables=service.settings.template_variables,
-        salt=salt,
+        variables=_variables(body, service),
+        **common_fields(body, service, salt),
     )
 
 
-def _message(place: int, message: Message) -> Mapping[str, Any]:
-    """A message as the chat template takes it."""
+def common_fields(body: CommonBody, service: Service, salt: bytes) -> dict[str, Any]:
+    """The fields of a generation that chat and completions fill in the same way.
+
+    Raises:
+        ApiError: 400: a field that cannot be applied.
+    """
+    if body.stream_options is not None:
+        if not body.stream:
+            raise ApiError("stream_options has no effect without stream: true", param="stream_options")
+        if body.stream_options.include_obfuscation:
+            param = "stream_options.include_obfuscation"
+            raise ApiError(f"{param} is true; expected false: a stream's lengths are not hidden", param=param)
+    return {
+        "sampling": sampling_options(body),
+        "stop": stops(body.stop),
+        "answers": number_of_answers(body.n, service),
+        "ignore_eos": bool(body.ignore_eos),
+        "salt": salt,
+    }
+
+
+def messages_of(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
+    """A conversation as :attr:`Generation.messages` has it.
+
+    Raises:
+        ApiError: 400: a message that no chat template can be given.
+    """
+    if not messages:
+        raise ApiError("messages is empty; expected at least one message", param="messages")
+    names: dict[str, str] = {}  # of tools, by the ids of their calls
+    return [_message(f"messages[{place}]", message, names) for place, message in enumerate(messages)]
+
+
+def _message(place: str, message: Message, names: dict[str, str]) -> Mapping[str, Any]:
     role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": text_of(message.content, f"messages[{place}].content")}
+    made: dict[str, Any] = {"role": role, "content": text_of(message.content, f"{place}.content")}
+    if message.name is not None:
+        made["name"] = message.name
+    for name in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
+        if role != "assistant" and getattr(message, name):
+            raise ApiError(f"{place} of the role {role!r} has {name}; expected it of an assistant", param=place)
+    if (message.tool_call_id is None) is (role == "tool"):
+        raise ApiError(f"{place}: expected tool_call_id of the role 'tool', and only there", param=place)
+    if role == "tool":
+        called = message.tool_call_id or ""
+        if called not in names:
+            param = f"{place}.tool_call_id"
+            raise ApiError(f"{param} is {called[:80]!r}; no call before it has this id", param=param)
+        return {"name": names[called], **made, "tool_call_id": called}
+    if message.tool_calls:
+        made["tool_calls"] = [_call(f"{place}.tool_calls[{at}]", call) for at, call in enumerate(message.tool_calls)]
+        names |= {call.id: call.function.name for call in message.tool_calls}
+    if reasoning := message.reasoning_content or message.reasoning:
+        made["reasoning_content"] = reasoning
+    if message.content is None:
+        made["content"] = message.refusal or ""
+        if role != "assistant" or not (message.tool_calls or message.refusal or reasoning):
+            raise ApiError(f"{place} has no content; expected text", param=f"{place}.content")
+    return made
+
+
+def _call(place: str, call: ToolCall) -> dict[str, Any]:
+    """A call, its arguments an object as chat templates expect them."""
+    arguments: Any = None
+    with suppress(ValueError, RecursionError):
+        arguments = json.loads(call.function.arguments or "{}")
+    if not isinstance(arguments, dict):
+        param = f"{place}.function.arguments"
+        raise ApiError(f"{param} is {call.function.arguments[:80]!r}; expected the JSON text of an object", param=param)
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def text_of(content: str | Sequence[Part] | None, name: str) -> str:
@@ -91,11 +137,98 @@ def text_of(content: str | Sequence[Part] | None, name: str) -> str:
     """
     if content is None or isinstance(content, str):
         return content or ""
+    texts = []
     for place, part in enumerate(content):
-        if part.type != "text" or part.text is None:
+        text = {"text": part.text, "refusal": part.refusal}.get(part.type)
+        if text is None:
             given = f"{name}[{place}]"
-            raise ApiError(f"{given} is of the type {part.type[:40]!r}; the model reads text only", param=given)
-    return "\n".join(part.text or "" for part in content)
+            said = f"has no {part.type}" if part.type in ("text", "refusal") else f"is of the type {part.type[:40]!r}"
+            raise ApiError(f"{given} {said}; the model reads text only", param=given)
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def tools_of(tools: Sequence[FunctionTool]) -> tuple[Tool, ...]:
+    """The functions that the model may call.
+
+    Raises:
+        ApiError: 400: too many, or one with a name that is none, or is another's.
+    """
+    made = []
+    for tool in tools:
+        function = tool.function
+        given = {} if function.parameters is None else {"parameters": function.parameters}
+        made.append(Tool(function.name, function.description or "", strict=bool(function.strict), **given))
+    return checked_tools(made, "tools[{}].function.name")
+
+
+def _tool_choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice | Tool:
+    choice = body.tool_choice
+    if choice in (None, "none") or (choice == "auto" and not tools):
+        return "auto" if choice is None else "none"
+    if not tools:
+        raise ApiError("tool_choice has no effect without tools", param="tool_choice")
+    if not isinstance(choice, NamedChoice):
+        return choice
+    return tool_named(tools, choice.function.name)
+
+
+def _format(body: ChatBody) -> Format | None:
+    wanted = body.response_format
+    if structured := structured_format(body.structured_outputs):
+        if isinstance(wanted, JsonObjectFormat | JsonSchemaFormat):
+            said = "response_format and structured_outputs are given; expected one of them"
+            raise ApiError(said, param="response_format")
+        return structured
+    if isinstance(wanted, JsonObjectFormat):
+        return Format("json_object")
+    if isinstance(wanted, JsonSchemaFormat):
+        return Format("json_schema", wanted.json_schema.schema)
+    return None
+
+
+def structured_format(given: StructuredOutputs | None) -> Format | None:
+    """vLLM's structured_outputs.
+
+    Raises:
+        ApiError: 400: more or less than one format.
+    """
+    if given is None:
+        return None
+    found = [name for name in ("json", "regex", "choice", "grammar") if getattr(given, name) is not None]
+    if len(found) != 1:
+        said = ", ".join(found) or "nothing"
+        raise ApiError(
+            f"structured_outputs has {said}; expected one of json, regex, choice, grammar", param="structured_outputs"
+        )
+    if given.json is not None:
+        return Format("json_schema", given.json)
+    if given.choice is not None:
+        if not given.choice:
+            raise ApiError("structured_outputs.choice is empty; expected texts", param="structured_outputs.choice")
+        return Format("regex", "|".join(map(escaped, given.choice)))
+    return Format("regex", given.regex) if given.regex is not None else Format("grammar", given.grammar or "")
+
+
+def escaped(text: str) -> str:
+    """A regular expression of exactly this text, in Rust's syntax."""
+    return re.sub(r"([\\.+*?()|\[\]{}^$#&\-~/])", r"\\\1", text)
+
+
+def _variables(body: ChatBody, service: Service) -> dict[str, Any]:
+    """Variables of the chat template: those that the server was started with, and the client's."""
+    given = dict(body.chat_template_kwargs or {})
+    try:
+        check_variables(service.tokenizer, given)
+    except ValueError as error:
+        raise ApiError(f"chat_template_kwargs {error}", param="chat_template_kwargs") from error
+    effort: Mapping[str, Any] = {}
+    if body.reasoning_effort is not None:
+        effort = with_effort(service.tokenizer, body.reasoning_effort, "reasoning_effort")
+    if both := given.keys() & effort.keys():
+        said = f"reasoning_effort and chat_template_kwargs both set {' and '.join(sorted(both))}"
+        raise ApiError(f"{said}; expected one of them", param="reasoning_effort")
+    return {**service.settings.template_variables, **given, **effort}
 
 
 def max_tokens(*given: int | None) -> int | None:
@@ -113,7 +246,7 @@ def max_tokens(*given: int | None) -> int | None:
     return numbers.pop() if numbers else None
 
 
-def stops(given: str | Sequence[str] | None) -> tuple[str, ...]:
+def stops(given: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
     """The texts that end an answer.
 
     Raises:
@@ -121,14 +254,15 @@ def stops(given: str | Sequence[str] | None) -> tuple[str, ...]:
     """
     found = (given,) if isinstance(given, str) else tuple(given or ())
     if len(found) > MAX_STOPS:
-        raise ApiError(f"stop has {len(found)} texts; expected at most {MAX_STOPS}", param="stop")
+        raise ApiError(f"{name} has {len(found)} texts; expected at most {MAX_STOPS}", param=name)
     for text in found:
         if not 1 <= len(text) <= MAX_STOP_LENGTH:
-            raise ApiError(f"stop has a text of {len(text)} characters; expected 1 to {MAX_STOP_LENGTH}", param="stop")
+            expected = f"expected 1 to {MAX_STOP_LENGTH}"
+            raise ApiError(f"{name} has a text of {len(text)} characters; {expected}", param=name)
     return found
 
 
-def answers(n: int | None, service: Service) -> int:
+def number_of_answers(n: int | None, service: Service) -> int:
     """How many answers.
 
     Raises:

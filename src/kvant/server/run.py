@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import logging
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -17,8 +19,11 @@ from starlette.applications import Starlette
 from kvant.errors import KvantError, one_line
 from kvant.server.app import make_app
 from kvant.server.connection import Connection
+from kvant.server.security import described
 from kvant.server.service import Service
 from kvant.server.settings import Settings
+
+logger = logging.getLogger("kvant.server")
 
 EXIT_INTERRUPTED = 130
 LAST_S = 2  # for what is written when the engine has ended
@@ -91,7 +96,7 @@ class Server(uvicorn.Server):
             lifespan="off",
             loop="asyncio",
             log_config=None,
-            log_level="error",
+            log_level="critical",
             access_log=False,
             proxy_headers=False,
             server_header=False,
@@ -105,6 +110,7 @@ class Server(uvicorn.Server):
         self._ending: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(_log)
         await super().startup(sockets)
         assert sockets is not None
         self._announce(url_of(sockets[0]))
@@ -144,6 +150,12 @@ class Server(uvicorn.Server):
             await asyncio.sleep(0.05)
         await asyncio.to_thread(service.close)
         self.should_exit = True
+
+
+def _log(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What the event loop says of an error that nobody waits for: its kind and place, and not its text."""
+    error = context.get("exception")
+    logger.error("%s%s", context["message"], "" if error is None else f": {described(error)}")
 
 
 def _allow_files(count: int) -> None:

@@ -2,6 +2,8 @@
 
 import time
 from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
 
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool import Pool
@@ -16,7 +18,9 @@ from kvant.server.errors import ApiError
 from kvant.server.live import Live
 from kvant.server.metrics import Metrics
 from kvant.server.settings import Settings
+from kvant.text.grammar import Grammars
 from kvant.text.tokenizer import Tokenizer
+from kvant.text.tool_calls import tool_format
 
 DEFAULT_MAX_KV_SIZE = 4096
 
@@ -27,9 +31,12 @@ class Service:
     Attributes:
         settings: that it was started with.
         model, tokenizer, pool, engine: the loaded model and what computes it.
-        names: that requests may call the model by. The first is the one that answers carry.
+        names: that requests may call the model by. The first is the one that answers carry and /v1/models lists.
         sampling: the model's own options, in the names of SamplingOptions.
+        tool_format: of the model's tool calls; None: its template takes no tools.
+        grammars: that answers can be held to.
         max_seq_len: tokens that a prompt and its answer can have together.
+        planned: bytes by name, as the memory was planned; empty: it was not.
         metrics: counters since the start.
         live: what the page shows of the pool and the engine.
         draining: no further request is taken.
@@ -37,17 +44,27 @@ class Service:
         started: when it was, in seconds since 1970.
     """
 
-    def __init__(self, settings: Settings, model: LanguageModel, tokenizer: Tokenizer, pool: Pool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        pool: Pool,
+        planned: Mapping[str, int] | None = None,
+    ) -> None:
         """Start the engine on a pool. See :meth:`start`."""
         folder = find_model(settings.model)
         self.settings, self.model, self.tokenizer, self.pool = settings, model, tokenizer, pool
-        self.names = tuple(dict.fromkeys([settings.model, folder.name]))
+        self.names = _names(settings, folder)
         self.sampling = read_model_sampling(folder)
         if self.sampling.get("top_k", 0) >= model.config.vocab_size:
             self.sampling["top_k"] = 0  # it leaves nothing out
+        self.tool_format = tool_format(tokenizer)
+        self.grammars = Grammars(tokenizer, model.config.vocab_size)
         limit = context_limit(model, pool.max_seq_len)
         assert limit is not None
         self.max_seq_len = limit
+        self.planned = dict(planned or {})
         self.draining = False
         self.active = 0
         self.started = time.time()
@@ -65,9 +82,15 @@ class Service:
 
     @classmethod
     def start(
-        cls, settings: Settings, model: LanguageModel | None = None, tokenizer: Tokenizer | None = None
+        cls,
+        settings: Settings,
+        model: LanguageModel | None = None,
+        tokenizer: Tokenizer | None = None,
+        planned: Mapping[str, int] | None = None,
     ) -> "Service":
         """Load a model, unless a loaded one is given, reserve the pool, and start the engine.
+
+        ``planned``: bytes by name, that /props tells.
 
         Raises:
             ModelError: no such model, or one whose layers cannot use a pool.
@@ -77,7 +100,7 @@ class Service:
         if model is None or tokenizer is None:
             adapter = None if settings.adapter_path is None else find_adapter(settings.adapter_path)
             model, tokenizer = load_folder(find_model(settings.model), adapter_path=adapter)
-        return cls(settings, model, tokenizer, make_pool(settings, model))
+        return cls(settings, model, tokenizer, make_pool(settings, model), planned)
 
     @property
     def recent(self) -> deque[tuple[float, float]]:
@@ -97,7 +120,7 @@ class Service:
         """
         if name in self.names:
             return self.names[0]
-        served = " or ".join(map(repr, self.names))
+        served = repr(self.names[0])
         raise ApiError(
             f"the model {name[:200]!r} is not served; expected {served}",
             status=404,
@@ -126,6 +149,17 @@ class Service:
         self.draining = True
         self.live.close()
         return self.engine.close(drain=drain, timeout=timeout)
+
+
+def _names(settings: Settings, folder: Path) -> tuple[str, ...]:
+    """The name that was given, a folder's or repository's last part, and further names; of a path the last part first.
+
+    A path says more of the machine than a client needs.
+    """
+    given = settings.model
+    is_path = given.startswith(("/", ".", "~")) or Path(given).is_dir()
+    last = folder.resolve().name if is_path else given.partition("@")[0].rpartition("/")[2]
+    return tuple(dict.fromkeys([last, given] if is_path else [given, last])) + settings.aliases
 
 
 def make_pool(settings: Settings, model: LanguageModel) -> Pool:

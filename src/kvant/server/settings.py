@@ -49,6 +49,7 @@ class Settings:
     Attributes:
         model: as for :func:`kvant.engine.load.find_model`.
         adapter_path: the folder of an adapter.
+        aliases: further names of the model.
         host: an address or name to listen on.
         port: 0: any that is free.
         sequences: answers at once.
@@ -67,6 +68,7 @@ class Settings:
 
     model: str = POCKET
     adapter_path: str | None = None
+    aliases: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8080
     sequences: int = 4
@@ -94,6 +96,9 @@ class Settings:
             raise ArgumentError(
                 "host", f"is {self.host}, which other machines reach; it is refused without", needs="api_key_file"
             )
+        for alias in self.aliases:
+            if not alias.strip() or not alias.isprintable() or len(alias) > 200:
+                raise ArgumentError("alias", f"is {alias[:80]!r}; expected a name")
         for origin in self.allow_origins:
             if not ORIGIN.fullmatch(origin):
                 raise ArgumentError(

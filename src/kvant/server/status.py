@@ -4,6 +4,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+import mlx.core as mx
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -28,15 +29,15 @@ async def metrics(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """The served model under its names, with the fields that OpenAI's and Anthropic's clients read."""
+    """The served model, with the fields that OpenAI's and Anthropic's clients read."""
     service: Service = request.app.state.service
-    data = [_model(service, name) for name in service.names]
-    ends = {"first_id": service.names[0], "last_id": service.names[-1]}
-    return JSONResponse({"object": "list", "data": data, "has_more": False, **ends})
+    name = service.names[0]
+    only = {"object": "list", "data": [_model(service, name)], "has_more": False, "first_id": name, "last_id": name}
+    return JSONResponse(only)
 
 
 async def model(request: Request) -> Response:
-    """One of them."""
+    """The same by any of its names."""
     service: Service = request.app.state.service
     name = request.path_params["name"]
     service.check_model(name)
@@ -88,6 +89,12 @@ async def props(request: Request) -> Response:
                 "max_queue": settings.max_queue,
             },
             "sampling": service.sampling,
+            "memory": {
+                "planned": service.planned,
+                "active": mx.get_active_memory(),
+                "kept_for_reuse": mx.get_cache_memory(),
+                "peak": mx.get_peak_memory(),
+            },
             "limits": asdict(settings.limits),
             "key_required": bool(settings.api_keys),
             "environment": asdict(environment()),

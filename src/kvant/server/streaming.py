@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -11,7 +11,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvant.server.errors import ApiError
-from kvant.server.generation import Event
 
 T = TypeVar("T")
 LOG = logging.getLogger("kvant.server")
@@ -19,17 +18,17 @@ GONE = 499  # a status that nobody reads; nginx's
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # a proxy passes on each event as it comes
 
 
-class Events:
+class Events(Generic[T]):
     """An answer's events, the first of which has come already."""
 
-    def __init__(self, first: Event, rest: AsyncGenerator[Event, None]) -> None:
-        self._first: Event | None = first
+    def __init__(self, first: T, rest: AsyncGenerator[T, None]) -> None:
+        self._first: T | None = first
         self._rest = rest
 
-    def __aiter__(self) -> "Events":
+    def __aiter__(self) -> "Events[T]":
         return self
 
-    async def __anext__(self) -> Event:
+    async def __anext__(self) -> T:
         if (first := self._first) is not None:
             self._first = None
             return first
@@ -40,7 +39,7 @@ class Events:
         await self._rest.aclose()
 
 
-async def begin(request: Request, events: AsyncGenerator[Event, None]) -> Events:
+async def begin(request: Request, events: AsyncGenerator[T, None]) -> Events[T]:
     """Wait for the first event: an error before it is the response.
 
     Raises:
@@ -85,7 +84,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: Events,
+        events: Events[Any],
         lines: AsyncGenerator[bytes, None],
         failed: Callable[[ApiError], bytes],
         headers: Mapping[str, str] | None = None,

@@ -134,6 +134,13 @@ def _table() -> dict[str, int]:
 BYTES = _table()
 
 
+def token_bytes(pieces: Sequence[str | None], *, byte_level: bool) -> list[bytes]:
+    """The bytes that each of a vocabulary's strings stands for; none for an id that it does not have."""
+    if byte_level:
+        return [_byte_level(piece or "") for piece in pieces]
+    return [_byte_fallback(piece or "")[0] for piece in pieces]
+
+
 def _byte_level(piece: str) -> bytes:
     """A token that has any other letter, such as an added one with a space, stands for itself."""
     found = [BYTES.get(letter) for letter in piece]

@@ -104,6 +104,7 @@ class Encoder:
         find = self._tokenizer.token_to_id
         # Clean-up looks at several tokens at once.
         kind = decoder_kind(self._decoder) if not self._clean_up or self._kind == "BPE" else "other"
+        added = self._tokenizer.get_added_tokens_decoder()
         last = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         return {
             "special": {name: [token, find(token)] for name, token in self._named.items()},
@@ -113,6 +114,7 @@ class Encoder:
             "thinking": next((THINKING[tokens] for tokens in THINKING if None not in map(find, tokens)), None),
             "decoder": kind,
             "pieces": [] if kind == "other" else self.tokens(list(range(last + 1)))["tokens"],
+            "marks": sorted(place for place, each in added.items() if is_mark(each)),
             "strips": isinstance(self._decoder, dict) and STRIP in self._decoder.get("decoders", ()),
         }
 
@@ -206,6 +208,11 @@ def _differ(listed: Mapping[str, Any], present: Mapping[int, AddedToken]) -> boo
     return {int(key): repr(token(value)) for key, value in listed.items()} != {
         key: repr(present[key]) for key in present
     }
+
+
+def is_mark(added: AddedToken) -> bool:
+    """Whether an added token is more than text, such as ``<|im_end|>``. Added spaces and line breaks are text."""
+    return bool(added.special or added.content.strip())
 
 
 def decoder_kind(decoder: object) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import ModelError, PromptError, one_line
-from kvant.text.detokenizer import ByteDetokenizer, StreamingDetokenizer, WindowDetokenizer
+from kvant.text.detokenizer import ByteDetokenizer, StreamingDetokenizer, WindowDetokenizer, token_bytes
 from kvant.text.folder import read_tokenizer_files
 from kvant.text.process import TextError, TextProcess
 from kvant.text.template import choose_template, cut_at_mark, mark_continuation, plain_data, prepare, render
@@ -204,6 +204,16 @@ class Tokenizer:
     def get_vocab(self) -> dict[str, int]:
         """Every token's id."""
         return dict(self._ask({"do": "vocabulary"}, "the vocabulary cannot be had")["vocabulary"])
+
+    @property
+    def mark_ids(self) -> list[int]:
+        """Ids of the added tokens that are more than text: control tokens, and marks such as ``<tool_call>``."""
+        return list(self._facts["marks"])
+
+    def token_bytes(self) -> list[bytes] | None:
+        """The bytes of every token by its id; None: this tokenizer's tokens are not bytes."""
+        kind = self._facts["decoder"]
+        return None if kind == "other" else token_bytes(self._facts["pieces"], byte_level=kind == "byte_level")
 
     @property
     def detokenizer(self) -> StreamingDetokenizer:

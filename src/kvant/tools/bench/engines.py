@@ -26,6 +26,7 @@ class EngineSpec:
         kernels: of kvant: "unfused" or "fused"; None: the environment variable KVANT_KERNELS and the device decide.
         url: of a server.
         server_model: the name a server knows the model by; None: it is not said.
+        title: a server's label, where there are several.
         one_by_one: of kvant, where several streams are measured: one after another, not together.
     """
 
@@ -38,10 +39,13 @@ class EngineSpec:
     url: str | None = None
     server_model: str | None = None
     one_by_one: bool = False
+    title: str = "server"
 
     @property
     def label(self) -> str:
         """Its name in tables, recordings and errors."""
+        if self.name == "server":
+            return self.title
         if self.name == "kvant":
             own = f"kvant {self.kv_bits}-bit" if self.kv_bits else "kvant full"
             own = f"{own} {self.kernels}" if self.kernels else own

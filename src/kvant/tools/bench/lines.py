@@ -127,8 +127,8 @@ class Streams:
         engine, run: as a token's.
         prompt_tokens: of each request.
         arrivals_ms: when each token of each request was ready, since they came.
-        token_ids: of each request.
-        cpu_ms: processor time of the engine's process, of all its threads.
+        token_ids: of each request; None of a server, which sends text.
+        cpu_ms: processor time of the engine's process, of all its threads; None: not known.
         peak_memory_bytes: as a run's.
     """
 
@@ -136,19 +136,22 @@ class Streams:
     run: int
     prompt_tokens: tuple[int, ...]
     arrivals_ms: tuple[tuple[float, ...], ...]
-    token_ids: tuple[tuple[int, ...], ...]
-    cpu_ms: float
+    token_ids: tuple[tuple[int, ...], ...] | None
+    cpu_ms: float | None
     peak_memory_bytes: int | None
 
     def __post_init__(self) -> None:
         _check(self)
         for name in ("arrivals_ms", "token_ids"):
             rows = getattr(self, name)
+            if rows is None and name == "token_ids":
+                continue
             if not isinstance(rows, list | tuple) or not all(isinstance(row, list | tuple) and row for row in rows):
                 raise ValueError(f"{name} is {shown(rows)}; expected a list for each request")
             object.__setattr__(self, name, tuple(map(tuple, rows)))  # lists where it comes from JSON
         object.__setattr__(self, "prompt_tokens", tuple(self.prompt_tokens))
-        counts, ids = ([len(row) for row in rows] for rows in (self.arrivals_ms, self.token_ids))
+        counts = [len(times) for times in self.arrivals_ms]
+        ids = counts if self.token_ids is None else [len(row) for row in self.token_ids]
         if not counts or counts != ids or len(counts) != len(self.prompt_tokens):
             raise ValueError(
                 f"{len(self.prompt_tokens)} requests, {counts} times, {ids} ids; expected the same of each request"

@@ -55,8 +55,8 @@ GAINED = (
     "rounds, and range. Above 1 is faster."
 )
 LESS = (
-    "Time of all, its CPU time, and the median time between tokens, divided by the baseline's of the same round: "
-    "median over rounds, and range. Below 1 is faster."
+    "Time a token of all, its CPU time, and the median time between tokens, divided by the baseline's of the same "
+    "round: median over rounds, and range. Below 1 is faster."
 )
 COMPARED: list[Column] = [
     ("latency p50, ms", "latency_p50_ms", 1),
@@ -110,9 +110,11 @@ def table(summaries: Sequence[Summary]) -> Group:
 def streams_table(summaries: Sequence[StreamsSummary]) -> Group:
     """The figures of several streams, and their ratios, as tables that fit 80 columns."""
     times = _table(summaries, "Streams that come at once", STREAMS_TIMES, TOGETHER, "streams")
-    together = [summary for summary in summaries if summary.gain is not None]
-    gains = _table(together, "Together against one by one", STREAMS_GAINS, GAINED, "streams")
-    return Group(times, "", gains, "", _table(summaries, "Against the baseline", STREAMS_RATIOS, LESS, "streams"))
+    parts = [times]
+    if together := [summary for summary in summaries if summary.gain is not None]:
+        parts.append(_table(together, "Together against one by one", STREAMS_GAINS, GAINED, "streams"))
+    parts.append(_table(summaries, "Against the baseline", STREAMS_RATIOS, LESS, "streams"))
+    return Group(*[each for part in parts for each in ("", part)][1:])
 
 
 def compare(a: Recording, b: Recording, names: tuple[str, str] = ("A", "B")) -> Table:

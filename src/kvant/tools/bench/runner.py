@@ -97,9 +97,11 @@ def _measure_streams(plan: Plan, workers: Mapping[EngineSpec, Worker], recorder:
             lengths = [plan.contexts[i % len(plan.contexts)] for i in range(count)]
 
             def command(round_number: int, lengths: Sequence[int] = lengths) -> dict[str, Any]:
-                # Each stream has a round of its own, so that no two begin alike.
-                prompts = [plan.prompts(n, (round_number + 1) * 1000 + i).ids for i, n in enumerate(lengths)]
-                return {"command": "streams", "prompts": prompts, "max_tokens": plan.max_tokens}
+                # Each stream has a round of its own: no two begin alike, also of other rounds and numbers of streams.
+                first = ((round_number + 1) * 1000 + len(lengths)) * 1000
+                prompts = [plan.prompts(n, first + i) for i, n in enumerate(lengths)]
+                ids, texts = [prompt.ids for prompt in prompts], [prompt.text for prompt in prompts]
+                return {"command": "streams", "prompts": ids, "texts": texts, "max_tokens": plan.max_tokens}
 
             if number == 0:
                 for spec, worker in workers.items():
@@ -117,9 +119,10 @@ def _measure_streams(plan: Plan, workers: Mapping[EngineSpec, Worker], recorder:
                     line = Streams(engine=spec.label, run=number, prompt_tokens=tuple(lengths), **figures)
                 recorder.write(line)
                 seconds = max(times[-1] for times in line.arrivals_ms) / 1e3
+                tokens = sum(map(len, line.arrivals_ms))
                 progress(
                     f"round {number + 1} of {plan.repeats}, {count} {_streams(count)}, {spec.label}: "
-                    f"{count * plan.max_tokens / seconds:.1f} tokens/s in all"
+                    f"{tokens / seconds:.1f} tokens/s in all"
                 )
 
 

@@ -27,10 +27,12 @@ class StreamsSummary:
         first_token_ms: median over streams and runs.
         between_p50_ms, between_p99_ms: between two tokens of a stream, over all streams and runs.
         cpu_ms_per_token: processor time divided by all tokens, prompts' included in the time only; median over runs.
+            None of a server.
         peak_memory_bytes: the largest of the runs.
         gain, cpu_gain: tokens a second, and tokens a second of processor time, divided by those of the same engine
             one by one in the same round; above 1 is faster.
-        ratio, cpu_ratio: time, and processor time, divided by the baseline's in the same round; below 1 is faster.
+        ratio, cpu_ratio: time a token, and processor time a token, divided by the baseline's in the same round; below
+            1 is faster. Only a server may generate fewer tokens than the others.
         step_ratio: the median time between tokens divided by the baseline's in the same round.
     """
 
@@ -42,7 +44,7 @@ class StreamsSummary:
     first_token_ms: float
     between_p50_ms: float | None
     between_p99_ms: float | None
-    cpu_ms_per_token: float
+    cpu_ms_per_token: float | None
     peak_memory_bytes: int | None
     gain: Spread | None
     cpu_gain: Spread | None
@@ -64,6 +66,7 @@ def summarize_streams(recording: Recording) -> list[StreamsSummary]:
         base = cases.get((count, recording.header.baseline or ""), {})
         alone = cases.get((count, label + ONE_BY_ONE), {})
         gaps = [gap for line in lines for gap in _gaps(line)]
+        cpu = [ms for line in lines if (ms := _cpu_ms(line)) is not None]
         summaries.append(
             StreamsSummary(
                 engine=label,
@@ -74,11 +77,11 @@ def summarize_streams(recording: Recording) -> list[StreamsSummary]:
                 first_token_ms=median(times[0] for line in lines for times in line.arrivals_ms),
                 between_p50_ms=percentile(gaps, 50) if gaps else None,
                 between_p99_ms=percentile(gaps, 99) if gaps else None,
-                cpu_ms_per_token=median(line.cpu_ms / _tokens(line) for line in lines),
+                cpu_ms_per_token=median(cpu) if cpu else None,
                 peak_memory_bytes=max((line.peak_memory_bytes or 0 for line in lines), default=0) or None,
-                gain=paired_ratio(_by_run(alone, _total_ms), _by_run(runs, _total_ms)),
+                gain=paired_ratio(_by_run(alone, _token_ms), _by_run(runs, _token_ms)),
                 cpu_gain=paired_ratio(_by_run(alone, _cpu_ms), _by_run(runs, _cpu_ms)),
-                ratio=paired_ratio(_by_run(runs, _total_ms), _by_run(base, _total_ms)),
+                ratio=paired_ratio(_by_run(runs, _token_ms), _by_run(base, _token_ms)),
                 cpu_ratio=paired_ratio(_by_run(runs, _cpu_ms), _by_run(base, _cpu_ms)),
                 step_ratio=paired_ratio(_by_run(runs, _step_ms), _by_run(base, _step_ms)),
             )
@@ -141,7 +144,7 @@ def same_tokens(recording: Recording) -> str | None:
     pairs: dict[str, list[bool]] = {}
     for (label, run, count), ids in known.items():
         alone = known.get((label + ONE_BY_ONE, run, count), ())
-        pairs.setdefault(label, []).extend(a == b for a, b in zip(ids, alone, strict=False))
+        pairs.setdefault(label, []).extend(a == b for a, b in zip(ids or (), alone or (), strict=False))
     counts = ", ".join(f"{label} in {sum(same)} of {len(same)}" for label, same in pairs.items() if same)
     return f"Streams with the same tokens together and one by one: {counts}." if counts else None
 
@@ -151,15 +154,19 @@ def _gaps(line: Streams) -> list[float]:
 
 
 def _tokens(line: Streams) -> int:
-    return sum(len(ids) for ids in line.token_ids)
+    return sum(map(len, line.arrivals_ms))
 
 
 def _total_ms(line: Streams) -> float:
     return max(times[-1] for times in line.arrivals_ms)
 
 
-def _cpu_ms(line: Streams) -> float:
-    return line.cpu_ms
+def _token_ms(line: Streams) -> float:
+    return _total_ms(line) / _tokens(line)
+
+
+def _cpu_ms(line: Streams) -> float | None:
+    return None if line.cpu_ms is None else line.cpu_ms / _tokens(line)
 
 
 def _step_ms(line: Streams) -> float | None:

@@ -6,7 +6,7 @@
         -> {"kind": "done", "latencies_ms", "token_ids", "tokens", "peak_memory_bytes", "cache_bytes",
             "cache_bytes_per_token"}
         -> {"kind": "interrupted", "latencies_ms"} after a SIGINT
-    {"command": "streams", "prompts": token ids of each, "max_tokens"}
+    {"command": "streams", "prompts": token ids of each, "texts": the same as text or null, "max_tokens"}
         -> {"kind": "done", "arrivals_ms", "token_ids", "cpu_ms", "peak_memory_bytes"}
     any failure -> {"kind": "error", "message"}
 
@@ -23,14 +23,18 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from kvant.errors import BenchError, one_line
 from kvant.tools.bench.engines import EngineSpec
 from kvant.tools.bench.latency import timed
+
+if TYPE_CHECKING:
+    from kvant.tools.bench.streaming import StreamingServer
 
 EVENTS_A_TOKEN = 0.9  # at least: a character of several tokens comes in one
 
@@ -110,9 +114,8 @@ class ServerEngine:
     """A server that streams text; its memory is not known."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        from kvant.tools.bench.streaming import StreamingServer
-
-        self._server = StreamingServer(spec.url or "", model=spec.server_model)
+        self._spec = spec
+        self._clients: list[StreamingServer] = []  # one a stream; each remembers what the server refuses
 
     def describe(self) -> Message:
         """Nothing is known."""
@@ -124,19 +127,59 @@ class ServerEngine:
         Raises:
             BenchError: the server read another number of tokens, or its events are not one token each.
         """
-        wanted = len(command["prompt"])
-        take(self._server.pieces(command["text"], command["max_tokens"]), None, taken)
-        usage, events = self._server.usage, len(taken)
+        [client] = self._connected(1)
+        take(client.pieces(command["text"], command["max_tokens"]), None, taken)
+        tokens = self._checked(client, len(command["prompt"]), len(taken), command["max_tokens"])
+        unknown = ("token_ids", "peak_memory_bytes", "cache_bytes", "cache_bytes_per_token")
+        return {"tokens": tokens} | dict.fromkeys(unknown)
+
+    def streams(self, command: Message) -> Message:
+        """Completions that are asked for at once, each by a thread of its own.
+
+        Raises:
+            BenchError: as those of :meth:`run`.
+        """
+        prompts, texts, count = command["prompts"], command["texts"], command["max_tokens"]
+        clients = self._connected(len(texts))
+        arrivals: list[list[float]] = [[] for _ in texts]
+        started = time.perf_counter()
+
+        def read(number: int) -> None:
+            for _ in clients[number].pieces(texts[number], count):
+                arrivals[number].append(round((time.perf_counter() - started) * 1e3, 3))
+
+        with ThreadPoolExecutor(len(texts)) as threads:
+            list(threads.map(read, range(len(texts))))
+        for client, prompt, times in zip(clients, prompts, arrivals, strict=True):
+            self._checked(client, len(prompt), len(times), count)
+        return {"arrivals_ms": arrivals} | dict.fromkeys(("token_ids", "cpu_ms", "peak_memory_bytes"))
+
+    def _connected(self, count: int) -> "list[StreamingServer]":
+        """So many clients."""
+        from kvant.tools.bench.streaming import StreamingServer
+
+        while len(self._clients) < count:
+            self._clients.append(StreamingServer(self._spec.url or "", model=self._spec.server_model))
+        return self._clients[:count]
+
+    @staticmethod
+    def _checked(client: "StreamingServer", wanted: int, events: int, max_tokens: int) -> int:
+        """Tokens of a completion.
+
+        Args:
+            wanted: tokens of the prompt.
+            events: that came.
+        """
+        usage = client.usage
         if usage.prompt_tokens is not None and abs(usage.prompt_tokens - wanted) > 1:  # one that begins a text
             raise BenchError(f"the server read {usage.prompt_tokens} tokens; expected {wanted}: is the model another?")
         tokens = events if usage.completion_tokens is None else usage.completion_tokens
-        if not EVENTS_A_TOKEN * tokens <= events <= tokens <= command["max_tokens"]:
+        if not EVENTS_A_TOKEN * tokens <= events <= tokens <= max_tokens:
             raise BenchError(
-                f"the server sent {events} events for {tokens} tokens, of {command['max_tokens']} asked for; "
+                f"the server sent {events} events for {tokens} tokens, of {max_tokens} asked for; "
                 "a token's latency can only be measured where an event is a token"
             )
-        unknown = ("token_ids", "peak_memory_bytes", "cache_bytes", "cache_bytes_per_token")
-        return {"tokens": tokens} | dict.fromkeys(unknown)
+        return tokens
 
 
 def serve(commands: "queue.SimpleQueue[Message]", channel: TextIO) -> None:
@@ -155,11 +198,8 @@ def serve(commands: "queue.SimpleQueue[Message]", channel: TextIO) -> None:
             else:
                 assert engine is not None, "a run before a load"
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-                if command["command"] == "streams":
-                    assert isinstance(engine, LocalEngine), "a server's streams are not measured"
-                    figures = engine.streams(command)
-                else:
-                    figures = engine.run(command, taken)
+                together = command["command"] == "streams"
+                figures = engine.streams(command) if together else engine.run(command, taken)
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
                 answer = {"kind": "done", "latencies_ms": [ms for _, ms in taken]} | figures
         except KeyboardInterrupt:

@@ -1,0 +1,454 @@
+"""OpenAI's own client: chat, completions, responses, tools, structure, and its exception classes."""
+
+import asyncio
+import json
+import math
+import threading
+
+import openai
+from checks import (
+    KEY,
+    KEYED_URL,
+    LONG,
+    MODEL,
+    STORY,
+    TOOL_RESULT,
+    URL,
+    WEATHER,
+    WEATHER_SCHEMA,
+    Animal,
+    main,
+    raises,
+    until,
+)
+from pydantic import BaseModel
+
+client = openai.OpenAI(base_url=f"{URL}/v1", api_key="any", max_retries=0, timeout=120)
+TOOL = {"type": "function", "function": {"name": "weather", "description": "Weather.", "parameters": WEATHER_SCHEMA}}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+RESPONSES_TOOL = {"type": "function", "name": "weather", "parameters": WEATHER_SCHEMA, "strict": True}
+
+
+def ask(text=STORY, **options):
+    """A greedy answer, unless something else is said."""
+    given = {"model": MODEL, "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 40}
+    return client.chat.completions.create(**given | options)
+
+
+def check_models():
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    raises(openai.NotFoundError, lambda: client.models.retrieve("nothing"))
+
+
+def check_chat():
+    answer = ask()
+    [choice] = answer.choices
+    assert "Pip" in choice.message.content
+    assert (answer.object, answer.model, choice.index) == ("chat.completion", MODEL, 0)
+    assert (choice.message.role, choice.finish_reason, choice.logprobs) == ("assistant", "length", None)
+    assert answer.usage.completion_tokens == 40
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 40
+    assert ask().choices[0].message.content == choice.message.content
+    assert len(ask(max_tokens=None, max_completion_tokens=3, logprobs=True).choices[0].logprobs.content) == 3
+
+
+def check_messages_of_all_roles_and_parts():
+    parts = [{"type": "text", "text": "Tell me a story"}, {"type": "text", "text": " about a fox named Pip."}]
+    system = {"role": "system", "content": "You tell stories."}
+    assert "Pip" in ask(messages=[system, {"role": "user", "content": parts}]).choices[0].message.content
+    answer = {"role": "assistant", "content": "Pip was a fox."}
+    more = [{"role": "user", "content": STORY}, answer, {"role": "user", "content": "And then?"}]
+    assert ask(messages=more).choices[0].message.content
+
+
+def check_an_answer_that_ends_by_itself():
+    answer = ask(max_tokens=1000)
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens < 1000
+    assert "<|" not in answer.choices[0].message.content
+
+
+def check_seeds():
+    def draw(seed):
+        return ask(temperature=1, seed=seed, top_p=0.95).choices[0].message.content
+
+    assert draw(7) == draw(7)
+    assert len({draw(seed) for seed in range(4)}) == 4
+
+
+def check_options_of_sampling_change_the_answer():
+    plain = ask().choices[0].message.content
+    for option in ({"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"logit_bias": _ban_first_token()}):
+        assert ask(**option).choices[0].message.content != plain, option
+
+
+def _ban_first_token():
+    first = ask(max_tokens=1).choices[0].message.content
+    tokens = client.post("/../tokenize", body={"model": MODEL, "prompt": first}, cast_to=object)["tokens"]
+    return {str(tokens[0]): -100}
+
+
+def check_stream():
+    chunks = list(ask(stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == ask().choices[0].message.content
+    assert len(chunks) > 20
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["length"]
+    assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 40)
+    assert {chunk.usage for chunk in chunks[:-1]} == {None}
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def check_stream_helper():
+    messages = [{"role": "user", "content": STORY}]
+    with client.chat.completions.stream(model=MODEL, messages=messages, temperature=0) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert {"chunk", "content.delta", "content.done"} <= kinds
+    assert final.choices[0].message.content == ask(max_tokens=None).choices[0].message.content
+
+
+def check_many_at_once():
+    """Answers side by side are those of one alone, from one client of asyncio."""
+
+    async def together():
+        async with openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key="any") as many:
+            questions = [f"Tell me about a {animal}." for animal in ("fox", "bear", "duck", "frog")]
+            tasks = [
+                many.chat.completions.create(
+                    model=MODEL, messages=[{"role": "user", "content": q}], temperature=0, max_tokens=20
+                )
+                for q in questions
+            ]
+            return questions, await asyncio.gather(*tasks)
+
+    for question, answer in zip(*asyncio.run(together()), strict=True):
+        assert answer.choices[0].message.content == ask(question, max_tokens=20).choices[0].message.content
+
+
+def check_stop():
+    plain = ask().choices[0].message.content
+    word = plain.split()[6]
+    answer = ask(stop=[word, "never said"])
+    assert answer.choices[0].message.content == plain[: plain.index(word)]
+    assert answer.choices[0].finish_reason == "stop"
+    streamed = "".join(c.choices[0].delta.content or "" for c in ask(stop=word, stream=True))
+    assert streamed == plain[: plain.index(word)]
+
+
+def check_n():
+    several = ask(n=3, temperature=1, seed=5)
+    assert [choice.index for choice in several.choices] == [0, 1, 2]
+    texts = [choice.message.content for choice in several.choices]
+    assert len(set(texts)) == 3
+    assert texts == [ask(temperature=1, seed=5 + i).choices[0].message.content for i in range(3)]
+    assert several.usage.completion_tokens == sum(
+        ask(temperature=1, seed=5 + i).usage.completion_tokens for i in range(3)
+    )
+    streamed = ["", "", ""]
+    for chunk in ask(n=3, temperature=1, seed=5, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
+
+
+def check_logprobs():
+    choice = ask(logprobs=True, top_logprobs=3).choices[0]
+    tokens = choice.logprobs.content
+    assert len(tokens) == 40
+    assert b"".join(bytes(t.bytes) for t in tokens).decode() == choice.message.content
+    for token in tokens:
+        assert token.logprob <= 0
+        assert [t.logprob for t in token.top_logprobs] == sorted((t.logprob for t in token.top_logprobs), reverse=True)
+        assert (len(token.top_logprobs), token.top_logprobs[0].token) == (3, token.token)  # greedy
+        assert sum(math.exp(t.logprob) for t in token.top_logprobs) <= 1.001
+    streamed = [
+        token
+        for chunk in ask(logprobs=True, top_logprobs=1, stream=True)
+        for choice in chunk.choices
+        if choice.logprobs
+        for token in choice.logprobs.content
+    ]
+    assert [t.token for t in streamed] == [t.token for t in tokens]
+
+
+def check_json_object():
+    answer = ask("Say JSON.", response_format={"type": "json_object"}, max_tokens=300).choices[0]
+    if answer.finish_reason == "stop":
+        assert isinstance(json.loads(answer.message.content), dict)
+    else:
+        assert (answer.finish_reason, answer.message.content[0]) == ("length", "{")
+
+
+def check_parsed_structure():
+    for temperature in (0, 1):
+        answer = client.chat.completions.parse(
+            model=MODEL,
+            messages=[{"role": "user", "content": STORY}],
+            response_format=Animal,
+            temperature=temperature,
+            seed=3 if temperature else None,
+        )
+        assert isinstance(answer.choices[0].message.parsed, Animal)
+        assert answer.choices[0].finish_reason == "stop"
+    with client.chat.completions.stream(
+        model=MODEL, messages=[{"role": "user", "content": STORY}], response_format=Animal, temperature=0
+    ) as stream:
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Animal)
+
+
+def check_structure_cut_short():
+    """Under a schema the answer that has no room to end says so."""
+    schema = {"name": "animal", "strict": True, "schema": {**Animal.model_json_schema(), "additionalProperties": False}}
+    answer = ask(response_format={"type": "json_schema", "json_schema": schema}, max_tokens=3).choices[0]
+    assert answer.finish_reason == "length"
+    raises(
+        openai.LengthFinishReasonError,
+        lambda: client.chat.completions.parse(
+            model=MODEL, messages=[{"role": "user", "content": STORY}], response_format=Animal, max_tokens=3
+        ),
+    )
+
+
+def check_tools():
+    answer = ask(WEATHER, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=200)
+    [choice] = answer.choices
+    [call] = choice.message.tool_calls
+    assert (choice.finish_reason, call.type, call.function.name) == ("tool_calls", "function", "weather")
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    assert call.id
+    named = ask(
+        WEATHER, tools=[TOOL, CLOCK], tool_choice={"type": "function", "function": {"name": "clock"}}, max_tokens=200
+    ).choices[0]
+    assert [call.function.name for call in named.message.tool_calls] == ["clock"]
+    assert json.loads(named.message.tool_calls[0].function.arguments) == {}
+    silent = ask(WEATHER, tools=[TOOL], tool_choice="none").choices[0]
+    assert silent.message.tool_calls is None
+    assert silent.message.content
+
+
+def check_a_loop_with_a_tool():
+    """The call goes back with its result, and an answer in words follows."""
+    messages = [{"role": "user", "content": WEATHER}]
+    first = ask(messages=messages, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=200)
+    [call] = first.choices[0].message.tool_calls
+    messages.append(first.choices[0].message.to_dict())
+    messages.append({"role": "tool", "tool_call_id": call.id, "content": TOOL_RESULT})
+    second = ask(messages=messages, tools=[TOOL], tool_choice="none")
+    assert second.choices[0].message.content
+    assert second.usage.prompt_tokens > first.usage.prompt_tokens
+
+
+def check_streamed_tools():
+    name = arguments = ""
+    ids, reasons = set(), []
+    options = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
+    for chunk in ask(WEATHER, stream=True, **options):
+        [choice] = chunk.choices
+        reasons += [choice.finish_reason] if choice.finish_reason else []
+        for call in choice.delta.tool_calls or []:
+            assert call.index == 0
+            ids |= {call.id} - {None}
+            name += call.function.name or ""
+            arguments += call.function.arguments or ""
+    assert (name, reasons, len(ids)) == ("weather", ["tool_calls"], 1)
+    assert json.loads(arguments)["city"] in ("Rome", "Oslo")
+    given = {"model": MODEL, "messages": [{"role": "user", "content": WEATHER}], "temperature": 0}
+    with client.chat.completions.stream(**given, **options) as stream:
+        [call] = stream.get_final_completion().choices[0].message.tool_calls
+    assert call.function.arguments == arguments
+
+
+def check_a_tool_of_a_pydantic_class():
+    class Weather(BaseModel):
+        city: str
+
+    tool = openai.pydantic_function_tool(Weather)
+    tool["function"]["parameters"]["properties"]["city"]["enum"] = ["Rome", "Oslo"]
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=[{"role": "user", "content": WEATHER}], tools=[tool], tool_choice="required"
+    )
+    assert isinstance(answer.choices[0].message.tool_calls[0].function.parsed_arguments, Weather)
+
+
+def check_legacy_completions():
+    given = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+    answer = client.completions.create(**given, logprobs=2)
+    text = answer.choices[0].text
+    assert (answer.object, answer.choices[0].finish_reason) == ("text_completion", "length")
+    assert "".join(answer.choices[0].logprobs.tokens) == text
+    assert len(answer.choices[0].logprobs.top_logprobs) == 8
+    assert client.completions.create(**given, echo=True).choices[0].text == "Once upon a time" + text
+    assert "".join(c.choices[0].text for c in client.completions.create(**given, stream=True) if c.choices) == text
+    ids = client.post("/../tokenize", body={"model": MODEL, "prompt": "Once upon a time"}, cast_to=object)["tokens"]
+    assert client.completions.create(**given | {"prompt": ids}).choices[0].text == text
+
+
+def check_cached_tokens():
+    """A second turn shares the first one's whole pages, and the answer is the same."""
+    messages = [{"role": "system", "content": f"openai. {LONG}"}, {"role": "user", "content": STORY}]
+    first = ask(messages=messages)
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert first.usage.prompt_tokens > 256
+    answer = {"role": "assistant", "content": first.choices[0].message.content}
+    second = ask(messages=[*messages, answer, {"role": "user", "content": "And then?"}])
+    assert second.usage.prompt_tokens_details.cached_tokens >= 256
+    again = ask(messages=messages)
+    assert again.usage.prompt_tokens_details.cached_tokens >= 256
+    assert again.choices[0].message.content == first.choices[0].message.content
+
+
+def check_bad_requests():
+    for words, options in (
+        ("temperature", {"temperature": 9}),
+        ("top_p", {"top_p": 2}),
+        ("max_tokens", {"max_tokens": -3}),
+        ("top_logprobs", {"logprobs": True, "top_logprobs": 1000}),
+        ("tokens_that_nobody_knows", {"extra_body": {"tokens_that_nobody_knows": 1}}),
+        ("messages", {"messages": []}),
+        ("role", {"messages": [{"role": "wizard", "content": "x"}]}),
+        ("response_format", {"response_format": {"type": "yaml"}}),
+        ("tool_choice", {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "nothing"}}}),
+    ):
+        error = raises(openai.BadRequestError, lambda options=options: ask(**options), words)
+        assert (error.status_code, error.type) == (400, "invalid_request_error")
+        streamed = options | {"stream": True}
+        raises(openai.BadRequestError, lambda options=streamed: ask(**options), words)
+    too_long = raises(openai.BadRequestError, lambda: ask(LONG * 40))
+    assert too_long.code == "context_length_exceeded"
+
+
+def check_unknown_model_and_path():
+    assert raises(openai.NotFoundError, lambda: ask(model="gpt-4")).code == "model_not_found"
+    raises(openai.NotFoundError, lambda: client.embeddings.create(model=MODEL, input="x"))
+
+
+def check_keys():
+    keyed = openai.OpenAI(base_url=f"{KEYED_URL}/v1", api_key=KEY, max_retries=0)
+    assert [model.id for model in keyed.models.list()] == [MODEL]
+    for wrong in ("wrong", KEY[:-1], KEY + "x"):
+        other = keyed.with_options(api_key=wrong)
+        error = raises(openai.AuthenticationError, lambda other=other: other.models.list())
+        assert KEY not in str(error)
+        raises(
+            openai.AuthenticationError,
+            lambda other=other: other.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}]),
+        )
+
+
+def check_a_closed_stream_ends_its_request():
+    """Its pages are free again at once, though hundreds of tokens were to come."""
+    with ask(stream=True, max_tokens=1500, extra_body={"ignore_eos": True}) as stream:
+        for _, chunk in zip(range(3), stream, strict=False):
+            assert chunk.choices
+        assert running() == 1
+    until(lambda: running() == 0, 2, "the closed stream's request has ended")
+
+
+def running():
+    """Answers under way."""
+    return client.get("/../health", cast_to=object)["running"]
+
+
+def check_a_full_queue():
+    """More than the server takes at once: each is answered, or is a RateLimitError that says when to come again."""
+    found = []
+
+    def one(number):
+        try:
+            found.append(ask(f"{number}: {STORY}", max_tokens=100, extra_body={"ignore_eos": True}))
+        except openai.APIStatusError as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    refused = [each for each in found if isinstance(each, Exception)]
+    assert len(found) == 40
+    assert {type(each) for each in refused} == {openai.RateLimitError}, refused
+    assert all(int(each.response.headers["Retry-After"]) >= 1 for each in refused)
+    assert len(refused) < 40
+
+
+def check_responses():
+    answer = client.responses.create(model=MODEL, input=STORY, temperature=0, max_output_tokens=40)
+    assert "Pip" in answer.output_text
+    assert (answer.object, answer.status, answer.incomplete_details.reason) == (
+        "response",
+        "incomplete",
+        "max_output_tokens",
+    )
+    assert (answer.usage.output_tokens, answer.usage.output_tokens_details.reasoning_tokens) == (40, 0)
+    assert answer.output_text == ask().choices[0].message.content
+    whole = client.responses.create(model=MODEL, instructions="You tell stories.", input=STORY, temperature=0)
+    assert (whole.status, whole.incomplete_details, whole.error) == ("completed", None, None)
+    conversation = [
+        {"role": "user", "content": [{"type": "input_text", "text": STORY}]},
+        *whole.output,
+        {"role": "user", "content": "And then?"},
+    ]
+    assert client.responses.create(model=MODEL, input=conversation, temperature=0, max_output_tokens=20).output_text
+
+
+def check_streamed_responses():
+    plain = client.responses.create(model=MODEL, input=STORY, temperature=0, max_output_tokens=40)
+    events = list(client.responses.create(model=MODEL, input=STORY, temperature=0, max_output_tokens=40, stream=True))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.incomplete"
+    order = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done"]
+    places = [kinds.index(f"response.{kind}") for kind in [*order, "output_item.done"]]
+    assert places == sorted(places)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == plain.output_text == events[-1].response.output_text
+    with client.responses.stream(model=MODEL, input=STORY, temperature=0) as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_response().output_text.startswith(text)
+
+
+def check_responses_tools_and_structure():
+    given = {"model": MODEL, "temperature": 0}
+    parsed = client.responses.parse(**given, input=STORY, text_format=Animal)
+    assert isinstance(parsed.output_parsed, Animal)
+    first = client.responses.create(**given, input=WEATHER, tools=[RESPONSES_TOOL], tool_choice="required")
+    calls = [item for item in first.output if item.type == "function_call"]
+    assert [call.name for call in calls] == ["weather"]
+    assert json.loads(calls[0].arguments)["city"] in ("Rome", "Oslo")
+    result = {"type": "function_call_output", "call_id": calls[0].call_id, "output": TOOL_RESULT}
+    conversation = [{"role": "user", "content": WEATHER}, *first.output, result]
+    second = client.responses.create(
+        **given, input=conversation, tools=[RESPONSES_TOOL], tool_choice="none", max_output_tokens=20
+    )
+    assert second.output_text
+    kinds = [
+        event.type
+        for event in client.responses.create(
+            **given, input=WEATHER, tools=[RESPONSES_TOOL], tool_choice="required", stream=True
+        )
+    ]
+    assert kinds[-1] == "response.completed"
+    assert "response.function_call_arguments.delta" in kinds
+    assert "response.function_call_arguments.done" in kinds
+
+
+def check_responses_errors():
+    for words, options in (
+        ("temperature", {"temperature": -1}),
+        ("previous_response_id", {"previous_response_id": "resp_1"}),
+        ("background", {"background": True}),
+    ):
+        raises(
+            openai.BadRequestError,
+            lambda options=options: client.responses.create(model=MODEL, input=STORY, **options),
+            words,
+        )
+    raises(openai.NotFoundError, lambda: client.responses.create(model="gpt-4", input=STORY))
+
+
+main(globals())

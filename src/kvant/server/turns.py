@@ -1,0 +1,72 @@
+"""A conversation's messages for a chat template, from interfaces that give them in pieces."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvant.server.errors import ApiError
+
+
+@dataclass(slots=True)
+class _Turn:
+    """Pieces of one role that follow one another; or one tool's result."""
+
+    role: str
+    texts: list[str] = field(default_factory=list)
+    thinking: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    result_of: dict[str, str] = field(default_factory=dict)
+
+    def message(self) -> dict[str, Any]:
+        made: dict[str, Any] = {"role": self.role, "content": "\n".join(self.texts), **self.result_of}
+        if self.thinking:
+            made["reasoning_content"] = "\n".join(self.thinking)
+        if self.calls:
+            made["tool_calls"] = self.calls
+        return made
+
+
+class Turns:
+    """Collects pieces in their order. Pieces of one role that follow one another become one message."""
+
+    def __init__(self) -> None:
+        self._turns: list[_Turn] = []
+        self._names: dict[str, str] = {}  # of tools, by the ids of their calls
+
+    def add_text(self, role: str, text: str) -> None:
+        """A piece of what the role says. Pieces are put together with a line break."""
+        self._of(role).texts.append(text)
+
+    def add_thinking(self, text: str) -> None:
+        """What the assistant thought, if anything."""
+        if text:
+            self._of("assistant").thinking.append(text)
+
+    def add_call(self, call_id: str, name: str, arguments: dict[str, Any]) -> None:
+        """A call of the assistant's."""
+        self._names[call_id] = name
+        call = {"name": name, "arguments": arguments}
+        self._of("assistant").calls.append({"id": call_id, "type": "function", "function": call})
+
+    def add_result(self, call_id: str, text: str, place: str) -> None:
+        """What a call brought.
+
+        Args:
+            place: the field that ``call_id`` is in.
+
+        Raises:
+            ApiError: no call before it has this id.
+        """
+        if call_id not in self._names:
+            raise ApiError(f"{place} is {call_id[:80]!r}; no call before it has this id", param=place)
+        result_of = {"tool_call_id": call_id, "name": self._names[call_id]}
+        self._turns.append(_Turn("tool", [text], result_of=result_of))
+
+    def messages(self) -> list[dict[str, Any]]:
+        """All of it, as :attr:`kvant.server.generation.Generation.messages`."""
+        return [turn.message() for turn in self._turns]
+
+    def _of(self, role: str) -> _Turn:
+        """The turn that a piece of this role belongs to."""
+        if not self._turns or self._turns[-1].role != role:
+            self._turns.append(_Turn(role))
+        return self._turns[-1]

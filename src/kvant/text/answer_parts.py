@@ -1,0 +1,140 @@
+"""An answer split while it streams: what the model thinks, what it says, and its tool calls."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvant.text.call_form import NoCallError, Reader, ToolFormat, schemas, to_json
+from kvant.text.stream import overlap
+from kvant.text.thinking import Thinking
+from kvant.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """A piece of text, never empty."""
+
+    text: str
+    thinking: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """A whole tool call that satisfies its tool's schema.
+
+    Attributes:
+        arguments: an object, as JSON text.
+    """
+
+    name: str
+    arguments: str
+
+
+Part = TextPart | CallPart
+
+
+class AnswerParts:
+    """Splits one answer.
+
+    Text comes as soon as it cannot be the beginning of a mark or of a call. What looks like a call and is none is text.
+    Whitespace beside calls is left out. Where there are no tools, there are no calls, and all text comes at once.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        format: ToolFormat | None = None,  # noqa: A002
+    ) -> None:
+        """For an answer.
+
+        Args:
+            prompt: the rendered messages.
+            tools: in OpenAI's form: {"type": "function", "function": {"name", "parameters", ...}}.
+            format: of the model's calls.
+        """
+        self._thinking = Thinking.of(tokenizer, prompt)
+        self._tools = schemas(tools)
+        self._format = format if tools else None
+        self._held = ""  # may begin a call, or is one under way
+        self._space = ""  # whitespace that is text if no call follows
+        self._reader: Reader | None = None
+        self._called = False  # there was a call
+        self._state = "first"  # nothing was said yet; then "text", and "called" where a call was the last thing
+
+    def add(self, text: str) -> list[Part]:
+        """Take the next piece of the answer; return what is certain."""
+        pieces = [(False, text)] if self._thinking is None else self._thinking.add(text)
+        return self._split(pieces, is_all=False)
+
+    def finish(self) -> list[Part]:
+        """What was held back, at the end of the answer."""
+        pieces = [] if self._thinking is None else self._thinking.finish()
+        return self._split([*pieces, (False, "")], is_all=True)
+
+    def _split(self, pieces: Sequence[tuple[bool, str]], is_all: bool) -> list[Part]:
+        parts: list[Part] = []
+        for place, (thinking, text) in enumerate(pieces):
+            if thinking:
+                parts.append(TextPart(text, True))
+            elif self._format is None:
+                parts += [TextPart(text)] if text else []
+            else:
+                self._held += text
+                last = is_all and place == len(pieces) - 1
+                while self._step(self._format, parts, last):
+                    pass
+        if is_all and self._space and self._state != "called":
+            parts.append(TextPart(self._space))
+        return parts
+
+    def _step(self, format: ToolFormat, parts: list[Part], is_all: bool) -> bool:  # noqa: A002
+        """Take from the held text what is certain. Returns whether there may be more."""
+        if not self._held:
+            return False
+        if self._reader is None:
+            return self._look(format, parts, is_all)
+        try:
+            end = self._reader.end(self._held, is_all)
+            if end is None:
+                return False
+            for name, arguments in format.calls(self._held[:end], self._tools):
+                parts.append(CallPart(name, to_json(arguments)))
+        except NoCallError as error:
+            self._say(self._take(error.length), parts)
+        else:
+            self._take(end)
+            self._space, self._state, self._called = "", "called", True
+        self._reader = None
+        return True
+
+    def _look(self, format: ToolFormat, parts: list[Part], is_all: bool) -> bool:  # noqa: A002
+        """Look for a mark that begins calls. Returns whether there is one."""
+        marks = format.starts if format.several or not self._called else ()
+        begun = len(self._held) - len(self._held.lstrip())
+        if self._state == "first" and format.first and self._held.startswith(format.first, begun):
+            found = begun
+        else:
+            found = min((at for mark in marks if (at := self._held.find(mark)) >= 0), default=-1)
+        if found >= 0:
+            self._say(self._take(found), parts)
+            self._reader = format.reader()
+            return True
+        kept = 0 if is_all else max((overlap(self._held, mark) for mark in marks), default=0)
+        self._say(self._take(len(self._held) - kept), parts)
+        return False
+
+    def _take(self, length: int) -> str:
+        taken, self._held = self._held[:length], self._held[length:]
+        return taken
+
+    def _say(self, text: str, parts: list[Part]) -> None:
+        text = self._space + text
+        if self._state == "called":
+            text = text.lstrip()
+        said = text.rstrip()
+        self._space = text[len(said) :]
+        if said:
+            parts.append(TextPart(said))
+            self._state = "text"

@@ -1,0 +1,137 @@
+"""Answers that have to follow a JSON schema, a regular expression or a grammar: which tokens may come next."""
+
+import threading
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvant.errors import GrammarError
+from kvant.text import guidance
+from kvant.text.grammar_source import Kind, Marked, ToolGrammar, build_tool_grammar, document
+from kvant.text.process import TextError, TextProcess
+from kvant.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+__all__ = ["Grammar", "Grammars", "Matcher", "ToolGrammar", "build_tool_grammar"]
+
+TIME_LIMIT_S = 2.0  # of compiling; nearly all take milliseconds
+
+
+class Grammars:
+    """Compiles the grammars of one tokenizer, for threads of this process.
+
+    A grammar is compiled in a process of its own first, which is ended after 2 seconds: some take hours, and the
+    library cannot be interrupted. Here it takes about as long again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        """``vocab_size``: the model's. Ids that the tokenizer does not have are never allowed."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._prepared: tuple[guidance.Vocabulary, LLTokenizer, Marked] | None = None
+        self._process: TextProcess | None = None
+
+    def prepare(self) -> None:
+        """Prepare the vocabulary now. Else the first grammar does, and no other thread goes on meanwhile.
+
+        Raises:
+            GrammarError: the tokenizer cannot be used.
+        """
+        with self._lock:
+            if self._prepared is None:
+                vocabulary = _vocabulary(self._tokenizer, self._vocab_size)
+                marked = Marked(self._tokenizer, vocabulary.special_token_ids)
+                self._prepared = vocabulary, vocabulary.for_library(), marked
+                self._process = TextProcess(time_limit_s=TIME_LIMIT_S)
+
+    def compile(
+        self, kind: Kind, source: Mapping[str, Any] | str | bool | ToolGrammar = "", prompt: str | None = None
+    ) -> "Grammar":
+        """A grammar that answers can be held to.
+
+        Args:
+            kind: "json_object": any JSON object. "json_schema": JSON that satisfies a schema. Both without whitespace
+                between their parts. "regex": text that a regular expression of Rust's syntax matches whole. "grammar":
+                one in llguidance's form of Lark's language. "tool_calls": of :func:`build_tool_grammar`.
+            source: a schema as an object or as JSON text; else text.
+            prompt: the rendered messages, of a model that may think before it answers. Thinking is free.
+
+        Raises:
+            GrammarError: a source that is wrong, too large or takes too long; or a tokenizer that cannot be used.
+        """
+        self.prepare()
+        assert self._prepared is not None and self._process is not None  # noqa: PT018
+        vocabulary, prepared, marked = self._prepared
+        text = document(kind, source, marked, prompt)
+        try:
+            self._process.ask({"do": "check_grammar", "document": text, **vocabulary.single_bytes()})
+            matcher = guidance.compiled(prepared, text)
+            guidance.first_mask(matcher)
+        except (TextError, GrammarError) as error:
+            raise GrammarError(f"the {kind} cannot be used: {error}") from error
+        return Grammar(matcher, vocabulary.eos_token_ids, self._vocab_size)
+
+
+class Grammar:
+    """A compiled grammar. It goes among the logits processors of a request or a call, and is never changed."""
+
+    def __init__(self, compiled: "LLMatcher", eos_tokens: Collection[int], vocab_size: int) -> None:
+        self._compiled = compiled
+        self.eos_tokens = frozenset(eos_tokens)
+        self.vocab_size = vocab_size
+
+    def check(self, vocab_size: int, stop_tokens: Collection[int]) -> None:
+        """Raise a ValueError for a model or for stop tokens that an answer under this grammar cannot have."""
+        if vocab_size != self.vocab_size:
+            raise ValueError(f"the grammar is for {self.vocab_size} tokens; the model has {vocab_size}")
+        if not self.eos_tokens <= set(stop_tokens):
+            raise ValueError(
+                f"an answer under a grammar ends with an end-of-text token, one of {sorted(self.eos_tokens)}; "
+                f"they are not all among the stop tokens, which are {sorted(stop_tokens)}"
+            )
+
+    def matcher(self) -> "Matcher":
+        """For one answer, at its beginning."""
+        return Matcher(self._compiled.deep_copy())
+
+
+class Matcher:
+    """How far one answer has come in its grammar. One thread uses it."""
+
+    def __init__(self, matcher: "LLMatcher") -> None:
+        self._matcher = matcher
+
+    def mask(self) -> bytes:
+        """A byte for each token of the model: 0 where it must not come next.
+
+        Where nothing but the end may follow, the end-of-text tokens are allowed.
+
+        Raises:
+            GrammarError: finding out takes too long.
+        """
+        mask = self._matcher.compute_logit_bias()
+        guidance.fail_if_failed(self._matcher)
+        return mask
+
+    def take(self, token: int) -> None:
+        """Go on with a token.
+
+        Raises:
+            GrammarError: the grammar does not allow it.
+        """
+        if not self._matcher.consume_token(token):
+            raise GrammarError(f"token {token} does not follow the grammar: {guidance.reason(self._matcher)}")
+
+
+def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> guidance.Vocabulary:
+    tokens = tokenizer.token_bytes()
+    if tokens is None:
+        raise GrammarError("a grammar is not possible with this tokenizer: its tokens do not stand for bytes")
+    eos = sorted(token for token in tokenizer.eos_token_ids if token < vocab_size)
+    if not eos:
+        raise GrammarError("a grammar is not possible with this tokenizer: it has no end-of-text token")
+    tokens = [*tokens, *[b""] * (vocab_size - len(tokens))][:vocab_size]
+    marks = {*tokenizer.mark_ids, *tokenizer.all_special_ids}
+    return guidance.Vocabulary(tokens, sorted(token for token in marks if token < vocab_size), eos)

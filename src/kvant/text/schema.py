@@ -1,0 +1,188 @@
+"""Whether a JSON value satisfies a JSON schema (json-schema.org, draft 2020-12).
+
+llguidance is no checker: a grammar demands the schema's order of keys, and refuses ``not``, ``uniqueItems`` and a
+``format`` it does not know. The library jsonschema needs four others.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+from urllib.parse import unquote
+
+MAX_DEPTH = 64  # of references and parts; a schema may refer to itself
+MAX_STEPS = 100_000  # parts of a schema looked at; alternatives that refer to themselves double with each level
+
+TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "number": (int, float),
+    "boolean": bool,
+    "null": type(None),
+}
+
+
+def validate(value: Any, schema: Any) -> str | None:
+    """What is wrong with a value, in a line; None: it satisfies the schema.
+
+    References are followed inside the schema only. Not looked at are ``pattern`` and ``patternProperties``, as a
+    stranger's regular expression can run for ever, ``format``, ``unevaluatedProperties``, ``unevaluatedItems`` and
+    dynamic references.
+    """
+    try:
+        return next(_Check(schema).errors(value, schema, "", 0), None)
+    except (TypeError, AttributeError, ValueError, OverflowError) as error:  # a schema that is none
+        return f"the schema cannot be used: {error}"
+
+
+class _Check:
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._steps = 0
+
+    def errors(self, value: Any, schema: Any, place: str, depth: int) -> Iterator[str]:
+        """What is wrong with a part of the value, which is at this place."""
+        at = place or "the value"
+        self._steps += 1
+        if depth > MAX_DEPTH or self._steps > MAX_STEPS:
+            raise ValueError(f"it needs more than {MAX_DEPTH} levels or {MAX_STEPS} steps")
+        if schema is False:
+            yield f"{at} is not allowed"
+        elif isinstance(schema, Mapping):
+            yield from _kind(value, schema, at)
+            yield from self._combined(value, schema, place, depth + 1)
+            if isinstance(value, dict):
+                yield from self._object(value, schema, place, depth + 1)
+            elif isinstance(value, list):
+                yield from self._array(value, schema, place, depth + 1)
+
+    def _fits(self, value: Any, schema: Any, depth: int) -> bool:
+        return next(self.errors(value, schema, "", depth), None) is None
+
+    def _combined(self, value: Any, schema: Mapping[str, Any], place: str, depth: int) -> Iterator[str]:
+        at = place or "the value"
+        if "$ref" in schema:
+            yield from self.errors(value, self._referred(schema["$ref"]), place, depth)
+        for part in schema.get("allOf", ()):
+            yield from self.errors(value, part, place, depth)
+        if "anyOf" in schema and not any(self._fits(value, part, depth) for part in schema["anyOf"]):
+            yield f"{at} is none of what anyOf allows"
+        if "oneOf" in schema and (count := sum(self._fits(value, part, depth) for part in schema["oneOf"])) != 1:
+            yield f"{at} is {count} of what oneOf allows; expected 1"
+        if "not" in schema and self._fits(value, schema["not"], depth):
+            yield f"{at} is what the schema excludes"
+        if "if" in schema:
+            branch = "then" if self._fits(value, schema["if"], depth) else "else"
+            yield from self.errors(value, schema.get(branch, True), place, depth)
+
+    def _object(self, value: dict[str, Any], schema: Mapping[str, Any], place: str, depth: int) -> Iterator[str]:
+        at = place or "the value"
+        for name in schema.get("required", ()):
+            if name not in value:
+                yield f"{at} lacks {name!r}"
+        properties = schema.get("properties", {})
+        # Which names patternProperties covers is not looked at, so neither is which names it leaves.
+        others = True if schema.get("patternProperties") else schema.get("additionalProperties", True)
+        for name, item in value.items():
+            inner = f"{place}.{name}" if place else name
+            yield from self.errors(item, properties.get(name, others), inner, depth)
+            yield from self.errors(name, schema.get("propertyNames", True), f"the name {name!r}", depth)
+            for needed in schema.get("dependentRequired", {}).get(name, ()):
+                if needed not in value:
+                    yield f"{at} has {name!r} and lacks {needed!r}"
+            yield from self.errors(value, schema.get("dependentSchemas", {}).get(name, True), place, depth)
+        yield from _bounds(len(value), schema, "Properties", at)
+
+    def _array(self, value: list[Any], schema: Mapping[str, Any], place: str, depth: int) -> Iterator[str]:
+        at = place or "the value"
+        first = schema.get("prefixItems", ())
+        rest = schema.get("items", True)
+        if isinstance(rest, list):  # draft 7's form of prefixItems
+            first, rest = rest, schema.get("additionalItems", True)
+        for index, item in enumerate(value):
+            yield from self.errors(item, first[index] if index < len(first) else rest, f"{place}[{index}]", depth)
+        yield from _bounds(len(value), schema, "Items", at)
+        if schema.get("uniqueItems") and len({_identity(item) for item in value}) < len(value):
+            yield f"{at} has an item twice"
+        if "contains" in schema:
+            count = sum(self._fits(item, schema["contains"], depth) for item in value)
+            if not schema.get("minContains", 1) <= count <= schema.get("maxContains", math.inf):
+                yield f"{at} has {count} items of what it has to contain"
+
+    def _referred(self, reference: Any) -> Any:
+        """The part of the schema that a JSON pointer names (RFC 6901).
+
+        Raises:
+            ValueError: there is none.
+        """
+        found = self._root
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            raise ValueError(f"$ref {reference!r}: expected a place in the same schema, such as '#/$defs/a'")
+        for step in reference[1:].split("/")[1:]:
+            name = unquote(step).replace("~1", "/").replace("~0", "~")
+            try:
+                found = found[int(name)] if isinstance(found, list) else found[name]
+            except (KeyError, IndexError, ValueError, TypeError):
+                raise ValueError(f"$ref {reference!r}: there is no such place in the schema") from None
+        return found
+
+
+def _kind(value: Any, schema: Mapping[str, Any], at: str) -> Iterator[str]:
+    """The keywords that look at one value alone."""
+    wanted = schema.get("type")
+    kinds = [wanted] if isinstance(wanted, str) else wanted
+    if kinds is not None and not any(_is(value, kind) for kind in kinds):
+        yield f"{at} is {_name(value)}; expected {' or '.join(map(str, kinds))}"
+    if "enum" in schema and _identity(value) not in map(_identity, schema["enum"]):
+        yield f"{at} is none of {len(schema['enum'])} allowed values"
+    if "const" in schema and _identity(value) != _identity(schema["const"]):
+        yield f"{at} is not the value it has to be"
+    if isinstance(value, str):
+        yield from _bounds(len(value), schema, "Length", at)
+    if _is(value, "number"):
+        yield from _number(value, schema, at)
+
+
+def _number(value: float, schema: Mapping[str, Any], at: str) -> Iterator[str]:
+    if value < schema.get("minimum", -math.inf) or value > schema.get("maximum", math.inf):
+        yield f"{at} is {value}; expected {schema.get('minimum', '')} to {schema.get('maximum', '')}"
+    if value <= _exclusive(schema, "Minimum", -math.inf) or value >= _exclusive(schema, "Maximum", math.inf):
+        yield f"{at} is {value}, outside its bounds"
+    step = schema.get("multipleOf")
+    if step and Fraction(str(value)) % Fraction(str(step)):
+        yield f"{at} is {value}; expected a multiple of {step}"
+
+
+def _exclusive(schema: Mapping[str, Any], end: str, default: float) -> float:
+    bound = schema.get(f"exclusive{end}", default)
+    if isinstance(bound, bool):  # draft 4: whether the other bound is in
+        return float(schema.get(end.lower(), default)) if bound else default
+    return float(bound)
+
+
+def _bounds(size: int, schema: Mapping[str, Any], what: str, at: str) -> Iterator[str]:
+    least, most = schema.get(f"min{what}", 0), schema.get(f"max{what}", math.inf)
+    if not least <= size <= most:
+        yield f"{at} has a size of {size}; expected {least} to {most}"
+
+
+def _is(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    if kind == "integer":
+        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return kind in TYPES and isinstance(value, TYPES[kind])
+
+
+def _name(value: Any) -> str:
+    return next(kind for kind in ("boolean", "integer", *TYPES) if _is(value, kind))
+
+
+def _identity(value: Any) -> Any:
+    """Equal for values that JSON schema calls equal: 1 and 1.0 are, 1 and true are not. It can be hashed."""
+    if isinstance(value, dict):
+        return "object", frozenset((name, _identity(item)) for name, item in value.items())
+    if isinstance(value, list):
+        return "array", tuple(map(_identity, value))
+    return ("boolean" if isinstance(value, bool) else "value"), value

@@ -1,0 +1,236 @@
+"""The forms in which models write tool calls.
+
+Calls are read here and not by mlx-lm's parsers, which take whole texts and change values: see docs/tools.md.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from kvant.text.call_form import (
+    Call,
+    JsonEnd,
+    NoCallError,
+    Reader,
+    Schemas,
+    ToolFormat,
+    Writing,
+    call_of,
+    load_json,
+    may_be,
+    skip_space,
+)
+from kvant.text.schema import validate
+
+
+class Hermes(ToolFormat):
+    """Of Qwen2.5, Qwen3 and Hermes: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
+
+    name = "hermes"
+    starts = ("<tool_call>",)
+    writing = Writing('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>")
+
+    def reader(self) -> Reader:
+        return _HermesReader()
+
+    def read(self, text: str, tools: Schemas) -> list[Call]:
+        body = text[len("<tool_call>") : text.rindex("}") + 1]
+        return [call_of(load_json(body), "arguments")]
+
+
+class _HermesReader(Reader):
+    def __init__(self) -> None:
+        self._json: JsonEnd | None = None
+
+    def end(self, text: str, is_all: bool) -> int | None:
+        start = len("<tool_call>")
+        if self._json is None:
+            at = skip_space(text, start)
+            if at == len(text) and not is_all:
+                return None
+            may_be("{", text, at, start)
+            self._json = JsonEnd(at, ("name", "arguments"))
+        json_end = self._json.end(text, is_all)
+        if json_end is None:
+            return None
+        end = may_be("</tool_call>", text, skip_space(text, json_end), json_end)
+        # A model may end its answer without the mark. The call is whole.
+        return len(text) if end is None and is_all else end
+
+
+class QwenCoder(ToolFormat):
+    """Of Qwen3-Coder: ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``."""
+
+    name = "qwen3_coder"
+    starts = ("<tool_call>",)
+    writing = Writing("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", arguments="xml")
+
+    def reader(self) -> Reader:
+        return _QwenCoderReader()
+
+    def read(self, text: str, tools: Schemas) -> list[Call]:
+        found = _FUNCTION.fullmatch(text)
+        if found is None:
+            raise ValueError("not a function")
+        name, rest = found[1], found[2]
+        schema = tools.get(name, {})
+        arguments: dict[str, Any] = {}
+        while rest.strip():
+            parameter = _PARAMETER.match(rest)
+            if parameter is None or parameter[1] in arguments:
+                raise ValueError(f"{name}: not a parameter, or one twice")
+            arguments[parameter[1]] = _value(parameter[2], parameter[1], schema)
+            rest = rest[parameter.end() :]
+        return [(name, arguments)]
+
+
+# A value may have the marks in it, where they are not followed by what follows a value.
+_FUNCTION = re.compile(r"<tool_call>\s*<function=([^<>\s]+)\s*>(.*)</function>\s*(?:</[a-z_]*>?)?", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\s]+)\s*>\n?(.*?)\n?</parameter>(?=\s*<parameter=|\s*\Z)", re.DOTALL)
+_FUNCTION_END = re.compile(r"</function>\s*</tool_call>")
+
+
+class _QwenCoderReader(Reader):
+    def __init__(self) -> None:
+        self._at = 0  # its end is not before
+
+    def end(self, text: str, is_all: bool) -> int | None:
+        start = len("<tool_call>")
+        at = skip_space(text, start)
+        if may_be("<function=", text, at, start) is not None:
+            if found := _FUNCTION_END.search(text, max(at, self._at)):
+                return found.end()
+            last = text.rfind("</function>", max(at, self._at))
+            if is_all and last >= 0:
+                after = last + len("</function>")
+                may_be("</tool_call>", text, skip_space(text, after), len(text))
+                return len(text)
+            self._at = last if last >= 0 else max(at, len(text) - len("</function>"))
+        if is_all:
+            raise NoCallError("the answer ends inside a call", len(text))
+        return None
+
+
+def _value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
+    """A parameter's value of its text, as its schema has it: the form does not tell 1 from "1"."""
+    part = schema.get("properties", {}).get(name, schema.get("additionalProperties", True))
+    if isinstance(part, Mapping):
+        part = {**{key: schema[key] for key in ("$defs", "definitions") if key in schema}, **part}
+    read = _read(text)
+    # Where a string would do as well, a number is a string. A list, an object and null are not.
+    strings_do = isinstance(read, bool | int | float) and validate(text, part) is None
+    return text if strings_do or validate(read, part) is not None else read
+
+
+def _read(text: str) -> Any:
+    """A value as JSON, or as Python writes it: the template of Qwen3-Coder writes lists so. Else it is a string."""
+    for form in (text, _PYTHON.sub(_as_json, text)):
+        try:
+            read = load_json(form)
+        except (ValueError, RecursionError):
+            continue
+        return text if isinstance(read, str) else read  # strings are written without quotes
+    return text
+
+
+_PYTHON = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|True|False|None""", re.DOTALL)
+_ESCAPED = re.compile(r"""\\.|["\n]""", re.DOTALL)
+_IN_JSON = {"\\'": "'", "\\x": "\\u00", '"': '\\"', "\n": "\\n"}
+
+
+def _as_json(found: re.Match[str]) -> str:
+    literal = found[0]
+    if literal[0] not in "'\"":
+        return {"True": "true", "False": "false", "None": "null"}[literal]
+    return '"' + _ESCAPED.sub(lambda piece: _IN_JSON.get(piece[0], piece[0]), literal[1:-1]) + '"'
+
+
+class Mistral(ToolFormat):
+    """Of Mistral: ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``; its later one is read, too."""
+
+    name = "mistral"
+    starts = ("[TOOL_CALLS]",)
+    id_length = 9
+
+    def __init__(self, space: str = " ") -> None:
+        """``space``: what stands after the mark."""
+        self.writing = Writing('{"name": "', '", "arguments": ', "}", ", ", begin=f"[TOOL_CALLS]{space}[", end="]")
+
+    def reader(self) -> Reader:
+        return _MistralReader()
+
+    def read(self, text: str, tools: Schemas) -> list[Call]:
+        body = text.removeprefix("[TOOL_CALLS]").strip()
+        if body.startswith("["):
+            return [call_of(value, "arguments") for value in load_json(body)]
+        found = _HEADER.match(body)
+        if found is None:
+            raise ValueError("not a call")
+        return [(found[1], load_json(body[found.end() :]))]
+
+
+class MistralArgs(Mistral):
+    """Of Mistral since 2025: ``[TOOL_CALLS]NAME[ARGS]{...}``, once for each call."""
+
+    name = "mistral_args"
+
+    def __init__(self) -> None:
+        self.writing = Writing("", "[ARGS]", "", "[TOOL_CALLS]", begin="[TOOL_CALLS]")
+
+
+_HEADER = re.compile(r"([\w.-]{1,128})(?:\[CALL_ID\]\w{1,64})?\[ARGS\]\s*")
+_HEADER_BEGUN = re.compile(r"[\w.-]{0,128}(?:\[[A-Z_]{0,7}(?:\]\w{0,64}(?:\[[A-Z]{0,4})?)?)?")
+
+
+class _MistralReader(Reader):
+    def __init__(self) -> None:
+        self._json: JsonEnd | None = None
+
+    def end(self, text: str, is_all: bool) -> int | None:
+        start = len("[TOOL_CALLS]")
+        if self._json is None:
+            at = skip_space(text, start)
+            if text.startswith("[", at):
+                self._json = JsonEnd(at)
+            elif (header := _HEADER.match(text, at)) and header.end() < len(text):
+                may_be("{", text, header.end(), start)
+                self._json = JsonEnd(header.end())
+            elif is_all or not (header or _HEADER_BEGUN.fullmatch(text, at)):
+                raise NoCallError("neither a list nor a name and arguments", start)
+            else:
+                return None
+        return self._json.end(text, is_all)
+
+
+class Llama3(ToolFormat):
+    """Of Llama 3.1 to 3.3: ``{"name": ..., "parameters": {...}}``, alone or after ``<|python_tag|>``.
+
+    The calls of its builtin tools, ``<|python_tag|>brave_search.call(...)``, are text.
+    """
+
+    name = "llama3"
+    starts = ("<|python_tag|>",)
+    first = "{"
+    several = False  # "This model only supports single tool-calls at once", its template says
+    writing = Writing('{"name": "', '", "parameters": ', "}")
+
+    def reader(self) -> Reader:
+        return _Llama3Reader()
+
+    def read(self, text: str, tools: Schemas) -> list[Call]:
+        return [call_of(load_json(text.removeprefix("<|python_tag|>")), "parameters", "arguments")]
+
+
+class _Llama3Reader(Reader):
+    def __init__(self) -> None:
+        self._json: JsonEnd | None = None
+
+    def end(self, text: str, is_all: bool) -> int | None:
+        if self._json is None:
+            start = len("<|python_tag|>") if text.startswith("<") else 0
+            at = skip_space(text, start)
+            if at == len(text) and not is_all:
+                return None
+            may_be("{", text, at, start)
+            self._json = JsonEnd(at, ("name", "parameters", "arguments", "type"))
+        return self._json.end(text, is_all)
