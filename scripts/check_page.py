@@ -182,7 +182,7 @@ class Checks:
         assert "a second" in note, note
         tab.wait("parseFloat(document.querySelector('#median').textContent) > 0")
         assert "tokens: median" in tab.run("document.querySelector('#plot').getAttribute('aria-label')")
-        assert "pages in use" in tab.run("document.querySelector('.pages').getAttribute('aria-label')")
+        assert "Of 32 pages " in tab.run("document.querySelector('.pages').getAttribute('aria-label')")
         painted = "[...document.querySelector('#plot').getContext('2d').getImageData(0, 0, 300, 90).data].some(Boolean)"
         assert tab.run(painted)
         # For those who hear it: the whole answer, once.
