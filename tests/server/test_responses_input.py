@@ -92,7 +92,8 @@ def test_options() -> None:
     harmless = _made(
         metadata={"a": "b"}, user="u", safety_identifier="s", prompt_cache_key="k", prompt_cache_retention="24h",
         service_tier="auto", store=False, truncation="disabled", background=False, conversation=None, prompt=None,
-        include=[], stream=True, stream_options={"include_obfuscation": False}, reasoning={}, text={"verbosity": "medium"},
+        include=[], stream=True, stream_options={"include_obfuscation": False}, reasoning={},
+        text={"verbosity": "medium"},
     )  # fmt: skip
     assert harmless == _made()
 
