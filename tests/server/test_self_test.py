@@ -9,7 +9,7 @@ import pytest
 from support.command import call
 
 from kvant.engine.load import find_model, load_folder
-from kvant.server import security, self_checks
+from kvant.server import openai_messages, security, self_checks
 from kvant.server.self_test import loopback_settings, self_test
 from kvant.server.service import Service
 from kvant.server.settings import Settings

@@ -428,6 +428,7 @@ def leaving(target: Target) -> str:
 def full(target: Target) -> str:
     """More requests than may wait are a 429 that says when to come again; all get their pages back."""
     settings = target.service.settings
+    target.until(target.idle, "nothing is under way")
     before, room = target.free_pages(), settings.sequences + settings.max_queue
     tokens = min(MANY, target.service.max_seq_len - 64)
     body = target.completion(max_tokens=tokens, stream=True)
