@@ -336,7 +336,7 @@ def test_a_step_copies_nothing_of_the_pool(name: str) -> None:
         mx.reset_peak_memory()
         _fed(model, pool, opened, [[3]] * 3)
         peaks.append(mx.get_peak_memory() - resting)
-    assert peaks[1] < 1.2 * peaks[0]
+    assert peaks[1] < 2 * peaks[0]  # MLX's threads differ by a third; a copy would take a hundred times as much
 
 
 def test_rows_are_not_padded_for_attention_of_mlx_lms() -> None:

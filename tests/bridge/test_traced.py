@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
-from support.bridged_compiled_runs import MODELS, REFUSED
+from support.bridged_compiled_runs import BITS, MODELS, REFUSED, STEPS
 from support.numbers import relative_error
 from support.tiny_models import build
 from support.without_compiler import printed_by
@@ -24,7 +24,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_compiled_step_is_the_same_and_does_not_grow(runs: dict[str, Any], name: str) -> None:
-    for bits in (0, 8, 4):
+    for bits in BITS[name]:
         worst, traces, grown = runs["runs"][f"{name}, {bits} bits"]
         assert worst < (1e-5 if not bits else 2e-2)  # rounding flips a quantized value now and then
         assert traces == 1
@@ -47,7 +47,7 @@ def test_kvants_loop_says_so_where_a_step_cannot_be_compiled(runs: dict[str, Any
     refused, (tokens, compiled) = runs["refused to generate"]
     assert refused == "compiled is True; the model's step through this cache is not the same for every token"
     assert not compiled
-    assert len(tokens) == 30
+    assert len(tokens) == STEPS
 
 
 @pytest.fixture

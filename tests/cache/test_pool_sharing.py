@@ -1,10 +1,12 @@
 """Sequences of a pool that share pages: prefixes, forks, and what happens to a shared page that is written."""
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from support.counts import count
 from support.pools import check_pages, close, decode, prefill, tiny_model
 
 from kvant.cache.pool import Pool, PoolSequence
@@ -70,6 +72,70 @@ def test_what_is_not_the_same_text_of_the_same_owner_is_not_shared(plain: Decode
     other = [*TEXT[:100], 1 + TEXT[100], *TEXT[101:600]]
     assert pool.sequence(600, other, salt=b"a").length == 0, "its second page has the same tokens behind another first"
     assert pool.sequence(700, [*TEXT[:200], 1, *TEXT[201:]], salt=b"a").length == 128
+
+
+def test_the_rows_of_a_page_that_begins_alike_are_copied(plain: Decoder) -> None:
+    pool = _pool(plain)
+    first = pool.sequence(400, salt=b"a")
+    prefill(plain, pool, first, TEXT[:300])
+    first.share_prefix(last_page=True)
+
+    def held(ids: list[int], **options: Any) -> int:
+        sequence = pool.sequence(400, ids, **{"salt": b"a", "whole_pages": False, **options})
+        sequence.release()
+        return sequence.length
+
+    assert held(TEXT[:400], whole_pages=True) == 256
+    assert held(TEXT[:400], salt=b"b") == 0
+    assert held(TEXT[:300]) == 299, "a token is to be fed"
+    assert held([*TEXT[:270], 1 + TEXT[270], 5]) == 256, "14 tokens are fed as fast"
+    elsewhere = pool.sequence(400, [*TEXT[:200], 1 + TEXT[200], *TEXT[201:300]], salt=b"a", whole_pages=False)
+    assert elsewhere.length == 200, "in the middle of a whole page"
+    second = pool.sequence(400, TEXT[:380], salt=b"a", whole_pages=False)
+    assert second.ids == TEXT[:300]
+    check_pages(pool, [first, elsewhere, second])
+    # The owner goes on in a page of its own, the readers in their copies.
+    assert close(decode(plain, pool, [first], [5]), _expected(plain, [*TEXT[:300], 5]))
+    assert close(prefill(plain, pool, second, TEXT[300:380]), _expected(plain, TEXT[:380]))
+    assert close(prefill(plain, pool, elsewhere, [7, 8]), _expected(plain, [*TEXT[:200], 7, 8]))
+    assert held([*TEXT[:300], 9]) == 300
+    check_pages(pool, [first, elsewhere, second])
+
+
+def test_with_windows_only_whole_pages_are_shared(model: Decoder) -> None:
+    pool = _pool(model)
+    first = pool.sequence(400)
+    prefill(model, pool, first, TEXT[:300])
+    first.share_prefix(last_page=True)
+    assert pool.sequence(400, TEXT[:400], whole_pages=False).length == 256
+
+
+@pytest.mark.parametrize("bits", [0, 8, 4])
+def test_conversations_that_branch_are_read_as_they_were_written(plain: Decoder, bits: int) -> None:
+    """Random branches of one text, in a pool that is always full: tokens of a shared row are those that were fed."""
+    random = Random(bits)
+    pool = plain.make_pool(1280, sequences=4, quant_bit=bits, quant_group=16, prefill_step_size=128)
+    texts: list[list[int]] = [TEXT[:300]]
+    copied = 0
+    for _ in range(count(30, 300)):
+        base = random.choice(texts)
+        text = base[: random.randrange(1, len(base) + 1)] + [random.randrange(50) for _ in range(random.randrange(60))]
+        sequence = pool.sequence(len(text), text[:400], whole_pages=False)
+        held = sequence.length
+        assert sequence.ids == text[:held]
+        copied += held % 128
+        logits = prefill(plain, pool, sequence, text[held:400])
+        if bits:
+            fresh = plain.make_pool(512, sequences=1, quant_bit=bits, quant_group=16, prefill_step_size=128)
+            expected = prefill(plain, fresh, fresh.sequence(400), text[:400])
+            assert mx.abs(logits - expected).max() < 0.05 * mx.abs(expected).max()
+        else:
+            assert close(logits, _expected(plain, text[:400]))
+        sequence.share_prefix(last_page=True)
+        sequence.release()
+        check_pages(pool, [])
+        texts = [*texts[-8:], text[:400]]
+    assert copied > 500
 
 
 def test_pages_that_only_the_index_holds_make_room_the_least_recently_used_first(plain: Decoder) -> None:

@@ -33,15 +33,13 @@ def test_tokens_are_compiled_once_a_bucket_and_are_the_same(runs: dict[str, Any]
     assert same
     first = len(compiled_runs.LONG_PROMPT) + 1
     last = first + compiled_runs.TOKENS[bits] - 2  # the longest past of a step
-    assert (
-        compilations == len({bucket_size(length, 2048) for length in range(first, last + 1)}) == (3 if bits == 8 else 2)
-    )
+    assert compilations == len({bucket_size(length, 2048) for length in range(first, last + 1)}) >= 2
     assert grown < 2**16
 
 
 @pytest.mark.parametrize("bits", ["8", "4", "0"])
 def test_through_the_fused_kernel_it_is_compiled_once(runs: dict[str, Any], bits: str) -> None:
-    """From 231 rows to 299, with a stand-in for the kernel: the structure, not the kernel, is what is seen here."""
+    """From 231 rows to 299 or more, with a stand-in for the kernel: what is seen here is the structure."""
     same, compilations, grown = runs["fused"][bits]
     assert same
     assert compilations == 1

@@ -1,6 +1,5 @@
 """Who may ask a server: hosts, origins and keys, as web pages and strangers would try them."""
 
-import base64
 import hashlib
 import hmac
 from collections.abc import Iterator
@@ -34,8 +33,7 @@ async def fail(request: Request) -> Response:
 def locked(pocket: Any) -> Iterator[Running]:
     """A server with keys, that a web page may use."""
     settings = Settings(port=0, sequences=1, max_kv_size=128, api_keys=KEYS, allow_origins=(PAGE,))
-    routes = [Route("/salt", salt), Route("/", salt), Route("/page/app.js", salt)]
-    with running(Service.start(settings, *pocket), routes) as found:
+    with running(Service.start(settings, *pocket), [Route("/salt", salt)]) as found:
         yield found
 
 
@@ -110,16 +108,14 @@ def test_a_page_that_was_allowed(locked: Running) -> None:
 
 
 def _ways(key: str) -> list[dict[str, str]]:
-    basic = base64.b64encode(f"any:{key}".encode()).decode()
-    named = [("authorization", f"Bearer {key}"), ("authorization", f"bearer  {key}"), ("x-api-key", key)]
-    return [{name: value} for name, value in [*named, ("authorization", f"Basic {basic}")]]
+    return [{"authorization": f"Bearer {key}"}, {"authorization": f"bearer  {key}"}, {"x-api-key": key}]
 
 
 def test_a_key_is_needed_on_every_route(locked: Running) -> None:
-    """Also where there is none, where only a page is, and for methods that a route does not have."""
+    """Also where there is none, and for methods that a route does not have. The page's own files are no secret."""
     paths = {getattr(route, "path", "") for route in locked.server.config.app.routes}  # type: ignore[union-attr]
-    assert paths >= {"/health", "/metrics", "/props", "/v1/models", "/tokenize", "/"}
-    for path in [*paths, "/nothing", "/v1/messages/batches", "//health", "/health/"]:
+    assert paths >= {"/health", "/metrics", "/props", "/live", "/v1/models", "/tokenize", "/", "/page/{name}"}
+    for path in [*(paths - {"/", "/page/{name}"}), "/nothing", "/v1/messages/batches", "/pages", "/page"]:
         for method in ("GET", "POST", "HEAD", "OPTIONS", "DELETE"):
             for headers in ({}, {"x-api-key": "wrong"}, {"authorization": "Basic !!"}, {"authorization": KEYS[0]}):
                 answer = locked.client.request(method, path, headers=headers)
@@ -133,7 +129,7 @@ def test_a_key_is_needed_on_every_route(locked: Running) -> None:
     "key", ["sk-firs", "sk-first0", "SK-FIRST", "sk-first,sk-second", "sk-firs\xf4", "x" * 10_000, "*", "None"]
 )
 def test_wrong_keys(locked: Running, key: str) -> None:
-    for headers in _ways(key)[:3]:
+    for headers in _ways(key):
         encoded = {name: value.encode("latin-1") for name, value in headers.items()}
         answer = locked.client.get("/health", headers=encoded)
         assert answer.status_code == 401
@@ -142,10 +138,10 @@ def test_wrong_keys(locked: Running, key: str) -> None:
 
 
 def test_how_a_missing_key_is_told(locked: Running) -> None:
-    """A browser asks its user for it; the interfaces say it in their own shapes."""
-    assert locked.client.get("/").headers["www-authenticate"].startswith("Basic ")
-    assert locked.client.get("/page/app.js").headers["www-authenticate"].startswith("Basic ")
-    assert locked.client.get("/v1/models").headers["www-authenticate"] == "Bearer"
+    """In the shape of each interface."""
+    answer = locked.client.get("/v1/models")
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert answer.json()["error"]["message"].startswith("there is no key; expected Authorization: Bearer KEY")
     error = locked.client.post("/v1/messages", json={}).json()
     assert error["error"]["type"] == "authentication_error"
     assert error["request_id"].startswith("req_")
@@ -224,3 +220,11 @@ def test_origins_that_cannot_be_allowed(origin: str) -> None:
 
 def test_keys_are_not_shown() -> None:
     assert KEYS[0] not in repr(Settings(api_keys=KEYS))
+
+
+@pytest.mark.parametrize("path", ["//health", "/./health", "/page/../health", "/page/%2e%2e/health", "/%2fhealth", "*"])
+def test_no_spelling_of_a_path_passes_the_key(locked: Running, path: str) -> None:
+    """Nor is it the page's file."""
+    answer = locked.exchange(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+    assert answer.split(b" ", 2)[1] in (b"401", b"404")
+    assert b"waiting" not in answer

@@ -29,8 +29,8 @@ from support.fused_path import unfused_launch
 
 NO_FUSE = 2
 PROMPT = [(7 * i) % 1000 for i in range(100)]
-LONG_PROMPT = [(7 * i) % 1000 for i in range(230)]  # its second bucket begins 27 tokens later, its third 283
-TOKENS = {8: count(300, 1000), 4: count(70, 600), 0: count(70, 600)}  # behind it, by bits
+LONG_PROMPT = [(7 * i) % 1000 for i in range(230)]  # its second bucket begins 27 tokens later
+TOKENS = {8: count(70, 1000), 4: count(70, 600), 0: count(70, 600)}  # behind it, by bits
 
 
 class CountedStep(CompiledStep):
@@ -71,18 +71,18 @@ def generate(
 
 
 def sampled(model: Decoder, seed: int, *, compiled: bool) -> list[int]:
-    """50 sampled tokens."""
+    """30 sampled tokens."""
     mx.random.seed(seed)
-    tokens, *_ = generate(model, 50, compiled=compiled, sampler=make_sampler(temp=2.0))
+    tokens, *_ = generate(model, 30, compiled=compiled, sampler=make_sampler(temp=2.0))
     return tokens
 
 
 def seeded(model: Decoder, seed: int) -> list[Any]:
-    """50 tokens of kvant's own sampler: not compiled, then for each way of compiling the same, and its compilations."""
+    """30 tokens of kvant's own sampler: not compiled, then for each way of compiling the same, and its compilations."""
     sampler = sampling.make_sampler(2.0, 0.99, 0.001, top_k=900, xtc_probability=0.3, seed=seed)
-    found: list[Any] = [generate(model, 50, compiled=False, sampler=sampler)[0]]
+    found: list[Any] = [generate(model, 30, compiled=False, sampler=sampler)[0]]
     for options in ({}, {"look_ahead": 1}, {"logits_processors": [lambda tokens, logits: logits]}):
-        tokens, *_ = generate(model, 50, compiled=True, sampler=sampler, **options)
+        tokens, *_ = generate(model, 30, compiled=True, sampler=sampler, **options)
         found.append([tokens, CountedStep.last.compilations])
     return found
 

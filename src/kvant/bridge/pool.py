@@ -79,10 +79,10 @@ class BridgedSequence(PoolSequence):
             layer.restore_state(arrays)
         return made
 
-    def share_prefix(self, upto: int | None = None) -> None:
+    def share_prefix(self, upto: int | None = None, *, last_page: bool = False) -> None:
         """As :meth:`PoolSequence.share_prefix`; nothing where there are states, which no page holds."""
         if not self._empty:
-            super().share_prefix(upto)
+            super().share_prefix(upto, last_page=last_page)
 
     def release(self) -> None:
         """As :meth:`PoolSequence.release`, the states too."""

@@ -131,6 +131,21 @@ class PagedLayers:
             self._copy(table.pages[whole], made.pages[whole], rest)
         return made
 
+    def copy_alike(self, table: PageTable, length: int, before: bytes, ids: Sequence[int]) -> int:
+        """Copy rows behind the first ``length``, whole pages, from a page that begins with some of the same tokens.
+
+        Args:
+            before: the digest of the text so far.
+            ids: the tokens behind it.
+
+        Returns:
+            how many of them are there now.
+        """
+        page, count = self.prefix.most_alike(before, ids)
+        if count:
+            self._copy(page, table.pages[length // PAGE_SIZE], count)
+        return count
+
     def close(self, table: PageTable) -> None:
         """Give a table's pages back."""
         if self.window is not None:

@@ -11,7 +11,7 @@ from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer, ring_pag
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_sequence import PoolSequence, PoolState, close
-from kvant.cache.prefix import digests
+from kvant.cache.prefix import digests, root
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
 from kvant.sizes import format_bytes
@@ -122,14 +122,18 @@ class Pool(PoolState):
         free = all(part.limit(max_tokens) <= part.num_free for part in self.parts)
         return free and max_tokens <= self.max_seq_len and self.num_sequences < self.max_sequences
 
-    def sequence(self, max_tokens: int, prompt: Sequence[int] = (), *, salt: bytes = b"") -> PoolSequence:
+    def sequence(
+        self, max_tokens: int, prompt: Sequence[int] = (), *, salt: bytes = b"", whole_pages: bool = True
+    ) -> PoolSequence:
         """Open a sequence, with pages for ``max_tokens`` tokens.
 
         Args:
             max_tokens: the most that it will have.
-            prompt: ids that it will begin with. As many as others have shared are there at once, in whole pages and at
-                least one less than given: one has to be fed for there to be logits.
+            prompt: ids that it will begin with. As many as others have shared are there at once, and at least one less
+                than given: one has to be fed for there to be logits.
             salt: sequences share pages only with those of the same one.
+            whole_pages: only whole pages are shared, which takes no copy. Else, without windows, the rows of a page
+                that begins alike are copied as well.
 
         Returns:
             a sequence that holds the shared tokens, and must be released.
@@ -143,16 +147,21 @@ class Pool(PoolState):
             self.check_opening(max_tokens)
             if len(prompt) > max_tokens:
                 raise ContextError(f"the prompt has {len(prompt)} tokens; max_tokens of its sequence is {max_tokens}")
-            chain = self._shared(digests(prompt[: max(0, len(prompt) - 1)], salt))
+            known = prompt[: max(0, len(prompt) - 1)]
+            chain = self._shared(digests(known, salt))
             tables: list[PageTable] = []
             try:
                 for part in self.parts:
                     part.prefix.use(chain)
                     tables.append(part.open(chain, max_tokens))
+                length = len(chain) * PAGE_SIZE
+                if not whole_pages and not self.has_windows:
+                    before = chain[-1] if chain else root(salt)
+                    length += self.parts[0].copy_alike(tables[0], length, before, known[length:])
             except BaseException:
                 close(self, tables)
                 raise
-            return self.sequence_kind(self, tables, max_tokens, prompt[: len(chain) * PAGE_SIZE], salt)
+            return self.sequence_kind(self, tables, max_tokens, prompt[:length], salt)
 
     def batch(self, sequences: Sequence[PoolSequence], rows: int | None = None) -> PoolBatch:
         """The cache of steps in which these sequences take part.

@@ -12,7 +12,7 @@ from kvant.cache.layer_format import difference
 from kvant.cache.model import ModelCache
 from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
 from kvant.cache.pages import PAGE_SIZE, runs
-from kvant.cache.prefix import digests
+from kvant.cache.prefix import digests, extended, root
 from kvant.cache.window import SLACK
 from kvant.errors import ContextError
 from kvant.operators.paged_attention import put_rows, stored_rows
@@ -205,7 +205,7 @@ class PoolSequence:
                 raise
             return type(self)(self.pool, tables, max_tokens, self.ids, self.salt)
 
-    def share_prefix(self, upto: int | None = None) -> None:
+    def share_prefix(self, upto: int | None = None, *, last_page: bool = False) -> None:
         """Let other sequences read its whole pages.
 
         Through a window they need the pages of the last tokens that they begin with. So where there are windows, texts
@@ -213,14 +213,23 @@ class PoolSequence:
 
         Args:
             upto: only pages of its first tokens, up to this one; None: of all.
+            last_page: the last page too, where it is not whole and there are no windows. It is copied for whoever
+                begins alike, and before this sequence writes there again.
         """
         with self.pool.turn:
             self.check_open()
-            chain = digests(self.ids[:upto], self.salt)
+            ids = self.ids[:upto]
+            chain = digests(ids, self.salt)
+            before = [root(self.salt), *chain]
+            if last_page and len(ids) % PAGE_SIZE and not self.pool.has_windows:
+                chain.append(extended(before[-1], ids[len(chain) * PAGE_SIZE :]))
             for part, table in zip(self.pool.parts, self.tables, strict=True):
                 first = -(-table.first // PAGE_SIZE)  # the first whole page that is there
                 for number in range(first, len(chain)):
-                    part.prefix.put(chain[number], table.pages[number - table.start // PAGE_SIZE])
+                    page = table.pages[number - table.start // PAGE_SIZE]
+                    part.prefix.put(
+                        chain[number], page, before[number], ids[number * PAGE_SIZE : (number + 1) * PAGE_SIZE]
+                    )
                 part.prefix.use(chain)
 
     def load(self, cache: ModelCache, sequence: int = 0) -> None:

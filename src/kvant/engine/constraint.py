@@ -7,8 +7,6 @@ import mlx.core as mx
 from kvant.engine.processors import Change, LogitsProcessor
 from kvant.text.grammar import Grammar
 
-WORD = 32  # bits
-
 
 def apart(processors: Sequence[LogitsProcessor]) -> tuple[tuple[Change, ...], Grammar | None]:
     """Processors that change logits, and the grammar among them. It is applied last, wherever it stands.
@@ -48,12 +46,8 @@ def allowed_only(logits: mx.array, masks: Sequence[bytes]) -> mx.array:
 
     ``masks``: of each row, as :meth:`kvant.text.grammar.Matcher.mask` gives them.
     """
-    words = mx.array(memoryview(b"".join(masks)).cast("I"))  # type: ignore[arg-type]  # it takes any buffer
-    words = words.reshape(len(masks), -1, 1)
-    # (B, words, 1) -> (B, words, 32) -> (B, vocab)
-    bits = (words >> mx.arange(WORD, dtype=mx.uint32)) & 1
-    allowed = bits.reshape(len(masks), -1)[:, : logits.shape[-1]]
-    return mx.where(allowed, logits, -mx.inf)
+    allowed = mx.array(memoryview(b"".join(masks)))  # type: ignore[arg-type]  # it takes any buffer
+    return mx.where(allowed.reshape(logits.shape) != 0, logits, -mx.inf)
 
 
 class _Constraint:

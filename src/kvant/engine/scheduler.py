@@ -287,7 +287,8 @@ class Scheduler:
         checked, pool, sequences = work.checked, self._pool, work.sequences
         known = () if checked.cache is not None else checked.ids
         try:
-            sequences.append(pool.sequence(checked.reserved, known, salt=checked.request.salt))
+            whole_pages = self._deterministic  # chunks begin at their ends then
+            sequences.append(pool.sequence(checked.reserved, known, salt=checked.request.salt, whole_pages=whole_pages))
             for _ in range(len(work.open) - 1):  # places that are kept for forks
                 sequences.append(pool.sequence(own_tokens(len(checked.ids), checked.reserved, pool)))
             if checked.cache is None:
@@ -503,21 +504,26 @@ class Scheduler:
         self._running.remove(answer)
         sequence, checked = answer.sequence, answer.work.checked
         try:
-            if not self._deterministic:
-                sequence.share_prefix()
             if not checked.request.keep_cache:
+                self._share_all(sequence)
                 return None, None
             # mlx-lm's caches hold the last token too.
             if sequence.length < min(len(answer.tokens), sequence.max_tokens):
                 batch = self._pool.batch([sequence])
                 mx.eval(self._model.feed(mx.array([answer.tokens[-1:]]), batch))
                 batch.commit(ids=[answer.tokens[-1:]])
+            self._share_all(sequence)
             given = None if checked.cache is None else checked.cache.max_seq_len
             return sequence.to_cache(max(given or self._pool.max_seq_len, checked.reserved)), None
         except Exception as error:
             return None, error
         finally:
             sequence.release()
+
+    def _share_all(self, sequence: PoolSequence) -> None:
+        """Let later requests begin with a text that has ended. A token at a time is not how chunks compute it."""
+        if not self._deterministic:
+            sequence.share_prefix(last_page=True)
 
     def _end(
         self, work: _Work, reason: FinishReason, numbers: Collection[int], error: BaseException | None = None

@@ -10,6 +10,7 @@ from kvant.engine.processors import Frequency, Presence
 from kvant.engine.request import Request, Token
 from kvant.errors import ArgumentError, ContextError, EngineError, KvantError, QueueFullError
 from kvant.server.answer_text import AnswerText
+from kvant.server.constraints import NO_TOOLS, grammar_of, shown_tools
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, EndReason, Event, Generation, Text
 from kvant.server.sampling import refused
@@ -18,7 +19,6 @@ from kvant.text.answer_parts import AnswerParts
 from kvant.text.detokenizer import ByteDetokenizer
 from kvant.text.prompt import encode_prompt, encode_rendered, render_chat
 
-NO_TOOLS = "the model's chat template takes no tools, or writes calls in a form that is not known here"
 RETRY_AFTER_S = 1  # what a client is told to wait where the queue is full
 
 
@@ -40,8 +40,9 @@ async def answer(service: Service, generation: Generation) -> AsyncGenerator[Eve
             an engine that was closed or has failed.
         Exception: what failed in the engine for this request alone.
     """
-    prompt = await asyncio.to_thread(read_prompt, service, generation)
-    request = await asyncio.to_thread(_request, service, generation, prompt)
+    prompt, request = await asyncio.to_thread(_prepare, service, generation)
+    if (grammar := await grammar_of(service, generation, prompt.text)) is not None:
+        request = replace(request, logits_processors=[*request.logits_processors, grammar])
     loop, tokens = asyncio.get_running_loop(), asyncio.Queue[Token]()
     try:
         service.submit(request, lambda token: loop.call_soon_threadsafe(tokens.put_nowait, token))
@@ -62,7 +63,7 @@ def read_prompt(service: Service, generation: Generation) -> Prompt:
     """
     try:
         if generation.messages is not None:
-            variables = {**generation.variables, "tools": _tools(service, generation) or None}
+            variables = {**generation.variables, "tools": shown_tools(service, generation) or None}
             text = render_chat(service.tokenizer, _messages(service, generation.messages), variables)
             return Prompt(text, encode_rendered(service.tokenizer, text))
         prompt = "" if generation.prompt is None else generation.prompt
@@ -72,25 +73,6 @@ def read_prompt(service: Service, generation: Generation) -> Prompt:
         return Prompt(service.tokenizer.decode(ids) if generation.echo else "", ids)
     except (KvantError, ValueError) as error:
         raise _failure(error, generation) from error
-
-
-def _tools(service: Service, generation: Generation) -> list[dict[str, Any]]:
-    """The tools that the model is told of, in OpenAI's form; none where it must not call one.
-
-    Raises:
-        ApiError: 400: the model's template takes none.
-    """
-    if generation.tool_choice == "none" or not generation.tools:
-        return []
-    if service.tool_format is None:
-        raise ApiError(f"tools: {NO_TOOLS}", param="tools")
-    return [
-        {
-            "type": "function",
-            "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)},
-        }
-        for tool in generation.tools
-    ]
 
 
 def _messages(service: Service, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -122,8 +104,9 @@ def _call_id(given: str, length: int) -> str:
     return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:length]
 
 
-def _request(service: Service, generation: Generation, prompt: Prompt) -> Request:
-    """The engine's request."""
+def _prepare(service: Service, generation: Generation) -> tuple[Prompt, Request]:
+    """The prompt, and the engine's request."""
+    prompt = read_prompt(service, generation)
     tokenizer, vocab_size = service.tokenizer, service.model.config.vocab_size
     options = generation.sampling
     try:
@@ -137,7 +120,7 @@ def _request(service: Service, generation: Generation, prompt: Prompt) -> Reques
     counted = [
         replace(each, first=len(prompt.ids)) if isinstance(each, Presence | Frequency) else each for each in processors
     ]
-    return Request(
+    request = Request(
         prompt.ids,
         max_tokens=-1 if generation.max_tokens is None else generation.max_tokens,
         sampler=sampler,
@@ -147,6 +130,7 @@ def _request(service: Service, generation: Generation, prompt: Prompt) -> Reques
         top_logprobs=generation.top_logprobs,
         answers=generation.answers,
     )
+    return prompt, request
 
 
 async def _events(
@@ -185,7 +169,7 @@ async def _events(
 def _text(service: Service, generation: Generation, prompt: Prompt, number: int) -> AnswerText:
     parts = None
     if generation.messages is not None:
-        tools = _tools(service, generation)
+        tools = shown_tools(service, generation)
         parts = AnswerParts(service.tokenizer, prompt.text, tools, service.tool_format)
     return AnswerText(number, service.tokenizer, parts, generation.stop, logprobs=generation.logprobs)
 

@@ -1,6 +1,6 @@
 """Anthropic's conversations as this server's: turns of blocks become messages for a chat template."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from kvant.server.anthropic_body import (
     ThinkingBlock,
     ThinkingOff,
     ThinkingOn,
-    ToolBody,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -24,10 +23,12 @@ from kvant.server.generation import Format, Generation, Tool, ToolChoice
 from kvant.server.openai_messages import max_tokens, stops
 from kvant.server.sampling import SamplingFields, check_range, sampling_options
 from kvant.server.thinking_options import from_opaque, switched, with_effort
+from kvant.server.tools import checked_tools, tool_named
 from kvant.server.turns import Turns
 from kvant.text.tokenizer import Tokenizer
 
 CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
+MAX_NAME = 128  # characters of a tool's name
 
 
 def messages_generation(body: MessagesBody, service: Service, salt: bytes) -> Generation:
@@ -60,7 +61,8 @@ def conversation(body: Conversation, service: Service) -> Generation:
             param="thread",
             code="thread_unsupported_request",
         )
-    tools = _tools(body.tools or [])
+    given = [Tool(each.name, each.description, each.input_schema, each.strict) for each in body.tools or []]
+    tools = checked_tools(given, "tools[{}].name", MAX_NAME)
     choice = body.tool_choice
     wanted: ToolChoice | Tool = "auto"
     if choice is not None:
@@ -68,7 +70,7 @@ def conversation(body: Conversation, service: Service) -> Generation:
             raise ApiError('tool_choice.name goes with the type "tool", and only there', param="tool_choice.name")
         if choice.type in ("any", "tool") and not tools:
             raise ApiError(f"tool_choice is {choice.type!r}; expected tools with it", param="tool_choice")
-        wanted = CHOICES[choice.type] if choice.name is None else _named(tools, choice.name)
+        wanted = CHOICES[choice.type] if choice.name is None else tool_named(tools, choice.name, "tool_choice.name")
     return Generation(
         messages=_messages(body),
         tools=tools,
@@ -82,23 +84,6 @@ def conversation(body: Conversation, service: Service) -> Generation:
 def shows_thinking(body: MessagesBody) -> bool:
     """Whether the client wants the text of the thinking."""
     return not (isinstance(body.thinking, ThinkingOn | ThinkingAdaptive) and body.thinking.display == "omitted")
-
-
-def _tools(bodies: Sequence[ToolBody]) -> list[Tool]:
-    tools = [Tool(each.name, each.description, each.input_schema, each.strict) for each in bodies]
-    for at, tool in enumerate(tools):
-        if not tool.name or tool.name in {other.name for other in tools[:at]}:
-            raise ApiError(
-                f"tools[{at}].name is {tool.name[:80]!r}; expected a name of its own", param=f"tools[{at}].name"
-            )
-    return tools
-
-
-def _named(tools: Sequence[Tool], name: str) -> Tool:
-    for tool in tools:
-        if tool.name == name:
-            return tool
-    raise ApiError(f"tool_choice.name is {name[:80]!r}, which is none of the tools", param="tool_choice.name")
 
 
 def _format(body: Conversation) -> Format | None:

@@ -46,7 +46,7 @@ def check_depth(found: object) -> None:
         ApiError: 400: it is.
     """
     level = [found]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(MAX_DEPTH):
         level = [child for node in level for child in _children(node) if isinstance(child, NESTED)]
         if not level:
             return

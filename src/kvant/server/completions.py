@@ -98,14 +98,17 @@ async def together(
 ) -> AsyncGenerator[tuple[int, Event], None]:
     """The events of several generations as they come, with the number of each, of so many at once.
 
-    Closing it ends all of them.
+    No more than one of them waits for its first event: together they take one place of the engine's queue. Closing it
+    ends all of them.
     """
     queue: asyncio.Queue[tuple[int, Event | None] | Exception] = asyncio.Queue()
-    places = asyncio.Semaphore(at_once)
+    places, turn = asyncio.Semaphore(at_once), asyncio.Lock()
 
     async def follow(number: int, events: AsyncGenerator[Event, None]) -> None:
         try:
             async with places, aclosing(events):
+                async with turn:
+                    queue.put_nowait((number, await anext(events)))
                 async for event in events:
                     queue.put_nowait((number, event))
             queue.put_nowait((number, None))

@@ -1,9 +1,10 @@
 """An answer as Anthropic's message: the events of its stream, and the whole that they make."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
+
+import msgspec
 
 from kvant.server.generation import Begun, Call, End, Event, Text
 from kvant.server.thinking_options import opaque
@@ -72,7 +73,7 @@ class MessageStream:
         block = {"type": "tool_use", "id": f"toolu_{uuid4().hex}", "name": event.name, "input": {}}
         yield self._begin(block)
         yield self._delta({"type": "input_json_delta", "partial_json": event.arguments})
-        block["input"] = json.loads(event.arguments)
+        block["input"] = msgspec.json.decode(event.arguments)
         yield self._stop()
 
     def _end(self, event: End) -> Iterator[dict[str, Any]]:

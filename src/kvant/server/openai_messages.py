@@ -23,12 +23,11 @@ from kvant.server.openai_body import (
 )
 from kvant.server.sampling import check_range, sampling_options
 from kvant.server.thinking_options import with_effort
+from kvant.server.tools import checked_tools, tool_named
 from kvant.text.variables import check_variables
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # texts of stop, and characters of one
 MAX_TOP_LOGPROBS = 20  # OpenAI's
-MAX_TOOLS = 128  # OpenAI's
-TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # OpenAI's
 
 
 def chat_generation(body: ChatBody, service: Service, salt: bytes) -> Generation:
@@ -155,19 +154,12 @@ def tools_of(tools: Sequence[FunctionTool]) -> tuple[Tool, ...]:
     Raises:
         ApiError: 400: too many, or one with a name that is none, or is another's.
     """
-    if len(tools) > MAX_TOOLS:
-        raise ApiError(f"tools has {len(tools)}; expected at most {MAX_TOOLS}", param="tools")
-    made: dict[str, Tool] = {}
-    for place, tool in enumerate(tools):
-        function, param = tool.function, f"tools[{place}].function.name"
-        if not TOOL_NAME.fullmatch(function.name):
-            said = "expected 1 to 64 letters, digits, _ and -"
-            raise ApiError(f"{param} is {function.name[:80]!r}; {said}", param=param)
-        if function.name in made:
-            raise ApiError(f"{param} is {function.name!r}, which another tool has; expected another name", param=param)
+    made = []
+    for tool in tools:
+        function = tool.function
         given = {} if function.parameters is None else {"parameters": function.parameters}
-        made[function.name] = Tool(function.name, function.description or "", strict=bool(function.strict), **given)
-    return tuple(made.values())
+        made.append(Tool(function.name, function.description or "", strict=bool(function.strict), **given))
+    return checked_tools(made, "tools[{}].function.name")
 
 
 def _tool_choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice | Tool:
@@ -178,13 +170,7 @@ def _tool_choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice | Tool:
         raise ApiError("tool_choice has no effect without tools", param="tool_choice")
     if not isinstance(choice, NamedChoice):
         return choice
-    for tool in tools:
-        if tool.name == choice.function.name:
-            return tool
-    names = ", ".join(tool.name for tool in tools)
-    raise ApiError(
-        f"tool_choice names {choice.function.name[:80]!r}; expected one of tools: {names[:200]}", param="tool_choice"
-    )
+    return tool_named(tools, choice.function.name)
 
 
 def _format(body: ChatBody) -> Format | None:

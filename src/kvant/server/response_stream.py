@@ -180,7 +180,7 @@ def _response(model: str, body: ResponsesBody, generation: Generation, sampling:
     """A response before its first token, with what is in force for it."""
     reasoning, text = body.reasoning, body.text
     summary = (reasoning.summary or reasoning.generate_summary) if reasoning is not None else None
-    form = text.format if text is not None else None
+    form = msgspec.to_builtins(text.format) if text is not None and text.format is not None else {"type": "text"}
     return {
         "id": _id("resp"),
         "object": "response",
@@ -204,7 +204,7 @@ def _response(model: str, body: ResponsesBody, generation: Generation, sampling:
         "service_tier": "default",
         "store": False,
         "temperature": sampling.temp,
-        "text": {"format": {"type": "text"} if form is None else msgspec.to_builtins(form), "verbosity": "medium"},
+        "text": {"format": {name: value for name, value in form.items() if value is not None}, "verbosity": "medium"},
         "tool_choice": _choice(generation.tool_choice),
         "tools": [_tool(tool) for tool in generation.tools],
         "top_logprobs": generation.top_logprobs,

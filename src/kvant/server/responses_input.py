@@ -1,6 +1,5 @@
 """Bodies of OpenAI's Responses API as this server's generations: items become messages for a chat template."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from kvant.server.responses_body import (
 )
 from kvant.server.sampling import check_range, sampling_options
 from kvant.server.thinking_options import from_opaque, with_effort
+from kvant.server.tools import checked_tools, tool_named
 from kvant.server.turns import Turns
 
 ITEMS: Mapping[str, type[Item]] = {
@@ -38,6 +38,7 @@ ITEMS: Mapping[str, type[Item]] = {
     "reasoning": ReasoningItem,
 }
 ROLES = {"developer": "system"}  # OpenAI's newer name of the role that templates know
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 STORED = "this server stores nothing: send the whole conversation, with store false"
 
 
@@ -81,28 +82,20 @@ def responses_generation(body: ResponsesBody, service: Service, salt: bytes) -> 
 
 def _tools(body: ResponsesBody) -> tuple[Sequence[Tool], ToolChoice | Tool]:
     """The tools, and which of them is to be called."""
-    tools: dict[str, Tool] = {}
-    for at, given in enumerate(body.tools or []):
-        if not given.name or given.name in tools:
-            raise ApiError(
-                f"tools[{at}].name is {given.name[:80]!r}; expected a name of its own", param=f"tools[{at}].name"
-            )
-        parameters = given.parameters if given.parameters is not None else {"type": "object", "properties": {}}
-        tools[given.name] = Tool(given.name, given.description or "", parameters, bool(given.strict))
+    given = [
+        Tool(each.name, each.description or "", each.parameters or NO_PARAMETERS, bool(each.strict))
+        for each in body.tools or []
+    ]
+    tools = checked_tools(given, "tools[{}].name")
     choice = body.tool_choice
-    wanted = [choice.name] if isinstance(choice, FunctionChoice) else []
-    if isinstance(choice, AllowedTools):
-        wanted = [tool.name for tool in choice.tools]
-    for name in wanted:
-        if name not in tools:
-            raise ApiError(f"tool_choice has {name[:80]!r}, which is none of the tools", param="tool_choice")
     if isinstance(choice, FunctionChoice):
-        return list(tools.values()), tools[choice.name]
+        return tools, tool_named(tools, choice.name)
     if isinstance(choice, AllowedTools):
-        tools, choice = {name: tools[name] for name in wanted}, choice.mode
+        tools = tuple({each.name: tool_named(tools, each.name) for each in choice.tools}.values())
+        choice = choice.mode
     if choice == "required" and not tools:
         raise ApiError("tool_choice is 'required'; expected tools with it", param="tool_choice")
-    return list(tools.values()), choice or "auto"
+    return tools, choice or "auto"
 
 
 def _format(body: ResponsesBody) -> Format | None:
@@ -182,9 +175,6 @@ def _thinking(item: ReasoningItem, place: str) -> str:
 
 def _arguments(text: str, place: str) -> dict[str, Any]:
     try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"{place} is no JSON: {error}", param=place) from error
-    if not isinstance(arguments, dict):
-        raise ApiError(f"{place} is {text[:80]!r}; expected a JSON object", param=place)
-    return arguments
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(f"{place} is {text[:80]!r}; expected a JSON object: {error}", param=place) from error

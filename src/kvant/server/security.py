@@ -5,8 +5,6 @@ A web page of a stranger can have its name resolve to 127.0.0.1, and then asks a
 """
 
 import asyncio
-import base64
-import binascii
 import hashlib
 import hmac
 import logging
@@ -27,8 +25,7 @@ from kvant.server.settings import LOOPBACK_NAMES, Settings
 ANTHROPIC_PATH = "/v1/messages"
 WHILE_ENDING = ("/health", "/metrics")  # answered until the end
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]\s]+)(?::[0-9]{1,5})?", re.IGNORECASE)
-# What is read of a body that was refused, so that its sender, who is still writing, reads the answer.
-MORE_BYTES, MORE_S = 64 << 20, 5.0
+MORE_BYTES = 64 << 20  # that are read of a body that is too long, and forgotten
 
 MAX_VALUES = 200_000  # of a body's JSON: decoded in a tenth of a second
 NO_MARKS = bytes(byte for byte in range(256) if byte not in b'",[{')
@@ -128,10 +125,9 @@ class Keys:
         # The page's own files are the same for everybody; the page asks for the key, and all that it does needs one.
         page = scope["path"] == "/" or scope["path"].startswith("/page/")
         if self._digests and not any(same) and not page:
-            ways = {"www-authenticate": "Bearer"}
             said = "the key is wrong" if key else "there is no key"
             message = f"{said}; expected Authorization: Bearer KEY, or x-api-key: KEY"
-            refused = ApiError(message, status=401, code="invalid_api_key", headers=ways)
+            refused = ApiError(message, status=401, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
             await error_response(scope, refused)(scope, receive, send)
             return
         scope["state"]["salt"] = digest if key else b""
@@ -157,7 +153,8 @@ class Bodies:
             headers={"connection": "close"},
         )
         try:
-            if int(headers.get("content-length", "0")) <= limits.body_bytes:
+            # One that waits for leave to send a body is told at once that it is too long.
+            if "expect" not in headers or int(headers.get("content-length", "0")) <= limits.body_bytes:
                 body = await asyncio.wait_for(_read(receive, limits.body_bytes), limits.body_s)
         except TimeoutError:
             message = f"the body did not come within {limits.body_s:g} seconds"
@@ -165,8 +162,6 @@ class Bodies:
         except ConnectionError:
             return
         if body is None:
-            if refused.status == 413 and "expect" not in headers:
-                await _let_finish(receive)
             await error_response(scope, refused)(scope, receive, send)
             return
         if (most := _count_marks(body)) > MAX_VALUES:
@@ -217,35 +212,18 @@ def described(error: BaseException) -> str:
 
 
 async def _read(receive: Receive, limit: int) -> bytes | None:
-    """A whole body; None: it is longer than the limit."""
-    parts, count = [], 0
-    while True:
+    """A whole body; None: it is longer than the limit. Then it was read on, for its sender reads no answer before."""
+    parts: list[bytes] = []
+    count, more = 0, True
+    while more and count <= limit + MORE_BYTES:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ConnectionError
-        parts.append(message.get("body", b""))
-        count += len(parts[-1])
-        if count > limit:
-            return None
-        if not message.get("more_body", False):
-            return b"".join(parts)
-
-
-async def _let_finish(receive: Receive) -> None:
-    """Read on, for a while, and forget."""
-
-    async def read() -> None:
-        count = 0
-        while count < MORE_BYTES:
-            message = await receive()
-            count += len(message.get("body", b""))
-            if not message.get("more_body", False):
-                return
-
-    try:
-        await asyncio.wait_for(read(), MORE_S)
-    except TimeoutError:
-        return
+        part, more = message.get("body", b""), message.get("more_body", False)
+        count += len(part)
+        if count <= limit:
+            parts.append(part)
+    return b"".join(parts) if count <= limit else None
 
 
 def _given_key(headers: Headers) -> bytes:
@@ -254,11 +232,6 @@ def _given_key(headers: Headers) -> bytes:
     rest = rest.strip()
     if scheme.lower() == "bearer" and rest:
         return rest.encode("latin-1")
-    if scheme.lower() == "basic":
-        try:
-            return base64.b64decode(rest, validate=True).partition(b":")[2]
-        except (binascii.Error, ValueError):
-            return b""
     return headers.get("x-api-key", "").strip().encode("latin-1")
 
 

@@ -18,6 +18,7 @@ from kvant.server.errors import ApiError
 from kvant.server.live import Live
 from kvant.server.metrics import Metrics
 from kvant.server.settings import Settings
+from kvant.text.grammar import Grammars
 from kvant.text.tokenizer import Tokenizer
 from kvant.text.tool_calls import tool_format
 
@@ -33,6 +34,7 @@ class Service:
         names: that requests may call the model by. The first is the one that answers carry and /v1/models lists.
         sampling: the model's own options, in the names of SamplingOptions.
         tool_format: of the model's tool calls; None: its template takes no tools.
+        grammars: that answers can be held to.
         max_seq_len: tokens that a prompt and its answer can have together.
         planned: bytes by name, as the memory was planned; empty: it was not.
         metrics: counters since the start.
@@ -58,6 +60,7 @@ class Service:
         if self.sampling.get("top_k", 0) >= model.config.vocab_size:
             self.sampling["top_k"] = 0  # it leaves nothing out
         self.tool_format = tool_format(tokenizer)
+        self.grammars = Grammars(tokenizer, model.config.vocab_size)
         limit = context_limit(model, pool.max_seq_len)
         assert limit is not None
         self.max_seq_len = limit

@@ -158,8 +158,11 @@ class JsonEnd:
         return self._end
 
     def _check_key(self, text: str) -> None:
-        begun = text[skip_space(text, self._start + 1) :][:64]
-        if self._keys and not any(begun.startswith(key) or key.startswith(begun) for key in self._keys):
+        if not self._keys:
+            return
+        at = skip_space(text, self._start + 1)
+        begun = text[at : at + max(map(len, self._keys))]
+        if not any(begun.startswith(key) or key.startswith(begun) for key in self._keys):
             raise NoCallError("an object that is no call", self._start + 1)
         if any(begun.startswith(key) for key in self._keys):
             self._keys = []

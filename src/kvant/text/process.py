@@ -42,8 +42,11 @@ class TextProcess:
     object or with Python.
     """
 
-    def __init__(self, tokenizer: tuple[dict[str, Any], bytes] | None = None) -> None:
+    def __init__(
+        self, tokenizer: tuple[dict[str, Any], bytes] | None = None, time_limit_s: float = TIME_LIMIT_S
+    ) -> None:
         """``tokenizer``: the request that loads one, as in :meth:`load`; default: none is loaded."""
+        self._time_limit_s = time_limit_s  # of a request
         self._lock = threading.Lock()
         self._tokenizer = tokenizer
         self._ready = False
@@ -65,7 +68,7 @@ class TextProcess:
                 if not self._ready:
                     self._read(START_LIMIT_S)
                     self._ready = True
-                found = json.loads(self._read(TIME_LIMIT_S))
+                found = json.loads(self._read(self._time_limit_s))
             if "error" in found:
                 raise TextError(found["error"])
             self._tokenizer = request, payload
@@ -87,11 +90,11 @@ class TextProcess:
             raise TextError(answer["error"])
         return dict(answer)
 
-    def __reduce__(self) -> tuple[type["TextProcess"], tuple[Any]]:
-        return TextProcess, (self._tokenizer,)  # a copy has a process of its own
+    def __reduce__(self) -> tuple[type["TextProcess"], tuple[Any, ...]]:
+        return TextProcess, (self._tokenizer, self._time_limit_s)  # a copy has a process of its own
 
     def _start(self) -> None:
-        limits = [str(TIME_LIMIT_S), str(ADDRESS_LIMIT)]
+        limits = [str(self._time_limit_s), str(ADDRESS_LIMIT)]
         try:
             self._process = subprocess.Popen(
                 # -P: modules are not looked for beside the program. A session of its own: Ctrl-C is not for it.
@@ -120,11 +123,11 @@ class TextProcess:
                 if self._tokenizer is not None:
                     request, payload = self._tokenizer
                     self._send(_encoded(request, payload), payload)
-                    if "error" in (answer := json.loads(self._read(TIME_LIMIT_S))):
+                    if "error" in (answer := json.loads(self._read(self._time_limit_s))):
                         raise TextError(answer["error"])
                 self._ready = True
             self._send(line)
-            return self._read(TIME_LIMIT_S)
+            return self._read(self._time_limit_s)
 
     @contextmanager
     def _ended_on_error(self) -> Iterator[None]:
@@ -176,7 +179,7 @@ class TextProcess:
         if code in (-signal.SIGABRT, -signal.SIGKILL):  # an allocation that failed in Rust; the system had no more
             return TextError("it needs too much memory")
         if code == -signal.SIGXCPU:
-            return TextError(f"it takes longer than {TIME_LIMIT_S:g} s")
+            return TextError(f"it takes longer than {self._time_limit_s:g} s")
         if code == -signal.SIGSEGV:
             return TextError("it is nested too deeply")
         return TextError(f"its process ended with exit code {code}")

@@ -27,6 +27,7 @@ if __name__ == "__main__":
     package.__path__ = [str(Path(__file__).parents[1])]
     sys.modules["kvant"] = package
 
+from kvant.text import guidance
 from kvant.text.encoding import Encoder
 from kvant.text.rendering import render
 
@@ -53,6 +54,9 @@ class Worker:
         do = request.pop("do")
         if do == "render":
             return {"text": render(request["template"], request["variables"])}
+        if do == "check_grammar":
+            guidance.check(**request)
+            return {}
         if do == "load":
             self._encoder = Encoder(payload, **request)
             return self._encoder.facts()

@@ -1,5 +1,6 @@
 """``kvant convert --tokenizer``: the same ids as transformers' own class on the same files; nothing else is run."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -7,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import sentencepiece
@@ -25,10 +28,11 @@ from tokenizers import Tokenizer
 import kvant
 from kvant.errors import ConvertError, KvantError, ModelError
 from kvant.tools.convert import make_tokenizer as making
+from kvant.tools.convert import make_tokenizer_process as program
 from kvant.tools.convert.make_tokenizer import make_tokenizer
 from kvant.tools.convert.tokenizer import convert_tokenizer
 
-COUNT = count(500, 10_000)
+COUNT = count(300, 10_000)
 BPE_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 BERT_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LLAMA_TOKENS = ["<s>", "</s>", "<unk>", "[INST]", "<fim>"]
@@ -59,6 +63,25 @@ ADDED = {
     "340": END | {"content": "<|box|>", "special": True, "lstrip": True},
     "341": END | {"content": "<tool>", "special": False, "normalized": True, "rstrip": False},
 }
+
+
+@contextmanager
+def _made_here() -> Iterator[None]:
+    """The program that makes a tokenizer runs in this process, without limits: another would import transformers."""
+
+    def run(private: Path) -> int:
+        with contextlib.chdir(private):
+            return program.main(0, 0, 0)
+
+    with patch.object(program, "limit"), patch.object(making, "_run", run):
+        yield
+
+
+@pytest.fixture
+def made_here() -> Iterator[None]:
+    """For a test of what is made, and not of the process."""
+    with _made_here():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +116,8 @@ def plain(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
         folder = tmp_path_factory.mktemp("plain") / name
         shutil.copytree(trained / name, folder)
         vocabularies.settings(folder, tokenizer_class=name)
-        return make_tokenizer(folder)
+        with _made_here():
+            return make_tokenizer(folder)
 
     return make
 
@@ -131,6 +155,7 @@ SAME: list[tuple[str, list[str], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.usefixtures("made_here")
 @pytest.mark.parametrize(("name", "tokens", "settings"), SAME)
 def test_the_same_as_transformers(
     vocabulary: Callable[..., Path],
@@ -145,6 +170,7 @@ def test_the_same_as_transformers(
         assert (made.token_to_id("<|box|>"), made.token_to_id("<tool>")) == (340, 341)
 
 
+@pytest.mark.usefixtures("made_here")
 def test_tokens_of_the_older_files(vocabulary: Callable[..., Path]) -> None:
     folder = vocabulary("Qwen2Tokenizer", eos_token="<|endoftext|>")
     (folder / "added_tokens.json").write_text('{"<|box|>": 340, "<tool>": 341}')
@@ -171,6 +197,7 @@ def test_the_same_as_sentencepiece(vocabulary: Callable[..., Path], plain: Calla
     assert [made.encode(text, add_special_tokens=False).ids for text in texts] == reference.encode(texts)
 
 
+@pytest.mark.usefixtures("made_here")
 def test_a_sentencepiece_model_without_a_first_space(vocabulary: Callable[..., Path]) -> None:
     folder = vocabulary("LlamaTokenizer", add_prefix_space=False)
     _change_model(folder, lambda model: setattr(model.normalizer_spec, "add_dummy_prefix", False))
@@ -204,6 +231,7 @@ SPOILED: list[tuple[Callable[[Any], object], str]] = [
 ]
 
 
+@pytest.mark.usefixtures("made_here")
 @pytest.mark.parametrize(("change", "message"), SPOILED)
 def test_other_sentencepiece_models(
     vocabulary: Callable[..., Path], change: Callable[[Any], object], message: str
@@ -213,6 +241,7 @@ def test_other_sentencepiece_models(
     _refused(folder, message)
 
 
+@pytest.mark.usefixtures("made_here")
 @pytest.mark.parametrize("data", [b"", b"\0" * 100, b"IQ== 0\nIg== 1\n", b"\x0a" * 10000])
 def test_files_that_are_no_sentencepiece_model(vocabulary: Callable[..., Path], data: bytes) -> None:
     folder = vocabulary("LlamaTokenizer")
@@ -245,6 +274,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.usefixtures("made_here")
 @pytest.mark.parametrize(("settings", "message"), BAD_SETTINGS)
 def test_bad_settings(vocabulary: Callable[..., Path], settings: dict[str, Any], message: str) -> None:
     _refused(vocabulary("Qwen2Tokenizer", **settings), message)
@@ -270,6 +300,7 @@ BAD_FILES: list[tuple[str, Any, str]] = [
 ]
 
 
+@pytest.mark.usefixtures("made_here")
 @pytest.mark.parametrize(("name", "data", "message"), BAD_FILES)
 def test_bad_files(vocabulary: Callable[..., Path], name: str, data: Any, message: str) -> None:
     path = vocabulary("Qwen2Tokenizer") / name
@@ -378,6 +409,7 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
     assert "tokenizer.json is there already; expected a folder without it" in again.stderr
 
 
+@pytest.mark.usefixtures("made_here")
 def test_nothing_is_left_of_a_failure(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(kind: type[KvantError], message: str) -> None:
         with pytest.raises(kind, match=message):

@@ -89,7 +89,7 @@ export function drawTimes(canvas, tokens, now, seconds) {
   if (!ready) return;
   const { context, width, height } = ready;
   const bottom = height - 16;
-  const left = 42;
+  const left = 52;
   const highest = Math.max(0, ...tokens.map(([, , ms]) => ms));
   const top = STEPS.find((step) => step >= highest) ?? highest;
   const y = (ms) => bottom - (ms / top) * (bottom - 6);
@@ -113,6 +113,6 @@ export function drawTimes(canvas, tokens, now, seconds) {
   context.fillText("now", width, height - 6);
   for (const [number, at, ms] of tokens) {
     context.fillStyle = colourOf(number);
-    context.fillRect(x(at) - 1, y(ms), 2, Math.max(1, bottom - y(ms)));
+    context.fillRect(x(at) - 1, y(ms) - 1.5, 2, 3);
   }
 }

@@ -7,6 +7,7 @@ import { Panel } from "./panel.js";
 import * as store from "./store.js";
 
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
+const SHORTEST_MS = 250; // of an answer whose tokens a second are told: pieces come together
 const LONGEST_WAIT_S = 8; // between two tries to reach the server
 const at = (id) => document.getElementById(id);
 
@@ -203,7 +204,7 @@ function describe({ begun, first }, usage, reason) {
   if (usage) {
     const { completion_tokens: tokens, prompt_tokens: prompt } = usage;
     parts.push(`${tokens} token${tokens === 1 ? "" : "s"}`);
-    if (first !== null && tokens > 1 && ended > first) parts.push(`${(((tokens - 1) * 1000) / (ended - first)).toFixed(1)} a second`);
+    if (first !== null && tokens > 1 && ended - first > SHORTEST_MS) parts.push(`${(((tokens - 1) * 1000) / (ended - first)).toFixed(1)} a second`);
     if (first !== null) parts.push(`first after ${Math.round(first - begun)} ms`);
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
     parts.push(cached ? `${cached} of ${prompt} prompt tokens were there` : `${prompt} prompt tokens`);
@@ -332,8 +333,11 @@ function fold() {
 }
 
 function fitText() {
-  at("text").style.height = "auto";
-  at("text").style.height = `${Math.min(at("text").scrollHeight + 2, innerHeight / 3)}px`;
+  const area = at("text");
+  area.style.height = "auto";
+  const most = innerHeight / 3;
+  area.style.overflowY = area.scrollHeight > most ? "auto" : "hidden";
+  area.style.height = `${Math.min(area.scrollHeight + 2, most)}px`;
 }
 
 // --- What is done with the page
@@ -352,6 +356,10 @@ at("text").addEventListener("keydown", (event) => {
   at("compose").requestSubmit();
 });
 at("text").addEventListener("input", fitText);
+addEventListener("resize", () => {
+  fitText();
+  keepAtEnd();
+});
 at("stop").addEventListener("click", () => jobs.get(shown)?.controller.abort());
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !at("key-dialog").open) jobs.get(shown)?.controller.abort();
@@ -395,6 +403,7 @@ store.watch((id) => {
 for (const query of Object.values(wide)) query.addEventListener("change", unfold);
 
 unfold();
+fitText();
 store.open();
 show(store.read(location.hash.slice(1)) ?? store.newConversation());
 at("text").focus();

@@ -65,7 +65,7 @@ export class Panel {
 
   showFacts() {
     at("reserved").textContent = formatBytes(this.facts.reserved_bytes);
-    at("format").textContent = `at ${this.facts.format}`;
+    at("format").textContent = `, at ${this.facts.format}`;
     for (const part of this.facts.parts) {
       const seen = part.window === null ? "" : `, which see the last ${part.window} tokens`;
       const title = element("h3", { textContent: `${part.pages} pages of ${this.facts.page_size} tokens in ${part.layers} layers${seen}` });
@@ -117,7 +117,7 @@ export class Panel {
       const [cell, text, bar] = list.children[place].children;
       cell.style.background = colourOf(number);
       const fed = place >= sequences.length - prefilling ? ", its prompt is being read" : "";
-      text.textContent = `${number}: ${tokens} of ${reserved} tokens${fed}`;
+      text.textContent = `Answer ${number}: ${tokens} of ${reserved} tokens${fed}`;
       bar.max = reserved;
       bar.value = tokens;
       bar.setAttribute("aria-label", `Answer ${number}`);

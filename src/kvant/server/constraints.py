@@ -1,0 +1,81 @@
+"""What an answer has to follow: a format of its text, or calls of tools, as a compiled grammar."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from kvant.errors import GrammarError
+from kvant.server.errors import ApiError
+from kvant.server.generation import Generation, Tool
+from kvant.server.service import Service
+from kvant.text.grammar import Grammar, build_tool_grammar
+
+NO_TOOLS = "the model's chat template takes no tools, or writes calls in a form that is not known here"
+# Of its own, and one: grammars that take long must not take the threads that others' prompts are read in.
+COMPILING = ThreadPoolExecutor(1, "kvant-grammar")
+
+
+async def grammar_of(service: Service, generation: Generation, prompt: str) -> Grammar | None:
+    """The grammar that the answers follow; None: they are free.
+
+    Args:
+        prompt: the rendered messages.
+
+    Raises:
+        ApiError: 400: a format or tools that no grammar can be made for.
+    """
+    if not _is_bound(generation):
+        return None
+    if generation.ignore_eos:
+        raise ApiError("ignore_eos is true; expected false where a format says how the text ends", param="ignore_eos")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(COMPILING, _compile, service, generation, prompt)
+    except GrammarError as error:
+        raise ApiError(str(error)) from error
+
+
+def _is_bound(generation: Generation) -> bool:
+    """Whether there is something that answers have to follow."""
+    choice = generation.tool_choice
+    if generation.format is not None:
+        if generation.tools and choice == "auto":
+            said = "a format of the text and tools are given; expected one of them, or a tool_choice other than auto"
+            raise ApiError(said, param="tool_choice")
+        return True
+    if not generation.tools or choice == "none":
+        return False
+    return choice != "auto" or any(tool.strict for tool in generation.tools)
+
+
+def _compile(service: Service, generation: Generation, prompt: str) -> Grammar:
+    """See :func:`grammar_of`; it waits for a process."""
+    rendered = None if generation.messages is None else prompt
+    choice = generation.tool_choice
+    if generation.format is not None and choice in ("auto", "none"):
+        return service.grammars.compile(generation.format.kind, generation.format.source, rendered)
+    assert service.tool_format is not None  # the prompt was rendered with tools
+    tools = [choice] if isinstance(choice, Tool) else generation.tools
+    shown = [{**as_shown(tool), "function": {**as_shown(tool)["function"], "strict": tool.strict}} for tool in tools]
+    source = build_tool_grammar(
+        service.tool_format, shown, "auto" if choice == "auto" else "required", generation.parallel_tool_calls
+    )
+    return service.grammars.compile("tool_calls", source, rendered)
+
+
+def shown_tools(service: Service, generation: Generation) -> list[dict[str, Any]]:
+    """The tools that the model is told of, in OpenAI's form; none where it must not call one.
+
+    Raises:
+        ApiError: 400: the model's template takes none.
+    """
+    if generation.tool_choice == "none" or not generation.tools:
+        return []
+    if service.tool_format is None:
+        raise ApiError(f"tools: {NO_TOOLS}", param="tools")
+    return [as_shown(tool) for tool in generation.tools]
+
+
+def as_shown(tool: Tool) -> dict[str, Any]:
+    """A tool in OpenAI's form, as templates take it."""
+    function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+    return {"type": "function", "function": function}

@@ -1,0 +1,203 @@
+"""What an answer has to follow, as llguidance takes it: a JSON document with a grammar in its form of Lark's language.
+
+Its syntax: github.com/guidance-ai/llguidance, docs/syntax.md and docs/json_schema.md.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvant.errors import GrammarError, printable
+from kvant.text.call_form import ToolFormat
+from kvant.text.thinking import marks_of
+from kvant.text.tokenizer import Tokenizer
+
+Kind = Literal["json_object", "json_schema", "regex", "grammar", "tool_calls"]
+
+MAX_SOURCE = 64 * 1024  # bytes
+# A model splits forced text into tokens as it likes: else the library would ask the tokenizer's process at each.
+OPTIONS = '%llguidance {"no_forcing": true}'
+# No whitespace between JSON's parts: small models write it without end. A schema must not change any of these.
+COMPACT = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
+SPACED = {**COMPACT, "item_separator": ", ", "key_separator": ": "}  # as chat templates write calls
+ANY_TEXT = "/(?s:.*)/"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolGrammar:
+    """Tool calls that an answer has to be, or may have.
+
+    Attributes:
+        schemas: of arguments, by the tool's name.
+        must: the answer is calls; else it is text, with or without calls.
+        several: there may be more than one.
+    """
+
+    form: ToolFormat
+    schemas: Mapping[str, Mapping[str, Any]]
+    must: bool
+    several: bool
+
+
+def build_tool_grammar(
+    form: ToolFormat,
+    tools: Sequence[Mapping[str, Any]],
+    choice: Literal["auto", "required"] = "required",
+    parallel: bool = True,
+) -> ToolGrammar:
+    """A source for :meth:`kvant.text.grammar.Grammars.compile`.
+
+    Args:
+        form: of the model's calls.
+        tools: in OpenAI's form. For one that has to be called: this one alone.
+        choice: "required": the answer is calls. "auto": text, in which a call may come; then the arguments of tools
+            that are ``strict`` satisfy their schemas, and others are any object.
+        parallel: there may be more than one call, where the form has several.
+
+    Raises:
+        GrammarError: no tools, or a form whose calls no grammar is written for.
+    """
+    if form.writing.arguments != "json":
+        raise GrammarError(f"calls in the form {form.name} cannot be forced: their arguments are not JSON")
+    if not tools:
+        raise GrammarError("there are no tools; expected at least one")
+    schemas = {}
+    for tool in tools:
+        function = tool["function"]
+        bound = choice == "required" or function.get("strict")
+        schema = (function.get("parameters") or {}) if bound else {}
+        schemas[function["name"]] = {"type": "object", **schema}
+    return ToolGrammar(form, schemas, choice == "required", parallel and form.several)
+
+
+class Marked:
+    """Text in a grammar's language, where marks that are tokens of the vocabulary are those tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, mark_ids: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        names = tokenizer.convert_ids_to_tokens(mark_ids)
+        self._ids = {name: token for name, token in zip(names, mark_ids, strict=True) if name}
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._marks = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+    def text(self, text: str) -> str:
+        """A literal text."""
+        pieces = [piece for piece in self._marks.split(text) if piece]
+        return " ".join(f"<[{self._ids[piece]}]>" if piece in self._ids else json.dumps(piece) for piece in pieces)
+
+    def begins_with_token(self, text: str) -> bool:
+        """Whether a text begins with a mark that is a token. Other text cannot be taken for it then."""
+        found = self._marks.match(text)
+        return found is not None
+
+
+def document(
+    kind: Kind, source: Mapping[str, Any] | str | bool | ToolGrammar, marked: Marked, prompt: str | None
+) -> str:
+    """The whole of it.
+
+    Arguments and errors are those of :meth:`kvant.text.grammar.Grammars.compile`.
+    """
+    schemas: dict[str, Any] = {}
+    if isinstance(source, ToolGrammar):
+        lines, schemas = _calls(source, marked)
+    elif kind in ("json_object", "json_schema"):
+        schema = {"type": "object"} if kind == "json_object" else _schema(source)
+        lines, schemas = ["start: @json"], {"json": {**schema, "x-guidance": COMPACT}}
+    elif not isinstance(source, str) or kind == "tool_calls":
+        raise GrammarError(f"the {kind} is a {type(source).__name__}; expected text")
+    elif kind == "regex":
+        from llguidance import regex_to_lark
+
+        lines = ["start: TEXT", f"TEXT: /{regex_to_lark(source, '')}/"]
+    else:
+        lines = [source]
+    thinking = None if prompt is None else _thinking(marked, prompt)
+    text = "\n".join([*lines, OPTIONS])
+    grammars = [{"lark_grammar": text}]
+    if thinking is not None:
+        grammars = [{"lark_grammar": f"{thinking}\n{OPTIONS}"}, {"name": "answer", "lark_grammar": text}]
+    made = json.dumps({"grammars": [*grammars, *({"name": n, "json_schema": s} for n, s in schemas.items())]})
+    if (size := len(made.encode())) > MAX_SOURCE:
+        raise GrammarError(f"the {kind} has {size} bytes; expected at most {MAX_SOURCE}")
+    return made
+
+
+def _schema(source: object) -> Mapping[str, Any]:
+    """A schema as an object."""
+    try:
+        schema = json.loads(source) if isinstance(source, str) else source
+        json.dumps(schema, allow_nan=False)
+    except RecursionError:
+        raise GrammarError("the json_schema is nested too deeply") from None
+    except (TypeError, ValueError) as error:
+        raise GrammarError(f"the json_schema is not JSON: {error}") from error
+    if schema is True:
+        return {}
+    if not isinstance(schema, Mapping):
+        raise GrammarError(f"the json_schema is {printable(repr(schema), 80)}; expected an object")
+    return schema
+
+
+def _calls(source: ToolGrammar, marked: Marked) -> tuple[list[str], dict[str, Any]]:
+    """The lines of a grammar of tool calls, and its schemas."""
+    form, writing = source.form, source.form.writing
+    rules = {name: f"tool{number}" for number, name in enumerate(source.schemas)}
+
+    def call(name: str, cut: str = "") -> str:
+        before = writing.before_name + json.dumps(name, ensure_ascii=False)[1:-1] + writing.before_arguments
+        after = marked.text(writing.after_arguments)
+        return f"{marked.text(before.removeprefix(cut))} @{rules[name]} {after}"
+
+    lines = [f"call: {' | '.join(map(call, rules))}"]
+    several = f"call ({marked.text(writing.between)} call)*" if source.several else "call"
+    if source.must:
+        lines.append(f"start: {marked.text(writing.begin)} {several} {marked.text(writing.end)}")
+    else:
+        # Free text is read up to the mark that begins calls, and the mark with it.
+        mark = next((mark for mark in form.starts if (writing.begin or writing.before_name).startswith(mark)), "")
+        if writing.begin:
+            begin = marked.text(writing.begin.removeprefix(mark))
+            lines.append(f"rest: {begin} {several} {marked.text(writing.end)}")
+        else:
+            lines.append(f"rest: {' | '.join(call(name, mark) for name in rules)}")
+        lines += _free(source, marked, mark)
+    schemas = {rules[name]: {**schema, "x-guidance": SPACED} for name, schema in source.schemas.items()}
+    return lines, schemas
+
+
+def _free(source: ToolGrammar, marked: Marked, mark: str) -> list[str]:
+    """The lines of text in which calls may come; ``rest`` is calls without the mark that begins them."""
+    form = source.form
+    if not mark:  # calls are known by how the answer begins
+        marks = "".join(f" | {marked.text(start)} rest" for start in form.starts)
+        first = re.escape(form.first)
+        return [f"start: TEXT | rest{marks}", rf"TEXT: /\s*([^\s{first}](?s:.*))?/"]
+    times = "*" if source.several else "?"
+    lines = [f"start: (head rest){times} text", "text: TEXT", f"TEXT: {ANY_TEXT}"]
+    if marked.begins_with_token(mark):
+        return [*lines, f"head: text {marked.text(mark)}"]
+    return [*lines, f"head[lazy]: /(?s:.*){_escaped(mark)}/"]
+
+
+def _thinking(marked: Marked, prompt: str) -> str | None:
+    """The line of an answer that thinking may come before; None: this tokenizer's model does not think aloud."""
+    marks = marks_of(marked.tokenizer)
+    if marks is None:
+        return None
+    opened = prompt.rstrip().endswith(marks.starts)
+    if marked.begins_with_token(marks.end):
+        thought = f"thought: THOUGHT {marked.text(marks.end)}\nTHOUGHT: {ANY_TEXT}"
+    else:
+        thought = f"thought[lazy]: /(?s:.*){_escaped(marks.end)}/"
+    begun = " | ".join(map(marked.text, marks.starts))
+    before = "thought SPACE" if opened else f"(({begun}) thought SPACE)?"
+    left_out = f"({' | '.join(map(marked.text, marks.left_out))})?" if marks.left_out else ""
+    return f"start: {before} {left_out} @answer\n{thought}\nSPACE: /\\n{{0,3}}/"
+
+
+def _escaped(text: str) -> str:
+    """A text in a regular expression between slashes."""
+    return re.escape(text).replace("/", "\\/")

@@ -1,0 +1,104 @@
+"""llguidance (github.com/guidance-ai/llguidance): vocabularies and grammars in its shape, and its errors as kvant's.
+
+It is imported in functions: it is an extra, and few commands need it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvant.errors import GrammarError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# Endings of a matcher that are no failure.
+FINE = ("NotStopped", "NoExtension", "NoExtensionBias", "EndOfSentence")
+# Places of a grammar that may be open at one point of a text: 3 for each optional property of an object, so that 650
+# may be optional. A mask is computed in 20 ms at most, by the library's own limits.
+MAX_STATES = 50_000  # of a grammar's automaton, 2 kB each; they are made as answers need them
+
+
+class Vocabulary:
+    """A model's tokens as llguidance asks for them."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: Sequence[bytes], marks: Sequence[int], eos_token_ids: Sequence[int]) -> None:
+        """For tokens.
+
+        Args:
+            tokens: the bytes of each; those that stand for nothing have none, and are never allowed.
+            marks: ids of those that are no text, whatever their bytes.
+            eos_token_ids: those that end a text, at least one; they are marks too.
+        """
+        self.tokens = tokens
+        self.special_token_ids = sorted({*marks, *eos_token_ids})
+        self.eos_token_ids = list(eos_token_ids)
+        self.eos_token_id = self.eos_token_ids[0]
+
+    def __call__(self, text: bytes) -> list[int]:
+        raise NotImplementedError("only text that a grammar forces is tokenized, and nothing is forced")
+
+    def single_bytes(self) -> dict[str, object]:
+        """Tokens of one byte and marks: enough to compile any grammar, as JSON for :func:`check`."""
+        marks = set(self.special_token_ids)
+        some = {i: token for i, token in enumerate(self.tokens) if len(token) == 1 or i in marks}
+        return {
+            "size": len(self.tokens),
+            "tokens": {str(i): token.hex() for i, token in some.items()},
+            "marks": self.special_token_ids,
+            "eos": self.eos_token_ids,
+        }
+
+    def for_library(self) -> "LLTokenizer":
+        """It, prepared: half a second for 150,000 tokens, in which no other thread of Python goes on."""
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(self, eos_token=self.eos_token_ids)  # type: ignore[arg-type]  # it only asks for the names
+
+
+def check(document: str, size: int, tokens: Mapping[str, str], marks: Sequence[int], eos: Sequence[int]) -> None:
+    """Compile a grammar for a vocabulary of :meth:`Vocabulary.single_bytes`, in the worker process.
+
+    Raises:
+        GrammarError: it cannot be compiled.
+    """
+    known = {int(i): bytes.fromhex(token) for i, token in tokens.items()}
+    vocabulary = Vocabulary([known.get(i, b"") for i in range(size)], marks, eos)
+    first_mask(compiled(vocabulary.for_library(), document))
+
+
+def compiled(vocabulary: "LLTokenizer", document: str) -> "LLMatcher":
+    """A grammar at its beginning.
+
+    Args:
+        document: JSON, of :mod:`kvant.text.grammar_source`.
+
+    Raises:
+        GrammarError: it cannot be compiled.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(max_lexer_states=MAX_STATES, verbose_errors=False)  # verbose ones quote the answer
+    matcher = LLMatcher(vocabulary, document, log_level=0, limits=limits)
+    fail_if_failed(matcher)
+    return matcher
+
+
+def first_mask(matcher: "LLMatcher") -> None:
+    """Compute the first mask, which finds what compiling does not."""
+    matcher.compute_logit_bias()
+    fail_if_failed(matcher)
+
+
+def fail_if_failed(matcher: "LLMatcher") -> None:
+    """Raise a GrammarError if a matcher has failed: it would end the answer instead."""
+    if matcher.is_error() or matcher.stop_reason() not in FINE:
+        raise GrammarError(reason(matcher))
+
+
+def reason(matcher: "LLMatcher") -> str:
+    """Why a matcher has failed, in one line."""
+    lines = [line.strip() for line in matcher.get_error().splitlines()]
+    return "; ".join(line for line in lines if line and line != "<non-verbose/>") or matcher.stop_reason()

@@ -1,0 +1,181 @@
+"""Bodies that are too long, too deep, too slow, or not what they say."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from support.server import Running, running
+
+from kvant.server.body import MAX_DEPTH, Fields, check_depth, decode
+from kvant.server.errors import ApiError
+from kvant.server.security import MAX_VALUES, count_values
+from kvant.server.service import Service
+from kvant.server.settings import Limits, Settings
+
+LONG = 100_000  # bytes of a body, in these tests
+HEAD = "POST /length HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+
+
+async def length(request: Request) -> Response:
+    return JSONResponse({"bytes": len(await request.body())})
+
+
+@pytest.fixture(scope="module")
+def short(pocket: Any) -> Iterator[Running]:
+    """A server of short bodies and short times."""
+    limits = Limits(body_bytes=LONG, body_s=0.4)
+    settings = Settings(port=0, sequences=1, max_kv_size=128, limits=limits)
+    with running(Service.start(settings, *pocket), [Route("/length", length, methods=["POST"])]) as found:
+        yield found
+
+
+def _status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def _chunked(parts: list[bytes]) -> bytes:
+    body = b"".join(f"{len(part):x}\r\n".encode() + part + b"\r\n" for part in parts)
+    return f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode() + body + b"0\r\n\r\n"
+
+
+def test_a_body_up_to_the_limit(short: Running) -> None:
+    assert Limits().body_bytes == 8 << 20
+    for more, status in ((0, 200), (1, 413), (LONG, 413)):
+        body = b"x" * (LONG + more)
+        answers = [short.client.post("/length", content=body), short.client.post("/length", content=iter([body, b"y"]))]
+        assert [answer.status_code for answer in answers] == [status, 413]  # the second has no Content-Length
+    error = answers[0].json()["error"]
+    assert error["message"] == f"the body is longer than {LONG} bytes"
+    assert error["code"] == "request_too_large"
+    refused = short.client.post("/v1/messages", content=body).json()
+    assert refused["error"]["type"] == "request_too_large"
+
+
+def test_lengths_that_lie(short: Running) -> None:
+    """Of a longer body the rest is no request; of a shorter one the rest is waited for, and not for long."""
+    answer = short.exchange(f"{HEAD}Content-Length: 3\r\n\r\n".encode() + b"x" * 50_000)
+    assert _status(answer) == 200
+    assert answer.count(b"HTTP/1.1 200") == 1
+    began = time.monotonic()
+    assert _status(short.exchange(f"{HEAD}Content-Length: 50\r\n\r\nshort".encode())) == 408
+    assert time.monotonic() - began < 5
+    for lie in ("Content-Length: -1", "Content-Length: 1e9", "Content-Length: 3\r\nContent-Length: 4", f"{9:0>9999}"):
+        assert _status(short.exchange(f"{HEAD}{lie}\r\n\r\nabc".encode())) == 400
+    huge = f"{HEAD}Expect: 100-continue\r\nContent-Length: {10**15}\r\n\r\n"
+    began = time.monotonic()
+    assert _status(short.exchange(huge.encode())) == 413  # nothing of it is waited for
+    assert time.monotonic() - began < 2
+    assert _status(short.exchange(_chunked([b"x" * 900] * 200))) == 413
+    assert _status(short.exchange(_chunked([b"x"] * 5000))) == 200
+    both = f"{HEAD}Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /nothing HTTP/1.1\r\n\r\n"
+    assert short.exchange(both.encode()).count(b"HTTP/1.1") == 1  # nothing is smuggled behind it
+
+
+def test_a_slow_body(short: Running) -> None:
+    with short.connect() as connection:
+        connection.sendall(f"{HEAD}Content-Length: 1000\r\n\r\n".encode())
+        began = time.monotonic()
+        answer = b""
+        connection.settimeout(0.05)
+        while not answer and time.monotonic() < began + 10:
+            connection.sendall(b"x")
+            with suppress(TimeoutError):
+                answer = connection.recv(4096)
+        assert _status(answer) == 408
+    assert short.client.get("/health").status_code == 200
+
+
+def test_a_client_that_goes_while_it_sends(short: Running) -> None:
+    for _ in range(20):
+        with short.connect() as connection:
+            connection.sendall(f"{HEAD}Content-Length: 1000\r\n\r\nhalf".encode())
+    end = time.monotonic() + 5
+    while short.service.active:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+class Anything(Fields, frozen=True):
+    """A body with fields of any depth and of a known one."""
+
+    any: object = None
+    own: "Anything | None" = None
+
+
+def _nested(depth: int, opening: str = '{"a":', ending: str = "}") -> str:
+    return opening * depth + "0" + ending * depth
+
+
+@pytest.mark.parametrize(("opening", "ending"), [('{"a":', "}"), ("[", "]"), ('{"b":[', "]}")])
+def test_depth(opening: str, ending: str) -> None:
+    levels = (MAX_DEPTH - 1) // len(opening.replace('"a":', "").replace('"b":', ""))
+    decode(f'{{"any": {_nested(levels, opening, ending)}}}'.encode(), Anything)
+    for depth in (levels + 1, 900, 100_000):
+        with pytest.raises(ApiError, match=r"nested deeper than 64 levels|recursion|Recursion"):
+            decode(f'{{"any": {_nested(depth, opening, ending)}}}'.encode(), Anything)
+    with pytest.raises(ApiError, match="nested deeper"):
+        decode(_nested(MAX_DEPTH + 1, '{"own":').replace("0", "{}").encode(), Anything)
+
+
+def test_depth_of_wide_bodies() -> None:
+    """Brackets in strings are no depth, nor are those beside each other."""
+    check_depth({"a": ["[" * 10_000] * 3, "b": [[{}]] * 10_000})
+    with pytest.raises(ApiError):
+        check_depth({"a": [0, json.loads("[" * 70 + "]" * 70), 0]})
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\xff", b'{"any": "\\ud800"}', b'{"any": 1e999}', b'{"any": NaN}', b"\xef\xbb\xbf{}"]
+)
+def test_what_is_no_json(body: bytes) -> None:
+    with pytest.raises(ApiError) as refused:
+        decode(body, Anything)
+    assert refused.value.status == 400
+
+
+def test_counting_values() -> None:
+    """Against the decoded body. Strings of marks, quotes and backslashes do not count."""
+    texts = [
+        "",
+        "\\",
+        '"',
+        '\\"',
+        '",[{',
+        "\\\\",
+        "a\\",
+        'a\\"',
+        "\n\t\u2028é",
+        "{" * 70_000,
+        '"' * 70_000,
+        "\\" * 70_001,
+    ]
+    for first in texts:
+        for second in texts:
+            found = {"a": [first, second, {first: second}], second: {"b": [[], {}], "c": first}}
+            for body in (json.dumps(found).encode(), msgspec.json.encode(found)):
+                assert count_values(body) == _marks(json.loads(body))
+
+
+def _marks(node: Any) -> int:
+    """The commas and opening brackets of a value."""
+    if not isinstance(node, list | dict):
+        return 0
+    inner = node.values() if isinstance(node, dict) else node
+    return 1 + max(0, len(node) - 1) + sum(map(_marks, inner))
+
+
+def test_a_body_of_too_many_values(server: Running) -> None:
+    """It is refused before it is decoded. A text with as many commas is a text."""
+    many = b'{"prompt": [' + b"[],[],[]," * (MAX_VALUES // 3) + b"0]}"
+    answer = server.client.post("/tokenize", content=many)
+    assert answer.status_code == 400
+    assert f"expected {MAX_VALUES} at most" in answer.json()["error"]["message"]
+    text = json.dumps({"prompt": "[,{" * (MAX_VALUES // 2), "model": "other"}).encode()
+    assert server.client.post("/tokenize", content=text).status_code == 404

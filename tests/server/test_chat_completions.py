@@ -1,0 +1,304 @@
+"""OpenAI's chat completions over HTTP: the text, numbers and shapes that mlx-lm, transformers and OpenAI's API have."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+from support.server import Running, running
+from transformers import AutoTokenizer
+
+from kvant.engine.load import find_model
+from kvant.models import Decoder
+from kvant.server.service import Service
+from kvant.server.settings import Settings
+
+Pocket = tuple[Decoder, Any]
+PATH = "/v1/chat/completions"
+ASKED = [{"role": "user", "content": "Tell me a story about a fox."}]
+SYSTEM = [{"role": "system", "content": "You are kind."}]
+
+
+@pytest.fixture(scope="module")
+def exact(pocket: Pocket) -> Iterator[Running]:
+    """A server whose cache is not quantized, so that mlx-lm's numbers are its own."""
+    with running(Service.start(Settings(port=0, sequences=4, max_kv_size=512, kv_bits=0), *pocket)) as found:
+        yield found
+
+
+def ask(server: Running, messages: Any = ASKED, **fields: Any) -> dict[str, Any]:
+    """A whole answer."""
+    answered = server.client.post(PATH, json={"model": "pocket", "messages": messages, "max_tokens": 24} | fields)
+    assert answered.status_code == 200, answered.text
+    return dict(answered.json())
+
+
+def text_of(answer: dict[str, Any], choice: int = 0) -> str:
+    return str(answer["choices"][choice]["message"]["content"])
+
+
+def chunks_of(server: Running, messages: Any = ASKED, path: str = PATH, **fields: Any) -> list[dict[str, Any]]:
+    """The chunks of a streamed answer, all of which are of one answer."""
+    given = {"messages": messages} if path == PATH else {}
+    body = {"model": "pocket", "max_tokens": 24, "stream": True, **given, **fields}
+    with server.client.stream("POST", path, json=body) as answered:
+        assert answered.headers["content-type"].startswith("text/event-stream"), answered.read()
+        lines = [line for line in answered.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert len({(chunk["id"], chunk["created"], chunk["object"]) for chunk in chunks}) == 1
+    return chunks
+
+
+def reference_ids(messages: Any) -> list[int]:
+    """transformers' ids of a conversation."""
+    tokenizer = AutoTokenizer.from_pretrained(find_model("pocket"))
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+
+def test_the_text_is_mlx_lms(exact: Running, pocket_mlx_lm: nn.Module) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(find_model("pocket"))
+    messages = [*SYSTEM, *ASKED, {"role": "assistant", "content": "No."}, {"role": "user", "content": "Why?"}]
+    ids = reference_ids(messages)
+    tokens = []
+    for token, _ in generate_step(mx.array(ids), pocket_mlx_lm, max_tokens=24):
+        tokens.append(token)
+        if token in (0, 2):
+            break
+    messages[2:3] = [{"role": "assistant", "content": [{"type": "text", "text": "No."}]}]  # parts are the same
+    answer = ask(exact, messages, temperature=0)
+    assert text_of(answer) == tokenizer.decode(tokens, skip_special_tokens=True)
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+    assert answer["usage"]["completion_tokens"] == len(tokens)
+    assert answer["usage"]["total_tokens"] == len(ids) + len(tokens)
+    assert answer["choices"][0]["finish_reason"] == ("length" if len(tokens) == 24 else "stop")
+
+
+def reference_logits(model: nn.Module, ids: list[int]) -> np.ndarray:
+    """The logits (T, vocab) after each of the ids."""
+    return np.array(model(mx.array([ids]))[0].astype(mx.float32)).astype(np.float64)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def ids_by_bytes(tokenizer: Any) -> dict[bytes, int]:
+    """The vocabulary's ids by what a token writes."""
+    detokenizer = tokenizer.detokenizer
+    return {detokenizer.token_bytes(token): token for token in range(len(tokenizer))}
+
+
+def test_log_probabilities_and_penalties(exact: Running, pocket: Pocket, pocket_mlx_lm: nn.Module) -> None:
+    """Greedy tokens are those of the reference's logits less OpenAI's penalties, whose counts are of the answer."""
+    ids = reference_ids(ASKED)
+    fields = {"presence_penalty": 0.6, "frequency_penalty": 1.1, "logit_bias": {"300": -3, "301": 2}}
+    answer = ask(exact, temperature=0, max_tokens=40, logprobs=True, top_logprobs=5, ignore_eos=True, **fields)
+    told = answer["choices"][0]["logprobs"]["content"]
+    by_bytes = ids_by_bytes(pocket[1])
+    tokens = [by_bytes[bytes(each["bytes"])] for each in told]
+    assert len(tokens) == 40
+    assert b"".join(bytes(each["bytes"]) for each in told).decode() == text_of(answer)
+    logits = reference_logits(pocket_mlx_lm, ids + tokens[:-1])[len(ids) - 1 :]
+    counts = np.zeros(logits.shape[-1])
+    plain = []
+    for token, row, each in zip(tokens, logits, told, strict=True):
+        plain.append(int(row.argmax()))
+        changed = row - 1.1 * counts - 0.6 * (counts > 0)
+        changed[300] -= 3
+        changed[301] += 2
+        logprobs = log_softmax(changed)
+        assert token == changed.argmax()
+        assert each["logprob"] == pytest.approx(logprobs[token], abs=1e-4)
+        best = np.argsort(-logprobs)[:5]
+        assert [by_bytes[bytes(other["bytes"])] for other in each["top_logprobs"]] == best.tolist()
+        assert [other["logprob"] for other in each["top_logprobs"]] == pytest.approx(logprobs[best], abs=1e-4)
+        counts[token] += 1
+    assert plain != tokens  # the penalties changed something
+
+
+def test_a_stream_is_the_whole_answer(server: Running) -> None:
+    fields = {"seed": -7, "temperature": 1.2, "n": 3, "top_p": 0.9, "logprobs": True, "top_logprobs": 1}
+    whole = ask(server, **fields)
+    chunks = chunks_of(server, stream_options={"include_usage": True}, **fields)
+    assert [chunk["choices"][0]["delta"] for chunk in chunks[:3]] == [{"role": "assistant", "content": ""}] * 3
+    assert {chunk["usage"] is None for chunk in chunks[:-1]} == {True}
+    assert chunks[-1]["choices"] == []
+    for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert chunks[-1]["usage"][key] == whole["usage"][key]
+    for choice in whole["choices"]:
+        own = [chunk["choices"][0] for chunk in chunks[:-1] if chunk["choices"][0]["index"] == choice["index"]]
+        assert "".join(each["delta"].get("content", "") for each in own) == choice["message"]["content"]
+        assert [each["finish_reason"] for each in own if each["finish_reason"]] == [choice["finish_reason"]]
+        told = [token for each in own if each["logprobs"] for token in each["logprobs"]["content"]]
+        assert told == choice["logprobs"]["content"]
+
+
+def test_every_answer_has_a_seed_of_its_own(server: Running) -> None:
+    together = ask(server, n=3, seed=5, temperature=1.0)
+    alone = [text_of(ask(server, seed=5 + number, temperature=1.0)) for number in range(3)]
+    assert [text_of(together, number) for number in range(3)] == alone
+    assert len(set(alone)) == 3
+    assert [choice["index"] for choice in together["choices"]] == [0, 1, 2]
+
+
+def test_stop_texts(server: Running) -> None:
+    whole = text_of(ask(server, temperature=0, max_tokens=40))
+    first, second = whole[10:14], whole[20:23]
+    for stop in (first, [second, "never there"], [second, first]):
+        answer = ask(server, temperature=0, max_tokens=40, stop=stop)
+        texts = [stop] if isinstance(stop, str) else stop
+        assert text_of(answer) == whole[: min(at for text in texts if (at := whole.find(text)) >= 0)]
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        streamed = chunks_of(server, temperature=0, max_tokens=40, stop=stop)
+        said = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in streamed)
+        assert said == text_of(answer)
+
+
+def test_defaults_are_the_models(exact: Running) -> None:
+    """pocket's generation_config.json has temperature 0.7 and top-p 0.95."""
+    assert text_of(ask(exact, seed=3)) == text_of(ask(exact, seed=3, temperature=0.7, top_p=0.95))
+    assert text_of(ask(exact, seed=3, top_p=1e-9)) == text_of(ask(exact, top_p=0)) == text_of(ask(exact, temperature=0))
+    assert text_of(ask(exact, temperature=0, seed=1, top_k=5, min_p=0.1)) == text_of(ask(exact, temperature=1e-8))
+
+
+def test_a_second_turn_reads_only_what_is_new(server: Running) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "A fox and a bear walk in the wood. " * 12}]
+    first = ask(server, messages, temperature=0)
+    messages += [first["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+    second = ask(server, messages, temperature=0)
+    assert first["usage"]["prompt_tokens"] > 128
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == first["usage"]["prompt_tokens"] // 128 * 128
+
+
+def test_what_cannot_change_an_answer_is_taken(server: Running) -> None:
+    fields = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "prompt_cache_key": "k"}
+    fields |= {"modalities": ["text"], "safety_identifier": "s", "verbosity": "medium", "parallel_tool_calls": True}
+    fields |= {"tools": None, "response_format": {"type": "text"}, "audio": None, "stop": [], "n": 1, "stream": False}
+    assert text_of(ask(server, temperature=0, **fields)) == text_of(ask(server, temperature=0))
+
+
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+CALLED = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{"}}
+REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"colour": 1}, "colour", "unknown field `colour`"),
+    ({"messages": []}, "messages", "at least one message"),
+    ({"messages": IMAGE}, "messages[0].content[0]", "'image_url'; the model reads text only"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "has no content"),
+    ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role", "robot"),
+    ({"messages": [{"role": "user", "content": "", "tool_calls": [CALLED]}]}, "messages[0]", "of an assistant"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [CALLED]}]},
+        "messages[0].tool_calls[0].function.arguments",
+        "'{'",
+    ),
+    (
+        {"messages": [{"role": "tool", "content": "", "tool_call_id": "x"}]},
+        "messages[0].tool_call_id",
+        "no call before",
+    ),
+    ({"messages": [{"role": "tool", "content": ""}]}, "messages[0]", "expected tool_call_id"),
+    ({"messages": [{"role": "user", "content": "a " * 600}]}, "messages", "512 are reserved"),
+    ({"temperature": 2.5}, "temperature", "is 2.5; expected 0 to 2"),
+    ({"temperature": -0.1}, "temperature", "expected 0 to 2"),
+    ({"temperature": "hot"}, "temperature", "Expected `float | null`"),
+    ({"top_p": 1.5}, "top_p", "is 1.5; expected 0 to 1"),
+    ({"top_k": 1280}, "top_k", "is 1280; expected at most 1279"),
+    ({"top_k": -2}, "top_k", "is -2; expected 0 (off) or more"),
+    ({"min_p": 2}, "min_p", "is 2.0; expected from 0 to 1"),
+    ({"presence_penalty": 3}, "presence_penalty", "is 3.0; expected -2 to 2"),
+    ({"frequency_penalty": -3}, "frequency_penalty", "is -3.0; expected -2 to 2"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "expected above 0"),
+    ({"xtc_threshold": 0.1}, "xtc_threshold", "no effect without xtc_probability"),
+    ({"seed": 2**64}, "seed", "expected -9223372036854775808 to"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5", "is 101.0; expected -100 to 100"),
+    ({"logit_bias": {"1280": 1}}, "logit_bias", "has token 1280; the model knows 0 to 1279"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "has 1025 tokens; expected at most 1024"),
+    ({"n": 5}, "n", "is 5; expected 1 to 4"),
+    ({"n": 0}, "n", "is 0; expected 1 to 4"),
+    ({"max_tokens": 0}, "max_tokens", "is 0; expected at least 1"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "expected one of them"),
+    ({"stop": [""]}, "stop", "a text of 0 characters; expected 1 to 256"),
+    ({"stop": ["a"] * 17}, "stop", "has 17 texts; expected at most 16"),
+    ({"top_logprobs": 3}, "top_logprobs", "no effect without logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "is 21; expected 0 to 20"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "no effect without stream"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", "true"),
+    ({"store": True}, "store", "keeps no answers"),
+    ({"modalities": ["audio"]}, "modalities[0]", "audio"),
+    ({"functions": []}, "functions", "Expected `null`"),
+    ({"reasoning_effort": "low"}, "reasoning_effort", "knows no reasoning_effort"),
+    ({"chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs", "kvant sets itself"),
+    ({"chat_template_kwargs": {"thinking": 1}}, "chat_template_kwargs", "does not mention"),
+    ({"tool_choice": "required"}, "tool_choice", "no effect without tools"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].function.name", "another tool has"),
+    ({"tools": [{**TOOL, "function": {"name": "a b"}}]}, "tools[0].function.name", "'a b'; expected 1 to 64 letters"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].type", "custom"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "one of tools"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
+    ({"structured_outputs": {}}, "structured_outputs", "has nothing; expected one of"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "expected texts"),
+    ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs", "has regex, grammar"),
+]
+
+
+def test_what_is_wrong_is_refused_by_name(server: Running) -> None:
+    for fields, param, part in REFUSED:
+        for stream in ({}, {"stream": True}):
+            if "stream_options" in fields and stream:
+                continue
+            body = {"model": "pocket", "messages": ASKED, "max_tokens": 2} | stream | fields
+            answered = server.client.post(PATH, json=body)
+            assert answered.status_code == 400, fields
+            error = answered.json()["error"]
+            assert (error["type"], error["param"]) == ("invalid_request_error", param), error
+            assert part in error["message"], error
+            assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [(b"", "truncated"), (b"[]", "Expected `object`"), (b'{"model": NaN}', "malformed"), (b"\xff", "malformed")],
+)
+def test_what_is_no_body(server: Running, content: bytes, part: str) -> None:
+    answered = server.client.post(PATH, content=content, headers={"content-type": "application/json"})
+    assert answered.status_code == 400
+    assert part in answered.json()["error"]["message"]
+
+
+def test_another_model(server: Running) -> None:
+    answered = server.client.post(PATH, json={"model": "gpt-4o", "messages": ASKED})
+    assert answered.status_code == 404
+    assert answered.json()["error"]["code"] == "model_not_found"
+
+
+def test_too_long_a_prompt_says_so(server: Running) -> None:
+    body = {"model": "pocket", "messages": [{"role": "user", "content": "a " * 600}], "stream": True}
+    answered = server.client.post(PATH, json=body)
+    assert answered.status_code == 400
+    assert answered.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_without_a_limit_an_answer_fills_the_context(server: Running) -> None:
+    messages = [{"role": "user", "content": "a " * 450}]
+    answer = ask(server, messages, max_tokens=None, ignore_eos=True, temperature=0)
+    # The last token is sampled and not fed.
+    assert answer["usage"]["total_tokens"] == 513
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_stream_in_pieces(server: Running) -> None:
+    """The first piece comes while the rest is being made."""
+    body = {"model": "pocket", "messages": ASKED, "max_tokens": 300, "ignore_eos": True, "stream": True}
+    with server.client.stream("POST", PATH, json=body) as answered:
+        for line in answered.iter_lines():
+            if '"content":"' in line and '"content":""' not in line:
+                break
+        assert server.service.engine.counts.running == 1

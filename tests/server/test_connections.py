@@ -1,0 +1,163 @@
+"""Connections that are slow, idle, too many, or speak no HTTP."""
+
+import asyncio
+import random
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from support.counts import count
+from support.server import Running, read_all, running
+
+from kvant.server.service import Service
+from kvant.server.settings import Limits, Settings
+
+ASK = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+SENT: list[int] = []  # bytes of the endless answer
+ENDED: list[str] = []
+
+
+async def endless(request: Request) -> Response:
+    async def parts() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                await asyncio.sleep(0)
+                SENT.append(1 << 16)
+                yield b"x" * (1 << 16)
+        finally:
+            ENDED.append("endless")
+
+    return StreamingResponse(parts())
+
+
+@pytest.fixture(scope="module")
+def strict(pocket: Any) -> Iterator[Running]:
+    """A server of few connections and short times."""
+    limits = Limits(connections=6, header_s=0.4, idle_s=0.4, write_s=0.4)
+    settings = Settings(port=0, sequences=1, max_kv_size=128, limits=limits)
+    with running(Service.start(settings, *pocket), [Route("/endless", endless)]) as found:
+        yield found
+
+
+def _closed_after(connection: socket.socket, pieces: Iterator[bytes], every: float = 0.05) -> float:
+    """Seconds until the server closes a connection on which these come."""
+    began = time.monotonic()
+    connection.settimeout(every)
+    while time.monotonic() < began + 10:
+        try:
+            if connection.recv(4096) == b"":
+                return time.monotonic() - began
+        except TimeoutError:
+            pass
+        except ConnectionError:
+            return time.monotonic() - began
+        if (piece := next(pieces, None)) is not None:
+            try:
+                connection.sendall(piece)
+            except ConnectionError:
+                return time.monotonic() - began
+    raise AssertionError("the connection is still open")
+
+
+def _read_answers(connection: socket.socket, number: int) -> None:
+    """Read so many answers to ASK."""
+    answers = b""
+    while answers.count(b"}") < number:
+        part = connection.recv(4096)
+        assert part
+        answers += part
+    assert answers.count(b"HTTP/1.1 200") == number
+
+
+@pytest.mark.parametrize(
+    ("first", "pieces"),
+    [
+        (b"", []),
+        (b"", [b"G"] * 1),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", [b"X-a: b\r\n"] * 200),
+        (ASK, [b"GET /health HTTP/1.1\r\n"] + [b"X-a: b\r\n"] * 200),
+        (ASK, []),
+        (b"POST /nothing HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 999\r\n\r\n", [b"x"] * 200),
+    ],
+    ids=["silent", "a byte", "slow headers", "slow headers of a second request", "idle", "a slow body nobody reads"],
+)
+def test_a_connection_cannot_be_held(strict: Running, first: bytes, pieces: list[bytes]) -> None:
+    """Bytes that keep coming, one at a time, do not put its end off."""
+    with strict.connect() as connection:
+        connection.sendall(first)
+        assert _closed_after(connection, iter(pieces)) < 4
+
+
+def test_one_connection_for_many_requests(strict: Running) -> None:
+    """A timer of one request does not end the next."""
+    with strict.connect() as connection:
+        for _ in range(8):
+            connection.sendall(ASK)
+            _read_answers(connection, 1)
+            time.sleep(0.1)
+        connection.sendall(ASK * 5)  # and some at once
+        _read_answers(connection, 5)
+
+
+def test_too_many_connections(strict: Running) -> None:
+    """One more is told so at once. Those that hold them lose them soon."""
+    with ExitStack() as held:
+        for _ in range(6):
+            held.enter_context(strict.connect())
+        time.sleep(0.1)
+        answer = strict.exchange(b"")
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in answer
+        time.sleep(0.6)
+        assert strict.exchange(ASK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+
+def test_a_client_that_does_not_read(strict: Running) -> None:
+    """What is written for it stays bounded, and it is left."""
+    SENT.clear()
+    ENDED.clear()
+    with strict.connect() as connection:
+        connection.sendall(ASK.replace(b"/health", b"/endless"))
+        end = time.monotonic() + 10
+        while not ENDED:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert sum(SENT) < 64 << 20
+        read_all(connection)
+
+
+def test_headers_that_are_too_long(server: Running) -> None:
+    for line in (b"GET /" + b"x" * 300_000 + b" HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nX-a: " + b"x" * 300_000 + b"\r\n"):
+        assert server.exchange(line + b"Host: localhost\r\n\r\n")[:12] in (b"HTTP/1.1 400", b"")
+    assert server.client.get("/health").status_code == 200
+
+
+def test_bytes_that_are_no_http(pocket: Any) -> None:
+    """A request with some of its bytes changed is answered with an error or closed; the server goes on."""
+    rng = random.Random(0)
+    whole = (
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 17\r\n"
+        b'Connection: close\r\n\r\n{"prompt": "abc"}'
+    )
+    statuses = set()
+    settings = Settings(port=0, sequences=1, max_kv_size=128, limits=Limits(header_s=0.3, body_s=0.3, idle_s=0.3))
+    with running(Service.start(settings, *pocket)) as server:
+        for _ in range(count(3, 100)):
+            with ExitStack() as held:
+                connections = [held.enter_context(server.connect()) for _ in range(80)]
+                for connection in connections:
+                    changed = bytearray(whole)
+                    for _ in range(rng.randint(0, 6)):
+                        at = rng.randrange(len(changed))
+                        changed[at : at + rng.randint(0, 4)] = rng.randbytes(rng.randint(0, 4))
+                    connection.sendall(changed)
+                statuses |= {read_all(connection)[9:12] for connection in connections}
+        assert {b"200", b"400", b"403", b"404", b"408"} <= statuses <= {b"200", b"400", b"403", b"404", b"405", b"408"}
+        assert server.client.get("/health").json() == {"status": "ok", "waiting": 0, "running": 0}
+        assert server.service.active == 0

@@ -1,0 +1,134 @@
+"""Anthropic's stream: the order of its events, and that a client which adds them up has the answer."""
+
+import copy
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hypothesis import given, settings
+from support.counts import count
+from support.interfaces import answers
+
+from kvant.server.generation import Begun, Call, End, Event, Text
+from kvant.server.message_stream import MessageStream
+
+CALL = '{"city": "Łódź"}'
+ANSWER = [
+    Begun(20, 16), Text(0, "Hm", True), Text(0, "m.", True), Text(0, "I "), Text(0, ""), Text(0, "look."),
+    Call(0, 0, "weather", CALL), Call(0, 1, "weather", "{}"), End(0, "tool_calls", 12, 4),
+]  # fmt: skip
+
+
+def _streamed(stream: MessageStream, events: Iterable[Event]) -> list[dict[str, Any]]:
+    """As they were when they were sent."""
+    return [copy.deepcopy(told) for event in events for told in stream.add(event)]
+
+
+def _client(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a client makes of a stream, by Anthropic's description of the events."""
+    message: dict[str, Any] = {}
+    inputs = ""
+    for event in told:
+        match event:
+            case {"type": "message_start"}:
+                assert not message
+                message = copy.deepcopy(event["message"])
+                assert (message["content"], message["stop_reason"]) == ([], None)
+            case {"type": "content_block_start"}:
+                assert event["index"] == len(message["content"])
+                message["content"].append(copy.deepcopy(event["content_block"]))
+                inputs = ""
+            case {"type": "content_block_delta", "index": index, "delta": delta}:
+                block = message["content"][index]
+                assert index == len(message["content"]) - 1
+                match delta:
+                    case {"type": "text_delta"}:
+                        block["text"] += delta["text"]
+                    case {"type": "thinking_delta"}:
+                        block["thinking"] += delta["thinking"]
+                    case {"type": "signature_delta"}:
+                        block["signature"] = delta["signature"]
+                    case {"type": "input_json_delta"}:
+                        inputs += delta["partial_json"]
+            case {"type": "content_block_stop", "index": index}:
+                assert index == len(message["content"]) - 1
+                if message["content"][index]["type"] == "tool_use":
+                    message["content"][index]["input"] = json.loads(inputs)
+            case {"type": "message_delta"}:
+                message |= event["delta"]
+                message["usage"] |= event["usage"]
+            case {"type": "message_stop"}:
+                assert event is told[-1]
+    return message
+
+
+def test_the_order_of_events() -> None:
+    told = _streamed(MessageStream("pocket"), ANSWER)
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    assert [event["type"] for event in told] == [
+        "message_start", *block[:1], *[block[1]] * 3, *block[2:], *block[:1], *[block[1]] * 2, *block[2:],
+        *block, *block, "message_delta", "message_stop",
+    ]  # fmt: skip
+    assert [event["index"] for event in told[1:-2]] == [0] * 5 + [1] * 4 + [2] * 3 + [3] * 3
+
+
+def test_the_whole_message() -> None:
+    stream = MessageStream("pocket")
+    _streamed(stream, ANSWER)
+    message = stream.message
+    ids = [message.pop("id"), *[block.pop("id") for block in message["content"][2:]]]
+    assert [each.partition("_")[0] for each in ids] == ["msg", "toolu", "toolu"]
+    assert len(set(ids)) == 3
+    assert message == {
+        "type": "message",
+        "role": "assistant",
+        "model": "pocket",
+        "content": [
+            {"type": "thinking", "thinking": "Hmm.", "signature": "kvant:"},
+            {"type": "text", "text": "I look."},
+            {"type": "tool_use", "name": "weather", "input": {"city": "Łódź"}},
+            {"type": "tool_use", "name": "weather", "input": {}},
+        ],
+        "stop_reason": "tool_use",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 4,
+            "cache_read_input_tokens": 16,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": 12,
+            "output_tokens_details": {"thinking_tokens": 4},
+        },
+    }
+
+
+@given(answers())
+@settings(max_examples=count(30, 2000), deadline=None)
+def test_a_client_adds_up_the_answer(events: list[Event]) -> None:
+    stream = MessageStream("pocket")
+    told = _streamed(stream, events)
+    assert _client(told) == stream.message
+    told_texts = "".join(event.text for event in events if isinstance(event, Text) and not event.thinking)
+    assert "".join(block.get("text", "") for block in stream.message["content"]) == told_texts
+    kinds = [block["type"] for block in stream.message["content"]]
+    assert kinds.count("tool_use") == sum(isinstance(event, Call) for event in events)
+
+
+def test_thinking_that_is_not_shown_comes_in_the_signature() -> None:
+    stream = MessageStream("pocket", shows_thinking=False)
+    told = _streamed(stream, [Begun(3, 0), Text(0, "secret", True), Text(0, "Yes."), End(0, "stop", 5, 2)])
+    assert _client(told) == stream.message
+    assert "secret" not in json.dumps(told)
+    assert stream.message["content"][0] == {"type": "thinking", "thinking": "", "signature": "kvant:c2VjcmV0"}
+
+
+def test_why_an_answer_ended() -> None:
+    for end, told in (
+        (End(0, "stop", 1), ("end_turn", None)),
+        (End(0, "stop", 1, stop="\n\n"), ("stop_sequence", "\n\n")),
+        (End(0, "length", 1), ("max_tokens", None)),
+        (End(0, "tool_calls", 1), ("tool_use", None)),
+    ):
+        stream = MessageStream("pocket")
+        _streamed(stream, [Begun(3, 0), end])
+        assert (stream.message["stop_reason"], stream.message["stop_sequence"]) == told
+        assert stream.message["content"] == []

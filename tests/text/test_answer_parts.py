@@ -1,0 +1,251 @@
+"""Thinking, text and tool calls are told apart whatever the pieces: nothing half, nothing lost."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.counts import count
+from support.tokenizers_made import write_tokenizer
+
+from kvant.text.answer_parts import AnswerParts, CallPart, Part, TextPart
+from kvant.text.call_form import ToolFormat
+from kvant.text.stream import TextStream
+from kvant.text.tokenizer import Tokenizer, load_tokenizer
+from kvant.text.tool_forms import Hermes, Llama3, Mistral, MistralArgs, QwenCoder
+
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "parameters": {**WEATHER, "required": ["city"]}}},
+    {"type": "function", "function": {"name": "now"}},
+]
+ROME = CallPart("weather", '{"city":"Rome"}')
+NOW = CallPart("now", "{}")
+HERMES_ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+HERMES_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+CODER_ROME = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+LLAMA_ROME = '{"name": "weather", "parameters": {"city": "Rome"}}'
+MISTRAL_ROME = '{"name": "weather", "arguments": {"city": "Rome"}}'
+# A form, an answer, and its parts: text, ("thinking", text), or a call.
+CASES: list[tuple[ToolFormat, str, list[Any]]] = [
+    (Hermes(), HERMES_ROME, [ROME]),
+    (Hermes(), f"Let me see.\n{HERMES_ROME}\n{HERMES_NOW}\n", ["Let me see.", ROME, NOW]),
+    (Hermes(), f"{HERMES_ROME}\n\nThat was it. \n", [ROME, "That was it. \n"]),
+    (Hermes(), f"<think>\nSo {HERMES_NOW}?\n</think>\n\n{HERMES_ROME}", [("thinking", f"So {HERMES_NOW}?"), ROME]),
+    (Hermes(), HERMES_ROME.replace("Rome", "</tool_call> } \\\" {"),
+     [CallPart("weather", '{"city":"</tool_call> } \\" {"}')]),
+    (Hermes(), HERMES_ROME.replace("Rome", "a\nb\\u00e9"), [CallPart("weather", '{"city":"a\\nbé"}')]),
+    (Hermes(), HERMES_ROME.removesuffix("\n</tool_call>"), [ROME]),  # ended without the mark
+    (Hermes(), HERMES_ROME[:-5], [ROME]),
+    (Hermes(), HERMES_ROME[:-17], [HERMES_ROME[:-17]]),  # inside the object
+    (Hermes(), "The mark <tool_call> begins a call; </tool_call> ends it.", None),
+    (Hermes(), f"<tool_call> {HERMES_ROME}", ["<tool_call>", ROME]),
+    (Hermes(), f"{HERMES_ROME[:-13]} and {HERMES_NOW}", [f"{HERMES_ROME[:-13]} and", NOW]),
+    (Hermes(), "a < b <tool", None),
+    (Hermes(), " \n ", None),
+    (Hermes(), "", []),
+    (Hermes(), "<tool_call>\n" + "[" * 100, None),
+    (Hermes(), '<tool_call>{"name": "now", "arguments": ' + '{"a": ' * 100, None),
+    # Calls that are none: each is text.
+    (Hermes(), HERMES_ROME.replace("weather", "wether"), None),
+    (Hermes(), HERMES_ROME.replace('"weather"', "5"), None),
+    (Hermes(), HERMES_ROME.replace('"city"', '"town"'), None),
+    (Hermes(), HERMES_ROME.replace('"Rome"', "1"), None),
+    (Hermes(), HERMES_ROME.replace('{"city": "Rome"}', "[1, 2]"), None),
+    (Hermes(), HERMES_ROME.replace('{"city": "Rome"}', '"{}"'), None),
+    (Hermes(), HERMES_ROME.replace('"Rome"', '"Rome", "days": NaN'), None),
+    (Hermes(), HERMES_ROME.replace('"Rome"', '"Rome", "days": 1e999'), None),
+    (Hermes(), HERMES_ROME.replace("Rome", "\\ud800"), None),  # half of a character
+    (Hermes(), HERMES_ROME.replace('"Rome"', '"Rome",'), None),
+    (Hermes(), HERMES_ROME.replace('{"city": "Rome"}', '{"city": "Rome"}, "more": 1'), None),
+    (Hermes(), "<tool_call>\n[1, 2]\n</tool_call>", None),
+    # A call that is quoted in a wrong call's arguments is no call.
+    (Hermes(), HERMES_ROME.replace('"Rome"', f'1, "x": {json.dumps(HERMES_NOW)}'), None),
+    (QwenCoder(), CODER_ROME, [ROME]),
+    (QwenCoder(), f"Yes.\n\n{CODER_ROME}\n{CODER_ROME}", ["Yes.", ROME, ROME]),
+    (QwenCoder(), CODER_ROME.removesuffix("\n</tool_call>"), [ROME]),
+    (QwenCoder(), CODER_ROME[:-20], None),
+    (QwenCoder(), CODER_ROME.replace("Rome", "12"), [CallPart("weather", '{"city":"12"}')]),
+    (QwenCoder(), CODER_ROME.replace("Rome", "a\n\n<parameter>\n</parameter> b\n"),
+     [CallPart("weather", '{"city":"a\\n\\n<parameter>\\n</parameter> b\\n"}')]),
+    (QwenCoder(), CODER_ROME.replace("</function>", "<parameter=days>\n 3\n</parameter>\n</function>"),
+     [CallPart("weather", '{"city":"Rome","days":3}')]),
+    (QwenCoder(), CODER_ROME.replace("</function>", "<parameter=days>\nthree\n</parameter>\n</function>"), None),
+    (QwenCoder(), CODER_ROME.replace("</function>", "<parameter=city>\nBari\n</parameter>\n</function>"), None),
+    (QwenCoder(), CODER_ROME.replace("<parameter=city>", "so <parameter=city>"), None),
+    (QwenCoder(), "<tool_call><function=now></function></tool_call>", [NOW]),
+    (QwenCoder(), f"<tool_call>\n{HERMES_ROME}", None),
+    (Llama3(), LLAMA_ROME, [ROME]),
+    (Llama3(), f"\n <|python_tag|>{LLAMA_ROME}", [ROME]),
+    (Llama3(), f"See: <|python_tag|>{LLAMA_ROME}", ["See:", ROME]),
+    (Llama3(), LLAMA_ROME.replace('{"name"', '{"type": "function", "name"'), [ROME]),
+    (Llama3(), f"{LLAMA_ROME}; {LLAMA_ROME}", [ROME, f"; {LLAMA_ROME}"]),  # one call is all that its template can say
+    (Llama3(), f"See: {LLAMA_ROME}", None),
+    (Llama3(), '<|python_tag|>brave_search.call(query="Rome")', None),
+    (Llama3(), '{"answer": 1}', None),
+    (Llama3(), '{"name": "Ann", "age": 4}', None),
+    (Llama3(), "{", None),
+    (Mistral(), f"[TOOL_CALLS] [{MISTRAL_ROME}]", [ROME]),
+    (Mistral(), f'[TOOL_CALLS][{MISTRAL_ROME[:-1]}, "id": "abcdefghi"}}, {MISTRAL_ROME}] ', [ROME, ROME]),
+    (Mistral(), f"[TOOL_CALLS] [{MISTRAL_ROME}", None),
+    (Mistral(), f"[TOOL_CALLS] [{MISTRAL_ROME}, 1]", None),
+    (Mistral(), "[TOOL_CALLS] [1, 2] [TOOL_CALLS] []", None),
+    (MistralArgs(), 'Yes.[TOOL_CALLS]weather[ARGS]{"city": "Rome"}[TOOL_CALLS]now[ARGS]{}', ["Yes.", ROME, NOW]),
+    (MistralArgs(), '[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"city": "Rome"}', [ROME]),
+    (MistralArgs(), '[TOOL_CALLS] weather [ARGS]{"city": "Rome"}', None),
+    (MistralArgs(), "[TOOL_CALLS]weather", None),
+    (MistralArgs(), "[TOOL_CALLS]weather[ARGS] 5", None),
+    (MistralArgs(), '[TOOL_CALLS]weather[ARGS]{"city"', None),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """One with marks of thinking."""
+    folder = tmp_path_factory.mktemp("parts")
+    return load_tokenizer(write_tokenizer(folder, "qwen3", extra_special_tokens=["<think>", "</think>"]))
+
+
+def joined(parts: list[Part]) -> list[Any]:
+    """Parts, with the pieces of a text put together, in the form of CASES."""
+    found: list[Any] = []
+    for part in parts:
+        if isinstance(part, CallPart):
+            found.append(part)
+            continue
+        assert part.text
+        kind = "thinking" if part.thinking else "text"
+        if found and isinstance(found[-1], list) and found[-1][0] == kind:
+            found[-1][1] += part.text
+        else:
+            found.append([kind, part.text])
+    return [tuple(each) if isinstance(each, list) and each[0] == "thinking" else _text(each) for each in found]
+
+
+def _text(each: Any) -> Any:
+    return each[1] if isinstance(each, list) else each
+
+
+def split(splitter: AnswerParts, text: str, sizes: random.Random | None) -> list[Part]:
+    """The parts of a text that comes in pieces; of one character each without ``sizes``."""
+    parts: list[Part] = []
+    place = 0
+    while place < len(text):
+        size = 1 if sizes is None else sizes.randrange(1, 12)
+        parts += splitter.add(text[place : place + size])
+        place += size
+    return [*parts, *splitter.finish()]
+
+
+@pytest.mark.parametrize(("form", "text", "expected"), CASES)
+def test_pieces_of_any_size(tokenizer: Tokenizer, form: ToolFormat, text: str, expected: list[Any] | None) -> None:
+    """None: the answer is text as it is."""
+    expected = ([text] if text else []) if expected is None else expected
+    for seed in range(12):
+        splitter = AnswerParts(tokenizer, "assistant\n", TOOLS, form)
+        pieces = random.Random(seed) if seed else None
+        assert joined(split(splitter, text, pieces)) == expected, seed
+    whole = AnswerParts(tokenizer, "assistant\n", TOOLS, form)
+    assert joined([*whole.add(text), *whole.finish()]) == expected
+
+
+@pytest.mark.parametrize(
+    "form", [Hermes(), QwenCoder(), Llama3(), Mistral(), MistralArgs()], ids=lambda form: form.name
+)
+def test_random_answers(tokenizer: Tokenizer, form: ToolFormat) -> None:
+    """Of thinking, words, marks, halves of calls, wrong calls and calls: a split answer has the parts of the whole."""
+    rng = random.Random(form.name)
+    calls = {"hermes": HERMES_ROME, "qwen3_coder": CODER_ROME, "llama3": f"<|python_tag|>{LLAMA_ROME}",
+             "mistral": f"[TOOL_CALLS] [{MISTRAL_ROME}]",
+             "mistral_args": '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}'}  # fmt: skip
+    call = calls[form.name]
+    marks = [*form.starts, "</tool_call>", "{", '{"name": ', "[ARGS]", "<function=", "</function>", '"', "}"]
+
+    def piece() -> str:
+        kind = rng.randrange(7)
+        if kind == 0:
+            return call
+        if kind == 1:
+            return call[: rng.randrange(len(call))]
+        if kind == 2:
+            return call.replace("weather", rng.choice(["wether", "now", ""]))
+        if kind == 3:
+            return rng.choice(marks)
+        return rng.choice([" ", "\n", "so ", "a < b", "[", "\\", "é", "<think>", "</think>", ""])
+
+    called = plain = 0
+    for _ in range(count(300, 10_000)):
+        text = "".join(piece() for _ in range(rng.randrange(9)))
+        text = f"<think>{text}</think>\n{text}" if rng.random() < 0.2 else text
+        whole = AnswerParts(tokenizer, "", TOOLS, form)
+        expected = joined([*whole.add(text), *whole.finish()])
+        assert joined(split(AnswerParts(tokenizer, "", TOOLS, form), text, rng)) == expected, text
+        found = [part for part in expected if isinstance(part, CallPart)]
+        # A value of Qwen3-Coder's form goes on to the mark that ends it, whatever begins in it.
+        assert form.name == "qwen3_coder" or all(part.arguments == ROME.arguments for part in found)
+        called += bool(found)
+        if not found and "<think>" not in text:
+            assert expected == ([text] if text else []), text
+            plain += 1
+    assert min(called, plain) > 50
+
+
+def test_what_is_certain_comes_at_once(tokenizer: Tokenizer) -> None:
+    splitter = AnswerParts(tokenizer, "assistant\n", TOOLS, Hermes())
+    assert splitter.add("Let me") == [TextPart("Let me")]
+    assert splitter.add(" see. ") == [TextPart(" see.")]
+    assert splitter.add("a <to") == [TextPart(" a")]
+    assert splitter.add("o> b\n<tool_call>") == [TextPart(" <too> b")]
+    assert splitter.add('\n{"name": "now", "arguments": {}') == []
+    assert splitter.add("}\n</tool_") == []
+    assert splitter.add("call>\n") == [NOW]
+    assert splitter.add("<tool_call> is a mark") == [TextPart("<tool_call>"), TextPart(" is a mark")]
+    assert splitter.add('\n<tool_call>\n{"nam') == []
+    assert splitter.add("ing") == [TextPart("\n<tool_call>\n{"), TextPart('"naming')]
+    assert splitter.finish() == []
+
+
+def test_a_text_that_is_no_call_comes_before_it_ends(tokenizer: Tokenizer) -> None:
+    """JSON that a client asked for is not held back until it is whole."""
+    splitter = AnswerParts(tokenizer, "assistant\n", TOOLS, Llama3())
+    assert splitter.add('{"nam') == []
+    assert joined(splitter.add('es": ["An')) == ['{"names": ["An']
+    assert splitter.add('n"') == [TextPart('n"')]
+
+
+@pytest.mark.parametrize("form", [None, Hermes()])
+def test_without_tools_all_is_text_at_once(tokenizer: Tokenizer, form: ToolFormat | None) -> None:
+    splitter = AnswerParts(tokenizer, "assistant\n<think>\n", (), form)
+    assert splitter.add("hm</think>\n\n") == [TextPart("hm", True)]
+    assert splitter.add(f"{HERMES_ROME} \n") == [TextPart(f"{HERMES_ROME} \n")]
+    assert splitter.finish() == []
+
+
+def test_without_marks_of_thinking(pocket: tuple[object, Tokenizer]) -> None:
+    splitter = AnswerParts(pocket[1], "assistant\n", TOOLS, Hermes())
+    assert joined([*splitter.add(f"<think>a</think>{HERMES_ROME}"), *splitter.finish()]) == ["<think>a</think>", ROME]
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "tokens", "text"),
+    [
+        ("qwen3", Hermes(), ["<tool_call>", "</tool_call>", "<think>", "</think>"], f"Yes.\n{HERMES_ROME}\n"),
+        ("llama3", Llama3(), ["<|python_tag|>"], f"Yes.<|python_tag|>{LLAMA_ROME}"),
+        ("mistral", Mistral(), ["[TOOL_CALLS]"], f"Yes.[TOOL_CALLS] [{MISTRAL_ROME}]"),
+        ("unigram", Mistral(), ["[TOOL_CALLS]"], f"Yes.[TOOL_CALLS] [{MISTRAL_ROME}]"),
+    ],
+)
+def test_marks_that_are_special_tokens(
+    tmp_path: Path, family: str, form: ToolFormat, tokens: list[str], text: str
+) -> None:
+    """They are in the text of a stream, which is that of ``decode``; other special tokens are as they were."""
+    made = load_tokenizer(write_tokenizer(tmp_path, family, extra_special_tokens=tokens))
+    ids = made.encode(text, add_special_tokens=False)
+    assert made.convert_tokens_to_ids(form.starts[0]) in ids
+    stream, splitter = TextStream(made), AnswerParts(made, "assistant\n", TOOLS, form)
+    parts: list[Part] = []
+    for token in ids:
+        parts += splitter.add(stream.add(token))
+    parts += [*splitter.add(stream.finish()), *splitter.finish()]
+    assert joined(parts) == ["Yes.", ROME]

@@ -1,0 +1,281 @@
+"""Calls go from a model's text into messages, through its template, and come back: as transformers and mlx-lm do it."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.tool_parsers import json_tools, mistral, qwen3_coder
+from support.chat_templates import TEMPLATES, TOKENIZERS
+from support.counts import count
+from support.tokenizers_made import write_tokenizer
+from transformers import AutoTokenizer
+
+from kvant.errors import PromptError
+from kvant.text.answer_parts import AnswerParts, CallPart, TextPart
+from kvant.text.call_form import schemas
+from kvant.text.tokenizer import Tokenizer, load_tokenizer
+from kvant.text.tool_calls import new_call_id, template_messages, tool_format, wanted_format
+from kvant.text.tool_forms import Hermes, Llama3, Mistral, MistralArgs, QwenCoder
+
+FORMS = {
+    "qwen2": "hermes",
+    "qwen3": "hermes",
+    "qwen3_coder": "qwen3_coder",
+    "llama3": "llama3",
+    "mistral": "mistral",
+    "mistral_args": "mistral_args",
+}
+VALUES = {
+    "text": {"type": "string"},
+    "count": {"type": "integer"},
+    "ratio": {"type": "number"},
+    "exact": {"type": "boolean"},
+    "list": {"type": "array", "items": {"type": ["integer", "null", "string"]}},
+    "place": {"type": "object", "properties": {"city": {"type": "string"}, "at": {"type": "object"}}},
+    "maybe": {"type": ["string", "null"]},
+    "one": {"enum": ["a", "b", 3]},
+}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks",
+        "parameters": {"type": "object", "properties": VALUES, "required": ["text"], "additionalProperties": False},
+    },
+}
+USER = {"role": "user", "content": "Well?"}
+
+
+def made(folder: Path, family: str) -> Path:
+    """A folder with a family's template, and the tokens of thinking where it has them."""
+    extra = {"extra_special_tokens": ["<think>", "</think>"]} if family == "qwen3" else {}
+    return write_tokenizer(folder, TOKENIZERS.get(family, family), chat_template=TEMPLATES[family], **extra)
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tokenizer, Any]:
+    """A family, kvant's tokenizer of it, and transformers'."""
+    folder = made(tmp_path_factory.mktemp("tools") / request.param, request.param)
+    return request.param, load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def some_text(rng: random.Random) -> str:
+    pieces = [
+        "a",
+        " ",
+        "é",
+        "\U0001f326",
+        '"',
+        "\\",
+        "\n",
+        "}",
+        "]",
+        "{",
+        "</tool_call>",
+        "<tool_call>",
+        "[ARGS]",
+        "'",
+        "1",
+    ]
+    return "".join(rng.choice(pieces) for _ in range(rng.randrange(1, 8)))
+
+
+def some_arguments(rng: random.Random) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        "text": some_text(rng),
+        "count": rng.randrange(-(10**20), 10**20),
+        "ratio": rng.choice([0.5, -1e-7, 3, 1e22]),
+        "exact": rng.random() < 0.5,
+        "list": [rng.choice([1, None, some_text(rng)]) for _ in range(rng.randrange(4))],
+        "place": {"city": some_text(rng), "at": {"x": [{}, some_text(rng)]}},
+        "maybe": rng.choice([None, some_text(rng)]),
+        "one": rng.choice(["a", 3]),
+    }
+    kept = [name for name in given if name == "text" or rng.random() < 0.5]
+    rng.shuffle(kept)
+    return {name: given[name] for name in kept}
+
+
+def test_the_form_is_the_templates_own(pair: tuple[str, Tokenizer, Any]) -> None:
+    family, tokenizer, _ = pair
+    form = wanted_format(tokenizer)
+    assert form.name == FORMS[family]
+    # What a grammar would write is read, and begins as the template begins it.
+    writing = form.writing
+    value = "<parameter=text>\nx\n</parameter>\n" if writing.arguments == "xml" else '{"text": "x"}'
+    call = f"{writing.before_name}look_up{writing.before_arguments}{value}{writing.after_arguments}"
+    calls = [call, call] if form.several else [call]
+    text = writing.begin + writing.between.join(calls) + writing.end
+    splitter = AnswerParts(tokenizer, "", [TOOL], form)
+    assert [*splitter.add(text), *splitter.finish()] == [CallPart("look_up", '{"text":"x"}')] * len(calls)
+    said = {"id": "abcdefghi", "type": "function", "function": {"name": "look_up", "arguments": {"text": "x"}}}
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": [said]}]
+    begun = call[: call.index("x")]
+    assert writing.begin + begun in tokenizer.apply_chat_template(messages, [TOOL], tokenize=False)
+
+
+def test_calls_come_back_from_the_template(pair: tuple[str, Tokenizer, Any]) -> None:
+    """An answer, its parts as a client sends them back, the template's text: the same answer is read from it."""
+    family, tokenizer, reference = pair
+    form = wanted_format(tokenizer)
+    rng = random.Random(family)
+    for _ in range(count(15, 500)):
+        given = [some_arguments(rng) for _ in range(rng.randrange(1, 4) if form.several else 1)]
+        if family == "qwen3_coder":  # whitespace at the ends of a value's text, and what follows a value, are its marks
+            given = [{**each, "text": f"x{each['text']}x"} for each in given]
+        calls = [
+            {"id": f"call_{n}", "type": "function", "function": {"name": "look_up", "arguments": json.dumps(each)}}
+            for n, each in enumerate(given)
+        ]
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": "r"}]} for call in calls
+        ]
+        answer = {"role": "assistant", "content": None, "tool_calls": calls}
+        if family in ("qwen2", "qwen3", "qwen3_coder", "mistral_args"):
+            answer["content"] = "Let me see."
+        if family == "qwen3":
+            answer["reasoning_content"] = "hm"
+        sent = [USER, answer, *results]
+        before = json.dumps(sent)
+        messages = template_messages(sent, form)
+        assert json.dumps(sent) == before
+        text = tokenizer.apply_chat_template(messages, [TOOL], tokenize=False)
+        assert text == reference.apply_chat_template(messages, tools=[TOOL], tokenize=False)
+        prompt = tokenizer.apply_chat_template([USER], [TOOL], tokenize=False, add_generation_prompt=True)
+        answered = tokenizer.apply_chat_template(messages[:2], [TOOL], tokenize=False)
+        assert text.startswith(answered)
+        assert answered.startswith(prompt)
+        splitter = AnswerParts(tokenizer, prompt, [TOOL], form)
+        said = answered[len(prompt) :].rstrip().removesuffix(tokenizer.eos_token)
+        parts = [*splitter.add(said), *splitter.finish()]
+        found = [json.loads(part.arguments) for part in parts if isinstance(part, CallPart)]
+        assert found == given
+        assert [list(each) for each in found] == [list(each) for each in given]  # in their order
+        texts = [(part.text, part.thinking) for part in parts if isinstance(part, TextPart)]
+        expected = [("hm", True)] if family == "qwen3" else []
+        assert texts == expected + ([("Let me see.", False)] if answer["content"] else [])
+
+
+def test_valid_calls_are_those_of_mlx_lm() -> None:
+    rng = random.Random(5)
+    tools = schemas([TOOL])
+    for _ in range(count(200, 5000)):
+        given = some_arguments(rng)
+        called = json.dumps({"name": "look_up", "arguments": given}, ensure_ascii=rng.random() < 0.5)
+        (ours,) = Hermes().calls(f"<tool_call>\n{called}\n</tool_call>", tools)
+        theirs = json_tools.parse_tool_call(called)
+        assert ours == (theirs["name"], theirs["arguments"])
+        text = f"[TOOL_CALLS] [{called}, {called}]"
+        theirs = mistral.parse_tool_call(text.removeprefix("[TOOL_CALLS]"))
+        assert Mistral().calls(text, tools) == [(each["name"], each["arguments"]) for each in theirs]
+        text = f"look_up[ARGS]{json.dumps(given)}"
+        theirs = mistral.parse_tool_call(text)
+        assert MistralArgs().calls(f"[TOOL_CALLS]{text}", tools) == [(theirs["name"], theirs["arguments"])]
+        # Their reader of Qwen3-Coder's form loses long integers, and makes numbers of strings that may be null.
+        plain = {key: value for key, value in given.items() if key not in ("count", "ratio", "maybe", "one")}
+        plain["text"] = f"x{given['text']}x"
+        written = "".join(
+            f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
+            for key, value in plain.items()
+        )
+        text = f"<function=look_up>\n{written}</function>"
+        theirs = qwen3_coder.parse_tool_call(text, [TOOL])
+        assert QwenCoder().calls(f"<tool_call>\n{text}\n</tool_call>", tools) == [(theirs["name"], theirs["arguments"])]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "null", "null"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "12", "12"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "12", 12),
+        ({"type": "integer"}, "12345678901234567891", 12345678901234567891),
+        ({"type": "string"}, '{"a": 1}', '{"a": 1}'),
+        ({"type": "object"}, '{"a": 1}', {"a": 1}),
+        ({"type": "array"}, "[1, None, 'it\\'s', \"a\\n\\x01\"]", [1, None, "it's", "a\n\x01"]),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "yes", None),
+        ({"$ref": "#/$defs/n"}, "5", 5),
+        ({"enum": [1, 2]}, "2", 2),
+        ({}, "5", "5"),
+        ({}, "[5]", [5]),
+    ],
+)
+def test_values_of_qwen3_coder(schema: dict[str, Any], text: str, value: Any) -> None:
+    """By the schema, as the form does not say; None with "yes": it fits in no way, and the call is none."""
+    parameters = {"type": "object", "properties": {"v": schema}, "$defs": {"n": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "t", "parameters": parameters}}
+    call = f"<tool_call><function=t><parameter=v>{text}</parameter></function></tool_call>"
+    if text == "yes":
+        with pytest.raises(Exception, match="expected boolean"):
+            QwenCoder().calls(call, schemas([tool]))
+        return
+    ((_, arguments),) = QwenCoder().calls(call, schemas([tool]))
+    assert arguments == {"v": value}
+    assert type(arguments["v"]) is type(value)
+
+
+def test_a_template_without_tools_is_refused(tmp_path: Path, pocket: tuple[object, Tokenizer]) -> None:
+    tokenizer = load_tokenizer(made(tmp_path / "smollm2", "smollm2"))
+    assert tool_format(tokenizer) is None
+    with pytest.raises(PromptError, match=r"takes no tools.*hermes, qwen3_coder, mistral, mistral_args, llama3"):
+        wanted_format(tokenizer)
+    assert tool_format(load_tokenizer(write_tokenizer(tmp_path / "none", "qwen2"))) is None
+    assert wanted_format(pocket[1]).name == "hermes"
+    # One that writes calls in a form of its own: nothing is guessed.
+    other = TEMPLATES["qwen2"].replace("tool_call>", "a_call>")
+    assert tool_format(load_tokenizer(write_tokenizer(tmp_path / "other", "qwen2", chat_template=other))) is None
+
+
+def test_messages_for_templates() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "t", "arguments": '{"a": 1}'}, "index": 0}
+    sent = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "r"},
+        {"role": "assistant", "content": "done", "tool_calls": [], "reasoning_content": "hm"},
+    ]
+    said = {"id": "call_1", "type": "function", "function": {"name": "t", "arguments": {"a": 1}}}
+    assert template_messages(sent, Hermes()) == [
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "", "tool_calls": [said]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "r", "name": "t"},
+        {"role": "assistant", "content": "done", "reasoning_content": "hm"},
+    ]
+    assert template_messages(sent, None) == template_messages(sent, Llama3())
+    _, called, result, _ = template_messages(sent, Mistral())
+    changed = called["tool_calls"][0]["id"]
+    assert result["tool_call_id"] == changed
+    assert len(changed) == 9
+    assert changed.isalnum()
+    kept = [{"role": "tool", "tool_call_id": "Ab3456789", "content": "r", "name": "n"}]
+    assert template_messages(kept, Mistral()) == kept
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"role": "user", "content": [{"type": "image_url"}]}, "'image_url'; expected text"),
+        ({"role": "user", "content": [5]}, "'int'; expected text"),
+        ({"role": "user", "content": 5}, "content is a int; expected text"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "t", "arguments": "{"}}]},
+            "of 't' are no JSON object",
+        ),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "t", "arguments": "[]"}}]}, "are no JSON object"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "t", "arguments": [1]}}]}, "are no JSON object"),
+    ],
+)
+def test_messages_that_no_template_can_have(message: dict[str, Any], problem: str) -> None:
+    with pytest.raises(PromptError, match=problem):
+        template_messages([message], Hermes())
+
+
+def test_ids_of_calls() -> None:
+    assert len(new_call_id(Mistral())) == 9
+    assert new_call_id(Mistral()).isalnum()
+    assert new_call_id(Hermes()).startswith("call_")
+    assert len({new_call_id(None) for _ in range(100)}) == 100
