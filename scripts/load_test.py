@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 from urllib.parse import urlsplit
 
 SEQUENCES, WAITING = 4, 16
@@ -75,7 +76,7 @@ def main() -> None:
     sys.exit(1 if problems else 0)
 
 
-def load(url: str, pid: int, seconds: float, clients: int) -> dict[str, object]:
+def load(url: str, pid: int, seconds: float, clients: int) -> dict[str, Any]:
     """Ask a running server for so long; the figures."""
     command = [sys.executable, __file__, "--watch", url]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as watcher:
@@ -96,17 +97,17 @@ def load(url: str, pid: int, seconds: float, clients: int) -> dict[str, object]:
     }
 
 
-def judge(figures: dict[str, object], health_ms: float) -> list[str]:
+def judge(figures: dict[str, Any], health_ms: float) -> list[str]:
     """What is not as it should be."""
-    problems = [f"a client: {text}" for text in figures["wrong"]]  # type: ignore[attr-defined]
-    statuses = set(map(int, figures["statuses"]))  # type: ignore[call-overload]
+    problems = [f"a client: {text}" for text in figures["wrong"]]
+    statuses = set(map(int, figures["statuses"]))
     if statuses - ALLOWED:
         problems.append(f"statuses {sorted(statuses - ALLOWED)}; expected none but {sorted(ALLOWED)}")
     if missing := {200, 400, 429} - statuses:
         problems.append(f"no {sorted(missing)}: there was no such load")
-    if (slowest := figures["health_ms"]["p100"]) > health_ms:  # type: ignore[index]
+    if (slowest := figures["health_ms"]["p100"]) > health_ms:
         problems.append(f"/health once took {slowest} ms; expected at most {health_ms:g}")
-    early, late = figures["memory_bytes"]  # type: ignore[misc]
+    early, late = figures["memory_bytes"]
     if late - early > MOST_GROWTH:
         problems.append(f"the process grew from {early} to {late} bytes")
     problems += [f"{name} is false" for name, value in figures.items() if value is False]
@@ -187,7 +188,7 @@ async def _head(reader: asyncio.StreamReader) -> tuple[int, str]:
     return int(text.split(" ", 2)[1]), text
 
 
-async def end(process: "subprocess.Popen[str]", url: str) -> dict[str, object]:
+async def end(process: "subprocess.Popen[str]", url: str) -> dict[str, Any]:
     """SIGTERM while streams are under way."""
     body: dict[str, object] = {
         "model": "pocket",
