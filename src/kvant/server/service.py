@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from kvant.cache.pages import PAGE_SIZE, pages_for
@@ -23,7 +24,8 @@ from kvant.text.tokenizer import Tokenizer
 from kvant.text.tool_calls import tool_format
 
 DEFAULT_MAX_KV_SIZE = 4096
-LONGEST_TOKEN = 128  # characters: the runs of spaces that vocabularies have
+LONG_TOKEN = 128  # bytes; the longest of most vocabularies are so many spaces
+MIN_CHARACTERS = 65536  # that any prompt may have: they are encoded in some milliseconds
 
 
 class Service:
@@ -108,6 +110,12 @@ class Service:
         """When the last tokens came, and how many seconds after the one before in the same answer."""
         return self.metrics.recent
 
+    @cached_property
+    def max_characters(self) -> int:
+        """Of a prompt: more of them do not fit, each token being the longest of the vocabulary."""
+        longest = max(map(len, self.tokenizer.token_bytes() or [b" " * LONG_TOKEN]))
+        return max(MIN_CHARACTERS, self.max_seq_len * longest)
+
     @property
     def alive(self) -> bool:
         """Whether requests are answered."""
@@ -130,16 +138,18 @@ class Service:
         )
 
     def check_length(self, prompt: str | Sequence[int]) -> None:
-        """Refuse a prompt that is too long whatever its tokens are, before time and memory go into it.
+        """Refuse a prompt that cannot fit before it is encoded: that takes seconds, in which nobody's prompt is.
 
         Raises:
-            ContextError: it is.
+            ContextError: it is too long.
         """
         most, what = self.max_seq_len, "tokens"
         if isinstance(prompt, str):
-            most, what = most * LONGEST_TOKEN, "characters"
+            # A short one is spared the look at the whole vocabulary.
+            most, what = MIN_CHARACTERS if len(prompt) <= MIN_CHARACTERS else self.max_characters, "characters"
         if len(prompt) > most:
-            room = f"there is room for {self.max_seq_len} tokens, the answer's included"
+            room = f"the {self.max_seq_len} tokens of a sequence"
+            room = f"{room} have at most {most}" if isinstance(prompt, str) else f"{room} are its answer's, too"
             raise ContextError(f"the prompt has {len(prompt)} {what}; {room}")
 
     def submit(self, request: Request, deliver: Deliver) -> None:
