@@ -1,15 +1,16 @@
 """``kvant serve``: one model over HTTP for many clients at once, as OpenAI's and Anthropic's clients speak."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import mlx.core as mx
 import typer
 
 from kvant.cache.pages import PAGE_SIZE
-from kvant.cli import options
+from kvant.cli import options, terminal
 from kvant.cli.options import BadValueError
 from kvant.cli.session import RunOptions, load_session, named_format
 from kvant.engine.load import POCKET
@@ -17,6 +18,9 @@ from kvant.errors import KvantError
 from kvant.sizes import format_bytes
 from kvant.tools.plan import MemoryPlan
 from kvant.tools.plan.plan import as_record
+
+if TYPE_CHECKING:
+    from kvant.server.service import Service
 
 MAX_KEY = 1000  # characters
 
@@ -46,6 +50,14 @@ def serve(
         bool, typer.Option("--deterministic", help="An answer is the same whatever runs beside it; slower.")
     ] = False,
     chat_template_config: options.ChatTemplateConfig = None,
+    prompt_cache_file: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Begin with this prompt cache of kvant generate or kvant chat in the pool, so that prompts that begin "
+            "like it are read fast from the first one on; repeatable. It is only read.",
+        ),
+    ] = None,
     api_key_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="The keys of clients, one a line; without it any key will do.")
     ] = None,
@@ -53,6 +65,14 @@ def serve(
         list[str] | None,
         typer.Option(metavar="ORIGIN", help="Let web pages of this origin use the server; repeatable; default: none."),
     ] = None,
+    test: Annotated[
+        bool,
+        typer.Option(
+            "--self-test",
+            help="Serve on a free port of this machine, ask for all that is offered and refused, print what was found, "
+            "and end; exit code 1 if something is wrong.",
+        ),
+    ] = False,
     wired: options.Wired = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -62,6 +82,7 @@ def serve(
         from kvant.server.run import serve as serve_until_signalled
         from kvant.server.service import Service, make_pool
         from kvant.server.settings import Settings
+        from kvant.server.warm_start import warm_start
     except ImportError as error:
         raise KvantError(f"kvant serve needs the extra 'serve', pip install 'kvant[serve]': {error}") from error
     run = RunOptions(
@@ -81,6 +102,10 @@ def serve(
         raise BadValueError(
             f"--prefill-step-size is {prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
         )
+    if deterministic and prompt_cache_file:
+        raise BadValueError(
+            "--prompt-cache-file: nobody knows in which chunks it was read, so not with --deterministic"
+        )
     settings = Settings(
         model=run.model,
         adapter_path=adapter_path,
@@ -98,6 +123,16 @@ def serve(
         allow_origins=tuple(allow_origin or ()),
     )
 
+    if test:
+        from kvant.server.self_test import loopback_settings
+
+        for name in ("host", "port", "max_queue", "api_key_file", "allow_origin"):
+            given = context.get_parameter_source(name)
+            if given is not None and given.name != "DEFAULT":
+                flag = name.replace("_", "-")
+                raise BadValueError(f"--{flag} is given, but --self-test listens, queues and has keys in its own way")
+        settings = loopback_settings(settings)
+
     def say(line: str) -> None:
         if not quiet:
             print(line, file=sys.stderr, flush=True)
@@ -113,11 +148,41 @@ def serve(
         bound_memory(planned)
         with named_format(session.settings):
             pool = make_pool(settings, session.model)
+        warm_start(settings, session.model, pool, prompt_cache_file or ())
         with options.named("--deterministic"):
             service = Service(settings, session.model, session.tokenizer, pool, as_record(planned))
         say(f"cache: {pool.describe()}")
+        if test:
+            raise typer.Exit(run_self_test(service, say))
         code = serve_until_signalled(service, bound, lambda line: say(f"kvant serve: {line}"))
     raise typer.Exit(code)
+
+
+def run_self_test(service: "Service", say: Callable[[str], None]) -> int:
+    """Print what a server's test of itself found. Returns the exit code."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from kvant.server.self_test import self_test
+
+    try:
+        found = self_test(service, lambda name: say(f"trying: {name}"))
+    finally:
+        service.close()
+    table = Table(box=box.SIMPLE_HEAD, expand=True)
+    for heading, ratio in (("", 4), ("result", 1), ("found", 2), ("s", None)):
+        table.add_column(heading, overflow="fold", ratio=ratio, justify="right" if heading == "s" else "left")
+    styles = {"ok": "green", "refused": "yellow", "failed": "bold red"}
+    for each in found:
+        promise = Text.assemble((each.name, "bold"), f"\n{each.promise}")
+        said = "refused, as it must be" if each.result == "refused" else each.result
+        table.add_row(promise, Text(said, styles[each.result]), Text(each.detail), f"{each.seconds:.1f}")
+    terminal.console().print(table)
+    results = [each.result for each in found]
+    counts = f"{results.count('ok')} ok, {results.count('refused')} refused as they must be"
+    print(f"{counts}, {results.count('failed')} failed")
+    return 1 if "failed" in results else 0
 
 
 def read_keys(path: str | None) -> tuple[str, ...]:

@@ -167,7 +167,7 @@ def _names(settings: Settings, folder: Path) -> tuple[str, ...]:
     """
     given = settings.model
     is_path = given.startswith(("/", ".", "~")) or Path(given).is_dir()
-    last = folder.resolve().name if is_path else given.partition("@")[0].rpartition("/")[2]
+    last = folder.absolute().name if is_path else given.partition("@")[0].rpartition("/")[2]
     return tuple(dict.fromkeys([last, given] if is_path else [given, last])) + settings.aliases
 
 
