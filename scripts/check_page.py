@@ -66,7 +66,7 @@ next [link](https://example.org/?a=1&b=2).
 o
 ```
 ~~~
-p \\*q\\* r_s_t 2*3*4 http://example.org/u_v_w.
+p \\*q\\* r_s_t 2 * 3 * 4 http://example.org/u_v_w.
 """
 
 
@@ -155,7 +155,8 @@ class Checks:
         pieces += [{"delta": {"content": text[i : i + 7]}} for i in range(0, len(text), 7)]
         pieces += [{"delta": {}, "finish_reason": "stop"}]
         events = [f"data: {json.dumps({'choices': [piece]})}\n\n" for piece in pieces]
-        tab.answer_with("*/v1/chat/completions", "".join(events) + "data: [DONE]\n\n")
+        usage = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 9}}
+        tab.answer_with("*/v1/chat/completions", "".join(events) + f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n")
         try:
             tab.click("#new")
             return self.ask(tab, "Go on.")
@@ -181,7 +182,7 @@ class Checks:
         assert "a second" in note, note
         tab.wait("parseFloat(document.querySelector('#median').textContent) > 0")
         assert "tokens: median" in tab.run("document.querySelector('#plot').getAttribute('aria-label')")
-        assert "pages in use" in tab.run("document.querySelector('.pages').getAttribute('aria-label')")
+        assert "Of 32 pages " in tab.run("document.querySelector('.pages').getAttribute('aria-label')")
         painted = "[...document.querySelector('#plot').getContext('2d').getImageData(0, 0, 300, 90).data].some(Boolean)"
         assert tab.run(painted)
         # For those who hear it: the whole answer, once.
@@ -444,7 +445,7 @@ class Checks:
         assert seen[5] == ["hr"]
         assert seen[6] == ["div", ["div", "code", ["button", "Copy"]], ["pre", ["code", "o\n```"]]]
         address = "http://example.org/u_v_w"
-        assert seen[7] == ["p", "p *q* r_s_t 2*3*4 ", [f"a{address}", address], "."]
+        assert seen[7] == ["p", "p *q* r_s_t 2 * 3 * 4 ", [f"a{address}", address], "."], seen[7]
         assert "".join(found["spoken"]) == found["text"]
         for hostile in (
             "*a " * 30_000,
@@ -534,7 +535,7 @@ class Checks:
         assert tab.run(lightness) < 150
         tab.type(STORY)
         tab.press("Enter")
-        tab.wait("document.querySelector('.growing')")
+        tab.wait("document.querySelector('.growing') !== null")
         assert tab.run("document.getAnimations().length") == 0
         tab.wait(ENDED, 60)
         self.picture(tab, "dark")

@@ -40,7 +40,9 @@ export class Panel {
     at("grids").replaceChildren();
     at("sequences").replaceChildren();
     for (const id of ["held", "reserved", "rate", "running", "waiting", "median", "p95"]) at(id).textContent = "–";
-    at("format").textContent = at("brief").textContent = "";
+    for (const id of ["format", "brief", "kept"]) at(id).textContent = "";
+    at("plot").width = at("plot").width; // wipes it
+    at("plot").setAttribute("aria-label", "No token yet");
   }
 
   // One of the server's events.
@@ -88,21 +90,23 @@ export class Panel {
 
   showPages() {
     let held = 0;
+    let kept = 0;
     this.facts.parts.forEach((part, place) => {
       const pages = pagesOf(this.facts, part, this.state, place);
       const count = (kind) => pages.reduce((sum, page) => sum + (page?.kind === kind ? 1 : 0), 0);
       const own = { filled: count("filled"), shared: count("shared"), kept: count("kept") };
-      const used = own.filled + own.shared + own.kept;
-      held += used * part.page_bytes;
+      held += (own.filled + own.shared) * part.page_bytes;
+      kept += own.kept * part.page_bytes;
       const { canvas, note } = this.canvases[place];
       const each = drawGrid(canvas, pages);
       note.hidden = each === 1;
       note.textContent = `A square is ${each} pages.`;
-      const said = `${used} of ${part.pages} pages in use: ${own.filled} of one answer, ${own.shared} shared, ${own.kept} kept beginnings`;
+      const said = `Of ${part.pages} pages ${own.filled} are one answer's, ${own.shared} are shared and ${own.kept} keep beginnings`;
       canvas.setAttribute("aria-label", said);
       canvas.title = said;
     });
     at("held").textContent = formatBytes(held);
+    at("kept").textContent = kept ? `Another ${formatBytes(kept)} keep beginnings of texts until room is needed.` : "";
     at("brief").textContent = `${formatBytes(held)} of ${formatBytes(this.facts.reserved_bytes)}`;
   }
 
