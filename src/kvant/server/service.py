@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
 from kvant.cache.pages import PAGE_SIZE, pages_for
@@ -23,6 +24,8 @@ from kvant.text.tokenizer import Tokenizer
 from kvant.text.tool_calls import tool_format
 
 DEFAULT_MAX_KV_SIZE = 4096
+LONG_TOKEN = 128  # bytes; the longest of most vocabularies are so many spaces
+MIN_CHARACTERS = 65536  # that any prompt may have: they are encoded in some milliseconds
 
 
 class Service:
@@ -107,6 +110,12 @@ class Service:
         """When the last tokens came, and how many seconds after the one before in the same answer."""
         return self.metrics.recent
 
+    @cached_property
+    def max_characters(self) -> int:
+        """Of a prompt: more of them do not fit, each token being the longest of the vocabulary."""
+        longest = max(map(len, self.tokenizer.token_bytes() or [b" " * LONG_TOKEN]))
+        return max(MIN_CHARACTERS, self.max_seq_len * longest)
+
     @property
     def alive(self) -> bool:
         """Whether requests are answered."""
@@ -158,7 +167,7 @@ def _names(settings: Settings, folder: Path) -> tuple[str, ...]:
     """
     given = settings.model
     is_path = given.startswith(("/", ".", "~")) or Path(given).is_dir()
-    last = folder.resolve().name if is_path else given.partition("@")[0].rpartition("/")[2]
+    last = folder.absolute().name if is_path else given.partition("@")[0].rpartition("/")[2]
     return tuple(dict.fromkeys([last, given] if is_path else [given, last])) + settings.aliases
 
 

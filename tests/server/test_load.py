@@ -1,0 +1,42 @@
+"""Far more requests than the server takes at once, from clients of every kind: scripts/load_test.py, shortened."""
+
+import os
+from typing import Any
+
+import load_test
+import pytest
+from support.counts import count
+from support.server import Running
+
+SOUND: dict[str, Any] = {
+    "statuses": {"200": 3, "400": 1, "429": 9},
+    "wrong": [],
+    "health_ms": {"p100": 9.0},
+    "memory_bytes": [1 << 30, 1 << 30],
+    "idle_afterwards": True,
+}
+
+
+def test_only_answers_that_are_allowed_and_every_page_is_free_afterwards(server: Running) -> None:
+    """Times are loose here: this process is the server, its clients and the tests' at once."""
+    figures = load_test.load(server.url, os.getpid(), count(2.0, 20.0), count(80, 200))
+    assert load_test.judge(figures, health_ms=5000) == []
+    assert figures["health_asked"] > 3
+    assert set(figures["kinds"]) == set(load_test.KINDS)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"statuses": {"200": 1, "400": 1, "429": 1, "500": 1}}, "statuses [500]; expected none but"),
+        ({"statuses": {"200": 1}}, "no [400, 429]: there was no such load"),
+        ({"wrong": ["429 without Retry-After: x"]}, "a client: 429 without Retry-After"),
+        ({"health_ms": {"p100": 101.0}}, "/health once took 101.0 ms; expected at most 100"),
+        ({"memory_bytes": [1 << 30, 2 << 30]}, "the process grew from"),
+        ({"idle_afterwards": False}, "idle_afterwards is false"),
+    ],
+)
+def test_what_is_wrong_is_found(change: dict[str, Any], problem: str) -> None:
+    assert load_test.judge(SOUND, 100) == []
+    [found] = load_test.judge(SOUND | change, 100)
+    assert found.startswith(problem)
