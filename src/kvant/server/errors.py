@@ -1,5 +1,6 @@
 """What a client did wrong, or the server cannot do now, in the shape that each interface gives errors."""
 
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,3 +57,10 @@ class ApiError(Exception):
         if self.code is not None:
             error["details"] = {"error_code": self.code}
         return {"type": "error", "error": error, "request_id": request_id}
+
+
+def described(error: BaseException) -> str:
+    """The kind of an error and where it came from. Not its text: that may quote a prompt."""
+    places = traceback.extract_tb(error.__traceback__)
+    at = f" at {places[-1].filename.rpartition('/')[2]}:{places[-1].lineno}" if places else ""
+    return f"{type(error).__name__}{at}"
