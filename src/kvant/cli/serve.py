@@ -50,6 +50,14 @@ def serve(
         bool, typer.Option("--deterministic", help="An answer is the same whatever runs beside it; slower.")
     ] = False,
     chat_template_config: options.ChatTemplateConfig = None,
+    prompt_cache_file: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Begin with this prompt cache of kvant generate or kvant chat in the pool, so that prompts that begin "
+            "like it are read fast from the first one on; repeatable. It is only read.",
+        ),
+    ] = None,
     api_key_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="The keys of clients, one a line; without it any key will do.")
     ] = None,
@@ -74,6 +82,7 @@ def serve(
         from kvant.server.run import serve as serve_until_signalled
         from kvant.server.service import Service, make_pool
         from kvant.server.settings import Settings
+        from kvant.server.warm_start import warm_start
     except ImportError as error:
         raise KvantError(f"kvant serve needs the extra 'serve', pip install 'kvant[serve]': {error}") from error
     run = RunOptions(
@@ -92,6 +101,10 @@ def serve(
     if deterministic and prefill_step_size < PAGE_SIZE:
         raise BadValueError(
             f"--prefill-step-size is {prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
+        )
+    if deterministic and prompt_cache_file:
+        raise BadValueError(
+            "--prompt-cache-file: nobody knows in which chunks it was read, so not with --deterministic"
         )
     settings = Settings(
         model=run.model,
@@ -135,6 +148,7 @@ def serve(
         bound_memory(planned)
         with named_format(session.settings):
             pool = make_pool(settings, session.model)
+        warm_start(settings, session.model, pool, prompt_cache_file or ())
         with options.named("--deterministic"):
             service = Service(settings, session.model, session.tokenizer, pool, as_record(planned))
         say(f"cache: {pool.describe()}")
