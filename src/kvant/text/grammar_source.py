@@ -6,7 +6,7 @@ Its syntax: github.com/guidance-ai/llguidance, docs/syntax.md and docs/json_sche
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvant.errors import GrammarError, printable
@@ -40,12 +40,14 @@ class ToolGrammar:
         schemas: of arguments, by the tool's name.
         must: the answer is calls; else it is text, with or without calls.
         several: there may be more than one.
+        text: kind and source of what the answer is where it is not calls; None: any text, also beside calls.
     """
 
     form: ToolFormat
     schemas: Mapping[str, Mapping[str, Any]]
     must: bool
     several: bool
+    text: tuple[Kind, Mapping[str, Any] | str | bool] | None = None
 
 
 def build_tool_grammar(
@@ -53,6 +55,7 @@ def build_tool_grammar(
     tools: Sequence[Mapping[str, Any]],
     choice: Literal["auto", "required"] = "required",
     parallel: bool = True,
+    text: tuple[Kind, Mapping[str, Any] | str | bool] | None = None,
 ) -> ToolGrammar:
     """A source for :meth:`kvant.text.grammar.Grammars.compile`.
 
@@ -62,6 +65,7 @@ def build_tool_grammar(
         choice: "required": the answer is calls. "auto": text, in which a call may come; then the arguments of tools
             that are ``strict`` satisfy their schemas, and others are any object.
         parallel: there may be more than one call, where the form has several.
+        text: with "auto", kind and source of an answer that is not calls. Then all arguments satisfy their schemas.
 
     Raises:
         GrammarError: no tools, or a form whose calls no grammar is written for.
@@ -73,10 +77,10 @@ def build_tool_grammar(
     schemas = {}
     for tool in tools:
         function = tool["function"]
-        bound = choice == "required" or function.get("strict")
+        bound = choice == "required" or text is not None or function.get("strict")
         schema = (function.get("parameters") or {}) if bound else {}
         schemas[function["name"]] = {"type": "object", **schema}
-    return ToolGrammar(form, schemas, choice == "required", parallel and form.several)
+    return ToolGrammar(form, schemas, choice == "required", parallel and form.several, text)
 
 
 class Marked:
@@ -108,7 +112,10 @@ def document(
     Arguments and errors are those of :meth:`kvant.text.grammar.Grammars.compile`.
     """
     schemas: dict[str, Any] = {}
-    if isinstance(source, ToolGrammar):
+    parts: list[dict[str, Any]] = []
+    if isinstance(source, ToolGrammar) and source.text is not None and not source.must:
+        lines, parts = ["start: @calls | @text"], _parts(source, source.text, marked)
+    elif isinstance(source, ToolGrammar):
         lines, schemas = _calls(source, marked)
     elif kind in ("json_object", "json_schema"):
         schema = {"type": "object"} if kind == "json_object" else _schema(source)
@@ -128,10 +135,25 @@ def document(
     grammars = [{"lark_grammar": text}]
     if thinking is not None:
         grammars = [{"lark_grammar": f"{thinking}\n{OPTIONS}"}, {"name": "answer", "lark_grammar": text}]
-    made = json.dumps({"grammars": [*grammars, *({"name": n, "json_schema": s} for n, s in schemas.items())]})
+    made = json.dumps({"grammars": [*grammars, *parts, *({"name": n, "json_schema": s} for n, s in schemas.items())]})
     if (size := len(made.encode())) > MAX_SOURCE:
         raise GrammarError(f"the {kind} has {size} bytes; expected at most {MAX_SOURCE}")
     return made
+
+
+def _parts(
+    source: ToolGrammar, text: tuple[Kind, Mapping[str, Any] | str | bool], marked: Marked
+) -> list[dict[str, Any]]:
+    """The grammars named calls and text of an answer that is one or the other, and what they refer to."""
+    calls = replace(source, must=True, text=None)
+    found: list[dict[str, Any]] = []
+    for name, made in (
+        ("calls", document("tool_calls", calls, marked, None)),
+        ("text", document(*text, marked, None)),
+    ):
+        first, *more = json.loads(made)["grammars"]
+        found += [{"name": name, **first}, *more]
+    return found
 
 
 def _schema(source: object) -> Mapping[str, Any]:
