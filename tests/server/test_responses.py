@@ -71,6 +71,7 @@ def test_errors_have_openais_shape(server: Running) -> None:
         assert answered.status_code == status
         error = answered.json()["error"]
         assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
+    assert "maximum context length" in error["message"]
 
 
 def test_a_call_and_its_result(server: Running) -> None:
