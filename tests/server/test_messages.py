@@ -3,10 +3,11 @@
 from typing import Any
 
 import pytest
-from support.server import Running, chat_text, sse_events
+from support.server import Running, chat_text, failing, sse_events
 from transformers import AutoTokenizer
 
 from kvant.engine.load import find_model
+from kvant.server import messages
 
 PATH = "/v1/messages"
 ASKED = [{"role": "user", "content": "Tell me a story about a fox."}]
@@ -133,3 +134,15 @@ def test_an_answer_under_a_schema(server: Running) -> None:
     message = _ask(server, output_config={"format": {"type": "json_schema", "schema": schema}}).json()
     assert message["content"][0]["text"] in ('{"sure":true}', '{"sure":false}')
     assert message["stop_reason"] == "end_turn"
+
+
+def test_an_answer_that_fails(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first byte it is a status; afterwards an event that clients raise."""
+    monkeypatch.setattr(messages, "answer", failing)
+    assert _ask(server).status_code == 503
+    assert _ask(server).json()["error"] == {"type": "overloaded_error", "message": "the engine failed"}
+    events = sse_events(server, PATH, {"model": "pocket", "messages": ASKED, "max_tokens": 24})
+    assert [event["type"] for event in events[:3]] == ["message_start", "content_block_start", "content_block_delta"]
+    assert len(events) == 4
+    assert events[3]["error"] == {"type": "overloaded_error", "message": "the engine failed"}
+    assert events[3]["request_id"].startswith("req_")
