@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvant.server.service import Service
 
 MAX_KEY = 1000  # characters
+REQUEST_BYTES = 150_000_000  # of 32 MiB of bodies, their texts and tokens; and the server's libraries: measured
 
 
 @options.with_options
@@ -139,7 +140,7 @@ def serve(
 
     with bind(settings) as bound:
         wanted = options.kv_size(max_kv_size)
-        session = load_session(run, context.obj, max_kv_size=wanted, sequences=sequences)
+        session = load_session(run, context.obj, max_kv_size=wanted, sequences=sequences, requests=REQUEST_BYTES)
         planned = session.plan(wanted)
         settings = replace(
             settings, max_kv_size=planned.max_kv_size, template_variables=dict(session.template_variables)
@@ -209,11 +210,12 @@ def read_keys(path: str | None) -> tuple[str, ...]:
 
 
 def describe_plan(planned: MemoryPlan) -> str:
-    """The memory of a server in a line; no more is taken."""
-    parts = {"weights": planned.weights, "cache": planned.cache, "state": planned.state}
-    parts |= {"scratch": planned.scratch, "process": planned.process}
+    """The memory of a server in a line; no more is taken. Of a GPU's memory neither process nor requests take any."""
+    parts = {"weights": planned.weights, "cache": planned.cache, "state": planned.state, "scratch": planned.scratch}
+    parts |= {"process": planned.process, "requests": REQUEST_BYTES if planned.process else 0}
+    total = planned.total + parts["requests"]
     listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
-    return f"{format_bytes(planned.total)} planned at most: {listed}"
+    return f"{format_bytes(total)} planned at most: {listed}"
 
 
 def bound_memory(planned: MemoryPlan) -> None:

@@ -1,6 +1,6 @@
 // The panel: what kvant's pool and engine are doing, from the server's events.
 
-import { element } from "./markdown.js";
+import { element } from "./dom.js";
 import { colourOf, drawGrid, drawTimes, pagesOf } from "./drawing.js";
 
 const SECONDS = 20; // of the plot
@@ -8,7 +8,8 @@ const RATE_SECONDS = 2; // over which tokens a second are counted
 const at = (id) => document.getElementById(id);
 
 export function formatBytes(count) {
-  for (const [unit, size] of [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) if (count >= size) return `${(count / size).toFixed(2)} ${unit}`;
+  const units = [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]];
+  for (const [unit, size] of units) if (count >= size) return `${(count / size).toFixed(2)} ${unit}`;
   return `${Math.round(count)} bytes`;
 }
 
@@ -70,7 +71,8 @@ export class Panel {
     at("format").textContent = `, at ${this.facts.format}`;
     for (const part of this.facts.parts) {
       const seen = part.window === null ? "" : `, which see the last ${part.window} tokens`;
-      const title = element("h3", { textContent: `${part.pages} pages of ${this.facts.page_size} tokens in ${part.layers} layers${seen}` });
+      const size = `${part.pages} pages of ${this.facts.page_size} tokens`;
+      const title = element("h3", { textContent: `${size} in ${part.layers} layers${seen}` });
       const canvas = element("canvas", { role: "img", className: "pages" });
       const note = element("p", { className: "quiet", hidden: true });
       at("grids").append(element("div", {}, title, canvas, note));
@@ -101,7 +103,8 @@ export class Panel {
       const each = drawGrid(canvas, pages);
       note.hidden = each === 1;
       note.textContent = `A square is ${each} pages.`;
-      const said = `Of ${part.pages} pages ${own.filled} are one answer's, ${own.shared} are shared and ${own.kept} keep beginnings`;
+      const parts = `${own.filled} are one answer's, ${own.shared} are shared and ${own.kept} keep beginnings`;
+      const said = `Of ${part.pages} pages ${parts}`;
       canvas.setAttribute("aria-label", said);
       canvas.title = said;
     });
@@ -143,6 +146,7 @@ export class Panel {
     at("p95").textContent = formatMs(p95);
     const canvas = at("plot");
     drawTimes(canvas, times, now, SECONDS);
-    canvas.setAttribute("aria-label", values.length ? `${values.length} tokens: median ${formatMs(median)}, 95th percentile ${formatMs(p95)}` : "No token in the last 20 seconds");
+    const said = `${values.length} tokens: median ${formatMs(median)}, 95th percentile ${formatMs(p95)}`;
+    canvas.setAttribute("aria-label", values.length ? said : "No token in the last 20 seconds");
   }
 }
