@@ -1,6 +1,7 @@
 """openai-agents: an agent with a tool and a typed result, over chat completions and responses."""
 
 import asyncio
+from typing import Literal
 
 from agents import (
     Agent,
@@ -44,7 +45,7 @@ def _use_tools(model):
     asked = []
 
     @function_tool
-    def weather(city: str) -> str:
+    def weather(city: Literal["Rome", "Oslo"]) -> str:
         """Weather of a city."""
         asked.append(city)
         return TOOL_RESULT

@@ -1,6 +1,7 @@
 """langchain-openai and langchain-anthropic: messages, streams, tools, structure, and a second turn."""
 
 import os
+from typing import Literal
 
 os.environ["LANGSMITH_TRACING"] = "false"
 
@@ -19,7 +20,7 @@ anthropic_chat = ChatAnthropic(base_url=URL, **common)
 
 
 @tool
-def weather(city: str) -> str:
+def weather(city: Literal["Rome", "Oslo"]) -> str:
     """Weather of a city."""
     return TOOL_RESULT
 

@@ -1,6 +1,7 @@
 """pydantic-ai: agents with tools and typed results, over chat completions, responses and messages."""
 
 import asyncio
+from typing import Literal
 
 from checks import MODEL, STORY, TOOL_RESULT, URL, WEATHER, Animal, main, raises
 from pydantic_ai import Agent, ModelHTTPError, NativeOutput, ToolOutput
@@ -44,7 +45,7 @@ def _use_tools(model):
     agent = Agent(model, output_type=ToolOutput(Animal), model_settings=SETTINGS | {"temperature": 1})
 
     @agent.tool_plain
-    def weather(city: str) -> str:
+    def weather(city: Literal["Rome", "Oslo"]) -> str:
         """Weather of a city."""
         asked.append(city)
         return TOOL_RESULT

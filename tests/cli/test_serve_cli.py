@@ -98,12 +98,13 @@ def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     real = session.this_machine
 
     def small(*arguments: Any) -> Any:
-        return replace(real(*arguments), limit_bytes=300_000_000)
+        return replace(real(*arguments), limit_bytes=500_000_000)
 
     monkeypatch.setattr(session, "this_machine", small)
     done = call("serve", "--port", "0", "--sequences", "200", "--max-kv-size", "2048")
     assert done.returncode == 1
     assert "200 sequences of 2048 tokens need " in done.stderr
+    assert "less 150.00 MB for requests" in done.stderr
     assert "would fit" in done.stderr
 
 

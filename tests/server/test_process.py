@@ -17,6 +17,7 @@ import pytest
 from support.command import COMMAND
 from support.server import SOON
 
+from kvant.cli.serve import REQUEST_BYTES
 from kvant.server import run
 from kvant.server.service import Service
 from kvant.server.settings import Settings
@@ -81,7 +82,7 @@ def test_sigterm_lets_what_is_under_way_end(tmp_path: Path) -> None:
     assert "ending when 1 requests are answered" in printed
     assert not re.search(f"Quintilian|badger|{KEY}|other-key", printed)
     planned = props["memory"]["planned"]
-    assert f"memory: {format_bytes(planned['total'])} planned at most: weights " in printed
+    assert f"memory: {format_bytes(planned['total'] + REQUEST_BYTES)} planned at most: weights " in printed
     assert props["memory"]["peak"] <= planned["arrays"]
     assert props["pool"]["bytes"] == planned["cache"]
     assert sorted(tmp_path.iterdir()) == [keys]

@@ -14,7 +14,6 @@ from kvant.server.constraints import NO_TOOLS, grammar_of, shown_tools
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, EndReason, Event, Generation, Text
 from kvant.server.sampling import refused
-from kvant.server.service import MIN_CHARACTERS
 from kvant.server.service import Service as Service
 from kvant.server.thinking_budget import thinking_budget
 from kvant.text.answer_parts import AnswerParts
@@ -67,31 +66,16 @@ def read_prompt(service: Service, generation: Generation) -> Prompt:
         if generation.messages is not None:
             variables = {**generation.variables, "tools": shown_tools(service, generation) or None}
             text = render_chat(service.tokenizer, _messages(service, generation.messages), variables)
-            _check_length(service, text)
+            service.check_length(text)
             return Prompt(text, encode_rendered(service.tokenizer, text))
         prompt = "" if generation.prompt is None else generation.prompt
-        if isinstance(prompt, str):
-            _check_length(service, prompt)
+        service.check_length(prompt)
         ids = encode_prompt(service.tokenizer, prompt, service.model.config.vocab_size)
         if isinstance(prompt, str):
             return Prompt(prompt, ids)
         return Prompt(service.tokenizer.decode(ids) if generation.echo else "", ids)
     except (KvantError, ValueError) as error:
         raise _failure(error, generation) from error
-
-
-def _check_length(service: Service, text: str) -> None:
-    """Refuse text that cannot fit before it is encoded: that takes seconds, in which nobody's prompt is.
-
-    Raises:
-        ContextError: it is too long.
-    """
-    # The first comparison spares short prompts the second, which looks at the whole vocabulary once.
-    if len(text) > MIN_CHARACTERS and len(text) > service.max_characters:
-        raise ContextError(
-            f"the prompt has {len(text)} characters; the {service.max_seq_len} tokens of a sequence have at most "
-            f"{service.max_characters}"
-        )
 
 
 def _messages(service: Service, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -23,7 +23,12 @@ ANIMAL = {
     "required": ["name", "legs"],
     "additionalProperties": False,
 }
-CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Weather of a city.", "parameters": CITY}}
 
 Body = Mapping[str, Any]
@@ -283,7 +288,7 @@ def structure(target: Target) -> str:
     if answer["finish_reason"] == "stop":
         json.loads(answer["message"]["content"])
     wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
-    target.refused(path, target.chat(response_format=wrong), "nothing")
+    target.refused(path, target.chat(response_format=wrong, **free), "nothing")
     return json.dumps(found)
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -136,6 +136,19 @@ class Service:
             param="model",
             code="model_not_found",
         )
+
+    def check_length(self, prompt: str | Sequence[int]) -> None:
+        """Refuse a prompt that is too long whatever its tokens are, before time and memory go into it.
+
+        Raises:
+            ContextError: it is.
+        """
+        most, what = self.max_seq_len, "tokens"
+        if isinstance(prompt, str):  # the first comparison spares short prompts a look at the whole vocabulary
+            most, what = MIN_CHARACTERS if len(prompt) <= MIN_CHARACTERS else self.max_characters, "characters"
+        if len(prompt) > most:
+            room = f"there is room for {self.max_seq_len} tokens, the answer's included"
+            raise ContextError(f"the prompt has {len(prompt)} {what}; {room}")
 
     def submit(self, request: Request, deliver: Deliver) -> None:
         """Take a request in; its tokens are counted and go to ``deliver``, in the engine's thread.
