@@ -5,7 +5,7 @@ Its syntax: github.com/guidance-ai/llguidance, docs/syntax.md and docs/json_sche
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +22,13 @@ OPTIONS = '%llguidance {"no_forcing": true}'
 # No whitespace between JSON's parts: small models write it without end. A schema must not change any of these.
 COMPACT = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 SPACED = {**COMPACT, "item_separator": ", ", "key_separator": ": "}  # as chat templates write calls
+SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")  # schemas by name
+ALTERNATIVES = ("anyOf", "oneOf")
+OPEN = {"allOf", "if", "dependentSchemas", "unevaluatedProperties"}  # an object may have parts in several places
+SAYS_OTHERS = {"additionalProperties", "patternProperties", "propertyNames", "minProperties", "$ref", *ALTERNATIVES}
+VALUES = ("const", "enum", "default", "examples")  # no schemas
+NEXT = 1e-12
+TEMPERATURE = re.compile(r"^\s*[\w-]+\s*\[[^\]]*\btemperature\s*=", re.MULTILINE)  # a rule's
 ANY_TEXT = "/(?s:.*)/"
 
 
@@ -105,13 +112,15 @@ def document(
         lines, schemas = _calls(source, marked)
     elif kind in ("json_object", "json_schema"):
         schema = {"type": "object"} if kind == "json_object" else _schema(source)
-        lines, schemas = ["start: @json"], {"json": {**schema, "x-guidance": COMPACT}}
+        lines, schemas = ["start: @json"], {"json": _exact(schema) | {"x-guidance": COMPACT}}
     elif not isinstance(source, str) or kind == "tool_calls":
         raise GrammarError(f"the {kind} is a {type(source).__name__}; expected text")
     elif kind == "regex":
         from llguidance import regex_to_lark
 
         lines = ["start: TEXT", f"TEXT: /{regex_to_lark(source, '')}/"]
+    elif TEMPERATURE.search(source):
+        raise GrammarError("the grammar has a temperature; expected none: an answer is sampled with its request's")
     else:
         lines = [source]
     thinking = None if prompt is None else _thinking(marked, prompt)
@@ -141,6 +150,65 @@ def _schema(source: object) -> Mapping[str, Any]:
     return schema
 
 
+def _exact(schema: Any) -> Any:
+    """A schema as answers are held to it: stricter than it is in two ways.
+
+    The library allows 9 where a number must be above 9 and at most 9.5. So an exclusive bound becomes the next number,
+    nearly: one that is a billionth of a thousandth further.
+
+    An object that lists its properties has no others, where the schema does not say that it may: a model would write
+    one after the other. So do OpenAI's strict mode and llama.cpp.
+    """
+    closes = not OPEN & set(_keywords(schema))
+    return _made_exact(schema, closes)
+
+
+def _keywords(schema: Any) -> Iterator[str]:
+    """The keywords of a schema and all its parts, and the names in it."""
+    for part in schema if isinstance(schema, list) else schema.values() if isinstance(schema, Mapping) else ():
+        yield from _keywords(part)
+    if isinstance(schema, Mapping):
+        yield from schema
+
+
+def _made_exact(schema: Any, closes: bool) -> Any:
+    if isinstance(schema, list):
+        return [_made_exact(each, closes) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in SCHEMAS and isinstance(value, Mapping):
+            made[key] = {name: _made_exact(each, closes) for name, each in value.items()}
+        elif key in VALUES:
+            made[key] = value
+        else:  # an alternative does not close the object that it is a part of
+            made[key] = _made_exact(value, closes and not (key in ALTERNATIVES and "properties" in schema))
+    if made.get("type") != "integer":
+        _move(made, "exclusiveMinimum", "minimum", NEXT, max)
+        _move(made, "exclusiveMaximum", "maximum", -NEXT, min)
+    listed, required = made.get("properties"), made.get("required", ())
+    if (
+        closes
+        and isinstance(listed, Mapping)
+        and not SAYS_OTHERS & set(made)
+        and all(map(list(listed).__contains__, required))
+    ):
+        made["additionalProperties"] = False
+    return made
+
+
+def _move(
+    schema: dict[str, Any], exclusive: str, inclusive: str, by: float, strictest: Callable[[Any, Any], Any]
+) -> None:
+    """Replace an exclusive bound of a schema by an inclusive one."""
+    bound, other = schema.get(exclusive), schema.get(inclusive)
+    if isinstance(bound, int | float) and not isinstance(bound, bool):
+        del schema[exclusive]
+        moved = bound + by * max(1, abs(bound))
+        schema[inclusive] = strictest(moved, other) if isinstance(other, int | float) else moved
+
+
 def _calls(source: ToolGrammar, marked: Marked) -> tuple[list[str], dict[str, Any]]:
     """The lines of a grammar of tool calls, and its schemas."""
     form, writing = source.form, source.form.writing
@@ -164,7 +232,7 @@ def _calls(source: ToolGrammar, marked: Marked) -> tuple[list[str], dict[str, An
         else:
             lines.append(f"rest: {' | '.join(call(name, mark) for name in rules)}")
         lines += _free(source, marked, mark)
-    schemas = {rules[name]: {**schema, "x-guidance": SPACED} for name, schema in source.schemas.items()}
+    schemas = {rules[name]: _exact(schema) | {"x-guidance": SPACED} for name, schema in source.schemas.items()}
     return lines, schemas
 
 

@@ -3,6 +3,7 @@
 It is imported in functions: it is an extra, and few commands need it.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,7 @@ if TYPE_CHECKING:
 
 # Endings of a matcher that are no failure.
 FINE = ("NotStopped", "NoExtension", "NoExtensionBias", "EndOfSentence")
-# Places of a grammar that may be open at one point of a text: 3 for each optional property of an object, so that 650
-# may be optional. A mask is computed in 20 ms at most, by the library's own limits.
+SHOWN = re.compile(r"\^*|\d+ \|.*|<non-verbose/>")  # lines of an error that show the place in the source
 MAX_STATES = 50_000  # of a grammar's automaton, 2 kB each; they are made as answers need them
 
 
@@ -53,8 +53,10 @@ class Vocabulary:
 
     def for_library(self) -> "LLTokenizer":
         """It, prepared: half a second for 150,000 tokens, in which no other thread of Python goes on."""
-        from llguidance import LLTokenizer
-
+        try:
+            from llguidance import LLTokenizer
+        except ImportError as error:
+            raise GrammarError("grammars need llguidance; install kvant[serve]") from error
         return LLTokenizer(self, eos_token=self.eos_token_ids)  # type: ignore[arg-type]  # it only asks for the names
 
 
@@ -66,7 +68,12 @@ def check(document: str, size: int, tokens: Mapping[str, str], marks: Sequence[i
     """
     known = {int(i): bytes.fromhex(token) for i, token in tokens.items()}
     vocabulary = Vocabulary([known.get(i, b"") for i in range(size)], marks, eos)
-    first_mask(compiled(vocabulary.for_library(), document))
+    matcher = compiled(vocabulary.for_library(), document)
+    first_mask(matcher)
+    brace = next((i for i, token in known.items() if token == b"{"), None)
+    if brace is not None and matcher.validate_tokens([brace]):  # too many optional properties show behind it
+        matcher.consume_token(brace)
+        first_mask(matcher)
 
 
 def compiled(vocabulary: "LLTokenizer", document: str) -> "LLMatcher":
@@ -87,7 +94,7 @@ def compiled(vocabulary: "LLTokenizer", document: str) -> "LLMatcher":
 
 
 def first_mask(matcher: "LLMatcher") -> None:
-    """Compute the first mask, which finds what compiling does not."""
+    """Compute a mask, which finds what compiling does not."""
     matcher.compute_logit_bias()
     fail_if_failed(matcher)
 
@@ -99,6 +106,7 @@ def fail_if_failed(matcher: "LLMatcher") -> None:
 
 
 def reason(matcher: "LLMatcher") -> str:
-    """Why a matcher has failed, in one line."""
+    """Why a matcher has failed, in one line: without the lines that show where."""
     lines = [line.strip() for line in matcher.get_error().splitlines()]
-    return "; ".join(line for line in lines if line and line != "<non-verbose/>") or matcher.stop_reason()
+    said = [line for line in lines if not SHOWN.fullmatch(line)]
+    return " ".join(said) or matcher.stop_reason()

@@ -1,0 +1,360 @@
+"""Grammars by themselves: what they let through is right, the rest is refused, and compiling one has an end."""
+
+import json
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.counts import count
+from support.grammars import accepts, allowed, closing, draw, spelled
+from support.schemas import problem, random_root
+from support.tokenizers_made import write_tokenizer
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Library
+
+from kvant.errors import GrammarError
+from kvant.text import grammar as grammar_module
+from kvant.text.answer_parts import AnswerParts, CallPart, TextPart
+from kvant.text.call_form import ToolFormat
+from kvant.text.grammar import Grammars, build_tool_grammar
+from kvant.text.tokenizer import Tokenizer, load_tokenizer
+from kvant.text.tool_forms import Hermes, Llama3, Mistral, MistralArgs, QwenCoder
+
+PADDING = 20  # ids of the model that the tokenizer does not have
+MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
+
+
+@pytest.fixture(scope="module")
+def pocket_grammars(pocket: tuple[Any, Tokenizer]) -> Grammars:
+    return Grammars(pocket[1], len(pocket[1]) + PADDING)
+
+
+def _made(folder: Path, family: str, marks: Sequence[str] = ()) -> Tokenizer:
+    """A tokenizer of a family with further tokens; tokenizer.json alone has them."""
+    write_tokenizer(folder, family)
+    library = Library.from_file(str(folder / "tokenizer.json"))
+    library.add_tokens([AddedToken(mark, special=mark.startswith("["), normalized=False) for mark in marks])
+    library.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("added_tokens_decoder", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return load_tokenizer(folder)
+
+
+def _check_schema(grammars: Grammars, tokenizer: Tokenizer, seed: int) -> None:
+    rng = random.Random(seed)
+    schema = random_root(rng)
+    tokens = draw(grammars.compile("json_schema", schema), rng, closing(tokenizer))
+    if tokens is None:
+        raise AssertionError(f"{schema}: an answer without end")
+    text = tokenizer.decode(tokens)
+    wrong = problem(json.loads(text), schema, schema)
+    assert wrong is None, f"{schema}: {text}: {wrong}"
+    compact = json.dumps(json.loads(text), ensure_ascii=False, separators=(",", ":"))
+    assert len(text.replace(" ", "")) >= len(compact.replace(" ", "")) - 8  # numbers may be written in other ways
+    assert not set(tokens) & set(tokenizer.mark_ids)
+
+
+def test_random_schemas(pocket: tuple[Any, Tokenizer], pocket_grammars: Grammars) -> None:
+    for seed in range(count(40, 3000)):
+        _check_schema(pocket_grammars, pocket[1], seed)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama3", "mistral", "llama2"])
+def test_random_schemas_with_other_vocabularies(tmp_path: Path, family: str) -> None:
+    """Bytes, and texts that fall back to bytes; some ids belong to no token."""
+    tokenizer = _made(tmp_path, family, MARKS)
+    grammars = Grammars(tokenizer, len(tokenizer) + PADDING)
+    for seed in range(count(6, 300)):
+        _check_schema(grammars, tokenizer, seed)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_tokens_that_are_no_text(tmp_path: Path, family: str) -> None:
+    """None of them comes inside a string, nor does an id without a token; only the end comes at the end."""
+    tokenizer = _made(tmp_path, family, MARKS)
+    tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, 1}
+    grammars = Grammars(tokenizer, len(tokenizer) + PADDING)
+    grammar = grammars.compile("json_schema", {"type": "string"})
+    assert grammar.eos_tokens == tokenizer.eos_token_ids
+    matcher = grammar.matcher()
+    assert len(matcher.mask()) == len(tokenizer) + PADDING
+    for token in tokenizer.encode('"ab c', add_special_tokens=False):
+        if tokenizer.decode([token]):
+            matcher.take(token)
+    inside = set(allowed(matcher.mask()))
+    assert len(inside) > 300
+    assert not inside & {
+        *tokenizer.mark_ids,
+        *tokenizer.eos_token_ids,
+        *range(len(tokenizer), len(tokenizer) + PADDING),
+    }
+    assert set(tokenizer.convert_tokens_to_ids(MARKS)) <= set(tokenizer.mark_ids)
+    matcher.take(tokenizer.convert_tokens_to_ids('"'))
+    assert set(allowed(matcher.mask())) == grammar.eos_tokens
+
+
+def test_spaces_that_were_added_are_text(tmp_path: Path) -> None:
+    tokenizer = _made(tmp_path, "qwen2", ["    ", "<x>"])
+    assert tokenizer.convert_tokens_to_ids("    ") not in tokenizer.mark_ids
+    assert tokenizer.convert_tokens_to_ids("<x>") in tokenizer.mark_ids
+    grammar = Grammars(tokenizer, len(tokenizer)).compile("regex", "a {1,9}b")
+    spaced = [tokenizer.convert_tokens_to_ids(piece) for piece in ("a", "    ", "b")]
+    assert accepts(grammar, spaced)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "texts", "refused"),
+    [
+        ("json_object", "", ['{}', '{"a":[1,{"b":null}]}'], ["[]", '{"a": 1}', "{", '{"a":01}', '{"a":"\t"}', ""]),
+        ("json_schema", True, ["3", '"x"', "[]"], ["x", "[ ]"]),
+        ("json_schema", {}, ["3", '{"a":1}'], ["nul"]),
+        ("json_schema", '{"type": "integer", "x-guidance": {"whitespace_flexible": true}}', ["3"], [" 3", "3 "]),
+        ("json_schema", {"type": "number", "exclusiveMinimum": 9, "maximum": 9.5}, ["9.1", "9.5"], ["9", "9.0", "9.6"]),
+        ("json_schema", {"type": "number", "minimum": -2, "exclusiveMaximum": -1}, ["-1.5", "-2"], ["-1", "-1.0"]),
+        ("json_schema", {"properties": {"enum": {"type": "number", "exclusiveMinimum": 1, "maximum": 1.5}}},
+         ['{"enum":1.2}'], ['{"enum":1}']),
+        # Other properties than those that are listed only where the schema says so, or has parts in several places.
+        ("json_schema", {"type": "object", "properties": {}}, ["{}"], ['{"a":1}']),
+        ("json_schema", {"properties": {"a": {"properties": {"b": {}}}}}, ['{"a":{"b":1}}', "3"], ['{"a":{"c":1}}']),
+        ("json_schema", {"type": "object", "properties": {}, "additionalProperties": True}, ['{"a":1}'], ["1"]),
+        ("json_schema", {"type": "object", "properties": {}, "required": ["a"]}, ['{"a":1}'], ["{}"]),
+        ("json_schema", {"type": "object", "properties": {"a": {}}, "anyOf": [{"properties": {"b": {"type": "null"}}}]},
+         ['{"a":1,"b":null}'], ['{"b":1}']),
+        ("json_schema", {"type": "object", "allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
+         ['{"a":1,"b":null}'], ["[]"]),
+        ("json_schema", {"enum": [{"exclusiveMinimum": 1}]}, ['{"exclusiveMinimum":1}'], ['{"minimum":1}']),
+        ("regex", r"[a-c]+/\d{2}", ["ab/12", "c/00"], ["/12", "ab/1", "ab/123", "xab/12"]),
+        ("regex", "", [""], ["a"]),
+        ("regex", "é🦊?", ["é", "é🦊"], ["e", "🦊"]),
+        ("grammar", 'start: "a" start "b" |', ["", "ab", "aabb"], ["a", "aab", "abab"]),
+        ("grammar", 'start: x "!"\nx[max_tokens=2]: /a*/', ["!", "a!"], ["b!"]),
+    ],
+)  # fmt: skip
+def test_what_it_lets_through(
+    pocket: tuple[Any, Tokenizer],
+    pocket_grammars: Grammars,
+    kind: Any,
+    source: Any,
+    texts: list[str],
+    refused: list[str],
+) -> None:
+    """However a text is split into tokens: as the tokenizer does, and byte by byte."""
+    tokenizer = pocket[1]
+    grammar = pocket_grammars.compile(kind, source)
+    for text in [*texts, *refused]:
+        for tokens in (
+            tokenizer.encode(text, add_special_tokens=False),
+            spelled(tokenizer, text),
+        ):
+            assert accepts(grammar, tokens) is (text in texts), text
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for _ in range(depth):
+        made = {"items": made}
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "message"),
+    [
+        ("json_schema", {"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ("json_schema", {"x-guidance": {"lenient": True}, "uniqueItems": True}, "uniqueItems"),
+        ("json_schema", {"not": {}}, "not"),
+        ("json_schema", {"if": {}, "then": {}}, "if"),
+        ("json_schema", {"type": "string", "format": "shoe-size"}, "shoe-size"),
+        ("json_schema", {"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
+        ("json_schema", {"$ref": "http://example.com/x"}, "http://example.com/x"),
+        ("json_schema", {"$ref": "#/$defs/none"}, "/\\$defs/none"),
+        ("json_schema", {"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ("json_schema", {"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
+        ("json_schema", {"properties": {f"p{i}": {} for i in range(800)}}, "max is"),
+        ("json_schema", _nested(2000), "nested"),
+        ("json_schema", "{", "not JSON"),
+        ("json_schema", [1], "expected an object"),
+        ("json_schema", False, "expected an object"),
+        ("json_schema", {"a": float("nan")}, "not JSON"),
+        ("json_schema", {"a": {1, 2}}, "not JSON"),
+        ("json_schema", {"description": "x" * 70_000}, "expected at most 65536"),
+        ("regex", "(a", "unclosed group"),
+        ("regex", "\\bfoo", "lookarounds"),
+        ("regex", "é" * 11_000, "expected at most 65536"),
+        ("regex", {"a": 1}, "expected text"),
+        ("grammar", "", "no start rule"),
+        ("grammar", "start: foo", "unknown name"),
+        ("grammar", '{"grammars": []}', "expecting rule"),
+        ("grammar", "start: <|nope|>", "unknown special token"),
+        ("grammar", "start: a\na[temperature=0.3]: /b/", "temperature"),
+        ("grammar", 3, "expected text"),
+        ("tool_calls", "x", "tool_calls"),
+    ],
+)  # fmt: skip
+def test_sources_that_are_refused(pocket_grammars: Grammars, kind: Any, source: Any, message: str) -> None:
+    with pytest.raises(GrammarError, match=message) as caught:
+        pocket_grammars.compile(kind, source)
+    assert "\n" not in str(caught.value)
+    assert kind in str(caught.value)
+
+
+def test_compiling_has_an_end(pocket: tuple[Any, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both of these take minutes at least. The next grammar compiles as ever."""
+    monkeypatch.setattr(grammar_module, "TIME_LIMIT_S", 0.7)
+    grammars = Grammars(pocket[1], len(pocket[1]))
+    names = {f"^p{i}$": {"type": "integer"} for i in range(1500)}
+    for schema in ({"type": "object", "patternProperties": names}, {"type": "integer", "multipleOf": 1_000_003}):
+        started = time.monotonic()
+        with pytest.raises(GrammarError, match=r"json_schema cannot be used: it takes longer than 0.7 s"):
+            grammars.compile("json_schema", schema)
+        assert time.monotonic() - started < 20  # the machine may be busy
+    monkeypatch.undo()
+    assert accepts(grammars.compile("regex", "a"), pocket[1].encode("a"))
+
+
+def test_from_many_threads(pocket: tuple[Any, Tokenizer]) -> None:
+    grammars = Grammars(pocket[1], len(pocket[1]))
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(lambda i: grammars.compile("regex", f"a{{{i}}}"), range(1, 9)))
+    for i, grammar in enumerate(made, start=1):
+        assert accepts(grammar, pocket[1].encode("a") * i)
+
+
+def test_tokenizers_that_are_refused(tmp_path: Path, pocket: tuple[Any, Tokenizer]) -> None:
+    write_tokenizer(tmp_path, "wordpiece")
+    with pytest.raises(GrammarError, match="do not stand for bytes"):
+        Grammars(load_tokenizer(tmp_path), 600).compile("json_object")
+    write_tokenizer(tmp_path / "no end", "qwen2")
+    endless = load_tokenizer(tmp_path / "no end")
+    endless.eos_token_ids = ()
+    with pytest.raises(GrammarError, match="no end-of-text token"):
+        Grammars(endless, 900).prepare()
+
+
+TOOLS = [
+    {"type": "function", "function": {
+        "name": "get_weather",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 9}, "unit": {"enum": ["°C", "°F"]}, "n": {"$ref": "#/$defs/N"}
+            },
+            "required": ["city", "n"],
+            "additionalProperties": False,
+            "$defs": {"N": {"type": "integer", "minimum": 0, "maximum": 99}},
+        }}},
+    {"type": "function", "function": {"name": "say-it", "parameters": {
+        "properties": {"t": {"type": "string", "maxLength": 5}}, "additionalProperties": False}}},
+    {"type": "function", "function": {"name": "now"}},
+]  # fmt: skip
+FORMS = (Hermes(), Mistral(), Mistral(space=""), MistralArgs(), Llama3())
+
+
+@pytest.fixture(scope="module", params=["pocket", "qwen2", "mistral"])
+def calling(
+    request: pytest.FixtureRequest, pocket: tuple[Any, Tokenizer], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, Grammars]:
+    """Marks of calls are text in pocket's vocabulary; in the others they are tokens."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = pocket[1] if request.param == "pocket" else _made(folder, request.param, MARKS)
+    return tokenizer, Grammars(tokenizer, len(tokenizer))
+
+
+def _parts(tokenizer: Tokenizer, form: ToolFormat, text: str) -> list[Any]:
+    parts = AnswerParts(tokenizer, "", TOOLS, form)
+    return [*parts.add(text), *parts.finish()]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.name}{len(form.writing.begin)}")
+def test_calls_that_have_to_be_made(calling: tuple[Tokenizer, Grammars], form: ToolFormat) -> None:
+    """Every answer is calls of these tools and nothing else, as the parser of the form reads it."""
+    tokenizer, grammars = calling
+    rng = random.Random(0)
+    for parallel in (False, True):
+        grammar = grammars.compile("tool_calls", build_tool_grammar(form, TOOLS[:2], "required", parallel))
+        for _ in range(count(4, 300)):
+            tokens = draw(grammar, rng, prefer=closing(tokenizer))
+            assert tokens is not None
+            text = tokenizer.decode(tokens)
+            parts = _parts(tokenizer, form, text)
+            assert parts, text
+            assert all(isinstance(part, CallPart) for part in parts), text
+            assert len(parts) == 1 or parallel
+        writing = form.writing
+        one = f"{writing.before_name}say-it{writing.before_arguments}{{}}{writing.after_arguments}"
+        two = f"{writing.begin}{one}{writing.between}{one}{writing.end}"
+        assert accepts(grammar, spelled(tokenizer, two)) is (parallel and form.several)
+    named = grammars.compile("tool_calls", build_tool_grammar(form, TOOLS[1:2]))
+    tokens = draw(named, rng, prefer=closing(tokenizer))
+    assert tokens is not None
+    assert {part.name for part in _parts(tokenizer, form, tokenizer.decode(tokens))} == {"say-it"}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.name}{len(form.writing.begin)}")
+def test_calls_that_may_be_made(calling: tuple[Tokenizer, Grammars], form: ToolFormat) -> None:
+    """Text, and calls in it; the arguments of a strict tool satisfy its schema, others are any object."""
+    tokenizer, grammars = calling
+    grammar = grammars.compile("tool_calls", build_tool_grammar(form, TOOLS, "auto"))
+    writing = form.writing
+
+    def call(name: str, arguments: str) -> str:
+        begun = writing.begin + writing.before_name + name + writing.before_arguments
+        return begun + arguments + writing.after_arguments + writing.end
+
+    def may(text: str) -> bool:
+        return accepts(grammar, spelled(tokenizer, text))
+
+    good = call("get_weather", '{"city": "Rome", "n": 7}')
+    assert may("Let me see.")
+    assert may(good)
+    assert may(call("say-it", '{"whatever": [1]}'))
+    assert may(call("now", "{}"))
+    if not form.first:
+        assert may(f"Let me see.\n{good}")
+    for wrong in ('{"city": "Rome"}', '{"city": "Rome", "n": 700}', '{"city": "Rome", "n": 7, "x": 1}', "{}"):
+        assert not may(call("get_weather", wrong)), wrong
+    assert not may(call("other", "{}"))
+    rng = random.Random(1)
+    for _ in range(count(3, 100)):
+        tokens = draw(grammar, rng, prefer=closing(tokenizer))
+        assert tokens is not None
+        assert _parts(tokenizer, form, tokenizer.decode(tokens)) is not None
+
+
+def test_tool_grammars_that_are_refused() -> None:
+    with pytest.raises(GrammarError, match="qwen3_coder"):
+        build_tool_grammar(QwenCoder(), TOOLS)
+    with pytest.raises(GrammarError, match="no tools"):
+        build_tool_grammar(Hermes(), [])
+
+
+@pytest.mark.parametrize("prompt", ["<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"])
+def test_thinking_is_free(tmp_path: Path, prompt: str) -> None:
+    """What follows the thoughts keeps to the schema; where the prompt has begun them, they have to end first."""
+    tokenizer = _made(tmp_path, "qwen2", MARKS)
+    grammar = Grammars(tokenizer, len(tokenizer)).compile("json_schema", {"type": "integer"}, prompt)
+    begin, end = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    opened = prompt.rstrip().endswith("<think>")
+
+    def may(text: str) -> bool:
+        return accepts(grammar, tokenizer.encode(text, add_special_tokens=False))
+
+    assert may("12") is not opened
+    assert may("Let me see. {</think>\n\n12") is opened
+    assert may("<think>\nLet me see. {\n</think>\n\n12") is not opened
+    assert not may("</think>twelve")
+    rng = random.Random(0)
+    thought = 0
+    for _ in range(count(20, 200)):
+        tokens = draw(grammar, rng, prefer=[begin, end, *closing(tokenizer)])
+        assert tokens is not None
+        parts = AnswerParts(tokenizer, prompt)
+        text = [*parts.add(tokenizer.decode(tokens)), *parts.finish()]
+        thought += any(isinstance(part, TextPart) and part.thinking for part in text)
+        int("".join(part.text for part in text if isinstance(part, TextPart) and not part.thinking))
+    assert thought
