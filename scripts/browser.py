@@ -56,6 +56,7 @@ class Browser:
         os.close(write_answers)
         self._next = 0
         self._answers: dict[int, dict[str, Any]] = {}
+        self._writing = threading.Lock()
         self._changed = threading.Condition()
         self._listeners: dict[str, Callable[[str, dict[str, Any]], None]] = {}  # by the session of a tab
         self._ended = False
@@ -74,8 +75,9 @@ class Browser:
         if session is not None:
             message["sessionId"] = session
         data = json.dumps(message).encode() + b"\0"
-        while data:
-            data = data[os.write(self._write, data) :]
+        with self._writing:
+            while data:
+                data = data[os.write(self._write, data) :]
         with self._changed:
             if not self._changed.wait_for(lambda: number in self._answers or self._ended, 60):
                 raise BrowserError(f"{method}: no answer")

@@ -8,6 +8,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+from support.counts import at_widths
 from support.numbers import relative_error
 from support.tiny_models import build
 
@@ -55,8 +56,7 @@ def test_mlx_lms_model_takes_it(name: str) -> None:
     assert (cache.offset, cache.ids) == (30, [PROMPT])
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize(("name", "bits"), at_widths(KINDS))
 def test_a_step_that_is_not_committed_leaves_no_trace(name: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not from the first token, past the windows' ring, in a prefill or in a decode step; nor one that failed."""
     model, _ = build(name)

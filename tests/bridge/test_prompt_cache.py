@@ -14,6 +14,7 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from support.counts import at_widths
 from support.numbers import relative_error
 from support.tiny_models import build
 
@@ -73,8 +74,7 @@ def test_mlx_lms_loop_gives_mlx_lms_tokens(name: str) -> None:
     assert wrong[8] < 0.2
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize(("name", "bits"), at_widths(MODELS))
 def test_tokens_are_written_in_place(name: str, bits: int) -> None:
     model, _ = build(name)
     cache = kvant.make_prompt_cache(model, 64, kv_bits=bits)
@@ -117,8 +117,7 @@ def test_mlx_lms_drafts(name: str) -> None:
         assert [token for token, _, _ in steps] == plain
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "llama4", "deepseek_v3"])
-@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize(("name", "bits"), at_widths(["qwen3", "gemma3_text", "llama4", "deepseek_v3"]))
 def test_trimmed_tokens_do_not_matter(name: str, bits: int) -> None:
     model, _ = build(name)
     used, fresh = (kvant.make_prompt_cache(model, 64, kv_bits=bits) for _ in range(2))

@@ -8,6 +8,7 @@ import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+from support.counts import at_widths
 from support.numbers import relative_error
 from support.tiny_models import build
 
@@ -43,8 +44,7 @@ def _fill(model: Any, cache: Any) -> None:
         mx.eval(model(mx.array([ids]), cache=cache))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("bits", [8, 4, 0])
+@pytest.mark.parametrize(("name", "bits"), at_widths(MODELS))
 def test_the_next_tokens_are_those_of_an_uninterrupted_run(name: str, bits: int, tmp_path: Path) -> None:
     model = _model(name)
     options = {"quant_bit": bits, "quant_group": 16}

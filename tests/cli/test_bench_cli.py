@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.command import call
 from support.completions import Reply
 
 from kvant.cli import main
@@ -24,7 +25,14 @@ SMALL = ["--prompt-tokens", "16", "-m", "8", "--repeats", "1"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=120)
+    """The command in this process, whose signals it takes; the engines have their own processes."""
+    taken = (signal.SIGTERM, signal.SIGHUP)
+    usual = [signal.getsignal(number) for number in taken]
+    try:
+        return call("bench", *arguments)
+    finally:
+        for number, handler in zip(taken, usual, strict=True):
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +261,8 @@ def test_usage_errors(
 def test_a_blas_that_is_not_there_is_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine ran with MLX's own, and was called OpenBLAS in every table."""
     monkeypatch.setenv("KVANT_BLAS", "mlx")
-    done = run(*SMALL, "--engine", "mlx-lm:float32:openblas")
+    command = [*COMMAND, *SMALL, "--engine", "mlx-lm:float32:openblas"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "kvant: error: an engine is to have openblas, but kvant has none to lend here (mlx: KVANT_BLAS asks for it)\n"

@@ -17,13 +17,22 @@ from transformers import PreTrainedTokenizerFast
 TEXT = "w5 w9 w3 w30 w7 w12 " * 8
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 # Any connection, a name look-up included, ends the command with a traceback.
-COMMAND = """
+COMMANDS = """
 import socket
 def refuse(*arguments, **keywords):
     raise AssertionError(f"a connection: {arguments}")
 socket.socket.connect = socket.getaddrinfo = refuse
+import contextlib, io, json, sys
 from kvant.cli import main
-main()
+for arguments in json.load(sys.stdin):
+    sys.argv = ["kvant", *arguments]
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        try:
+            main()
+        except SystemExit as ended:
+            assert not ended.code, arguments
+    print(json.dumps(output.getvalue()))
 """
 
 
@@ -44,12 +53,12 @@ def _by_mlx_lm(folder: Path, pocket_folder: Path) -> Path:
     return folder
 
 
-def _kvant(*arguments: str | Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
-    )
+def _kvant(*commands: list[str]) -> list[str]:
+    """What commands print, one after the other in one process."""
+    given = json.dumps(commands)
+    done = subprocess.run([sys.executable, "-c", COMMANDS], input=given, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize(("writer", "group"), [("llama llama3", 4), ("qwen3 yarn", 4), ("mlx-lm", 32)])
@@ -61,15 +70,17 @@ def test_generate_plan_and_report(writer: str, group: int, tmp_path: Path, pocke
         _by_transformers(folder, writer)
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    kv = ("--kv-group-size", str(group))
-    lines = _kvant("generate", "w5 w9", "--model", folder, "--max-tokens", "4", "--json", *kv).splitlines()
-    tokens = [json.loads(line)["token"] for line in lines]
+    kv = ["--kv-group-size", str(group)]
+    formats = f"8g{group},4g{group}"
+    generated, planned, reported = _kvant(
+        ["generate", "w5 w9", "--model", str(folder), "--max-tokens", "4", "--json", *kv],
+        ["plan", str(folder), "--max-kv-size", "32", "--json", *kv],
+        ["report", "--model", str(folder), "--text", str(text), "--formats", formats, "--json"],
+    )
+    tokens = [json.loads(line)["token"] for line in generated.splitlines()]
     assert 1 <= len(tokens) <= 4
     assert all(0 <= token < 1280 for token in tokens)
-    plan = json.loads(_kvant("plan", folder, "--max-kv-size", "32", "--json", *kv))
-    assert plan["fits"]
-    report = json.loads(
-        _kvant("report", "--model", folder, "--text", text, "--formats", f"8g{group},4g{group}", "--json")
-    )
+    assert json.loads(planned)["fits"]
+    report = json.loads(reported)
     klds = {figures["format"].partition(":")[0]: figures["mean_kld_nats"] for figures in report["formats"]}
     assert 0 < klds[f"8g{group}"] < klds[f"4g{group}"]

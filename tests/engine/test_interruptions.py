@@ -13,7 +13,7 @@ from kvant.engine.run import Run
 from kvant.models import Decoder
 
 Pocket = tuple[Decoder, Any]
-RUNS = count(50, 500)
+RUNS = count(25, 500)
 
 
 def _make(model: Decoder, rng: random.Random) -> ModelCache:

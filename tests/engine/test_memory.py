@@ -12,7 +12,7 @@ from support.counts import count
 from kvant.engine.run import Run, prefill
 from kvant.models import Decoder
 
-TOKENS = count(420, 1020)
+TOKENS = count(220, 1020)
 STEP_SIZE = 512
 
 

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,12 +34,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_attention, "copy_bandwidth_gb_s", lambda size: 10.0)
 
 
-def test_the_script_end_to_end(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("small")
+def test_the_script_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output, plot = tmp_path / "a.json", tmp_path / "a.svg"
     flags = ["--contexts", "16,40", "--shapes", "qwen2.5-0.5b", "--rounds", "3"]
-    command = [sys.executable, "-W", "error", str(SCRIPT), *flags, "--output", str(output), "--plot", str(plot)]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120)
-    assert done.returncode == 0, done.stderr
+    code = bench_attention.main([*flags, "--output", str(output), "--plot", str(plot)])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
     recording = json.loads(output.read_text())
     cases = [(r["shape"], r["context"], r["variant"]) for r in recording["results"]]
     assert cases == [("qwen2.5-0.5b", context, variant) for context in (16, 40) for variant in VARIANTS]
@@ -61,9 +60,9 @@ def test_the_script_end_to_end(tmp_path: Path) -> None:
     assert [goal["met"] for goal in recording["goals"]] == [None] * 3
     for name in ("date", "command", "device", "mlx", "mlx_lm", "kvant", "blas", "dtype", "copy_bandwidth_gb_s"):
         assert recording[name], name
-    assert done.stdout.count("kvant 8-bit unfused |") == 2
-    assert done.stdout.count(": not measured") == 3
-    assert "fused kernel does not run here" in done.stderr
+    assert printed.out.count("kvant 8-bit unfused |") == 2
+    assert printed.out.count(": not measured") == 3
+    assert "fused kernel does not run here" in printed.err
     drawing = plot.read_text()
     assert all(label in drawing for label in [*VARIANTS, "its cache read once at", "14 / 2 heads of 64"])
 

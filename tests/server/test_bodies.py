@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import msgspec
@@ -11,7 +11,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from support.server import Running, running
+from support.server import Running, read_all, running
 
 from kvant.server.body import MAX_DEPTH, Fields, check_depth, decode
 from kvant.server.errors import ApiError
@@ -30,7 +30,7 @@ async def length(request: Request) -> Response:
 @pytest.fixture(scope="module")
 def short(pocket: Any) -> Iterator[Running]:
     """A server of short bodies and short times."""
-    limits = Limits(body_bytes=LONG, body_s=0.4)
+    limits = Limits(body_bytes=LONG, all_bodies_bytes=2 * LONG + LONG // 2, body_s=0.4)
     settings = Settings(port=0, sequences=1, max_kv_size=128, limits=limits)
     with running(Service.start(settings, *pocket), [Route("/length", length, methods=["POST"])]) as found:
         yield found
@@ -102,6 +102,32 @@ def test_a_client_that_goes_while_it_sends(short: Running) -> None:
         time.sleep(0.01)
 
 
+def test_many_bodies_together(short: Running) -> None:
+    """What they hold is bounded, whatever comes of them. One that is refused leaves its room to others."""
+    head = f"{HEAD}Content-Length: {LONG}\r\n\r\n".encode()
+    with ExitStack() as held:
+        slow = [held.enter_context(short.connect()) for _ in range(2)]
+        for connection in slow:
+            connection.sendall(head + b"x" * (LONG - 1))
+        time.sleep(0.05)
+        assert short.client.post("/length", content=b"x" * (LONG // 4)).status_code == 200
+        refused = short.client.post("/length", content=b"x" * LONG)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        for connection in slow:
+            connection.sendall(b"x")
+            assert _status(read_all(connection)) == 200
+    for _ in range(3):
+        assert short.client.post("/length", content=b"x" * LONG).status_code == 200
+
+
+def test_a_prompt_that_is_too_long_whatever_its_tokens_are(server: Running) -> None:
+    """It is told before it is encoded, which could take seconds and hundreds of megabytes."""
+    for prompt, said in (("hello " * 1_000_000, "6000000 characters"), ([1] * 100_000, "100000 tokens")):
+        answer = server.client.post("/v1/completions", json={"model": "pocket", "prompt": prompt, "max_tokens": 1})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert f"the prompt has {said}; there is room for 512 tokens" in answer.json()["error"]["message"]
+
+
 class Anything(Fields, frozen=True):
     """A body with fields of any depth and of a known one."""
 
@@ -157,7 +183,7 @@ def test_counting_values() -> None:
         "\\" * 70_001,
     ]
     for first in texts:
-        for second in texts:
+        for second in texts[:: 1 if len(first) < 10 else 4]:
             found = {"a": [first, second, {first: second}], second: {"b": [[], {}], "c": first}}
             for body in (json.dumps(found).encode(), msgspec.json.encode(found)):
                 assert count_values(body) == _marks(json.loads(body))

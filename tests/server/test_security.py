@@ -164,15 +164,13 @@ def test_keys_are_compared_in_constant_time(locked: Running, monkeypatch: pytest
 
 
 def test_prefixes_are_shared_by_key(locked: Running, pocket: Any) -> None:
-    """Without keys of its own a server takes any, and keeps those who use different ones apart."""
+    """A server without keys takes any, which says nothing of who it is."""
     salts = {locked.client.get("/salt", headers={"x-api-key": key}).json()["salt"] for key in KEYS}
     assert salts == {hashlib.sha256(key.encode()).hexdigest() for key in KEYS}
     settings = Settings(port=0, sequences=1, max_kv_size=128)
     with running(Service.start(settings, *pocket), [Route("/salt", salt)]) as opened:
-        given: list[dict[str, str]] = [{}, {"x-api-key": "a"}, {"authorization": "Bearer a"}, {"x-api-key": "b"}]
-        found = [opened.client.get("/salt", headers=headers).json()["salt"] for headers in given]
-    assert found[0] == ""
-    assert found[1] == found[2] == hashlib.sha256(b"a").hexdigest() != found[3]
+        for headers in ({}, {"x-api-key": "a"}, {"authorization": "Bearer a"}):
+            assert opened.client.get("/salt", headers=headers).json()["salt"] == ""
 
 
 def test_an_error_that_nobody_expected_tells_nothing(pocket: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,11 +1,13 @@
-"""A process of its own that plans, loads a model folder, fills its context and says what MLX counted. Run with JSON.
+"""Plans, loads a model folder, fills its context and says what MLX counted, each run in a process of its own.
 
-With ``sequences`` it fills a pool instead: the last steps have all of them at their full length.
+A line of JSON in is a run, and a line out what it found, or null. This process imports MLX and gives it no work: it may
+fork. With ``sequences`` a run fills a pool: the last steps have all of them at their full length.
 """
 
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +56,8 @@ def _fill_pool(model: Decoder, run: dict[str, Any]) -> int:
     return pool.nbytes
 
 
-def main() -> None:
-    """Read the settings, plan, run, print both."""
-    run = json.loads(sys.argv[1])
+def measure(run: dict[str, Any]) -> None:
+    """Plan, run, print both."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
         if run["streams"] > CORES:
@@ -75,7 +76,24 @@ def main() -> None:
     mx.synchronize()
     record["measured"] = {"peak": mx.get_peak_memory(), "weights": model.nbytes, "cache": cache_bytes}
     record["plan_when_loaded"] = planned(split_pairs=split_pairs(model))
-    print(json.dumps(record))
+    print(json.dumps(record), flush=True)
+
+
+def main() -> None:
+    """A child for each run."""
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                measure(json.loads(line))
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        if os.waitpid(child, 0)[1]:
+            print("null", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A server in this process: uvicorn in a thread, as ``kvant serve`` runs it, on a free port of loopback."""
 
+import json
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -85,3 +86,23 @@ def server(pocket: Any) -> Iterator[Running]:
     settings = Settings(port=0, sequences=4, max_kv_size=512, max_queue=16)
     with running(Service.start(settings, *pocket)) as found:
         yield found
+
+
+def sse_events(server: Running, path: str, body: Any) -> list[dict[str, Any]]:
+    """The events of a stream in which each is named as its data's type says."""
+    with server.client.stream("POST", path, json={**body, "stream": True}) as answered:
+        assert answered.headers["content-type"].startswith("text/event-stream"), answered.read()
+        text = "".join(answered.iter_text())
+    events = []
+    for part in text.removesuffix("\n\n").split("\n\n"):
+        name, data = part.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def chat_text(server: Running, messages: Any, **fields: Any) -> str:
+    """The text that /v1/chat/completions answers. Its tests hold it against mlx-lm."""
+    answered = server.client.post("/v1/chat/completions", json={"model": "pocket", "messages": messages} | fields)
+    assert answered.status_code == 200, answered.text
+    return str(answered.json()["choices"][0]["message"]["content"])

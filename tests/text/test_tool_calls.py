@@ -12,12 +12,11 @@ from support.counts import count
 from support.tokenizers_made import write_tokenizer
 from transformers import AutoTokenizer
 
-from kvant.errors import PromptError
 from kvant.text.answer_parts import AnswerParts, CallPart, TextPart
 from kvant.text.call_form import schemas
 from kvant.text.tokenizer import Tokenizer, load_tokenizer
-from kvant.text.tool_calls import new_call_id, template_messages, tool_format, wanted_format
-from kvant.text.tool_forms import Hermes, Llama3, Mistral, MistralArgs, QwenCoder
+from kvant.text.tool_calls import tool_format
+from kvant.text.tool_forms import Hermes, Mistral, MistralArgs, QwenCoder
 
 FORMS = {
     "qwen2": "hermes",
@@ -100,7 +99,8 @@ def some_arguments(rng: random.Random) -> dict[str, Any]:
 
 def test_the_form_is_the_templates_own(pair: tuple[str, Tokenizer, Any]) -> None:
     family, tokenizer, _ = pair
-    form = wanted_format(tokenizer)
+    form = tool_format(tokenizer)
+    assert form is not None
     assert form.name == FORMS[family]
     # What a grammar would write is read, and begins as the template begins it.
     writing = form.writing
@@ -119,28 +119,24 @@ def test_the_form_is_the_templates_own(pair: tuple[str, Tokenizer, Any]) -> None
 def test_calls_come_back_from_the_template(pair: tuple[str, Tokenizer, Any]) -> None:
     """An answer, its parts as a client sends them back, the template's text: the same answer is read from it."""
     family, tokenizer, reference = pair
-    form = wanted_format(tokenizer)
+    form = tool_format(tokenizer)
+    assert form is not None
     rng = random.Random(family)
     for _ in range(count(15, 500)):
         given = [some_arguments(rng) for _ in range(rng.randrange(1, 4) if form.several else 1)]
         if family == "qwen3_coder":  # whitespace at the ends of a value's text, and what follows a value, are its marks
             given = [{**each, "text": f"x{each['text']}x"} for each in given]
         calls = [
-            {"id": f"call_{n}", "type": "function", "function": {"name": "look_up", "arguments": json.dumps(each)}}
+            {"id": f"abcdefgh{n}", "type": "function", "function": {"name": "look_up", "arguments": each}}
             for n, each in enumerate(given)
         ]
-        results = [
-            {"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": "r"}]} for call in calls
-        ]
-        answer = {"role": "assistant", "content": None, "tool_calls": calls}
+        results = [{"role": "tool", "tool_call_id": call["id"], "name": "look_up", "content": "r"} for call in calls]
+        answer: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
         if family in ("qwen2", "qwen3", "qwen3_coder", "mistral_args"):
             answer["content"] = "Let me see."
         if family == "qwen3":
             answer["reasoning_content"] = "hm"
-        sent = [USER, answer, *results]
-        before = json.dumps(sent)
-        messages = template_messages(sent, form)
-        assert json.dumps(sent) == before
+        messages = [USER, answer, *results]
         text = tokenizer.apply_chat_template(messages, [TOOL], tokenize=False)
         assert text == reference.apply_chat_template(messages, tools=[TOOL], tokenize=False)
         prompt = tokenizer.apply_chat_template([USER], [TOOL], tokenize=False, add_generation_prompt=True)
@@ -218,64 +214,10 @@ def test_values_of_qwen3_coder(schema: dict[str, Any], text: str, value: Any) ->
     assert type(arguments["v"]) is type(value)
 
 
-def test_a_template_without_tools_is_refused(tmp_path: Path, pocket: tuple[object, Tokenizer]) -> None:
-    tokenizer = load_tokenizer(made(tmp_path / "smollm2", "smollm2"))
-    assert tool_format(tokenizer) is None
-    with pytest.raises(PromptError, match=r"takes no tools.*hermes, qwen3_coder, mistral, mistral_args, llama3"):
-        wanted_format(tokenizer)
+def test_a_form_that_is_not_known(tmp_path: Path, pocket: tuple[object, Tokenizer]) -> None:
+    """Nothing is guessed: of a template without tools, of none, and of one that writes calls in a form of its own."""
+    assert tool_format(load_tokenizer(made(tmp_path / "smollm2", "smollm2"))) is None
     assert tool_format(load_tokenizer(write_tokenizer(tmp_path / "none", "qwen2"))) is None
-    assert wanted_format(pocket[1]).name == "hermes"
-    # One that writes calls in a form of its own: nothing is guessed.
     other = TEMPLATES["qwen2"].replace("tool_call>", "a_call>")
     assert tool_format(load_tokenizer(write_tokenizer(tmp_path / "other", "qwen2", chat_template=other))) is None
-
-
-def test_messages_for_templates() -> None:
-    call = {"id": "call_1", "type": "function", "function": {"name": "t", "arguments": '{"a": 1}'}, "index": 0}
-    sent = [
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "r"},
-        {"role": "assistant", "content": "done", "tool_calls": [], "reasoning_content": "hm"},
-    ]
-    said = {"id": "call_1", "type": "function", "function": {"name": "t", "arguments": {"a": 1}}}
-    assert template_messages(sent, Hermes()) == [
-        {"role": "user", "content": "a\nb"},
-        {"role": "assistant", "content": "", "tool_calls": [said]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "r", "name": "t"},
-        {"role": "assistant", "content": "done", "reasoning_content": "hm"},
-    ]
-    assert template_messages(sent, None) == template_messages(sent, Llama3())
-    _, called, result, _ = template_messages(sent, Mistral())
-    changed = called["tool_calls"][0]["id"]
-    assert result["tool_call_id"] == changed
-    assert len(changed) == 9
-    assert changed.isalnum()
-    kept = [{"role": "tool", "tool_call_id": "Ab3456789", "content": "r", "name": "n"}]
-    assert template_messages(kept, Mistral()) == kept
-
-
-@pytest.mark.parametrize(
-    ("message", "problem"),
-    [
-        ({"role": "user", "content": [{"type": "image_url"}]}, "'image_url'; expected text"),
-        ({"role": "user", "content": [5]}, "'int'; expected text"),
-        ({"role": "user", "content": 5}, "content is a int; expected text"),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "t", "arguments": "{"}}]},
-            "of 't' are no JSON object",
-        ),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "t", "arguments": "[]"}}]}, "are no JSON object"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "t", "arguments": [1]}}]}, "are no JSON object"),
-    ],
-)
-def test_messages_that_no_template_can_have(message: dict[str, Any], problem: str) -> None:
-    with pytest.raises(PromptError, match=problem):
-        template_messages([message], Hermes())
-
-
-def test_ids_of_calls() -> None:
-    assert len(new_call_id(Mistral())) == 9
-    assert new_call_id(Mistral()).isalnum()
-    assert new_call_id(Hermes()).startswith("call_")
-    assert len({new_call_id(None) for _ in range(100)}) == 100
+    assert isinstance(tool_format(pocket[1]), Hermes)

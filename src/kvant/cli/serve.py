@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvant.server.service import Service
 
 MAX_KEY = 1000  # characters
+REQUEST_BYTES = 150_000_000  # of 32 MiB of bodies, their texts and tokens; and the server's libraries: measured
 
 
 @options.with_options
@@ -50,6 +51,14 @@ def serve(
         bool, typer.Option("--deterministic", help="An answer is the same whatever runs beside it; slower.")
     ] = False,
     chat_template_config: options.ChatTemplateConfig = None,
+    prompt_cache_file: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Begin with this prompt cache of kvant generate or kvant chat in the pool, so that prompts that begin "
+            "like it are read fast from the first one on; repeatable. It is only read.",
+        ),
+    ] = None,
     api_key_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="The keys of clients, one a line; without it any key will do.")
     ] = None,
@@ -74,6 +83,7 @@ def serve(
         from kvant.server.run import serve as serve_until_signalled
         from kvant.server.service import Service, make_pool
         from kvant.server.settings import Settings
+        from kvant.server.warm_start import warm_start
     except ImportError as error:
         raise KvantError(f"kvant serve needs the extra 'serve', pip install 'kvant[serve]': {error}") from error
     run = RunOptions(
@@ -92,6 +102,10 @@ def serve(
     if deterministic and prefill_step_size < PAGE_SIZE:
         raise BadValueError(
             f"--prefill-step-size is {prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
+        )
+    if deterministic and prompt_cache_file:
+        raise BadValueError(
+            "--prompt-cache-file: nobody knows in which chunks it was read, so not with --deterministic"
         )
     settings = Settings(
         model=run.model,
@@ -126,7 +140,7 @@ def serve(
 
     with bind(settings) as bound:
         wanted = options.kv_size(max_kv_size)
-        session = load_session(run, context.obj, max_kv_size=wanted, sequences=sequences)
+        session = load_session(run, context.obj, max_kv_size=wanted, sequences=sequences, requests=REQUEST_BYTES)
         planned = session.plan(wanted)
         settings = replace(
             settings, max_kv_size=planned.max_kv_size, template_variables=dict(session.template_variables)
@@ -135,6 +149,7 @@ def serve(
         bound_memory(planned)
         with named_format(session.settings):
             pool = make_pool(settings, session.model)
+        warm_start(settings, session.model, pool, prompt_cache_file or ())
         with options.named("--deterministic"):
             service = Service(settings, session.model, session.tokenizer, pool, as_record(planned))
         say(f"cache: {pool.describe()}")
@@ -195,11 +210,12 @@ def read_keys(path: str | None) -> tuple[str, ...]:
 
 
 def describe_plan(planned: MemoryPlan) -> str:
-    """The memory of a server in a line; no more is taken."""
-    parts = {"weights": planned.weights, "cache": planned.cache, "state": planned.state}
-    parts |= {"scratch": planned.scratch, "process": planned.process}
+    """The memory of a server in a line; no more is taken. Of a GPU's memory neither process nor requests take any."""
+    parts = {"weights": planned.weights, "cache": planned.cache, "state": planned.state, "scratch": planned.scratch}
+    parts |= {"process": planned.process, "requests": REQUEST_BYTES if planned.process else 0}
+    total = planned.total + parts["requests"]
     listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
-    return f"{format_bytes(planned.total)} planned at most: {listed}"
+    return f"{format_bytes(total)} planned at most: {listed}"
 
 
 def bound_memory(planned: MemoryPlan) -> None:

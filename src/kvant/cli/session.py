@@ -228,6 +228,7 @@ def load_session(
     *,
     max_kv_size: KvSize,
     sequences: int | None = None,
+    requests: int = 0,
 ) -> Session:
     """Plan the memory and load a model; nothing is reserved yet.
 
@@ -237,6 +238,7 @@ def load_session(
         sampling: the flags of sampling, to be refused before the model is loaded.
         max_kv_size: tokens that are going to be reserved, as far as that is known yet.
         sequences: of a pool; None: a conversation's cache.
+        requests: bytes for a server's requests, where they come out of the same memory.
 
     Raises:
         ModelError: a model or adapter that cannot be loaded.
@@ -251,6 +253,9 @@ def load_session(
     if run.adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))
     machine, settings = this_machine(), replace(run.settings(), sequences=sequences)
+    if requests and machine.device == "cpu":
+        source = f"{machine.limit_source}, less {format_bytes(requests)} for requests"
+        machine = replace(machine, limit_bytes=machine.limit_bytes - requests, limit_source=source)
     planned = plan_that_fits(checkpoint, settings, max_kv_size, machine)
     if run.wired:
         wire(planned.total)

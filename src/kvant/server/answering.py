@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvant.engine.processors import Frequency, Presence
+from kvant.engine.processors import Frequency, LogitsProcessor, Presence
 from kvant.engine.request import Request, Token
 from kvant.errors import ArgumentError, ContextError, EngineError, KvantError, QueueFullError
 from kvant.server.answer_text import AnswerText
@@ -15,6 +15,7 @@ from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, EndReason, Event, Generation, Text
 from kvant.server.sampling import refused
 from kvant.server.service import Service as Service
+from kvant.server.thinking_budget import thinking_budget
 from kvant.text.answer_parts import AnswerParts
 from kvant.text.detokenizer import ByteDetokenizer
 from kvant.text.prompt import encode_prompt, encode_rendered, render_chat
@@ -65,8 +66,10 @@ def read_prompt(service: Service, generation: Generation) -> Prompt:
         if generation.messages is not None:
             variables = {**generation.variables, "tools": shown_tools(service, generation) or None}
             text = render_chat(service.tokenizer, _messages(service, generation.messages), variables)
+            service.check_length(text)
             return Prompt(text, encode_rendered(service.tokenizer, text))
         prompt = "" if generation.prompt is None else generation.prompt
+        service.check_length(prompt)
         ids = encode_prompt(service.tokenizer, prompt, service.model.config.vocab_size)
         if isinstance(prompt, str):
             return Prompt(prompt, ids)
@@ -117,9 +120,11 @@ def _prepare(service: Service, generation: Generation) -> tuple[Prompt, Request]
     except ArgumentError as error:
         raise refused(error) from error
     # OpenAI's penalties count the tokens of the answer.
-    counted = [
+    counted: list[LogitsProcessor] = [
         replace(each, first=len(prompt.ids)) if isinstance(each, Presence | Frequency) else each for each in processors
     ]
+    if generation.thinking_budget is not None:
+        counted.append(thinking_budget(tokenizer, prompt.text, len(prompt.ids), generation.thinking_budget))
     request = Request(
         prompt.ids,
         max_tokens=-1 if generation.max_tokens is None else generation.max_tokens,

@@ -40,8 +40,16 @@ def messages_generation(body: MessagesBody, service: Service, salt: bytes) -> Ge
     if body.temperature is not None:
         check_range("temperature", body.temperature, 0, 1)
     sampling = sampling_options(SamplingFields(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k))
+    thinking = body.thinking
+    budget = thinking.budget_tokens if isinstance(thinking, ThinkingOn) else None
+    if budget is not None and not 1 <= budget < body.max_tokens:
+        raise ApiError(
+            f"thinking.budget_tokens is {budget}; expected 1 to {body.max_tokens - 1}, less than max_tokens",
+            param="thinking.budget_tokens",
+        )
     return replace(
         conversation(body, service),
+        thinking_budget=budget,
         sampling=sampling,
         max_tokens=max_tokens(body.max_tokens),
         stop=stops(body.stop_sequences, "stop_sequences"),

@@ -10,7 +10,7 @@ from kvant.server.errors import ApiError
 
 T = TypeVar("T")
 MAX_DEPTH = 64
-NESTED = (msgspec.Struct, dict, list, tuple)
+FLAT = {int, float, bool, str, type(None)}
 
 
 class Fields(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -47,7 +47,7 @@ def check_depth(found: object) -> None:
     """
     level = [found]
     for _ in range(MAX_DEPTH):
-        level = [child for node in level for child in _children(node) if isinstance(child, NESTED)]
+        level = [child for node in level for child in _children(node) if type(child) not in FLAT]
         if not level:
             return
     raise ApiError(f"the body's JSON is nested deeper than {MAX_DEPTH} levels")

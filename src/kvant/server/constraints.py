@@ -77,5 +77,6 @@ def shown_tools(service: Service, generation: Generation) -> list[dict[str, Any]
 
 def as_shown(tool: Tool) -> dict[str, Any]:
     """A tool in OpenAI's form, as templates take it."""
-    function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+    described = {"description": tool.description} if tool.description else {}
+    function = {"name": tool.name, **described, "parameters": dict(tool.parameters)}
     return {"type": "function", "function": function}

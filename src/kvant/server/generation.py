@@ -59,6 +59,7 @@ class Generation:
         ignore_eos: go on after the model's end of text.
         echo: the prompt is part of the answer's text.
         variables: further variables of the chat template, such as ``enable_thinking``.
+        thinking_budget: tokens after which thinking ends; None: the model ends it.
         salt: prefixes are shared between requests with the same one.
     """
 
@@ -77,6 +78,7 @@ class Generation:
     ignore_eos: bool = False
     echo: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+    thinking_budget: int | None = None
     salt: bytes = b""
 
 

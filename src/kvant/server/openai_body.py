@@ -58,7 +58,8 @@ class Message(Fields, frozen=True):
     reasoning_content: str | None = None
     reasoning: str | None = None  # another name of it
     refusal: str | None = None
-    annotations: list[Any] | None = None  # OpenAI's answers have them; they are not part of a prompt
+    annotations: list[Any] | None = None  # as answers have them; they are not part of a prompt
+    provider_specific_fields: Any = None  # LiteLLM puts them into its answers
     audio: None = None
     function_call: None = None
 

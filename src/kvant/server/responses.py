@@ -36,9 +36,14 @@ async def endpoint(request: Request) -> Response:
         raise refused(error) from error
     response = ResponseStream(name, body, generation, sampling)
     events = answer(service, generation)
-    if not body.stream:
-        return json_response(await unless_gone(request, _whole(events, response)))
-    begun = await begin(request, events)
+    try:
+        if not body.stream:
+            return json_response(await unless_gone(request, _whole(events, response)))
+        begun = await begin(request, events)
+    except ApiError as error:
+        if error.param == "messages":  # what this interface calls otherwise
+            error.param = "input"
+        raise
 
     def failed(error: ApiError) -> bytes:
         return b"".join(sse(told, told["type"]) for told in response.failed(error))

@@ -12,9 +12,11 @@ import re
 import socket
 import traceback
 import uuid
+from collections.abc import Callable
 from ipaddress import ip_address
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -27,6 +29,7 @@ WHILE_ENDING = ("/health", "/metrics")  # answered until the end
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]\s]+)(?::[0-9]{1,5})?", re.IGNORECASE)
 MORE_BYTES = 64 << 20  # that are read of a body that is too long, and forgotten
 
+CLOSE = {"connection": "close"}
 MAX_VALUES = 200_000  # of a body's JSON: decoded in a tenth of a second
 NO_MARKS = bytes(byte for byte in range(256) if byte not in b'",[{')
 PIECE_BYTES = 1 << 16
@@ -130,7 +133,7 @@ class Keys:
             refused = ApiError(message, status=401, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
             await error_response(scope, refused)(scope, receive, send)
             return
-        scope["state"]["salt"] = digest if key else b""
+        scope["state"]["salt"] = digest if self._digests else b""  # where any key will do, it says nothing
         await self._app(scope, receive, send)
 
 
@@ -139,47 +142,96 @@ class Bodies:
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._limits = app, service.settings.limits
+        self._held = 0  # bytes of the bodies of all requests under way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        limits, headers = self._limits, Headers(scope=scope)
-        body: bytes | None = None
-        refused = ApiError(
-            f"the body is longer than {limits.body_bytes} bytes",
-            status=413,
-            code="request_too_large",
-            headers={"connection": "close"},
-        )
+        own = 0
+
+        def hold(count: int) -> bool:
+            """Count further bytes of this body; where there is no room for them, none of it is kept."""
+            nonlocal own
+            fits = self._held + count <= self._limits.all_bodies_bytes
+            change = count if fits else -own
+            self._held += change
+            own += change
+            return fits
+
         try:
-            # One that waits for leave to send a body is told at once that it is too long.
-            if "expect" not in headers or int(headers.get("content-length", "0")) <= limits.body_bytes:
-                body = await asyncio.wait_for(_read(receive, limits.body_bytes), limits.body_s)
+            body = await self._read(Headers(scope=scope), receive, hold)
+        except ApiError as refused:
+            await error_response(scope, refused)(scope, receive, send)
+        except ClientDisconnect:
+            return
+        else:
+            await self._app(scope, _replaying(body, receive), send)
+        finally:
+            self._held -= own
+
+    async def _read(self, headers: Headers, receive: Receive, hold: Callable[[int], bool]) -> bytes:
+        """A whole body.
+
+        Raises:
+            ApiError: it is too long, too slow, of too many values, or there is no room for it now.
+            ClientDisconnect: it does not come.
+        """
+        limits = self._limits
+        message = f"the body is longer than {limits.body_bytes} bytes"
+        too_long = ApiError(message, status=413, code="request_too_large", headers=CLOSE)
+        if "expect" in headers and int(headers.get("content-length", "0")) > limits.body_bytes:
+            raise too_long  # its sender waits for leave to send it
+        try:
+            body = await asyncio.wait_for(read_body(receive, limits.body_bytes, hold), limits.body_s)
         except TimeoutError:
             message = f"the body did not come within {limits.body_s:g} seconds"
-            refused = ApiError(message, status=408, headers={"connection": "close"})
-        except ConnectionError:
-            return
-        if body is None:
-            await error_response(scope, refused)(scope, receive, send)
-            return
-        if (most := _count_marks(body)) > MAX_VALUES:
-            most = await asyncio.to_thread(count_values, body)  # commas of texts do not count
-        if most > MAX_VALUES:
-            message = f"the body has {most} values of JSON; expected {MAX_VALUES} at most"
-            await error_response(scope, ApiError(message))(scope, receive, send)
-            return
-        given = False
+            raise ApiError(message, status=408, headers=CLOSE) from None
+        if isinstance(body, int):
+            if body > limits.body_bytes:
+                raise too_long
+            message = "the server holds as many bytes of requests as it may; try again later"
+            raise ApiError(message, status=503, headers={"retry-after": "1"})
+        if (count := count_marks(body)) > MAX_VALUES:
+            count = await asyncio.to_thread(count_values, body)  # commas of texts do not count
+        if count > MAX_VALUES:
+            raise ApiError(f"the body has {count} values of JSON; expected {MAX_VALUES} at most")
+        return body
 
-        async def replay() -> Message:
-            nonlocal given
-            if given:
-                return await receive()  # waits until the client has gone
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
 
-        await self._app(scope, replay, send)
+async def read_body(receive: Receive, limit: int, hold: Callable[[int], bool]) -> bytes | int:
+    """A whole body; its length where that is over the limit, or ``hold`` refuses to hold a part.
+
+    It is read on then: its sender reads no answer before it has sent it.
+
+    Raises:
+        ClientDisconnect: it does not come.
+    """
+    parts: list[bytes] = []
+    count, more, held = 0, True, True
+    while more and count <= limit + MORE_BYTES:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        part, more = message.get("body", b""), message.get("more_body", False)
+        count += len(part)
+        if held and count <= limit and hold(len(part)):
+            parts.append(part)
+        else:
+            held = False
+            parts.clear()
+    return b"".join(parts) if held else count
+
+
+def _replaying(body: bytes, receive: Receive) -> Receive:
+    """The body that was read, and then what else comes: that the client has gone."""
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def replay() -> Message:
+        message = next(messages, None)
+        return await receive() if message is None else message
+
+    return replay
 
 
 def count_values(body: bytes) -> int:
@@ -199,7 +251,7 @@ def count_values(body: bytes) -> int:
     return found
 
 
-def _count_marks(body: bytes) -> int:
+def count_marks(body: bytes) -> int:
     """No fewer than :func:`count_values`, at once: with those in strings."""
     return sum(map(body.count, (b",", b"[", b"{")))
 
@@ -209,21 +261,6 @@ def described(error: BaseException) -> str:
     places = traceback.extract_tb(error.__traceback__)
     at = f" at {places[-1].filename.rpartition('/')[2]}:{places[-1].lineno}" if places else ""
     return f"{type(error).__name__}{at}"
-
-
-async def _read(receive: Receive, limit: int) -> bytes | None:
-    """A whole body; None: it is longer than the limit. Then it was read on, for its sender reads no answer before."""
-    parts: list[bytes] = []
-    count, more = 0, True
-    while more and count <= limit + MORE_BYTES:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ConnectionError
-        part, more = message.get("body", b""), message.get("more_body", False)
-        count += len(part)
-        if count <= limit:
-            parts.append(part)
-    return b"".join(parts) if count <= limit else None
 
 
 def _given_key(headers: Headers) -> bytes:

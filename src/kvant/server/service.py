@@ -2,7 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from kvant.cache.pages import PAGE_SIZE, pages_for
@@ -23,6 +24,8 @@ from kvant.text.tokenizer import Tokenizer
 from kvant.text.tool_calls import tool_format
 
 DEFAULT_MAX_KV_SIZE = 4096
+LONG_TOKEN = 128  # bytes; the longest of most vocabularies are so many spaces
+MIN_CHARACTERS = 65536  # that any prompt may have: they are encoded in some milliseconds
 
 
 class Service:
@@ -107,6 +110,12 @@ class Service:
         """When the last tokens came, and how many seconds after the one before in the same answer."""
         return self.metrics.recent
 
+    @cached_property
+    def max_characters(self) -> int:
+        """Of a prompt: more of them do not fit, each token being the longest of the vocabulary."""
+        longest = max(map(len, self.tokenizer.token_bytes() or [b" " * LONG_TOKEN]))
+        return max(MIN_CHARACTERS, self.max_seq_len * longest)
+
     @property
     def alive(self) -> bool:
         """Whether requests are answered."""
@@ -127,6 +136,19 @@ class Service:
             param="model",
             code="model_not_found",
         )
+
+    def check_length(self, prompt: str | Sequence[int]) -> None:
+        """Refuse a prompt that is too long whatever its tokens are, before time and memory go into it.
+
+        Raises:
+            ContextError: it is.
+        """
+        most, what = self.max_seq_len, "tokens"
+        if isinstance(prompt, str):  # the first comparison spares short prompts a look at the whole vocabulary
+            most, what = MIN_CHARACTERS if len(prompt) <= MIN_CHARACTERS else self.max_characters, "characters"
+        if len(prompt) > most:
+            room = f"there is room for {self.max_seq_len} tokens, the answer's included"
+            raise ContextError(f"the prompt has {len(prompt)} {what}; {room}")
 
     def submit(self, request: Request, deliver: Deliver) -> None:
         """Take a request in; its tokens are counted and go to ``deliver``, in the engine's thread.
@@ -158,7 +180,7 @@ def _names(settings: Settings, folder: Path) -> tuple[str, ...]:
     """
     given = settings.model
     is_path = given.startswith(("/", ".", "~")) or Path(given).is_dir()
-    last = folder.resolve().name if is_path else given.partition("@")[0].rpartition("/")[2]
+    last = folder.absolute().name if is_path else given.partition("@")[0].rpartition("/")[2]
     return tuple(dict.fromkeys([last, given] if is_path else [given, last])) + settings.aliases
 
 

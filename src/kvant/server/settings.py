@@ -21,6 +21,7 @@ class Limits:
 
     Attributes:
         body_bytes: of a request's body.
+        all_bodies_bytes: of all bodies that are being read or answered; beyond them a request gets 503.
         header_bytes: of a request's line and headers that come in pieces.
         connections: at once; one more is answered with 503.
         header_s: from the first byte of a request, or from the connection's start, to the end of its headers.
@@ -32,6 +33,7 @@ class Limits:
     """
 
     body_bytes: int = 8 << 20
+    all_bodies_bytes: int = 32 << 20
     header_bytes: int = 64 << 10
     connections: int = 1000
     header_s: float = 10.0

@@ -50,9 +50,13 @@ def _tokens(service: Service, body: TokenizeBody) -> dict[str, object]:
     tokenizer = service.tokenizer
     if body.messages is not None:
         messages = [{"role": message.role, "content": message.content} for message in body.messages]
-        ids = encode_rendered(tokenizer, render_chat(tokenizer, messages, service.settings.template_variables))
+        text = render_chat(tokenizer, messages, service.settings.template_variables)
+        service.check_length(text)
+        ids = encode_rendered(tokenizer, text)
     else:
-        ids = encode_prompt(tokenizer, body.prompt or "", service.model.config.vocab_size)
+        text = body.prompt or ""
+        service.check_length(text)
+        ids = encode_prompt(tokenizer, text, service.model.config.vocab_size)
     found: dict[str, object] = {"count": len(ids), "max_model_len": service.max_seq_len, "tokens": ids}
     if body.return_token_strs:
         found["token_strs"] = tokenizer.convert_ids_to_tokens(ids) if ids else []

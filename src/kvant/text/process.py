@@ -43,10 +43,15 @@ class TextProcess:
     """
 
     def __init__(
-        self, tokenizer: tuple[dict[str, Any], bytes] | None = None, time_limit_s: float = TIME_LIMIT_S
+        self, tokenizer: tuple[dict[str, Any], bytes] | None = None, time_limit_s: float | None = None
     ) -> None:
-        """``tokenizer``: the request that loads one, as in :meth:`load`; default: none is loaded."""
-        self._time_limit_s = time_limit_s  # of a request
+        """For a process of its own.
+
+        Args:
+            tokenizer: the request that loads one, as in :meth:`load`; default: none is loaded.
+            time_limit_s: of a request; None: :data:`TIME_LIMIT_S`.
+        """
+        self._given_limit_s = time_limit_s
         self._lock = threading.Lock()
         self._tokenizer = tokenizer
         self._ready = False
@@ -91,7 +96,11 @@ class TextProcess:
         return dict(answer)
 
     def __reduce__(self) -> tuple[type["TextProcess"], tuple[Any, ...]]:
-        return TextProcess, (self._tokenizer, self._time_limit_s)  # a copy has a process of its own
+        return TextProcess, (self._tokenizer, self._given_limit_s)  # a copy has a process of its own
+
+    @property
+    def _time_limit_s(self) -> float:
+        return TIME_LIMIT_S if self._given_limit_s is None else self._given_limit_s
 
     def _start(self) -> None:
         limits = [str(self._time_limit_s), str(ADDRESS_LIMIT)]

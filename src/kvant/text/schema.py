@@ -4,9 +4,11 @@ llguidance is no checker: a grammar demands the schema's order of keys, and refu
 ``format`` it does not know. The library jsonschema needs four others.
 """
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
@@ -26,9 +28,8 @@ TYPES: Mapping[str, type | tuple[type, ...]] = {
 def validate(value: Any, schema: Any) -> str | None:
     """What is wrong with a value, in a line; None: it satisfies the schema.
 
-    References are followed inside the schema only. Not looked at are ``pattern`` and ``patternProperties``, as a
-    stranger's regular expression can run for ever, ``format``, ``unevaluatedProperties``, ``unevaluatedItems`` and
-    dynamic references.
+    References are followed inside the schema only. Not looked at are ``format``, ``unevaluatedProperties``,
+    ``unevaluatedItems``, dynamic references, and regular expressions that llguidance does not take.
     """
     try:
         return next(_Check(schema).errors(value, schema, "", 0), None)
@@ -82,11 +83,16 @@ class _Check:
             if name not in value:
                 yield f"{at} lacks {name!r}"
         properties = schema.get("properties", {})
-        # Which names patternProperties covers is not looked at, so neither is which names it leaves.
-        others = True if schema.get("patternProperties") else schema.get("additionalProperties", True)
+        patterns = schema.get("patternProperties", {})
         for name, item in value.items():
             inner = f"{place}.{name}" if place else name
-            yield from self.errors(item, properties.get(name, others), inner, depth)
+            matches = {pattern: _matches(pattern, name) for pattern in patterns}
+            parts = [patterns[pattern] for pattern, fits in matches.items() if fits]
+            parts += [properties[name]] if name in properties else []
+            if not parts and None not in matches.values():
+                parts = [schema.get("additionalProperties", True)]
+            for part in parts:
+                yield from self.errors(item, part, inner, depth)
             yield from self.errors(name, schema.get("propertyNames", True), f"the name {name!r}", depth)
             for needed in schema.get("dependentRequired", {}).get(name, ()):
                 if needed not in value:
@@ -140,6 +146,8 @@ def _kind(value: Any, schema: Mapping[str, Any], at: str) -> Iterator[str]:
         yield f"{at} is not the value it has to be"
     if isinstance(value, str):
         yield from _bounds(len(value), schema, "Length", at)
+        if "pattern" in schema and _matches(schema["pattern"], value) is False:
+            yield f"{at} does not match {schema['pattern']!r}"
     if _is(value, "number"):
         yield from _number(value, schema, at)
 
@@ -152,6 +160,28 @@ def _number(value: float, schema: Mapping[str, Any], at: str) -> Iterator[str]:
     step = schema.get("multipleOf")
     if step and Fraction(str(value)) % Fraction(str(step)):
         yield f"{at} is {value}; expected a multiple of {step}"
+
+
+def _matches(pattern: str, text: str) -> bool | None:
+    """Whether a regular expression is found in a text, in linear time; None: llguidance does not take it.
+
+    Python's own can run for ever, and it is a stranger's.
+    """
+    matcher = _matcher(pattern).deep_copy()
+    if matcher.is_error():
+        return None
+    written = list(json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f").encode())
+    consumed = matcher.try_consume_tokens(written)
+    return None if matcher.is_error() else consumed == len(written) and matcher.is_accepting()
+
+
+@lru_cache(maxsize=64)
+def _matcher(pattern: str) -> Any:
+    """Of JSON strings in which a regular expression is found. Every byte is a token."""
+    from llguidance import LLMatcher, LLTokenizer  # only the server needs it, and has it
+
+    schema = json.dumps({"type": "string", "pattern": pattern})
+    return LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(schema), log_level=0)
 
 
 def _exclusive(schema: Mapping[str, Any], end: str, default: float) -> float:

@@ -7,7 +7,7 @@ from kvant.text.tokenizer import Tokenizer
 
 
 class StopText:
-    """Cuts a growing text before its first stop string, and holds back what may still become one.
+    """Cuts a growing text before the stop string that ends first, and holds back what may still become one.
 
     Attributes:
         found: the stop string that ended the text; None: there was none yet.
@@ -23,9 +23,10 @@ class StopText:
         if self.found is not None:
             return ""
         text = self._held + text
-        places = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        # The one that ends first, whatever pieces the text comes in; of several the longest.
+        places = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if places:
-            at, self.found = min(places)
+            _, at, self.found = min(places)
             self._held = ""
             return text[:at]
         keep = max((overlap(text, stop) for stop in self._stop), default=0)
@@ -39,7 +40,7 @@ class StopText:
 
 
 class TextStream:
-    """Text of a growing sequence of tokens, cut before the first stop string.
+    """Text of a growing sequence of tokens, cut before the stop string that ends first.
 
     mlx-lm's streaming detokenizer holds back bytes that are not yet a whole character; this holds back text that may
     still become a stop string.

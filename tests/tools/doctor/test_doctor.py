@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from support.command import call
 from support.counts import count
 from support.fused_path import host_kernel
 from support.metal_host import host_pytest_skip
@@ -80,7 +81,7 @@ def test_it_measures_the_look_ahead(found: dict[str, Any]) -> None:
 
 
 def test_a_terminal_gets_the_same() -> None:
-    done = run("doctor")
+    done = call("doctor")
     assert (done.returncode, done.stderr) == (0, "")
     for text in (
         "device: ",

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -113,25 +113,36 @@ LONG_POOLS = {
 CASES |= POOLS | count({}, LONG_POOLS)
 
 
-def measure(folder: Path, case: Case) -> dict[str, Any]:
-    """The plan, and what MLX counted, in a process that did nothing else."""
-    run = {
-        "folder": str(folder),
-        "tokens": case.tokens,
-        "bits": case.kv_bits,
-        "group": case.kv_group,
-        "step": case.step,
-        "streams": case.streams,
-        "sequences": case.sequences,
-    }
-    done = subprocess.run([sys.executable, RUN, json.dumps(run)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+Measure = Callable[[Path, Case], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def measure() -> Iterator[Measure]:
+    """A function (folder, case) -> the plan, and what MLX counted in a process that did nothing else."""
+    with subprocess.Popen([sys.executable, RUN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def run(folder: Path, case: Case) -> dict[str, Any]:
+            run = {
+                "folder": str(folder),
+                "tokens": case.tokens,
+                "bits": case.kv_bits,
+                "group": case.kv_group,
+                "step": case.step,
+                "streams": case.streams,
+                "sequences": case.sequences,
+            }
+            assert process.stdin
+            assert process.stdout
+            print(json.dumps(run), file=process.stdin, flush=True)
+            found = json.loads(process.stdout.readline())
+            assert isinstance(found, dict), "it failed: see standard error"
+            return found
+
+        yield run
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_plan_bounds_what_mlx_counts(name: str, tmp_path: Path) -> None:
+def test_the_plan_bounds_what_mlx_counts(measure: Measure, name: str, tmp_path: Path) -> None:
     """No run takes more than the plan, and the plan is at most 1.25 of the peak.
 
     On a busy machine MLX's threads keep up with the queue in some runs, which take less: the peak is that of a few.
@@ -158,7 +169,7 @@ def test_the_plan_bounds_what_mlx_counts(name: str, tmp_path: Path) -> None:
         assert made["arrays"] <= WIDEST * peak
 
 
-def test_the_plan_bounds_a_run_with_more_threads_than_cores(tmp_path: Path) -> None:
+def test_the_plan_bounds_a_run_with_more_threads_than_cores(measure: Measure, tmp_path: Path) -> None:
     """Dequantized parts wait for their input: without that, four threads hold 1.3 times what is planned here."""
     case = replace(CASES["4-bit weights"], streams=4)
     write_random(case.shape, tmp_path, bits=case.weight_bits)

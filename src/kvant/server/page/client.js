@@ -19,7 +19,9 @@ try {
 
 export const hasKey = () => key !== null;
 
+// Returns whether it can be one: printable ASCII, as a header needs it.
 export function setKey(text) {
+  if (/[^\x21-\x7e]/.test(text)) return false;
   key = text || null;
   try {
     if (key === null) sessionStorage.removeItem(KEY);
@@ -27,6 +29,7 @@ export function setKey(text) {
   } catch {
     // As above.
   }
+  return true;
 }
 
 async function request(path, { body, signal } = {}) {
@@ -40,12 +43,12 @@ async function request(path, { body, signal } = {}) {
     response = await fetch(path, { ...options, body: body && JSON.stringify(body) });
   } catch (error) {
     if (signal?.aborted) throw error;
-    if (error instanceof TypeError && /header|ISO-8859-1/i.test(error.message)) throw new ServerError("the key has characters that no key has", 401);
     throw new ServerError("the server does not answer");
   }
   if (!response.ok) {
     const text = await response.text().catch(() => "");
-    throw new ServerError(messageOf(text) || `the server answered ${response.status}`, response.status, Number(response.headers.get("Retry-After")) || null);
+    const message = messageOf(text) || `the server answered ${response.status}`;
+    throw new ServerError(message, response.status, Number(response.headers.get("Retry-After")) || null);
   }
   return response;
 }
@@ -109,13 +112,16 @@ async function* events(response, signal) {
       const found = rest.split(/\r?\n\r?\n/);
       rest = found.pop();
       for (const event of found) {
-        const lines = event.split(/\r?\n/);
-        const field = (name) => lines.filter((line) => line.startsWith(`${name}:`)).map((line) => line.slice(name.length + 1).replace(/^ /, ""));
-        const data = field("data");
-        if (data.length) yield { name: field("event")[0] ?? "message", data: data.join("\n") };
+        const data = fields(event, "data");
+        if (data.length) yield { name: fields(event, "event")[0] ?? "message", data: data.join("\n") };
       }
     }
   } finally {
     reader.cancel().catch(() => {});
   }
+}
+
+function fields(event, name) {
+  const lines = event.split(/\r?\n/).filter((line) => line.startsWith(`${name}:`));
+  return lines.map((line) => line.slice(name.length + 1).replace(/^ /, ""));
 }

@@ -1,6 +1,7 @@
 // A message as it is shown: one's own, or an answer that may still be growing.
 
-import { Markdown, copy, element } from "./markdown.js";
+import { copy, element } from "./dom.js";
+import { Markdown } from "./markdown.js";
 
 function button(label, action, name = "") {
   const made = element("button", { type: "button", textContent: label, className: name });
@@ -20,12 +21,9 @@ export function userView(message, onEdit) {
       form.replaceWith(body, actions);
       editing.focus();
     };
-    const form = element(
-      "form",
-      { className: "edit" },
-      area,
-      element("div", { className: "buttons" }, element("button", { type: "submit", textContent: "Send" }), button("Cancel", leave)),
-    );
+    const send = element("button", { type: "submit", textContent: "Send" });
+    const buttons = element("div", { className: "buttons" }, send, button("Cancel", leave));
+    const form = element("form", { className: "edit" }, area, buttons);
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       if (area.value.trim()) onEdit(area.value.trim());
@@ -67,7 +65,8 @@ export class AnswerView {
     this.actions = element("div", { className: "actions" }, copying, button("Retry", onRetry), this.note);
     this.text = new Markdown(this.body, spoken);
     this.thoughts = new Markdown(this.thought);
-    this.root = element("article", { className: "message answer", "aria-label": "Answer" }, this.thinking, this.body, this.wait, this.actions);
+    const parts = [this.thinking, this.body, this.wait, this.actions];
+    this.root = element("article", { className: "message answer", "aria-label": "Answer" }, ...parts);
   }
 
   // Soon, and once for all that comes until then.

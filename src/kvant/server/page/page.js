@@ -1,20 +1,17 @@
 // The page: which conversation is shown, what is being answered, and how the server is.
 
-import { answer, hasKey, live, model, ServerError, setKey } from "./client.js";
-import { element } from "./markdown.js";
+import { answer, ServerError } from "./client.js";
+import { askForKey, learnModel, listen } from "./connection.js";
+import { element } from "./dom.js";
 import { AnswerView, sends, userView } from "./messages.js";
-import { Panel } from "./panel.js";
 import * as store from "./store.js";
 
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const SHORTEST_MS = 250; // of an answer whose tokens a second are told: pieces come together
-const LONGEST_WAIT_S = 8; // between two tries to reach the server
 const at = (id) => document.getElementById(id);
 
 let shown = store.newConversation();
-let modelName = null;
 const jobs = new Map(); // answers under way: conversation -> {controller, view}
-const panel = new Panel();
 
 // --- The conversation that is shown
 
@@ -63,7 +60,8 @@ function showList() {
     const open = element("button", { type: "button", className: "open", textContent: title || "Untitled" });
     if (id === shown.id) open.setAttribute("aria-current", "true");
     open.addEventListener("click", () => select(id));
-    const gone = element("button", { type: "button", className: "remove", textContent: "×", "aria-label": `Delete ${title || "Untitled"}`, title: "Delete" });
+    const gone = element("button", { type: "button", className: "remove", textContent: "×", title: "Delete" });
+    gone.setAttribute("aria-label", `Delete ${title || "Untitled"}`);
     gone.addEventListener("click", () => remove(id));
     return element("li", {}, open, gone);
   });
@@ -136,9 +134,10 @@ function stop() {
 }
 
 function requestBody({ system, sampling, messages }) {
-  const sent = messages.filter(({ role, content }) => role === "user" || content).map(({ role, content }) => ({ role, content }));
+  const whole = messages.filter(({ role, content }) => role === "user" || content); // an answer may have failed
+  const sent = whole.map(({ role, content }) => ({ role, content }));
   if (system.trim()) sent.unshift({ role: "system", content: system });
-  return { model: modelName, messages: sent, stream: true, stream_options: { include_usage: true }, ...sampling };
+  return { messages: sent, stream: true, stream_options: { include_usage: true }, ...sampling };
 }
 
 // Has the last message of a conversation answered.
@@ -156,7 +155,7 @@ async function run(conversation) {
   let reason = null;
   let saved = performance.now();
   try {
-    body.model ??= await learnModel();
+    body.model = await learnModel();
     for await (const piece of answer(body, signal)) {
       const now = performance.now();
       if (piece.text || piece.thinking) timing.first ??= now;
@@ -204,7 +203,8 @@ function describe({ begun, first }, usage, reason) {
   if (usage) {
     const { completion_tokens: tokens, prompt_tokens: prompt } = usage;
     parts.push(`${tokens} token${tokens === 1 ? "" : "s"}`);
-    if (first !== null && tokens > 1 && ended - first > SHORTEST_MS) parts.push(`${(((tokens - 1) * 1000) / (ended - first)).toFixed(1)} a second`);
+    const rate = ((tokens - 1) * 1000) / (ended - first);
+    if (first !== null && tokens > 1 && ended - first > SHORTEST_MS) parts.push(`${rate.toFixed(1)} a second`);
     if (first !== null) parts.push(`first after ${Math.round(first - begun)} ms`);
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
     parts.push(cached ? `${cached} of ${prompt} prompt tokens were there` : `${prompt} prompt tokens`);
@@ -259,65 +259,6 @@ function scrollToEnd() {
 function keepAtEnd() {
   if (follows) scrollToEnd();
   else at("newest").hidden = isAtEnd();
-}
-
-// --- The server
-
-async function learnModel() {
-  modelName = await model();
-  at("model").textContent = modelName;
-  document.title = `${modelName} · kvant`;
-  return modelName;
-}
-
-const sleep = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
-let listening = null; // ends what listens to the server
-let wake = () => {}; // ends a wait for a key
-
-// Listens as long as the page is seen: a browser has six connections to a server, for all tabs together.
-async function listen() {
-  let wait = 0.5;
-  for (;;) {
-    if (document.hidden) await new Promise((done) => document.addEventListener("visibilitychange", done, { once: true }));
-    if (document.hidden) continue;
-    listening = new AbortController();
-    try {
-      await learnModel();
-      for await (const event of live(listening.signal)) {
-        wait = 0.5;
-        connected("");
-        panel.take(event);
-      }
-      throw new ServerError("the server has ended");
-    } catch (error) {
-      if (listening.signal.aborted) continue;
-      if (!(error instanceof ServerError)) throw error;
-      if (error.status === 401) {
-        connected("No key");
-        const asked = new Promise((done) => (wake = done));
-        askForKey(hasKey() ? "This key was refused." : "");
-        await asked;
-        continue;
-      }
-      if (error.status === 0) panel.clear();
-      connected(error.status === 0 ? "No connection, trying again" : error.message);
-      await sleep(error.retryAfter ?? wait);
-      wait = Math.min(2 * wait, LONGEST_WAIT_S);
-    }
-  }
-}
-
-function connected(problem) {
-  if (at("connection").textContent !== problem) at("connection").textContent = problem;
-  document.body.classList.toggle("offline", problem !== "");
-}
-
-function askForKey(problem) {
-  at("key-button").hidden = false;
-  at("key-error").textContent = problem;
-  if (!at("key-dialog").open) at("key-dialog").showModal();
-  at("key").value = "";
-  at("key").focus();
 }
 
 // --- Small and wide screens
@@ -385,13 +326,6 @@ for (const name of ["system", ...NUMBERS]) {
   at(name).addEventListener("change", (event) => event.target.reportValidity() && changeOptions());
 }
 
-at("key-form").addEventListener("submit", () => {
-  setKey(at("key").value.trim());
-  wake();
-});
-at("key-cancel").addEventListener("click", () => at("key-dialog").close());
-at("key-button").addEventListener("click", () => askForKey(""));
-document.addEventListener("visibilitychange", () => document.hidden && listening?.abort());
 addEventListener("pagehide", () => {
   for (const conversation of jobs.keys()) store.write(conversation);
 });

@@ -1,6 +1,6 @@
 // The panel: what kvant's pool and engine are doing, from the server's events.
 
-import { element } from "./markdown.js";
+import { element } from "./dom.js";
 import { colourOf, drawGrid, drawTimes, pagesOf } from "./drawing.js";
 
 const SECONDS = 20; // of the plot
@@ -8,7 +8,8 @@ const RATE_SECONDS = 2; // over which tokens a second are counted
 const at = (id) => document.getElementById(id);
 
 export function formatBytes(count) {
-  for (const [unit, size] of [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) if (count >= size) return `${(count / size).toFixed(2)} ${unit}`;
+  const units = [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]];
+  for (const [unit, size] of units) if (count >= size) return `${(count / size).toFixed(2)} ${unit}`;
   return `${Math.round(count)} bytes`;
 }
 
@@ -40,7 +41,9 @@ export class Panel {
     at("grids").replaceChildren();
     at("sequences").replaceChildren();
     for (const id of ["held", "reserved", "rate", "running", "waiting", "median", "p95"]) at(id).textContent = "–";
-    at("format").textContent = at("brief").textContent = "";
+    for (const id of ["format", "brief", "kept"]) at(id).textContent = "";
+    at("plot").width = at("plot").width; // wipes it
+    at("plot").setAttribute("aria-label", "No token yet");
   }
 
   // One of the server's events.
@@ -68,7 +71,8 @@ export class Panel {
     at("format").textContent = `, at ${this.facts.format}`;
     for (const part of this.facts.parts) {
       const seen = part.window === null ? "" : `, which see the last ${part.window} tokens`;
-      const title = element("h3", { textContent: `${part.pages} pages of ${this.facts.page_size} tokens in ${part.layers} layers${seen}` });
+      const size = `${part.pages} pages of ${this.facts.page_size} tokens`;
+      const title = element("h3", { textContent: `${size} in ${part.layers} layers${seen}` });
       const canvas = element("canvas", { role: "img", className: "pages" });
       const note = element("p", { className: "quiet", hidden: true });
       at("grids").append(element("div", {}, title, canvas, note));
@@ -88,21 +92,24 @@ export class Panel {
 
   showPages() {
     let held = 0;
+    let kept = 0;
     this.facts.parts.forEach((part, place) => {
       const pages = pagesOf(this.facts, part, this.state, place);
       const count = (kind) => pages.reduce((sum, page) => sum + (page?.kind === kind ? 1 : 0), 0);
       const own = { filled: count("filled"), shared: count("shared"), kept: count("kept") };
-      const used = own.filled + own.shared + own.kept;
-      held += used * part.page_bytes;
+      held += (own.filled + own.shared) * part.page_bytes;
+      kept += own.kept * part.page_bytes;
       const { canvas, note } = this.canvases[place];
       const each = drawGrid(canvas, pages);
       note.hidden = each === 1;
       note.textContent = `A square is ${each} pages.`;
-      const said = `${used} of ${part.pages} pages in use: ${own.filled} of one answer, ${own.shared} shared, ${own.kept} kept beginnings`;
+      const parts = `${own.filled} are one answer's, ${own.shared} are shared and ${own.kept} keep beginnings`;
+      const said = `Of ${part.pages} pages ${parts}`;
       canvas.setAttribute("aria-label", said);
       canvas.title = said;
     });
     at("held").textContent = formatBytes(held);
+    at("kept").textContent = kept ? `Another ${formatBytes(kept)} keep beginnings of texts until room is needed.` : "";
     at("brief").textContent = `${formatBytes(held)} of ${formatBytes(this.facts.reserved_bytes)}`;
   }
 
@@ -139,6 +146,7 @@ export class Panel {
     at("p95").textContent = formatMs(p95);
     const canvas = at("plot");
     drawTimes(canvas, times, now, SECONDS);
-    canvas.setAttribute("aria-label", values.length ? `${values.length} tokens: median ${formatMs(median)}, 95th percentile ${formatMs(p95)}` : "No token in the last 20 seconds");
+    const said = `${values.length} tokens: median ${formatMs(median)}, 95th percentile ${formatMs(p95)}`;
+    canvas.setAttribute("aria-label", values.length ? said : "No token in the last 20 seconds");
   }
 }

@@ -33,12 +33,13 @@ function decode(id, text) {
   try {
     const found = JSON.parse(text);
     const isText = (value) => typeof value === "string";
-    if (!isText(found.title) || !isText(found.system) || !isText(found.revision) || !Number.isFinite(found.updated)) return null;
+    if (![found.title, found.system, found.revision].every(isText) || !Number.isFinite(found.updated)) return null;
     const roles = ["user", "assistant"];
     const good = (message) => roles.includes(message.role) && isText(message.content) && isText(message.thinking ?? "");
     if (!Array.isArray(found.messages) || !found.messages.every(good)) return null;
     const { revision, title, updated, system, messages } = found;
-    const sampling = Object.fromEntries(SAMPLING.filter((name) => Number.isFinite(found.sampling?.[name])).map((name) => [name, found.sampling[name]]));
+    const given = SAMPLING.filter((name) => Number.isFinite(found.sampling?.[name]));
+    const sampling = Object.fromEntries(given.map((name) => [name, found.sampling[name]]));
     return { id, revision, title, updated, system, sampling, messages };
   } catch {
     return null;
@@ -86,8 +87,8 @@ export function write(conversation) {
     kept.delete(id);
   } catch (error) {
     kept.set(id, text);
-    if (error?.name === "QuotaExceededError") return "The browser's storage is full. This conversation is gone with the tab, unless others are deleted.";
-    return "The browser stores nothing for this page. Conversations are gone with the tab.";
+    const full = error?.name === "QuotaExceededError";
+    return `The browser ${full ? "has no room left" : "stores nothing"}: what is new here is gone with the tab.`;
   }
   for (const { id: oldest } of list().slice(MOST)) if (oldest !== id) remove(oldest);
   return null;
@@ -113,7 +114,7 @@ export function remove(id) {
   };
 }
 
-// Calls back when another tab has changed something: with the conversation's id, or null if everything may have changed.
+// Calls back when another tab has changed something: with the conversation's id, or null if all may have changed.
 export function watch(callback) {
   window.addEventListener("storage", (event) => {
     if (event.storageArea !== localStorage) return;

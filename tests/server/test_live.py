@@ -1,0 +1,172 @@
+"""What a page is told of the pool and the engine is what they do, costs little, and has nothing of any text in it."""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from support.server import Running
+
+from kvant.cache.pool import Pool
+from kvant.engine.request import Request
+from kvant.engine.scheduler import Scheduler
+from kvant.server.live import INTERVAL_S, MOST_LISTENERS, Live
+
+PAGE = 128
+
+
+def spread(stretches: list[list[int]]) -> list[int]:
+    """The pages of stretches."""
+    return [page for first, count in stretches for page in range(first, first + count)]
+
+
+def check(state: dict[str, Any], pool: Pool, scheduler: Scheduler) -> None:
+    """The pages of a state are those of the pool."""
+    counts = scheduler.counts
+    assert [state[name] for name in ("waiting", "prefilling", "running")] == list(counts[:3])
+    held = scheduler.held
+    assert [(each["tokens"], each["reserved"]) for each in state["sequences"]] == [
+        (sequence.length, sequence.max_tokens) for _, _, sequence in held
+    ]
+    for place, (part, told) in enumerate(zip(pool.parts, state["parts"], strict=True)):
+        pages = [spread(each["pages"]) for each in told["sequences"]]
+        assert pages == [sequence.tables[place].pages for _, _, sequence in held]
+        assert [each["start"] for each in told["sequences"]] == [each.tables[place].start for _, _, each in held]
+        kept = spread(told["kept"])
+        assert not set(kept) & {page for each in pages for page in each}
+        used = {page for each in (*pages, kept) for page in each}
+        assert len(used) == part.pages.num - part.pages.num_free
+
+
+def test_the_state_is_the_pools_and_no_text_is_in_it(pocket: Any) -> None:
+    """Step by step: prompts that share pages, several answers of one, one that is cancelled."""
+    model = pocket[0]
+    pool = model.make_pool(PAGE * 24, sequences=5)
+    scheduler, live = Scheduler(model, pool, max_batch=5), Live(pool)
+    assert live.facts["parts"] == [
+        {"window": None, "layers": 4, "pages": 24, "page_bytes": sum(layer.nbytes for layer in pool.layers) / 24}
+    ]
+    live.listeners = 1
+    text = [7] * 300
+    first, other = Request(text, max_tokens=9, answers=2), Request([*text, 8], max_tokens=4)
+    gone = Request([9] * 20, max_tokens=50)
+    for request in (first, other, gone):
+        scheduler.submit(request)
+    tokens, numbers = [], set()
+    while not scheduler.idle:
+        if len(tokens) == 10:
+            scheduler.cancel(gone)
+        new = scheduler.step()
+        tokens += [token for token in new if token.token is not None]
+        live._looked = 0.0  # it is time
+        live.observe(scheduler, new)
+        version, generated, state = live.read(len(tokens) - sum(token.token is not None for token in new))
+        assert generated == state["generated"] == len(tokens)
+        assert len(state["tokens"]) == sum(token.token is not None for token in new)
+        own = [each["number"] for each in state["sequences"]]
+        assert len(set(own)) == len(own)
+        numbers |= set(own)
+        check(state, pool, scheduler)
+    assert numbers <= {1, 2, 3, 4, 5}
+    assert version > 5
+    assert state["sequences"] == []
+    assert spread(state["parts"][0]["kept"])
+    _, _, state = live.read(0)
+    first_ones = [token for token in state["tokens"] if token[2] is None]
+    assert len(first_ones) == 4  # of four answers
+    assert all(ms > 0 for _, _, ms in state["tokens"] if ms is not None)
+    assert state["tokens"] == sorted(state["tokens"], key=lambda token: token[1])
+    assert set(state) == {
+        "time", "waiting", "prefilling", "running", "sequences", "parts", "generated", "tokens",
+    }  # fmt: skip
+
+
+def test_without_listeners_it_looks_when_all_is_done(pocket: Any) -> None:
+    model = pocket[0]
+    pool = model.make_pool(PAGE * 4, sequences=1)
+    scheduler, live = Scheduler(model, pool, max_batch=1), Live(pool)
+    scheduler.submit(Request([5] * 200, max_tokens=20))
+    while not scheduler.idle:
+        before = live.read(0)[0]
+        live.observe(scheduler, scheduler.step())
+        assert live.read(0)[0] == before + scheduler.idle
+    assert live.read(0)[1] == 20
+
+
+def test_a_slow_listener_misses_times_and_nothing_grows(pocket: Any) -> None:
+    pool = pocket[0].make_pool(PAGE, sequences=1)
+    live = Live(pool)
+    live._tokens.extend([(1, 0.0, 1.0)] * 5000)
+    live._generated = 5000
+    assert len(live.read(0)[2]["tokens"]) == 4096
+    assert len(live.read(4990)[2]["tokens"]) == 10
+    assert live.read(5000)[2]["tokens"] == []
+
+
+def test_an_error_ends_the_watching_and_not_the_engine(pocket: Any, caplog: pytest.LogCaptureFixture) -> None:
+    live = Live(pocket[0].make_pool(PAGE, sequences=1))
+    live.observe(None, [])  # type: ignore[arg-type]
+    assert "no longer watched" in caplog.text
+    assert asyncio.run(_count(live)) == 1
+
+
+async def _count(live: Live) -> int:
+    """Events until a stream ends by itself."""
+    return len([event async for event in live.events(lambda: True)])
+
+
+def events(response: httpx2.Response) -> Iterator[tuple[str, Any]]:
+    """The events of a stream."""
+    name = ""
+    for line in response.iter_lines():
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            yield name, json.loads(line.removeprefix("data: "))
+
+
+def test_a_listener_sees_an_answer(server: Running) -> None:
+    body = {"model": "pocket", "messages": [{"role": "user", "content": "A duck named Quirin."}], "max_tokens": 60}
+    with server.client.stream("GET", "/live") as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        found = events(response)
+        assert next(found) == ("pool", server.service.live.facts)
+        assert next(found)[0] == "state"
+        answer = server.client.post("/v1/chat/completions", json=body | {"ignore_eos": True}).json()
+        assert answer["usage"]["completion_tokens"] == 60
+        seen: list[Any] = []
+        for name, state in found:
+            assert name == "state"
+            assert "Quirin" not in json.dumps(state)
+            seen += state["tokens"]
+            if len(seen) >= 60 and not state["running"]:
+                break
+        assert len(seen) == 60
+    end = time.monotonic() + 10
+    while server.service.live.listeners:  # who has left is not told any more
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_no_more_than_may_listen(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.service.live, "listeners", MOST_LISTENERS)
+    response = server.client.get("/live")
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "10"
+
+
+def test_a_stream_ends_with_the_engine_and_with_the_server(pocket: Any) -> None:
+    pool = pocket[0].make_pool(PAGE, sequences=1)
+    live = Live(pool)
+
+    async def listen() -> tuple[int, int]:
+        alive = [True, True, False]
+        failed = len([event async for event in live.events(lambda: alive.pop(0))])
+        asyncio.get_running_loop().call_later(2 * INTERVAL_S, live.close)
+        return failed, await _count(live)
+
+    assert asyncio.run(listen()) == (2, 2)
+    assert live.listeners == 0

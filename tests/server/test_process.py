@@ -1,0 +1,145 @@
+"""The command as its user starts it, and the signals that end it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from support.command import COMMAND
+from support.server import SOON
+
+from kvant.cli.serve import REQUEST_BYTES
+from kvant.server import run
+from kvant.server.service import Service
+from kvant.server.settings import Settings
+from kvant.sizes import format_bytes
+
+SECRET = "the badger's name is Quintilian"
+KEY = "sk-not-to-be-seen"
+ASK = {"model": "pocket", "prompt": SECRET, "ignore_eos": True, "stream": True}
+
+
+@contextmanager
+def _started(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+    """A server's process in an empty folder, its URL, and its lines on standard error up to there."""
+    places = {name: str(folder) for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")}
+    process = subprocess.Popen(
+        [*COMMAND, "serve", "--port", "0", "--sequences", "2", "--max-kv-size", "512", *arguments],
+        cwd=folder,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"} | places,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    lines = []
+    try:
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+                yield process, found[0], lines
+                return
+        raise AssertionError("".join(lines))
+    finally:
+        process.kill()
+        process.communicate(timeout=SOON)
+
+
+def test_sigterm_lets_what_is_under_way_end(tmp_path: Path) -> None:
+    """Then the exit code is 0. Nothing was printed of prompts and keys, and the memory was the one that was."""
+    keys = tmp_path / "keys"
+    keys.write_text(f"other-key\n{KEY}\n")
+    with (
+        _started(tmp_path, "--api-key-file", "keys") as (process, url, lines),
+        httpx2.Client(base_url=url, trust_env=False, headers={"x-api-key": KEY}, timeout=SOON) as client,
+    ):
+        with client.stream("POST", "/v1/completions", json=ASK | {"max_tokens": 250}) as stream:
+            events = stream.iter_lines()
+            next(events)
+            props = client.get("/props").json()
+            process.terminate()
+            while (health := client.get("/health")).status_code == 200:
+                pass
+            assert health.json() == {"status": "ending", "waiting": 0, "running": 1}
+            assert client.post("/v1/completions", json=ASK).status_code == 503
+            found = [line.removeprefix("data: ") for line in events if line]
+        assert found[-1] == "[DONE]"
+        assert json.loads(found[-2])["choices"][0]["finish_reason"] == "length"
+        assert process.wait(SOON) == 0
+        assert process.stdout is not None and process.stderr is not None  # noqa: PT018
+        printed = "".join(lines) + process.stderr.read()
+        assert process.stdout.read() == ""
+    assert "ending when 1 requests are answered" in printed
+    assert not re.search(f"Quintilian|badger|{KEY}|other-key", printed)
+    planned = props["memory"]["planned"]
+    assert f"memory: {format_bytes(planned['total'] + REQUEST_BYTES)} planned at most: weights " in printed
+    assert props["memory"]["peak"] <= planned["arrays"]
+    assert props["pool"]["bytes"] == planned["cache"]
+    assert sorted(tmp_path.iterdir()) == [keys]
+
+
+def test_sigkill_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Nothing is written, so nothing is half-written. The port is free at once."""
+    with _started(tmp_path) as (process, url, _):
+        with (
+            httpx2.Client(base_url=url, trust_env=False, timeout=SOON) as client,
+            client.stream("POST", "/v1/completions", json=ASK | {"max_tokens": 400}) as stream,
+        ):
+            events = stream.iter_lines()
+            next(events)
+            process.kill()
+            with pytest.raises(httpx2.TransportError):
+                list(events)
+        assert process.wait(SOON) == -signal.SIGKILL
+        run.bind(Settings(port=int(url.rpartition(":")[2]))).close()
+    assert not list(tmp_path.rglob("*"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="its signals are others")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(pocket: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    """In this process, whose main thread serves."""
+    left: list[int] = []
+    service = Service.start(Settings(port=0, sequences=1, max_kv_size=512), *pocket)
+    said: list[str] = []
+    asking: list[threading.Thread] = []
+
+    def leave(code: int) -> None:
+        left.append(code)
+        service.close()
+
+    def ask(url: str) -> None:
+        with (
+            httpx2.Client(base_url=url, trust_env=False, timeout=SOON) as client,
+            client.stream("POST", "/v1/completions", json=ASK | {"max_tokens": 400}) as stream,
+        ):
+            events = stream.iter_lines()
+            next(events)
+            os.kill(os.getpid(), number)
+            while len(said) < 2:
+                next(events)
+            os.kill(os.getpid(), number)
+            list(events)
+
+    def announce(line: str) -> None:
+        said.append(line)
+        if len(said) == 1:
+            asking.append(threading.Thread(target=ask, args=(line,)))
+            asking[0].start()
+
+    monkeypatch.setattr(os, "_exit", leave)
+    code = run.serve(service, run.bind(service.settings), announce)
+    asking[0].join(SOON)
+    assert code == (0 if number == signal.SIGTERM else 130)  # where it is not ended at once
+    assert left == [130]
+    assert "another signal ends at once" in said[1]

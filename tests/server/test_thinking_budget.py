@@ -1,0 +1,93 @@
+"""How many tokens a model may think, on a model of random weights that would never stop by itself."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support.checkpoints import qwen3_config, reference_model, save_checkpoint
+from support.server import Running, running
+from support.tokenizers_made import write_tokenizer
+
+from kvant.server.service import Service
+from kvant.server.settings import Settings
+from kvant.server.thinking_budget import ThinkingBudget
+
+TEMPLATE = """
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n<think>\\n' }}
+    {%- if enable_thinking is defined and not enable_thinking %}{{- '\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}
+"""
+SCHEMA = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder: Path = tmp_path_factory.mktemp("thinking") / "model"
+    config = qwen3_config(vocab_size=768, eos_token_id=None)
+    save_checkpoint(folder, config, reference_model(config))
+    write_tokenizer(folder, "qwen3", extra_special_tokens=["<think>", "</think>"], chat_template=TEMPLATE)
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = Settings(model=str(folder), port=0, sequences=2, max_kv_size=256)
+    with running(Service.start(settings)) as found:
+        yield found
+
+
+def _ask(server: Running, **fields: Any) -> Any:
+    asked = {"model": server.service.names[0], "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
+    return server.client.post("/v1/messages", json={**asked, "max_tokens": 40, **fields})
+
+
+@pytest.mark.parametrize("budget", [8, 16])
+def test_thinking_ends_with_its_budget(thinker: Running, budget: int) -> None:
+    message = _ask(thinker, thinking={"type": "enabled", "budget_tokens": budget}).json()
+    assert message["usage"]["output_tokens_details"]["thinking_tokens"] == budget
+    assert message["usage"]["output_tokens"] == 40
+    assert [block["type"] for block in message["content"]][-1] == "text"
+    longer = _ask(thinker, thinking={"type": "enabled", "budget_tokens": 39}).json()
+    assert longer["content"][0]["thinking"].startswith("".join(b.get("thinking", "") for b in message["content"]))
+
+
+def test_without_a_budget_it_thinks_on(thinker: Running) -> None:
+    for fields in ({}, {"thinking": {"type": "adaptive"}}):
+        message = _ask(thinker, **fields).json()
+        assert [block["type"] for block in message["content"]] == ["thinking"]
+        assert message["usage"]["output_tokens_details"]["thinking_tokens"] == 40
+    message = _ask(thinker, thinking={"type": "disabled"}).json()
+    assert [block["type"] for block in message["content"]] == ["text"]
+
+
+def test_an_answer_under_a_schema_after_it(thinker: Running) -> None:
+    form = {"type": "json_schema", "schema": {**SCHEMA, "additionalProperties": False}}
+    fields = {"thinking": {"type": "enabled", "budget_tokens": 8}, "output_config": {"format": form}}
+    message = _ask(thinker, **fields).json()
+    assert message["usage"]["output_tokens_details"]["thinking_tokens"] == 8
+    assert message["content"][-1]["text"] in ('{"sure":true}', '{"sure":false}')
+
+
+def test_a_budget_is_less_than_all(thinker: Running) -> None:
+    for budget in (0, 40):
+        answered = _ask(thinker, thinking={"type": "enabled", "budget_tokens": budget})
+        assert answered.status_code == 400
+        assert "thinking.budget_tokens" in answered.json()["error"]["message"]
+
+
+def test_where_thinking_is_open() -> None:
+    """Token 7 begins it and 9 ends it; the prompt has two tokens, which may have the same ids."""
+    logits = mx.random.normal((1, 12), key=mx.random.key(0))
+
+    def forced(answer: list[int], start: int | None = 7) -> bool:
+        found = ThinkingBudget(2, 4, start, 9)(mx.array([7, 9, *answer]), logits)
+        if mx.array_equal(found, logits):
+            return False
+        assert found.argmax().item() == 9
+        assert mx.sum(found > -mx.inf).item() == 1
+        return True
+
+    assert [forced(each) for each in ([7, 1], [7, 1, 1], [7, 1, 1, 1], [1, 7, 1])] == [False, True, True, True]
+    assert not any(forced(each) for each in ([1, 1, 1, 1, 7], [7, 1, 9, 1], [7, 9, 7, 1, 1, 1]))
+    assert [forced(each, None) for each in ([1, 1], [1, 1, 1], [1, 9, 1, 1])] == [False, True, False]

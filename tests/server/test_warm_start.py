@@ -1,0 +1,78 @@
+"""Prompt caches on disk that are in a server's pool before its first request."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command import call
+from support.server import running
+
+from kvant.engine.run import prefill
+from kvant.errors import SnapshotError
+from kvant.server.service import Service, make_pool
+from kvant.server.settings import Settings
+from kvant.server.warm_start import warm_start
+
+SYSTEM = {"role": "system", "content": "You tell stories of a fox named Pip who lives by the sea. " * 6}
+MESSAGES = [SYSTEM, {"role": "user", "content": "Who is Pip?"}]
+
+
+def saved(folder: Path, pocket: Any, tokens: int | None = None, *, bits: int = 8) -> tuple[str, int]:
+    """A prompt cache of the system prompt, or of its first tokens, and how many they are."""
+    model, tokenizer = pocket
+    ids = tokenizer.apply_chat_template([SYSTEM])[:tokens]
+    cache = model.make_cache(len(ids), quant_bit=bits)
+    prefill(model, ids, cache)
+    cache.save(folder / "prompt.kv")
+    return str(folder / "prompt.kv"), len(ids)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 0])
+@pytest.mark.parametrize("keys", [(), ("first", "second")])
+def test_the_first_request_reads_only_what_is_new(
+    bits: int, keys: tuple[str, ...], pocket: Any, tmp_path: Path
+) -> None:
+    path, count = saved(tmp_path, pocket, bits=bits)
+    settings = Settings(port=0, sequences=2, max_kv_size=512, kv_bits=bits, api_keys=keys)
+    pool = make_pool(settings, pocket[0])
+    warm_start(settings, pocket[0], pool, [path])
+    assert pool.num_free == pool.num_pages
+    body = {"model": "pocket", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+    with running(Service(settings, *pocket, pool)) as warm, running(Service.start(settings, *pocket)) as cold:
+        for key in keys or ("any",):
+            headers = {"authorization": f"Bearer {key}"}
+            found, expected = (
+                each.client.post("/v1/chat/completions", json=body, headers=headers) for each in (warm, cold)
+            )
+            assert found.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == count
+            assert expected.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            assert found.json()["choices"] == expected.json()["choices"]
+
+
+def test_what_cannot_be_begun_with(pocket: Any, tmp_path: Path) -> None:
+    model, _ = pocket
+    path, count = saved(tmp_path, pocket)
+
+    def fails(message: str, **changes: Any) -> None:
+        settings = Settings(**{"sequences": 1, "max_kv_size": 512, **changes})
+        with pytest.raises(SnapshotError, match=message):
+            warm_start(settings, model, make_pool(settings, model), [path])
+
+    fails(f"holds {count} tokens; expected 1 to 64, a sequence's", max_kv_size=64)
+    fails("3 pages are needed; the pool has 2", max_kv_size=256, api_keys=("a", "b", "c"))
+    fails("of another format: quant_bit is 8; expected 4", kv_bits=4)
+    saved(tmp_path, pocket, 9)
+    fails("nothing of its 9 tokens can be shared")
+    model.make_cache(8, batch=2).save(path)
+    fails("holds 2 sequences; expected one")
+
+
+def test_the_command_refuses_it_in_a_line(pocket: Any, tmp_path: Path) -> None:
+    path, _ = saved(tmp_path, pocket)
+    for options, code, said in (
+        (["--deterministic"], 2, "not with --deterministic"),
+        (["--kv-bits", "4"], 1, "prompt.kv"),
+    ):
+        done = call("serve", "--port", "0", "--prompt-cache-file", path, *options)
+        assert (done.returncode, done.stdout) == (code, "")
+        assert said in done.stderr
