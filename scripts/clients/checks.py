@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 URL, KEYED_URL, KEY = os.environ["KVANT_URL"], os.environ["KVANT_KEYED_URL"], os.environ["KVANT_KEY"]
 MODEL = "pocket"
@@ -26,6 +26,8 @@ LONG = " ".join(
 
 class Animal(BaseModel):
     """A structure of bounded size: an answer under its schema ends by itself."""
+
+    model_config = ConfigDict(extra="forbid")
 
     name: Literal["Pip", "Max", "Luna"]
     legs: Literal[2, 3, 4]  # clients drop the bounds of numbers
