@@ -206,7 +206,11 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ),
     ({"messages": [{"role": "tool", "content": ""}]}, "messages[0]", "expected tool_call_id"),
     ({"messages": [{"role": "user", "content": "a " * 600}]}, "messages", "512 are reserved"),
-    ({"messages": [{"role": "user", "content": "a " * 40_000}]}, "messages", "tokens of a sequence have at most 65536"),
+    (
+        {"messages": [{"role": "user", "content": "a " * 40_000}]},
+        "messages",
+        "characters; there is room for 512 tokens",
+    ),
     ({"temperature": 2.5}, "temperature", "is 2.5; expected 0 to 2"),
     ({"temperature": -0.1}, "temperature", "expected 0 to 2"),
     ({"temperature": "hot"}, "temperature", "Expected `float | null`"),

@@ -60,7 +60,7 @@ def test_tokens_are_counted_as_transformers_counts_them(server: Running) -> None
     tokenizer = AutoTokenizer.from_pretrained(find_model("pocket"))
     messages = [{"role": "system", "content": "You are kind."}, *ASKED]
     parameters = TOOL["input_schema"]
-    tools = [{"type": "function", "function": {"name": "weather", "description": "", "parameters": parameters}}]
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
     for given in (None, tools):
         ids = tokenizer.apply_chat_template(messages, tools=given, add_generation_prompt=True, return_dict=False)
         counted = _count(server, system="You are kind.", tools=[TOOL] if given else None)

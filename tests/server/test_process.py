@@ -85,7 +85,7 @@ def test_sigterm_lets_what_is_under_way_end(tmp_path: Path) -> None:
     assert f"memory: {format_bytes(planned['total'] + REQUEST_BYTES)} planned at most: weights " in printed
     assert props["memory"]["peak"] <= planned["arrays"]
     assert props["pool"]["bytes"] == planned["cache"]
-    assert sorted(tmp_path.iterdir()) == [keys]
+    assert _written(tmp_path) == [keys]
 
 
 def test_sigkill_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -102,7 +102,12 @@ def test_sigkill_leaves_nothing_behind(tmp_path: Path) -> None:
                 list(events)
         assert process.wait(SOON) == -signal.SIGKILL
         run.bind(Settings(port=int(url.rpartition(":")[2]))).close()
-    assert not list(tmp_path.rglob("*"))
+    assert not _written(tmp_path)
+
+
+def _written(folder: Path) -> list[Path]:
+    """The files in a folder, but for the copy of OpenBLAS that the first start of a user makes."""
+    return [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("openblas-")]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="its signals are others")

@@ -138,18 +138,16 @@ class Service:
         )
 
     def check_length(self, prompt: str | Sequence[int]) -> None:
-        """Refuse a prompt that cannot fit before it is encoded: that takes seconds, in which nobody's prompt is.
+        """Refuse a prompt that is too long whatever its tokens are, before time and memory go into it.
 
         Raises:
-            ContextError: it is too long.
+            ContextError: it is.
         """
         most, what = self.max_seq_len, "tokens"
-        if isinstance(prompt, str):
-            # A short one is spared the look at the whole vocabulary.
+        if isinstance(prompt, str):  # the first comparison spares short prompts a look at the whole vocabulary
             most, what = MIN_CHARACTERS if len(prompt) <= MIN_CHARACTERS else self.max_characters, "characters"
         if len(prompt) > most:
-            room = f"the {self.max_seq_len} tokens of a sequence"
-            room = f"{room} have at most {most}" if isinstance(prompt, str) else f"{room} are its answer's, too"
+            room = f"there is room for {self.max_seq_len} tokens, the answer's included"
             raise ContextError(f"the prompt has {len(prompt)} {what}; {room}")
 
     def submit(self, request: Request, deliver: Deliver) -> None:

@@ -5,7 +5,7 @@ Its syntax: github.com/guidance-ai/llguidance, docs/syntax.md and docs/json_sche
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,6 +23,9 @@ OPTIONS = '%llguidance {"no_forcing": true}'
 COMPACT = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 SPACED = {**COMPACT, "item_separator": ", ", "key_separator": ": "}  # as chat templates write calls
 SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")  # schemas by name
+ALTERNATIVES = ("anyOf", "oneOf")
+OPEN = {"allOf", "if", "dependentSchemas", "unevaluatedProperties"}  # an object may have parts in several places
+SAYS_OTHERS = {"additionalProperties", "patternProperties", "propertyNames", "minProperties", "$ref", *ALTERNATIVES}
 VALUES = ("const", "enum", "default", "examples")  # no schemas
 NEXT = 1e-12
 TEMPERATURE = re.compile(r"^\s*[\w-]+\s*\[[^\]]*\btemperature\s*=", re.MULTILINE)  # a rule's
@@ -170,24 +173,50 @@ def _schema(source: object) -> Mapping[str, Any]:
 
 
 def _exact(schema: Any) -> Any:
-    """A schema whose exclusive bounds the library keeps to.
+    """A schema as answers are held to it: stricter than it is in two ways.
 
-    It allows 9 where a number must be above 9 and at most 9.5. So the bound becomes the next number, nearly: one that
-    is a billionth of a thousandth further.
+    The library allows 9 where a number must be above 9 and at most 9.5. So an exclusive bound becomes the next number,
+    nearly: one that is a billionth of a thousandth further.
+
+    An object that lists its properties has no others, where the schema does not say that it may: a model would write
+    one after the other. So do OpenAI's strict mode and llama.cpp.
     """
+    closes = not OPEN & set(_keywords(schema))
+    return _made_exact(schema, closes)
+
+
+def _keywords(schema: Any) -> Iterator[str]:
+    """The keywords of a schema and all its parts, and the names in it."""
+    for part in schema if isinstance(schema, list) else schema.values() if isinstance(schema, Mapping) else ():
+        yield from _keywords(part)
+    if isinstance(schema, Mapping):
+        yield from schema
+
+
+def _made_exact(schema: Any, closes: bool) -> Any:
     if isinstance(schema, list):
-        return [_exact(each) for each in schema]
+        return [_made_exact(each, closes) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
     made: dict[str, Any] = {}
     for key, value in schema.items():
         if key in SCHEMAS and isinstance(value, Mapping):
-            made[key] = {name: _exact(each) for name, each in value.items()}
-        else:
-            made[key] = value if key in VALUES else _exact(value)
+            made[key] = {name: _made_exact(each, closes) for name, each in value.items()}
+        elif key in VALUES:
+            made[key] = value
+        else:  # an alternative does not close the object that it is a part of
+            made[key] = _made_exact(value, closes and not (key in ALTERNATIVES and "properties" in schema))
     if made.get("type") != "integer":
         _move(made, "exclusiveMinimum", "minimum", NEXT, max)
         _move(made, "exclusiveMaximum", "maximum", -NEXT, min)
+    listed, required = made.get("properties"), made.get("required", ())
+    if (
+        closes
+        and isinstance(listed, Mapping)
+        and not SAYS_OTHERS & set(made)
+        and all(map(list(listed).__contains__, required))
+    ):
+        made["additionalProperties"] = False
     return made
 
 
