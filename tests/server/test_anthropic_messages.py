@@ -91,6 +91,19 @@ def test_thinking_that_the_client_did_not_see() -> None:
         assert _refused(messages=turns(signature)).param == "messages[1].content[0].signature"
 
 
+def test_how_texts_are_put_together() -> None:
+    """As they are where a client cut a text, and on lines of their own where it sends paragraphs."""
+    for texts, whole in (
+        (["Be brief.", "Be kind."], "Be brief.\nBe kind."),
+        (["Tell me", " a story", "", "\n", "now"], "Tell me a story\nnow"),
+        (["", "a", ""], "a"),
+        ([], ""),
+    ):
+        blocks = [{"type": "text", "text": text} for text in texts]
+        made = _made(messages=[{"role": "user", "content": blocks or ""}])
+        assert made.messages == [{"role": "user", "content": whole}]
+
+
 def test_options() -> None:
     made = _made(max_tokens=7, temperature=0.5, top_p=0.9, top_k=3, stop_sequences=["\n\n", "END"])
     assert (made.max_tokens, made.stop) == (7, ("\n\n", "END"))

@@ -3,14 +3,16 @@
 from typing import Any
 
 import pytest
-from support.server import Running, chat_text, sse_events
+from support.server import Running, chat_text, failing, sse_events
 from transformers import AutoTokenizer
 
 from kvant.engine.load import find_model
+from kvant.server import messages
 
 PATH = "/v1/messages"
 ASKED = [{"role": "user", "content": "Tell me a story about a fox."}]
-TOOL = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"name": "weather", "description": "Of a city.", "input_schema": SCHEMA}
 
 
 def _ask(server: Running, path: str = PATH, **fields: Any) -> Any:
@@ -59,8 +61,8 @@ def test_a_stop_sequence(server: Running) -> None:
 def test_tokens_are_counted_as_transformers_counts_them(server: Running) -> None:
     tokenizer = AutoTokenizer.from_pretrained(find_model("pocket"))
     messages = [{"role": "system", "content": "You are kind."}, *ASKED]
-    parameters = TOOL["input_schema"]
-    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    function = {"name": "weather", "description": "Of a city.", "parameters": SCHEMA}
+    tools = [{"type": "function", "function": function}]
     for given in (None, tools):
         ids = tokenizer.apply_chat_template(messages, tools=given, add_generation_prompt=True, return_dict=False)
         counted = _count(server, system="You are kind.", tools=[TOOL] if given else None)
@@ -95,10 +97,17 @@ def test_errors_have_anthropics_shape(server: Running, path: str) -> None:
         assert told["request_id"] == answered.headers["request-id"]
 
 
+def test_versions_and_betas_are_taken(server: Running) -> None:
+    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "interleaved-thinking-2025-05-14"}
+    body = {"model": "pocket", "messages": ASKED, "max_tokens": 1}
+    assert server.client.post(f"{PATH}?beta=true", json=body, headers=headers).status_code == 200
+
+
 def test_more_than_fits(server: Running) -> None:
     long = [{"role": "user", "content": "fox " * 600}]
     answered = _ask(server, messages=long)
     assert (answered.status_code, answered.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert answered.json()["error"]["message"].startswith("prompt is too long: the prompt has 6")
     assert _count(server, messages=long) > 600
 
 
@@ -125,3 +134,15 @@ def test_an_answer_under_a_schema(server: Running) -> None:
     message = _ask(server, output_config={"format": {"type": "json_schema", "schema": schema}}).json()
     assert message["content"][0]["text"] in ('{"sure":true}', '{"sure":false}')
     assert message["stop_reason"] == "end_turn"
+
+
+def test_an_answer_that_fails(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first byte it is a status; afterwards an event that clients raise."""
+    monkeypatch.setattr(messages, "answer", failing)
+    assert _ask(server).status_code == 503
+    assert _ask(server).json()["error"] == {"type": "overloaded_error", "message": "the engine failed"}
+    events = sse_events(server, PATH, {"model": "pocket", "messages": ASKED, "max_tokens": 24})
+    assert [event["type"] for event in events[:3]] == ["message_start", "content_block_start", "content_block_delta"]
+    assert len(events) == 4
+    assert events[3]["error"] == {"type": "overloaded_error", "message": "the engine failed"}
+    assert events[3]["request_id"].startswith("req_")

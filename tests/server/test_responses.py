@@ -2,7 +2,10 @@
 
 from typing import Any
 
-from support.server import Running, chat_text, sse_events
+import pytest
+from support.server import Running, chat_text, failing, sse_events
+
+from kvant.server import responses
 
 PATH = "/v1/responses"
 ASKED = "Tell me a story about a fox."
@@ -71,6 +74,7 @@ def test_errors_have_openais_shape(server: Running) -> None:
         assert answered.status_code == status
         error = answered.json()["error"]
         assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
+    assert "maximum context length" in error["message"]
 
 
 def test_a_call_and_its_result(server: Running) -> None:
@@ -97,3 +101,12 @@ def test_an_answer_under_a_schema(server: Running) -> None:
     response = _ask(server, text={"format": form}).json()
     assert response["output"][0]["content"][0]["text"] in ('{"sure":true}', '{"sure":false}')
     assert (response["status"], response["text"]["format"]) == ("completed", form)
+
+
+def test_an_answer_that_fails(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first byte it is a status; afterwards an event that clients raise."""
+    monkeypatch.setattr(responses, "answer", failing)
+    assert _ask(server).status_code == 503
+    events = sse_events(server, PATH, _body())
+    assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
+    assert events[-2]["error"]["message"] == events[-1]["response"]["error"]["message"] == "the engine failed"

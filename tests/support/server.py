@@ -3,7 +3,7 @@
 import json
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,8 @@ import pytest
 from starlette.routing import BaseRoute
 
 from kvant.server.app import make_app
+from kvant.server.errors import ApiError
+from kvant.server.generation import Begun, Event, Text
 from kvant.server.run import Server, bind, url_of
 from kvant.server.service import Service
 from kvant.server.settings import Settings
@@ -99,6 +101,13 @@ def sse_events(server: Running, path: str, body: Any) -> list[dict[str, Any]]:
         events.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {events[-1]['type']}"
     return events
+
+
+async def failing(*_: object) -> AsyncGenerator[Event, None]:
+    """In place of :func:`kvant.server.answering.answer`: the engine fails after a word."""
+    yield Begun(3, 0)
+    yield Text(0, "Once")
+    raise ApiError("the engine failed", status=503)
 
 
 def chat_text(server: Running, messages: Any, **fields: Any) -> str:

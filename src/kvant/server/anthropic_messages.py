@@ -24,7 +24,7 @@ from kvant.server.openai_messages import max_tokens, stops
 from kvant.server.sampling import SamplingFields, check_range, sampling_options
 from kvant.server.thinking_options import from_opaque, switched, with_effort
 from kvant.server.tools import checked_tools, tool_named
-from kvant.server.turns import Turns
+from kvant.server.turns import Turns, joined
 from kvant.text.tokenizer import Tokenizer
 
 CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
@@ -159,5 +159,5 @@ def _result(block: ToolResultBlock, place: str) -> str:
             kind, where = part.__struct_config__.tag, f"{place}.content[{at}]"
             raise ApiError(f"{where} is of the type {kind!r}; this server reads text only", param=where)
         texts.append(part.text)
-    text = "\n".join(texts)
+    text = joined(texts)
     return f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text

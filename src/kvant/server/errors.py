@@ -46,13 +46,21 @@ class ApiError(Exception):
 
     def openai(self) -> dict[str, Any]:
         """The body in OpenAI's shape."""
+        message = self._worded("this model's maximum context length is exceeded")
         kind = OPENAI_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def anthropic(self, request_id: str) -> dict[str, Any]:
         """The body in Anthropic's shape."""
         default = "invalid_request_error" if self.status < 500 else "api_error"
-        error: dict[str, Any] = {"type": ANTHROPIC_TYPES.get(self.status, default), "message": self.message}
+        error: dict[str, Any] = {
+            "type": ANTHROPIC_TYPES.get(self.status, default),
+            "message": self._worded("prompt is too long"),
+        }
         if self.code is not None:
             error["details"] = {"error_code": self.code}
         return {"type": "error", "error": error, "request_id": request_id}
+
+    def _worded(self, too_long: str) -> str:
+        """The message. Clients know a prompt that does not fit by the words that each interface has for it."""
+        return f"{too_long}: {self.message}" if self.code == "context_length_exceeded" else self.message

@@ -24,6 +24,7 @@ from kvant.server.openai_body import (
 from kvant.server.sampling import check_range, sampling_options
 from kvant.server.thinking_options import with_effort
 from kvant.server.tools import checked_tools, tool_named
+from kvant.server.turns import joined
 from kvant.text.variables import check_variables
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # texts of stop, and characters of one
@@ -130,7 +131,7 @@ def _call(place: str, call: ToolCall) -> dict[str, Any]:
 
 
 def text_of(content: str | Sequence[Part] | None, name: str) -> str:
-    """A message's text; several parts on lines of their own.
+    """A message's text; of several parts, put together.
 
     Raises:
         ApiError: a part that is no text.
@@ -145,7 +146,7 @@ def text_of(content: str | Sequence[Part] | None, name: str) -> str:
             said = f"has no {part.type}" if part.type in ("text", "refusal") else f"is of the type {part.type[:40]!r}"
             raise ApiError(f"{given} {said}; the model reads text only", param=given)
         texts.append(text)
-    return "\n".join(texts)
+    return joined(texts)
 
 
 def tools_of(tools: Sequence[FunctionTool]) -> tuple[Tool, ...]:

@@ -29,7 +29,7 @@ from kvant.server.responses_body import (
 from kvant.server.sampling import check_range, sampling_options
 from kvant.server.thinking_options import from_opaque, with_effort
 from kvant.server.tools import checked_tools, tool_named
-from kvant.server.turns import Turns
+from kvant.server.turns import Turns, joined
 
 ITEMS: Mapping[str, type[Item]] = {
     "message": MessageItem,
@@ -161,16 +161,16 @@ def _text(content: str | Sequence[Part], place: str) -> str:
             case _:
                 kind, where = part.__struct_config__.tag, f"{place}[{at}]"
                 raise ApiError(f"{where} is of the type {kind!r}; this server reads text only", param=where)
-    return "\n".join(texts)
+    return joined(texts)
 
 
 def _thinking(item: ReasoningItem, place: str) -> str:
     """An earlier answer's thinking, in whichever way the client was given it."""
     if item.content:
-        return "\n".join(part.text for part in item.content)
+        return joined([part.text for part in item.content])
     if item.encrypted_content is not None:
         return from_opaque(item.encrypted_content, f"{place}.encrypted_content")
-    return "\n".join(part.text for part in item.summary or [])
+    return joined([part.text for part in item.summary or []])
 
 
 def _arguments(text: str, place: str) -> dict[str, Any]:

@@ -1,9 +1,23 @@
 """A conversation's messages for a chat template, from interfaces that give them in pieces."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvant.server.errors import ApiError
+
+
+def joined(texts: Sequence[str]) -> str:
+    """Pieces of a text put together, with a line break between two that have no white space there.
+
+    Some clients cut a text where its cache is to end, and others send paragraphs.
+    """
+    pieces: list[str] = []
+    for text in filter(None, texts):
+        if pieces and not (pieces[-1][-1].isspace() or text[0].isspace()):
+            pieces.append("\n")
+        pieces.append(text)
+    return "".join(pieces)
 
 
 @dataclass(slots=True)
@@ -17,9 +31,9 @@ class _Turn:
     result_of: dict[str, str] = field(default_factory=dict)
 
     def message(self) -> dict[str, Any]:
-        made: dict[str, Any] = {"role": self.role, "content": "\n".join(self.texts), **self.result_of}
+        made: dict[str, Any] = {"role": self.role, "content": joined(self.texts), **self.result_of}
         if self.thinking:
-            made["reasoning_content"] = "\n".join(self.thinking)
+            made["reasoning_content"] = joined(self.thinking)
         if self.calls:
             made["tool_calls"] = self.calls
         return made
@@ -33,7 +47,7 @@ class Turns:
         self._names: dict[str, str] = {}  # of tools, by the ids of their calls
 
     def add_text(self, role: str, text: str) -> None:
-        """A piece of what the role says. Pieces are put together with a line break."""
+        """A piece of what the role says; see :func:`joined`."""
         self._of(role).texts.append(text)
 
     def add_thinking(self, text: str) -> None:
