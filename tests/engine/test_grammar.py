@@ -25,7 +25,10 @@ Pocket = tuple[Decoder, Tokenizer]
 PADDED = 1300  # tokens of the random model; pocket's tokenizer has 1,280
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }  # fmt: skip

@@ -223,6 +223,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"repetition_penalty": 0}, "repetition_penalty", "expected above 0"),
     ({"xtc_threshold": 0.1}, "xtc_threshold", "no effect without xtc_probability"),
     ({"seed": 2**64}, "seed", "expected -9223372036854775808 to"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "Expected `int`, got `str`"),
     ({"logit_bias": {"5": 101}}, "logit_bias.5", "is 101.0; expected -100 to 100"),
     ({"logit_bias": {"1280": 1}}, "logit_bias", "has token 1280; the model knows 0 to 1279"),
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "has 1025 tokens; expected at most 1024"),

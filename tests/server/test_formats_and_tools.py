@@ -94,7 +94,6 @@ def test_formats_that_cannot_be_had(server: Running) -> None:
         assert part in error["message"]
     assert refused(server, structured_outputs={"regex": "("})["message"].startswith("the regex cannot be used: ")
     assert "ignore_eos" in refused(server, response_format={"type": "json_object"}, ignore_eos=True)["message"]
-    assert "expected one of them" in refused(server, response_format={"type": "json_object"}, tools=[LOOK])["message"]
 
 
 def calls_of(answer: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -140,3 +139,22 @@ def test_a_call_in_a_stream_and_its_result(server: Running) -> None:
     shaped[1] = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
     ids = tokenizer.apply_chat_template(shaped, [LOOK, WAIT], add_generation_prompt=True)
     assert answer["usage"]["prompt_tokens"] == len(ids)
+
+
+def test_a_format_beside_tools(server: Running) -> None:
+    """An answer is a call, or text of the format; logit_bias tells pocket which."""
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    fields = {"tools": [LOOK], "response_format": wanted, "max_tokens": 150, "parallel_tool_calls": False}
+    detokenizer = server.service.tokenizer.detokenizer
+    begins = {sign: [i for i in range(1280) if detokenizer.token_bytes(i)[:1] == sign] for sign in (b"{", b"<")}
+    never = {sign: {str(token): -100 for token in tokens} for sign, tokens in begins.items()}
+    answer = ask(server, logit_bias=never[b"<"], **fields)
+    assert validate(json.loads(answer["choices"][0]["message"]["content"]), SCHEMA) is None
+    assert calls_of(answer) == []
+    answer = ask(server, logit_bias=never[b"{"], **fields)
+    assert [name for name, _ in calls_of(answer)] == ["look"]
+    assert answer["choices"][0]["message"]["content"] is None
+    forced = ask(server, tool_choice="required", **fields)
+    assert [name for name, _ in calls_of(forced)] == ["look"]
+    told = ask(server, tool_choice="none", **fields)
+    assert validate(json.loads(told["choices"][0]["message"]["content"]), SCHEMA) is None

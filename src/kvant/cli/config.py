@@ -197,8 +197,8 @@ def config(
 ) -> None:
     """Show the config file and what it sets, all of it checked.
 
-    Top-level keys are flags of generate and chat; plan and report heed those that they have, too. [generate], [chat],
-    [plan] and [report] are for one command, [presets.NAME] for --preset NAME.
+    Top-level keys are flags of generate and chat; serve, plan and report heed those that they have, too. [generate],
+    [chat], [serve], [plan] and [report] are for one command, [presets.NAME] for --preset NAME.
     """
     wanted = wanted_path()
     if path:

@@ -29,7 +29,7 @@ def decode(body: bytes, kind: type[T]) -> T:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         text = str(error)
         field = re.search(r"(?:unknown|required) field `([^`]*)`", text)
-        place = re.search(r" - at `\$\.?([^`]*)`", text)
+        place = re.search(r"(?:- at|in) `\$\.?([^`]*)`", text)
         names = [found[1] for found in (place, field) if found]
         raise ApiError(text, param=".".join(names) or None) from error
     check_depth(found)

@@ -36,28 +36,26 @@ async def grammar_of(service: Service, generation: Generation, prompt: str) -> G
 
 def _is_bound(generation: Generation) -> bool:
     """Whether there is something that answers have to follow."""
-    choice = generation.tool_choice
     if generation.format is not None:
-        if generation.tools and choice == "auto":
-            said = "a format of the text and tools are given; expected one of them, or a tool_choice other than auto"
-            raise ApiError(said, param="tool_choice")
         return True
-    if not generation.tools or choice == "none":
+    if not generation.tools or generation.tool_choice == "none":
         return False
-    return choice != "auto" or any(tool.strict for tool in generation.tools)
+    return generation.tool_choice != "auto" or any(tool.strict for tool in generation.tools)
 
 
 def _compile(service: Service, generation: Generation, prompt: str) -> Grammar:
     """See :func:`grammar_of`; it waits for a process."""
     rendered = None if generation.messages is None else prompt
-    choice = generation.tool_choice
-    if generation.format is not None and choice in ("auto", "none"):
-        return service.grammars.compile(generation.format.kind, generation.format.source, rendered)
+    choice, text = generation.tool_choice, None
+    if generation.format is not None:
+        text = generation.format.kind, generation.format.source
+        if not generation.tools or choice == "none":
+            return service.grammars.compile(*text, rendered)
     assert service.tool_format is not None  # the prompt was rendered with tools
     tools = [choice] if isinstance(choice, Tool) else generation.tools
     shown = [{**as_shown(tool), "function": {**as_shown(tool)["function"], "strict": tool.strict}} for tool in tools]
     source = build_tool_grammar(
-        service.tool_format, shown, "auto" if choice == "auto" else "required", generation.parallel_tool_calls
+        service.tool_format, shown, "auto" if choice == "auto" else "required", generation.parallel_tool_calls, text
     )
     return service.grammars.compile("tool_calls", source, rendered)
 

@@ -144,7 +144,8 @@ class Service:
             ContextError: it is.
         """
         most, what = self.max_seq_len, "tokens"
-        if isinstance(prompt, str):  # the first comparison spares short prompts a look at the whole vocabulary
+        if isinstance(prompt, str):
+            # A short one is spared the look at the whole vocabulary.
             most, what = MIN_CHARACTERS if len(prompt) <= MIN_CHARACTERS else self.max_characters, "characters"
         if len(prompt) > most:
             room = f"there is room for {self.max_seq_len} tokens, the answer's included"

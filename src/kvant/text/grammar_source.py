@@ -5,8 +5,8 @@ Its syntax: github.com/guidance-ai/llguidance, docs/syntax.md and docs/json_sche
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvant.errors import GrammarError, printable
@@ -23,6 +23,9 @@ OPTIONS = '%llguidance {"no_forcing": true}'
 COMPACT = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 SPACED = {**COMPACT, "item_separator": ", ", "key_separator": ": "}  # as chat templates write calls
 SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")  # schemas by name
+ALTERNATIVES = ("anyOf", "oneOf")
+OPEN = {"allOf", "if", "dependentSchemas", "unevaluatedProperties"}  # an object may have parts in several places
+SAYS_OTHERS = {"additionalProperties", "patternProperties", "propertyNames", "minProperties", "$ref", *ALTERNATIVES}
 VALUES = ("const", "enum", "default", "examples")  # no schemas
 NEXT = 1e-12
 TEMPERATURE = re.compile(r"^\s*[\w-]+\s*\[[^\]]*\btemperature\s*=", re.MULTILINE)  # a rule's
@@ -37,12 +40,14 @@ class ToolGrammar:
         schemas: of arguments, by the tool's name.
         must: the answer is calls; else it is text, with or without calls.
         several: there may be more than one.
+        text: kind and source of what the answer is where it is not calls; None: any text, also beside calls.
     """
 
     form: ToolFormat
     schemas: Mapping[str, Mapping[str, Any]]
     must: bool
     several: bool
+    text: tuple[Kind, Mapping[str, Any] | str | bool] | None = None
 
 
 def build_tool_grammar(
@@ -50,6 +55,7 @@ def build_tool_grammar(
     tools: Sequence[Mapping[str, Any]],
     choice: Literal["auto", "required"] = "required",
     parallel: bool = True,
+    text: tuple[Kind, Mapping[str, Any] | str | bool] | None = None,
 ) -> ToolGrammar:
     """A source for :meth:`kvant.text.grammar.Grammars.compile`.
 
@@ -59,6 +65,7 @@ def build_tool_grammar(
         choice: "required": the answer is calls. "auto": text, in which a call may come; then the arguments of tools
             that are ``strict`` satisfy their schemas, and others are any object.
         parallel: there may be more than one call, where the form has several.
+        text: with "auto", kind and source of an answer that is not calls. Then all arguments satisfy their schemas.
 
     Raises:
         GrammarError: no tools, or a form whose calls no grammar is written for.
@@ -70,10 +77,10 @@ def build_tool_grammar(
     schemas = {}
     for tool in tools:
         function = tool["function"]
-        bound = choice == "required" or function.get("strict")
+        bound = choice == "required" or text is not None or function.get("strict")
         schema = (function.get("parameters") or {}) if bound else {}
         schemas[function["name"]] = {"type": "object", **schema}
-    return ToolGrammar(form, schemas, choice == "required", parallel and form.several)
+    return ToolGrammar(form, schemas, choice == "required", parallel and form.several, text)
 
 
 class Marked:
@@ -105,7 +112,10 @@ def document(
     Arguments and errors are those of :meth:`kvant.text.grammar.Grammars.compile`.
     """
     schemas: dict[str, Any] = {}
-    if isinstance(source, ToolGrammar):
+    parts: list[dict[str, Any]] = []
+    if isinstance(source, ToolGrammar) and source.text is not None and not source.must:
+        lines, parts = ["start: @calls | @text"], _parts(source, source.text, marked)
+    elif isinstance(source, ToolGrammar):
         lines, schemas = _calls(source, marked)
     elif kind in ("json_object", "json_schema"):
         schema = {"type": "object"} if kind == "json_object" else _schema(source)
@@ -125,10 +135,25 @@ def document(
     grammars = [{"lark_grammar": text}]
     if thinking is not None:
         grammars = [{"lark_grammar": f"{thinking}\n{OPTIONS}"}, {"name": "answer", "lark_grammar": text}]
-    made = json.dumps({"grammars": [*grammars, *({"name": n, "json_schema": s} for n, s in schemas.items())]})
+    made = json.dumps({"grammars": [*grammars, *parts, *({"name": n, "json_schema": s} for n, s in schemas.items())]})
     if (size := len(made.encode())) > MAX_SOURCE:
         raise GrammarError(f"the {kind} has {size} bytes; expected at most {MAX_SOURCE}")
     return made
+
+
+def _parts(
+    source: ToolGrammar, text: tuple[Kind, Mapping[str, Any] | str | bool], marked: Marked
+) -> list[dict[str, Any]]:
+    """The grammars named calls and text of an answer that is one or the other, and what they refer to."""
+    calls = replace(source, must=True, text=None)
+    found: list[dict[str, Any]] = []
+    for name, made in (
+        ("calls", document("tool_calls", calls, marked, None)),
+        ("text", document(*text, marked, None)),
+    ):
+        first, *more = json.loads(made)["grammars"]
+        found += [{"name": name, **first}, *more]
+    return found
 
 
 def _schema(source: object) -> Mapping[str, Any]:
@@ -148,24 +173,50 @@ def _schema(source: object) -> Mapping[str, Any]:
 
 
 def _exact(schema: Any) -> Any:
-    """A schema whose exclusive bounds the library keeps to.
+    """A schema as answers are held to it: stricter than it is in two ways.
 
-    It allows 9 where a number must be above 9 and at most 9.5. So the bound becomes the next number, nearly: one that
-    is a billionth of a thousandth further.
+    The library allows 9 where a number must be above 9 and at most 9.5. So an exclusive bound becomes the next number,
+    nearly: one that is a billionth of a thousandth further.
+
+    An object that lists its properties has no others, where the schema does not say that it may: a model would write
+    one after the other. So do OpenAI's strict mode and llama.cpp.
     """
+    closes = not OPEN & set(_keywords(schema))
+    return _made_exact(schema, closes)
+
+
+def _keywords(schema: Any) -> Iterator[str]:
+    """The keywords of a schema and all its parts, and the names in it."""
+    for part in schema if isinstance(schema, list) else schema.values() if isinstance(schema, Mapping) else ():
+        yield from _keywords(part)
+    if isinstance(schema, Mapping):
+        yield from schema
+
+
+def _made_exact(schema: Any, closes: bool) -> Any:
     if isinstance(schema, list):
-        return [_exact(each) for each in schema]
+        return [_made_exact(each, closes) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
     made: dict[str, Any] = {}
     for key, value in schema.items():
         if key in SCHEMAS and isinstance(value, Mapping):
-            made[key] = {name: _exact(each) for name, each in value.items()}
-        else:
-            made[key] = value if key in VALUES else _exact(value)
+            made[key] = {name: _made_exact(each, closes) for name, each in value.items()}
+        elif key in VALUES:
+            made[key] = value
+        else:  # an alternative does not close the object that it is a part of
+            made[key] = _made_exact(value, closes and not (key in ALTERNATIVES and "properties" in schema))
     if made.get("type") != "integer":
         _move(made, "exclusiveMinimum", "minimum", NEXT, max)
         _move(made, "exclusiveMaximum", "maximum", -NEXT, min)
+    listed, required = made.get("properties"), made.get("required", ())
+    if (
+        closes
+        and isinstance(listed, Mapping)
+        and not SAYS_OTHERS & set(made)
+        and all(map(list(listed).__contains__, required))
+    ):
+        made["additionalProperties"] = False
     return made
 
 
