@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -194,6 +195,48 @@ class Checks:
         self.ask(tab, "Who helped Pip?")
         assert "prompt tokens were there" in tab.run(ENDED), tab.run(ENDED)
 
+    def check_many_answers(self) -> None:
+        """The panel shows the answers of all clients, and the page can have several under way itself."""
+        tab = self.open()
+        self.ask(tab, STORY)
+        text = "There was a bear named Clara, who had a boat. She met a hare and a fox. " * 12
+        for number, words in enumerate((text, f"{text} And then?", "A duck wants to fly.")):
+            self.ask_beside(words, number)
+            time.sleep(0.3)
+        tab.type("Tell me a story about a hare who could not sleep.")
+        tab.press("Enter")
+        tab.wait(f"document.querySelector('.growing') && {TEXT}.length > 5")
+        first = tab.run("location.hash")
+        tab.click("#new")
+        tab.type("A story about a mouse, please.")
+        tab.press("Enter")
+        tab.wait("document.querySelectorAll('#sequences li').length === 4")
+        tab.wait("parseInt(document.querySelector('#waiting').textContent) === 1")
+        assert (
+            tab.run("new Set([...document.querySelectorAll('#sequences .cell')].map((e) => e.style.background)).size")
+            == 4
+        )
+        said = tab.run("document.querySelector('.pages').getAttribute('aria-label')")
+        assert " 0 are shared" not in said, said
+        tab.run("[...document.querySelectorAll('#list .open')].find((e) => e.textContent.includes('Pip')).click()")
+        assert tab.run("location.hash") == first
+        tab.wait("document.querySelectorAll('.message').length === 4")
+        tab.wait(f"{TEXT}.length > 250", 60)
+        self.picture(tab, "many")
+        tab.wait(ENDED, 60)
+        end = time.monotonic() + 60
+        while (health := self.server.health())["running"] or health["waiting"]:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+    def ask_beside(self, text: str, seed: int) -> None:
+        """Another client's question, whose answer is long; in a thread."""
+        body = {"model": "pocket", "messages": [{"role": "user", "content": text}], "max_tokens": 650 + 20 * seed}
+        data = json.dumps({**body, "ignore_eos": True, "seed": seed}).encode()
+        url, headers = f"{self.server.url}/v1/chat/completions", {"Content-Type": "application/json"}
+        question = urllib.request.Request(url, data, headers)
+        threading.Thread(target=lambda: urllib.request.urlopen(question).read()).start()
+
     def check_stop(self) -> None:
         tab = self.open()
         for how in ("click", "Escape"):
@@ -356,9 +399,9 @@ class Checks:
         tab.run(f"{LAST}.querySelectorAll('.actions > button')[1].click()")
         tab.wait(f"{ENDED} && {TEXT}.length > 5")
         assert tab.run("document.querySelector('.answer > .body').textContent") == whole
+        self.server.close()  # a page that listens does not hold it up
         tab.problems.clear()  # connections that were refused
         self.close_tabs()
-        self.server.close()
         self.server = plain
 
     def check_attacks(self) -> None:

@@ -39,7 +39,7 @@ def _talk(model):
 
 def _use_tools(model):
     """A call is forced, and goes back with its result."""
-    model = model.model_copy(update={"max_tokens": 300})
+    model = _roomy(model)
     first = model.bind_tools([weather], tool_choice="any", parallel_tool_calls=False).invoke(WEATHER)
     [call] = first.tool_calls
     assert (call["name"], type(call["args"]["city"])) == ("weather", str)
@@ -58,9 +58,15 @@ def check_openai_tools():
     _use_tools(openai_chat)
 
 
+def _roomy(model):
+    return model.model_copy(update={"max_tokens": 300})
+
+
 def check_openai_structure():
     for method in ("json_schema", "function_calling"):
-        assert isinstance(openai_chat.with_structured_output(Animal, method=method).invoke(STORY), Animal), method
+        assert isinstance(_roomy(openai_chat).with_structured_output(Animal, method=method).invoke(STORY), Animal), (
+            method
+        )
 
 
 def check_openai_logprobs_and_batches():
@@ -78,7 +84,7 @@ def check_openai_responses():
 
 
 def check_openai_responses_structure():
-    assert isinstance(responses.with_structured_output(Animal, method="json_schema").invoke(STORY), Animal)
+    assert isinstance(_roomy(responses).with_structured_output(Animal, method="json_schema").invoke(STORY), Animal)
 
 
 def check_anthropic():
@@ -86,7 +92,7 @@ def check_anthropic():
 
 
 def check_anthropic_tools():
-    model = anthropic_chat.model_copy(update={"max_tokens": 300})
+    model = _roomy(anthropic_chat)
     first = model.bind_tools([weather], tool_choice="any").invoke(WEATHER)
     call = first.tool_calls[0]
     assert (call["name"], type(call["args"]["city"])) == ("weather", str)
@@ -97,7 +103,9 @@ def check_anthropic_tools():
 
 def check_anthropic_structure():
     for method in ("json_schema", "function_calling"):
-        assert isinstance(anthropic_chat.with_structured_output(Animal, method=method).invoke(STORY), Animal), method
+        assert isinstance(_roomy(anthropic_chat).with_structured_output(Animal, method=method).invoke(STORY), Animal), (
+            method
+        )
 
 
 def check_errors():

@@ -11,6 +11,7 @@ from checks import (
     KEYED_URL,
     LONG,
     MODEL,
+    NOTHING,
     STORY,
     TOOL_RESULT,
     URL,
@@ -25,8 +26,7 @@ from pydantic import BaseModel
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="any", max_retries=0, timeout=120)
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Weather.", "parameters": WEATHER_SCHEMA}}
-CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
-RESPONSES_TOOL = {"type": "function", "name": "weather", "parameters": WEATHER_SCHEMA, "strict": True}
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": NOTHING}}
 
 
 def ask(text=STORY, **options):
@@ -238,7 +238,6 @@ def check_a_loop_with_a_tool():
     messages.append({"role": "tool", "tool_call_id": call.id, "content": TOOL_RESULT})
     second = ask(messages=messages, tools=[TOOL], tool_choice="none")
     assert second.choices[0].message.content
-    assert second.usage.prompt_tokens > first.usage.prompt_tokens
 
 
 def check_streamed_tools():
@@ -290,7 +289,7 @@ def check_cached_tokens():
     """A second turn shares the first one's whole pages, and the answer is the same."""
     messages = [{"role": "system", "content": f"openai. {LONG}"}, {"role": "user", "content": STORY}]
     first = ask(messages=messages)
-    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert first.usage.prompt_tokens_details.cached_tokens < 128
     assert first.usage.prompt_tokens > 256
     answer = {"role": "assistant", "content": first.choices[0].message.content}
     second = ask(messages=[*messages, answer, {"role": "user", "content": "And then?"}])
@@ -372,83 +371,6 @@ def check_a_full_queue():
     assert {type(each) for each in refused} == {openai.RateLimitError}, refused
     assert all(int(each.response.headers["Retry-After"]) >= 1 for each in refused)
     assert len(refused) < 40
-
-
-def check_responses():
-    answer = client.responses.create(model=MODEL, input=STORY, temperature=0, max_output_tokens=40)
-    assert "Pip" in answer.output_text
-    assert (answer.object, answer.status, answer.incomplete_details.reason) == (
-        "response",
-        "incomplete",
-        "max_output_tokens",
-    )
-    assert (answer.usage.output_tokens, answer.usage.output_tokens_details.reasoning_tokens) == (40, 0)
-    assert answer.output_text == ask().choices[0].message.content
-    whole = client.responses.create(model=MODEL, instructions="You tell stories.", input=STORY, temperature=0)
-    assert (whole.status, whole.incomplete_details, whole.error) == ("completed", None, None)
-    conversation = [
-        {"role": "user", "content": [{"type": "input_text", "text": STORY}]},
-        *whole.output,
-        {"role": "user", "content": "And then?"},
-    ]
-    assert client.responses.create(model=MODEL, input=conversation, temperature=0, max_output_tokens=20).output_text
-
-
-def check_streamed_responses():
-    plain = client.responses.create(model=MODEL, input=STORY, temperature=0, max_output_tokens=40)
-    events = list(client.responses.create(model=MODEL, input=STORY, temperature=0, max_output_tokens=40, stream=True))
-    kinds = [event.type for event in events]
-    assert kinds[:2] == ["response.created", "response.in_progress"]
-    assert kinds[-1] == "response.incomplete"
-    order = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done"]
-    places = [kinds.index(f"response.{kind}") for kind in [*order, "output_item.done"]]
-    assert places == sorted(places)
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
-    assert text == plain.output_text == events[-1].response.output_text
-    with client.responses.stream(model=MODEL, input=STORY, temperature=0) as stream:
-        for _ in stream:
-            pass
-        assert stream.get_final_response().output_text.startswith(text)
-
-
-def check_responses_tools_and_structure():
-    given = {"model": MODEL, "temperature": 0}
-    parsed = client.responses.parse(**given, input=STORY, text_format=Animal)
-    assert isinstance(parsed.output_parsed, Animal)
-    first = client.responses.create(**given, input=WEATHER, tools=[RESPONSES_TOOL], tool_choice="required")
-    calls = [item for item in first.output if item.type == "function_call"]
-    assert [call.name for call in calls] == ["weather"]
-    assert json.loads(calls[0].arguments)["city"] in ("Rome", "Oslo")
-    result = {"type": "function_call_output", "call_id": calls[0].call_id, "output": TOOL_RESULT}
-    conversation = [{"role": "user", "content": WEATHER}, *first.output, result]
-    second = client.responses.create(
-        **given, input=conversation, tools=[RESPONSES_TOOL], tool_choice="none", max_output_tokens=20
-    )
-    assert second.output_text
-    kinds = [
-        event.type
-        for event in client.responses.create(
-            **given, input=WEATHER, tools=[RESPONSES_TOOL], tool_choice="required", stream=True
-        )
-    ]
-    assert kinds[-1] == "response.completed"
-    assert "response.function_call_arguments.delta" in kinds
-    assert "response.function_call_arguments.done" in kinds
-
-
-def check_responses_errors():
-    for words, options in (
-        ("temperature", {"temperature": -1}),
-        ("previous_response_id", {"previous_response_id": "resp_1"}),
-        ("background", {"background": True}),
-    ):
-        raises(
-            openai.BadRequestError,
-            lambda options=options: client.responses.create(model=MODEL, input=STORY, **options),
-            words,
-        )
-    raises(openai.NotFoundError, lambda: client.responses.create(model="gpt-4", input=STORY))
 
 
 main(globals())

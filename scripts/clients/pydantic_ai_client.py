@@ -1,10 +1,12 @@
 """pydantic-ai: agents with tools and typed results, over chat completions, responses and messages."""
 
 import asyncio
-from typing import Literal
 
-from checks import MODEL, STORY, TOOL_RESULT, URL, WEATHER, Animal, main, raises
-from pydantic_ai import Agent, ModelHTTPError, NativeOutput, ToolOutput
+from checks import MODEL, STORY, TOOL_RESULT, URL, WEATHER, WEATHER_SCHEMA, Animal, main, raises
+from pydantic_ai import Agent, ModelHTTPError, NativeOutput, ToolDefinition, ToolOutput
+from pydantic_ai.direct import model_request_sync
+from pydantic_ai.messages import ModelRequest, ToolCallPart, ToolReturnPart
+from pydantic_ai.models import ModelRequestParameters
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
@@ -40,22 +42,20 @@ def _typed(model, *kinds):
 
 
 def _use_tools(model):
-    """The typed result is itself a tool, so the model has to call one each time until it is called."""
-    asked = []
-    agent = Agent(model, output_type=ToolOutput(Animal), model_settings=SETTINGS | {"temperature": 1})
-
-    @agent.tool_plain
-    def weather(city: Literal["Rome", "Oslo"]) -> str:
-        """Weather of a city."""
-        asked.append(city)
-        return TOOL_RESULT
-
-    for seed in range(8):
-        result = agent.run_sync(WEATHER, model_settings={"seed": seed} if model is chat else None)
-        assert isinstance(result.output, Animal)
-        if asked:
-            return
-    raise AssertionError("in 8 runs the tool was never called")
+    """The call is forced, and goes back with its result; an answer in words follows."""
+    tool = ToolDefinition(name="weather", description="Weather.", parameters_json_schema=WEATHER_SCHEMA)
+    forced = ModelRequestParameters(function_tools=[tool], allow_text_output=False)
+    asked = ModelRequest.user_text_prompt(WEATHER)
+    first = model_request_sync(model, [asked], model_settings=SETTINGS, model_request_parameters=forced)
+    [call] = [part for part in first.parts if isinstance(part, ToolCallPart)][:1]
+    assert (call.tool_name, call.args_as_dict()["city"] in ("Rome", "Oslo")) == ("weather", True)
+    results = [
+        ToolReturnPart(each.tool_name, TOOL_RESULT, tool_call_id=each.tool_call_id)
+        for each in first.parts
+        if isinstance(each, ToolCallPart)
+    ]
+    turns = [asked, first, ModelRequest(parts=results)]
+    assert model_request_sync(model, turns, model_settings=SETTINGS).usage.output_tokens
 
 
 def check_chat():
@@ -66,8 +66,9 @@ def check_chat_typed():
     _typed(chat, Animal, ToolOutput(Animal), NativeOutput(Animal))
 
 
-def check_chat_tools():
-    _use_tools(chat)
+def check_tools():
+    for model in (chat, responses, messages):
+        _use_tools(model)
 
 
 def check_responses():

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from support.schemas import problem, random_root
 
 from kvant import batch_generate, generate, stream_generate
 from kvant.engine.batch_engine import BatchEngine
+from kvant.engine.conversation import Conversation
 from kvant.engine.request import Request, Token
 from kvant.engine.sampling import make_logits_processors, make_sampler
 from kvant.errors import GrammarError
@@ -25,13 +27,10 @@ Pocket = tuple[Decoder, Tokenizer]
 PADDED = 1300  # tokens of the random model; pocket's tokenizer has 1,280
 PERSON = {
     "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 99}},
     "required": ["name", "age"],
     "additionalProperties": False,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +74,7 @@ def test_random_schemas(pocket: Pocket, grammars: Grammars, random_model: Decode
     rng = random.Random(bits)
     for model, compiler in ((pocket[0], grammars), (random_model, Grammars(tokenizer, PADDED))):
         scheduler, _ = scheduler_of(model, bits, pool={"quant_group": 16})
-        schemas = [random_root(rng) for _ in range(count(4, 100))]
+        schemas = [random_root(rng) for _ in range(count(3, 100))]
         requests = {}
         for schema in schemas:
             sampler = make_sampler(rng.choice([0.0, 0.7, 1.5]), rng.choice([0.0, 0.9]), seed=rng.randrange(1000))
@@ -154,6 +153,18 @@ def test_alone(pocket: Pocket, person: Grammar) -> None:
     cut = generate(model, tokenizer, "Once", max_tokens=120, logits_processors=[person], stop='"age"')
     assert cut.startswith('{"name":"')
     assert cut.endswith(",")
+
+
+def test_a_conversation_that_forgets_in_the_middle_of_an_answer(pocket: Pocket, grammars: Grammars) -> None:
+    """The answer goes on where it was, with fewer turns before it."""
+    model, tokenizer = pocket
+    talk = Conversation(model, tokenizer, model.make_cache(110), overflow="forget")
+    for _ in range(2):
+        list(talk.send("Tell me of the river.", max_tokens=12))
+    grammar = grammars.compile("regex", "([a-z ]{5}!){20}")
+    pieces = list(talk.send("And then?", logits_processors=[grammar], max_tokens=200))
+    assert talk.forgotten
+    assert re.fullmatch("([a-z ]{5}!){20}", "".join(piece.text for piece in pieces))
 
 
 def test_refused(pocket: Pocket, person: Grammar, random_model: Decoder) -> None:

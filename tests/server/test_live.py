@@ -4,10 +4,12 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from support.pools import tiny_model
 from support.server import Running
 
 from kvant.cache.pool import Pool
@@ -82,6 +84,25 @@ def test_the_state_is_the_pools_and_no_text_is_in_it(pocket: Any) -> None:
     assert set(state) == {
         "time", "waiting", "prefilling", "running", "sequences", "parts", "generated", "tokens",
     }  # fmt: skip
+
+
+def test_pages_that_move_with_a_window(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path, (None, 100))
+    pool = model.make_pool(PAGE * 12, sequences=2, prefill_step_size=64, quant_bit=0)
+    scheduler, live = Scheduler(model, pool, max_batch=2), Live(pool)
+    assert [part["window"] for part in live.facts["parts"]] == [None, 100]
+    live.listeners = 1
+    for prompt in ([5] * 400, [6] * 30):
+        scheduler.submit(Request(prompt, max_tokens=20))
+    starts = set()
+    while not scheduler.idle:
+        new = scheduler.step()
+        live._looked = 0.0  # it is time
+        live.observe(scheduler, new)
+        state = live.read(0)[2]
+        check(state, pool, scheduler)
+        starts |= {each["start"] for each in state["parts"][1]["sequences"]}
+    assert starts >= {0, PAGE}
 
 
 def test_without_listeners_it_looks_when_all_is_done(pocket: Any) -> None:

@@ -27,9 +27,11 @@ def apart(processors: Sequence[LogitsProcessor]) -> tuple[tuple[Change, ...], Gr
 
 
 def for_answer(
-    processors: Sequence[LogitsProcessor], vocab_size: int, stop_tokens: Collection[int]
+    processors: Sequence[LogitsProcessor], vocab_size: int, stop_tokens: Collection[int], begun: Sequence[int] = ()
 ) -> tuple[Change, ...]:
     """The processors of one answer, for a loop that calls them with its tokens so far.
+
+    ``begun``: the answer's first tokens, where the prompt ends with them; a grammar goes on after them.
 
     Raises:
         ValueError: a grammar that the answer cannot have, or several.
@@ -38,7 +40,7 @@ def for_answer(
     if grammar is None:
         return changes
     grammar.check(vocab_size, stop_tokens)
-    return *changes, _Constraint(grammar)
+    return *changes, _Constraint(grammar, begun)
 
 
 def allowed_only(logits: mx.array, masks: Sequence[bytes]) -> mx.array:
@@ -53,8 +55,10 @@ def allowed_only(logits: mx.array, masks: Sequence[bytes]) -> mx.array:
 class _Constraint:
     """A grammar as a function of tokens and logits. It learns the tokens of its answer from one call to the next."""
 
-    def __init__(self, grammar: Grammar) -> None:
+    def __init__(self, grammar: Grammar, begun: Sequence[int]) -> None:
         self._matcher = grammar.matcher()
+        for token in begun:
+            self._matcher.take(token)
         self._taken: int | None = None  # tokens that were there at the last call
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:

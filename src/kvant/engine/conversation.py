@@ -217,6 +217,7 @@ class Conversation:
                 stop_tokens=self._tokenizer.eos_token_ids,
                 prefill_step_size=prefill_step_size,
                 progress=prompt_progress_callback,
+                begun=turn.prompt.answer,
             )
 
         def go_on(answer: Sequence[int]) -> Callable[[], Run] | None:

@@ -53,6 +53,7 @@ class Run:
         look_ahead: int = 0,
         compiled: bool | None = None,
         logits: mx.array | None = None,
+        begun: Sequence[int] = (),
     ) -> None:
         """Check everything; nothing is fed yet.
 
@@ -71,6 +72,7 @@ class Run:
                 the next append is queued, and MLX then copies that layer's buffer (19 ms a step instead of 0.2, CPU).
             compiled: whether the step is a compiled function; default: where that is faster and the cache allows it.
             logits: (1, vocab) after the last token that the cache holds; the prompt is empty then.
+            begun: the first tokens of the answer, where the prompt ends with them.
 
         Raises:
             ContextError: the prompt does not fit.
@@ -88,7 +90,7 @@ class Run:
         self._model = model
         self._cache = cache = model.check_cache(cache, batch=1)
         self._sampler = for_a_run(sampler or greedy)
-        self._processors = for_answer(logits_processors, model.config.vocab_size, stop_tokens)
+        self._processors = for_answer(logits_processors, model.config.vocab_size, stop_tokens, begun)
         self._stop_tokens = stop_tokens
         self._step_size = prefill_step_size
         self._progress = progress

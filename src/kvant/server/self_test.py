@@ -14,7 +14,8 @@ import httpx2
 from kvant.errors import one_line
 from kvant.server.app import make_app
 from kvant.server.run import Server, bind, url_of
-from kvant.server.self_checks import CHECKS, Check, CheckError, RefusalError, Target
+from kvant.server.self_checks import CHECKS, Check
+from kvant.server.self_target import CheckError, RefusalError, Target
 from kvant.server.service import Service
 from kvant.server.settings import Settings
 

@@ -47,7 +47,7 @@ function showButtons() {
   const focused = document.activeElement;
   at("send").hidden = busy;
   at("stop").hidden = !busy;
-  if (focused === at("send") || focused === at("stop")) at("text").focus(); // it is hidden now
+  if (focused === at("send") || focused === at("stop")) focusText(); // it is hidden now
 }
 
 function showChanged() {
@@ -73,14 +73,14 @@ function select(id) {
   const found = job ?? store.read(id);
   if (found) show(found);
   fold();
-  at("text").focus();
+  focusText();
 }
 
 function startNew() {
   const { system, sampling } = shown;
   show({ ...store.newConversation(), system, sampling: { ...sampling } });
   fold();
-  at("text").focus();
+  focusText();
 }
 
 function remove(id) {
@@ -92,7 +92,7 @@ function remove(id) {
     back();
     select(id);
   });
-  at("text").focus();
+  focusText();
 }
 
 function save(conversation) {
@@ -117,14 +117,14 @@ function edit(place, text) {
   shown.messages.splice(place);
   if (place === 0) shown.title = "";
   send(text);
-  at("text").focus();
+  focusText();
 }
 
 function retry(place) {
   stop();
   shown.messages.splice(place);
   run(shown);
-  at("text").focus();
+  focusText();
 }
 
 function stop() {
@@ -273,6 +273,11 @@ function fold() {
   if (!wide.conversations.matches) at("conversations").open = false;
 }
 
+// Not where a keyboard on the screen would come with it.
+function focusText() {
+  if (!matchMedia("(pointer: coarse)").matches) at("text").focus();
+}
+
 function fitText() {
   const area = at("text");
   area.style.height = "auto";
@@ -340,5 +345,5 @@ unfold();
 fitText();
 store.open();
 show(store.read(location.hash.slice(1)) ?? store.newConversation());
-at("text").focus();
+focusText();
 listen();

@@ -109,7 +109,7 @@ export class Panel {
       canvas.title = said;
     });
     at("held").textContent = formatBytes(held);
-    at("kept").textContent = kept ? `Another ${formatBytes(kept)} keep beginnings of texts until room is needed.` : "";
+    at("kept").textContent = kept ? `${formatBytes(kept)} more keep beginnings until room is needed` : "";
     at("brief").textContent = `${formatBytes(held)} of ${formatBytes(this.facts.reserved_bytes)}`;
   }
 
