@@ -115,6 +115,12 @@ def test_calls(pocket: Pocket) -> None:
     calls = [event for event in events if isinstance(event, Call)]
     assert calls == [Call(0, 0, "look", '{"a":"é"}')]
     assert "".join(event.text for event in events if isinstance(event, Text)) == "So.<tool_call> no"
+    # Log-probabilities are those of the tokens before the call, and of the last ones.
+    told = [token for event in events if isinstance(event, Text) for token in event.logprobs]
+    assert b"".join(token.bytes for token in told).decode() == "So.<tool_call> no"
+    first = len(tokenizer.encode("So.", add_special_tokens=False))
+    rest = len(told) - first
+    assert [-int(token.logprob) for token in told] == [*range(first), *range(len(ids) - rest, len(ids))]
     assert text.calls == 1
     assert text.stop is None
 

@@ -271,7 +271,13 @@ def test_what_is_wrong_is_refused_by_name(server: Running) -> None:
 
 @pytest.mark.parametrize(
     ("content", "part"),
-    [(b"", "truncated"), (b"[]", "Expected `object`"), (b'{"model": NaN}', "malformed"), (b"\xff", "malformed")],
+    [
+        (b"", "truncated"),
+        (b"[]", "Expected `object`"),
+        (b'{"model": NaN}', "malformed"),
+        (b"\xff", "malformed"),
+        (b'{"model": "pocket", "messages": [], "top_p": 1e999}', "out of range - at `$.top_p`"),
+    ],
 )
 def test_what_is_no_body(server: Running, content: bytes, part: str) -> None:
     answered = server.client.post(PATH, content=content, headers={"content-type": "application/json"})

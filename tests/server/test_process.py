@@ -55,6 +55,15 @@ def _started(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[s
         process.communicate(timeout=SOON)
 
 
+def _resident(pid: int) -> int:
+    """The most bytes of memory that a process and those it started had; 0 where the system does not say."""
+    if sys.platform != "linux":
+        return 0
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    statuses = [Path(f"/proc/{each}/status").read_text() for each in (pid, *children)]
+    return sum(1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) for status in statuses)
+
+
 def test_sigterm_lets_what_is_under_way_end(tmp_path: Path) -> None:
     """Then the exit code is 0. Nothing was printed of prompts and keys, and the memory was the one that was."""
     keys = tmp_path / "keys"
@@ -67,6 +76,7 @@ def test_sigterm_lets_what_is_under_way_end(tmp_path: Path) -> None:
             events = stream.iter_lines()
             next(events)
             props = client.get("/props").json()
+            resident = _resident(process.pid)
             process.terminate()
             while (health := client.get("/health")).status_code == 200:
                 pass
@@ -84,6 +94,8 @@ def test_sigterm_lets_what_is_under_way_end(tmp_path: Path) -> None:
     planned = props["memory"]["planned"]
     assert f"memory: {format_bytes(planned['total'] + REQUEST_BYTES)} planned at most: weights " in printed
     assert props["memory"]["peak"] <= planned["arrays"]
+    assert props["memory"]["kept_for_reuse"] <= planned["scratch"]
+    assert resident <= planned["total"] + REQUEST_BYTES
     assert props["pool"]["bytes"] == planned["cache"]
     assert _written(tmp_path) == [keys]
 

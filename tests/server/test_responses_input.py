@@ -167,10 +167,12 @@ def test_effort_is_the_templates() -> None:
         ({"input": [{"type": "reasoning", "encrypted_content": "gAAAA"}]}, "input[0].encrypted_content"),
         ({"input": [{**CALL, "arguments": "[1]"}]}, "input[0].arguments"),
         ({"input": [{**CALL, "arguments": '{"a": NaN}'}]}, "input[0].arguments"),
+        ({"input": [{**CALL, "arguments": f'{{"a": {"[" * 100}{"]" * 100}}}'}]}, None),
+        ({"input": [{**CALL, "arguments": f'{{"a": {"[" * 99999}'}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]}, "input[0].call_id"),
     ],
 )  # fmt: skip
-def test_what_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_what_is_refused_by_name(fields: dict[str, Any], param: str | None) -> None:
     error = _refused(**fields)
     assert error.param == param
     assert "\n" not in error.message

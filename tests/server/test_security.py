@@ -164,13 +164,19 @@ def test_keys_are_compared_in_constant_time(locked: Running, monkeypatch: pytest
 
 
 def test_prefixes_are_shared_by_key(locked: Running, pocket: Any) -> None:
-    """A server without keys takes any, which says nothing of who it is."""
+    """Who has another key cannot learn from an answer's time what was asked. Without keys nobody is told apart."""
     salts = {locked.client.get("/salt", headers={"x-api-key": key}).json()["salt"] for key in KEYS}
     assert salts == {hashlib.sha256(key.encode()).hexdigest() for key in KEYS}
-    settings = Settings(port=0, sequences=1, max_kv_size=128)
-    with running(Service.start(settings, *pocket), [Route("/salt", salt)]) as opened:
-        for headers in ({}, {"x-api-key": "a"}, {"authorization": "Bearer a"}):
-            assert opened.client.get("/salt", headers=headers).json()["salt"] == ""
+    asked = {"model": "pocket", "prompt": "The bear went home. " * 40, "max_tokens": 2}
+    for keys, expected in ((KEYS, [False, True, False]), ((), [False, True, True])):
+        settings = Settings(port=0, sequences=1, max_kv_size=512, api_keys=keys)
+        with running(Service.start(settings, *pocket), [Route("/salt", salt)]) as opened:
+            told = []
+            for key in (KEYS[0], KEYS[0], KEYS[1]):
+                answer = opened.client.post("/v1/completions", json=asked, headers={"x-api-key": key}).json()
+                told.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 128)
+            assert told == expected
+            assert keys or opened.client.get("/salt", headers={"x-api-key": "a"}).json() == {"salt": ""}
 
 
 def test_an_error_that_nobody_expected_tells_nothing(pocket: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -140,12 +140,22 @@ def serve(
 
     with bind(settings) as bound:
         wanted = options.kv_size(max_kv_size)
-        session = load_session(run, context.obj, max_kv_size=wanted, sequences=sequences, requests=REQUEST_BYTES)
+        told: list[MemoryPlan] = []
+
+        def tell(planned: MemoryPlan) -> None:
+            """What is known without the weights, and where these say more, what is known with them."""
+            if not told or planned.total != told[-1].total:
+                say(f"memory: {describe_plan(planned)}")
+            told.append(planned)
+
+        session = load_session(
+            run, context.obj, max_kv_size=wanted, sequences=sequences, requests=REQUEST_BYTES, tell=tell
+        )
         planned = session.plan(wanted)
+        tell(planned)
         settings = replace(
             settings, max_kv_size=planned.max_kv_size, template_variables=dict(session.template_variables)
         )
-        say(f"memory: {describe_plan(planned)}")
         bound_memory(planned)
         with named_format(session.settings):
             pool = make_pool(settings, session.model)

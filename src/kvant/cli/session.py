@@ -3,7 +3,7 @@
 import gc
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -229,6 +229,7 @@ def load_session(
     max_kv_size: KvSize,
     sequences: int | None = None,
     requests: int = 0,
+    tell: Callable[[MemoryPlan], None] = lambda planned: None,
 ) -> Session:
     """Plan the memory and load a model; nothing is reserved yet.
 
@@ -239,6 +240,7 @@ def load_session(
         max_kv_size: tokens that are going to be reserved, as far as that is known yet.
         sequences: of a pool; None: a conversation's cache.
         requests: bytes for a server's requests, where they come out of the same memory.
+        tell: called with the plan, before anything is loaded.
 
     Raises:
         ModelError: a model or adapter that cannot be loaded.
@@ -257,6 +259,7 @@ def load_session(
         source = f"{machine.limit_source}, less {format_bytes(requests)} for requests"
         machine = replace(machine, limit_bytes=machine.limit_bytes - requests, limit_source=source)
     planned = plan_that_fits(checkpoint, settings, max_kv_size, machine)
+    tell(planned)
     if run.wired:
         wire(planned.total)
     with LateProgress("loading", quiet=run.quiet) as progress:

@@ -70,6 +70,8 @@ class AnswerText:
                 if held := self._stop.finish():
                     events.append(self._piece(held, False))
                 events.append(Call(self._number, self.calls, part.name, part.arguments))
+                if self._logprobs is not None:
+                    self._logprobs.drop()
                 self.calls += 1
                 self._said = True
             elif part.thinking:
@@ -104,6 +106,10 @@ class _Pending:
 
     def add(self, token: TokenLogprob) -> None:
         self._tokens.append(token)
+
+    def drop(self) -> None:
+        """They were a call."""
+        self._tokens = []
 
     def take(self, text: str) -> list[TokenLogprob]:
         """Those that a piece of text was made of. Those before it were marks."""

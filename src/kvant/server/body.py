@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from kvant.server.errors import ApiError
 
@@ -31,9 +32,38 @@ def decode(body: bytes, kind: type[T]) -> T:
         field = re.search(r"(?:unknown|required) field `([^`]*)`", text)
         place = re.search(r"(?:- at|in) `\$\.?([^`]*)`", text)
         names = [found[1] for found in (place, field) if found]
+        if place and text.startswith("Invalid") and (values := allowed(kind, place[1])):
+            text += f"; expected {' or '.join(msgspec.json.encode(value).decode() for value in values)}"
         raise ApiError(text, param=".".join(names) or None) from error
     check_depth(found)
     return found
+
+
+def allowed(kind: type, place: str) -> list[Any]:
+    """The values that a field may have whose values are named.
+
+    Args:
+        kind: of the body.
+        place: of the field in it, as msgspec writes it: ``tools[0].type``.
+    """
+    values: list[Any] = []
+    at = _kinds(inspect.type_info(kind))
+    steps = re.findall(r"[^.\[\]]+|\[", place.replace("[...]", "[0]"))
+    steps = [step for step in steps if not step.isdecimal()]  # of an array all items are of one kind
+    for number, step in enumerate(steps, 1):
+        if step == "[":
+            at = [each for node in at if isinstance(node, inspect.ListType) for each in _kinds(node.item_type)]
+            continue
+        structs = [node for node in at if isinstance(node, inspect.StructType)]
+        if number == len(steps):  # those that take any field are there to be refused
+            values += [node.tag for node in structs if node.tag_field == step and node.forbid_unknown_fields]
+        at = [each for node in structs for field in node.fields if field.name == step for each in _kinds(field.type)]
+    return values + [value for node in at if isinstance(node, inspect.LiteralType) for value in node.values]
+
+
+def _kinds(node: inspect.Type) -> list[inspect.Type]:
+    """A type, or those of a union."""
+    return list(node.types) if isinstance(node, inspect.UnionType) else [node]
 
 
 def check_depth(found: object) -> None:

@@ -1,5 +1,6 @@
 """What a client did wrong, or the server cannot do now, in the shape that each interface gives errors."""
 
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,3 +65,10 @@ class ApiError(Exception):
     def _worded(self, too_long: str) -> str:
         """The message. Clients know a prompt that does not fit by the words that each interface has for it."""
         return f"{too_long}: {self.message}" if self.code == "context_length_exceeded" else self.message
+
+
+def described(error: BaseException) -> str:
+    """The kind of an error and where it came from. Not its text: that may quote a prompt."""
+    places = traceback.extract_tb(error.__traceback__)
+    at = f" at {places[-1].filename.rpartition('/')[2]}:{places[-1].lineno}" if places else ""
+    return f"{type(error).__name__}{at}"

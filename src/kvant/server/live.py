@@ -17,7 +17,7 @@ from kvant.cache.pages import PAGE_SIZE, runs
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.engine.request import Request, Token
 from kvant.engine.scheduler import Scheduler
-from kvant.server.errors import ApiError
+from kvant.server.errors import ApiError, described
 
 INTERVAL_S = 0.2  # between two looks at the pool, and two events of a listener
 STILL_S = 5.0  # after which a listener is told that nothing has changed
@@ -62,8 +62,8 @@ class Live:
             return
         try:
             self._observe(scheduler, tokens)
-        except Exception:
-            logging.getLogger(__name__).exception("the pool is no longer watched")
+        except Exception as error:
+            logging.getLogger(__name__).error("the pool is no longer watched: %s", described(error))
             self._failed = self._closed = True
 
     def close(self) -> None:

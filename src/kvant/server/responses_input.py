@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from kvant.server.answering import Service
-from kvant.server.body import decode
+from kvant.server.body import check_depth, decode
 from kvant.server.errors import ApiError
 from kvant.server.generation import Format, Generation, Tool, ToolChoice
 from kvant.server.openai_messages import MAX_TOP_LOGPROBS
@@ -126,7 +126,7 @@ def _item(raw: bytes, place: str) -> Item:
     """One item of the input, by its type."""
     try:
         kind = msgspec.json.decode(raw, type=_Kind).type
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(f"{place}: {error}", param=place) from error
     if kind == "item_reference":
         raise ApiError(f"{place} is an item_reference; {STORED}", param=place)
@@ -175,6 +175,8 @@ def _thinking(item: ReasoningItem, place: str) -> str:
 
 def _arguments(text: str, place: str) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(text, type=dict[str, Any])
+        arguments = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(f"{place} is {text[:80]!r}; expected a JSON object: {error}", param=place) from error
+    check_depth(arguments)
+    return arguments

@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from kvant.errors import KvantError, one_line
 from kvant.server.app import make_app
 from kvant.server.connection import Connection
-from kvant.server.security import described
+from kvant.server.errors import described
 from kvant.server.service import Service
 from kvant.server.settings import Settings
 
@@ -74,7 +74,7 @@ def serve(service: Service, bound: socket.socket, announce: Callable[[str], None
         return server.exit_code
     finally:
         bound.close()
-        service.close(drain=False)
+        service.close(drain=False, timeout=0 if service.draining else 10)  # it was waited for already, or not
 
 
 def url_of(bound: socket.socket) -> str:

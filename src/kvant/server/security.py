@@ -10,7 +10,6 @@ import hmac
 import logging
 import re
 import socket
-import traceback
 import uuid
 from collections.abc import Callable
 from ipaddress import ip_address
@@ -20,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvant.server.errors import ApiError
+from kvant.server.errors import ApiError, described
 from kvant.server.service import Service
 from kvant.server.settings import LOOPBACK_NAMES, Settings
 
@@ -254,13 +253,6 @@ def count_values(body: bytes) -> int:
 def count_marks(body: bytes) -> int:
     """No fewer than :func:`count_values`, at once: with those in strings."""
     return sum(map(body.count, (b",", b"[", b"{")))
-
-
-def described(error: BaseException) -> str:
-    """The kind of an error and where it came from. Not its text: that may quote a prompt."""
-    places = traceback.extract_tb(error.__traceback__)
-    at = f" at {places[-1].filename.rpartition('/')[2]}:{places[-1].lineno}" if places else ""
-    return f"{type(error).__name__}{at}"
 
 
 def _given_key(headers: Headers) -> bytes:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvant.server.errors import ApiError
+from kvant.server.errors import ApiError, described
 
 T = TypeVar("T")
 LOG = logging.getLogger("kvant.server")
@@ -125,8 +125,8 @@ class EventStream(Response):
                 yield line
         except ApiError as error:
             yield self._failed(error)
-        except Exception:
-            LOG.exception("an answer failed after it had begun")
+        except Exception as error:
+            LOG.error("an answer failed after it had begun: %s", described(error))
             yield self._failed(ApiError("the answer failed; the server's log says why", status=500))
 
 

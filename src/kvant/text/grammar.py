@@ -11,7 +11,7 @@ from kvant.text.process import TextError, TextProcess
 from kvant.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
 __all__ = ["Grammar", "Grammars", "Matcher", "ToolGrammar", "build_tool_grammar"]
 
@@ -21,7 +21,7 @@ TIME_LIMIT_S = 2.0  # of compiling; nearly all take milliseconds
 class Grammars:
     """Compiles the grammars of one tokenizer, for threads of this process.
 
-    A grammar is compiled in a process of its own first, which is ended after 2 seconds: some take hours, and the
+    A grammar is compiled in a process of its own first, which is ended after 2 seconds: some take minutes, and the
     library cannot be interrupted. Here it takes about as long again.
     """
 
@@ -30,10 +30,9 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
-        self._prepared: tuple[guidance.Vocabulary, LLTokenizer, Marked] | None = None
-        self._process: TextProcess | None = None
+        self._prepared: _Prepared | None = None
 
-    def prepare(self) -> None:
+    def prepare(self) -> "_Prepared":
         """Prepare the vocabulary now. Else the first grammar does, and no other thread goes on meanwhile.
 
         Raises:
@@ -41,10 +40,8 @@ class Grammars:
         """
         with self._lock:
             if self._prepared is None:
-                vocabulary = _vocabulary(self._tokenizer, self._vocab_size)
-                marked = Marked(self._tokenizer, vocabulary.special_token_ids)
-                self._prepared = vocabulary, vocabulary.for_library(), marked
-                self._process = TextProcess(time_limit_s=TIME_LIMIT_S)
+                self._prepared = _Prepared(self._tokenizer, self._vocab_size)
+            return self._prepared
 
     def compile(
         self, kind: Kind, source: Mapping[str, Any] | str | bool | ToolGrammar = "", prompt: str | None = None
@@ -61,17 +58,15 @@ class Grammars:
         Raises:
             GrammarError: a source that is wrong, too large or takes too long; or a tokenizer that cannot be used.
         """
-        self.prepare()
-        assert self._prepared is not None and self._process is not None  # noqa: PT018
-        vocabulary, prepared, marked = self._prepared
-        text = document(kind, source, marked, prompt)
+        prepared = self.prepare()
+        text = document(kind, source, prepared.marked, prompt)
         try:
-            self._process.ask({"do": "check_grammar", "document": text, **vocabulary.single_bytes()})
-            matcher = guidance.compiled(prepared, text)
+            prepared.process.ask({"do": "check_grammar", "document": text, "vocabulary": prepared.single_bytes})
+            matcher = guidance.compiled(prepared.vocabulary, text)
             guidance.first_mask(matcher)
         except (TextError, GrammarError) as error:
             raise GrammarError(f"the {kind} cannot be used: {error}") from error
-        return Grammar(matcher, vocabulary.eos_token_ids, self._vocab_size)
+        return Grammar(matcher, prepared.vocabulary.eos_tokens, self._vocab_size)
 
 
 class Grammar:
@@ -123,6 +118,17 @@ class Matcher:
         """
         if not self._matcher.consume_token(token):
             raise GrammarError(f"token {token} does not follow the grammar: {guidance.reason(self._matcher)}")
+
+
+class _Prepared:
+    """What all grammars of a tokenizer share."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        vocabulary = _vocabulary(tokenizer, vocab_size)
+        self.vocabulary = vocabulary.for_library()
+        self.single_bytes = vocabulary.single_bytes()
+        self.marked = Marked(tokenizer, vocabulary.special_token_ids)
+        self.process = TextProcess(time_limit_s=TIME_LIMIT_S)
 
 
 def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> guidance.Vocabulary:

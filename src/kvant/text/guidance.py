@@ -3,8 +3,10 @@
 It is imported in functions: it is an extra, and few commands need it.
 """
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kvant.errors import GrammarError
@@ -40,16 +42,18 @@ class Vocabulary:
     def __call__(self, text: bytes) -> list[int]:
         raise NotImplementedError("only text that a grammar forces is tokenized, and nothing is forced")
 
-    def single_bytes(self) -> dict[str, object]:
-        """Tokens of one byte and marks: enough to compile any grammar, as JSON for :func:`check`."""
+    def single_bytes(self) -> str:
+        """Tokens of one byte and marks: enough to compile any grammar, as JSON text for :func:`check`."""
         marks = set(self.special_token_ids)
         some = {i: token for i, token in enumerate(self.tokens) if len(token) == 1 or i in marks}
-        return {
-            "size": len(self.tokens),
-            "tokens": {str(i): token.hex() for i, token in some.items()},
-            "marks": self.special_token_ids,
-            "eos": self.eos_token_ids,
-        }
+        return json.dumps(
+            {
+                "size": len(self.tokens),
+                "tokens": [[i, token.hex()] for i, token in some.items()],
+                "marks": self.special_token_ids,
+                "eos": self.eos_token_ids,
+            }
+        )
 
     def for_library(self) -> "LLTokenizer":
         """It, prepared: half a second for 150,000 tokens, in which no other thread of Python goes on."""
@@ -60,20 +64,29 @@ class Vocabulary:
         return LLTokenizer(self, eos_token=self.eos_token_ids)  # type: ignore[arg-type]  # it only asks for the names
 
 
-def check(document: str, size: int, tokens: Mapping[str, str], marks: Sequence[int], eos: Sequence[int]) -> None:
+def check(document: str, vocabulary: str) -> None:
     """Compile a grammar for a vocabulary of :meth:`Vocabulary.single_bytes`, in the worker process.
 
     Raises:
         GrammarError: it cannot be compiled.
     """
-    known = {int(i): bytes.fromhex(token) for i, token in tokens.items()}
-    vocabulary = Vocabulary([known.get(i, b"") for i in range(size)], marks, eos)
-    matcher = compiled(vocabulary.for_library(), document)
+    prepared, brace = _from_single_bytes(vocabulary)
+    matcher = compiled(prepared, document)
     first_mask(matcher)
-    brace = next((i for i, token in known.items() if token == b"{"), None)
     if brace is not None and matcher.validate_tokens([brace]):  # too many optional properties show behind it
         matcher.consume_token(brace)
         first_mask(matcher)
+
+
+@lru_cache(maxsize=1)
+def _from_single_bytes(vocabulary: str) -> "tuple[LLTokenizer, int | None]":
+    """A prepared vocabulary and the id of "{"."""
+    given = json.loads(vocabulary)
+    tokens = [b""] * given["size"]
+    for place, token in given["tokens"]:
+        tokens[place] = bytes.fromhex(token)
+    brace = tokens.index(b"{") if b"{" in tokens else None
+    return Vocabulary(tokens, given["marks"], given["eos"]).for_library(), brace
 
 
 def compiled(vocabulary: "LLTokenizer", document: str) -> "LLMatcher":
