@@ -64,7 +64,7 @@ class StreamingServer:
             raise ValueError("no completion has come to its end")
         return self._usage
 
-    def pieces(self, prompt: str, max_tokens: int, *, seed: int = 0) -> Generator[str, None, None]:
+    def pieces(self, prompt: str, max_tokens: int) -> Generator[str, None, None]:
         """Text as it arrives, one piece an event; the request is sent when the first is asked for.
 
         Close the generator to break off. After the last piece :attr:`usage` has the server's counts.
@@ -74,7 +74,8 @@ class StreamingServer:
         """
         self._usage, self._useful_at = None, time.monotonic()
         url = f"{self._url.rstrip('/').removesuffix('/v1')}/v1/completions"
-        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "seed": seed, "stream": True}
+        # No seed: nothing is drawn, and mlx_lm.server does not batch a request that has one.
+        body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
         body |= {"stream_options": {"include_usage": True}} | ({"model": self._model} if self._model else {})
         try:
             while True:
