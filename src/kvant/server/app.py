@@ -1,9 +1,5 @@
 """The application: its routes, and what becomes of an error."""
 
-import logging
-from importlib import import_module
-from importlib.util import find_spec
-
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -13,22 +9,20 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from kvant.errors import ArgumentError, ContextError, EngineError, PromptError, QueueFullError
-from kvant.server import status
+from kvant.server import chat_completions, completions, messages, page, responses, status, tokenize
 from kvant.server.errors import ApiError
 from kvant.server.security import Bodies, Guard, Keys, error_response
 from kvant.server.service import Service
 
 ENDPOINTS = {
-    "/v1/chat/completions": ("chat_completions", "endpoint"),
-    "/v1/completions": ("completions", "endpoint"),
-    "/v1/responses": ("responses", "endpoint"),
-    "/v1/messages": ("messages", "endpoint"),
-    "/v1/messages/count_tokens": ("messages", "count_tokens"),
-    "/tokenize": ("tokenize", "endpoint"),
+    "/v1/chat/completions": chat_completions.endpoint,
+    "/v1/completions": completions.endpoint,
+    "/v1/responses": responses.endpoint,
+    "/v1/messages": messages.endpoint,
+    "/v1/messages/count_tokens": messages.count_tokens,
+    "/tokenize": tokenize.endpoint,
 }
 RETRY_AFTER_S = 1
-
-logger = logging.getLogger("kvant.server")
 
 
 def make_app(service: Service) -> Starlette:
@@ -40,11 +34,8 @@ def make_app(service: Service) -> Starlette:
         Route("/v1/models", status.models),
         Route("/v1/models/{name:path}", status.model),
     ]
-    for path, (module, name) in ENDPOINTS.items():
-        if find_spec(f"kvant.server.{module}"):
-            routes.append(Route(path, getattr(import_module(f"kvant.server.{module}"), name), methods=["POST"]))
-    if find_spec("kvant.server.page"):
-        routes += import_module("kvant.server.page").routes
+    routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in ENDPOINTS.items()]
+    routes += page.routes
     pages = []
     if origins := service.settings.allow_origins:  # a browser asks without a key whether it may ask with one
         told = ("request-id", "retry-after")

@@ -1,7 +1,6 @@
 """What is counted, in the form that Prometheus reads."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 
 import mlx.core as mx
@@ -15,19 +14,13 @@ from kvant.engine.batch_engine import BatchEngine, Deliver
 from kvant.engine.request import Request, Token
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-RECENT = 512  # tokens whose times are kept
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
 class Metrics:
-    """Counters of one server, in a registry of their own.
-
-    Attributes:
-        recent: (when a token came, by time.monotonic; seconds since the one before in its answer), the newest last.
-    """
+    """Counters of one server, in a registry of their own."""
 
     def __init__(self, engine: BatchEngine, pool: Pool) -> None:
-        self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second line for each: when it was first counted
         self._registry = registry = CollectorRegistry()
         self._requests = Counter(
@@ -74,7 +67,6 @@ class Metrics:
                     self._first.observe(now - submitted)
                 if (before := last.get(token.answer)) is not None:
                     self._between.observe(now - before)
-                    self.recent.append((now, now - before))
                 last[token.answer] = now
             if token.finish_reason is not None:
                 self._answers.labels(token.finish_reason).inc()

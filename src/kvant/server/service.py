@@ -1,7 +1,6 @@
 """A model that is served: what every request needs, made once and ended once."""
 
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -104,11 +103,6 @@ class Service:
             adapter = None if settings.adapter_path is None else find_adapter(settings.adapter_path)
             model, tokenizer = load_folder(find_model(settings.model), adapter_path=adapter)
         return cls(settings, model, tokenizer, make_pool(settings, model), planned)
-
-    @property
-    def recent(self) -> deque[tuple[float, float]]:
-        """When the last tokens came, and how many seconds after the one before in the same answer."""
-        return self.metrics.recent
 
     @cached_property
     def max_characters(self) -> int:
