@@ -22,8 +22,9 @@ from kvant.engine.load import load_model  # isort: skip  (before MLX: it loads a
 
 import mlx.core as mx
 
+from kvant.engine.feeding import CHUNK
 from kvant.engine.request import Request
-from kvant.engine.scheduler import CHUNK, Scheduler
+from kvant.engine.scheduler import Scheduler
 from kvant.models import LanguageModel
 from kvant.tools.bench.shapes import SHAPES, random_model
 from kvant.tools.machine import environment

@@ -11,8 +11,9 @@ from kvant.cli import options
 from kvant.cli.fitting import describe, plan_for
 from kvant.cli.options import AUTO
 from kvant.cli.session import RunOptions, Session, named_format
+from kvant.engine.feeding import CHUNK
 from kvant.engine.limits import pool_reservation
-from kvant.engine.scheduler import CHUNK, Scheduler
+from kvant.engine.scheduler import Scheduler
 from kvant.errors import ContextError
 from kvant.operators.dispatch import VARIABLE
 from kvant.sizes import format_bytes

@@ -10,12 +10,13 @@ import mlx.core as mx
 from kvant.cache import KVCache, ModelCache
 from kvant.engine.batch_stream import Piece, Wanted, stream_pieces
 from kvant.engine.draw import Sampler, for_a_run, for_answer, greedy
+from kvant.engine.feeding import CHUNK
 from kvant.engine.keywords import DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE, check_format
 from kvant.engine.limits import check_count, check_stops, pool_reservation, reservation
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.request import Request
 from kvant.engine.run import PREFILL_STEP_SIZE
-from kvant.engine.scheduler import CHUNK, Scheduler
+from kvant.engine.scheduler import Scheduler
 from kvant.errors import ArgumentError, ContextError, PromptError
 from kvant.models import LanguageModel
 from kvant.sizes import format_bytes

@@ -3,24 +3,21 @@
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
-from kvant.cache.pool_batch import PoolBatch
-from kvant.engine.draw import Sampler, for_answer
+from kvant.engine.decoding import BatchDecoder, Step, pick
+from kvant.engine.feeding import CHUNK, PromptFeeder
 from kvant.engine.limits import check_count
-from kvant.engine.request import CheckedRequest, FinishReason, Request, Token, check_request, own_tokens
-from kvant.engine.row_sampling import Picked, Row, Sampled, pick_rows
-from kvant.errors import ContextError, GrammarError, QueueFullError
+from kvant.engine.request import CheckedRequest, FinishReason, Request, Token, check_request
+from kvant.engine.row_sampling import Picked
+from kvant.engine.work import Answer, Work
+from kvant.errors import ContextError, QueueFullError
 from kvant.models import LanguageModel
-from kvant.text.grammar import Matcher
 from kvant.threads import check_process
-
-CHUNK = 128  # prompt tokens between two tokens of others: a quarter of a prefill's speed is lost at 64 (measured)
 
 
 class Counts(NamedTuple):
@@ -37,82 +34,6 @@ class Counts(NamedTuple):
     prefilling: int
     running: int
     free_pages: int
-
-
-@dataclass(eq=False, slots=True)
-class _Work:
-    """A request under way.
-
-    Attributes:
-        open: the numbers of the answers that have not ended.
-        sequences: reserved for its answers until they run; the first is fed.
-        cached: tokens at the beginning that a shared prefix had.
-        exact: tokens at the beginning that whole chunks of 128 computed, here or in the request they are shared with.
-    """
-
-    checked: CheckedRequest
-    open: set[int]
-    sequences: list[PoolSequence] = field(default_factory=list)
-    cached: int = 0
-    exact: int = 0
-
-    @property
-    def left(self) -> int:
-        """Tokens of the prompt that are to be fed."""
-        return len(self.checked.ids) - self.sequences[0].length
-
-
-@dataclass(eq=False, slots=True)
-class _Answer:
-    """An answer that gets a token every step.
-
-    Attributes:
-        tokens: of the cache, the prompt and the answer.
-    """
-
-    work: _Work
-    number: int
-    sampler: Sampler
-    sequence: PoolSequence
-    tokens: list[int]
-    matcher: Matcher | None  # where the answer follows a grammar
-
-    def row(self, *, is_unread: bool = False, mask: bytes | None = None) -> Row:
-        """How its next token is sampled.
-
-        Args:
-            is_unread: the token before it is not known yet.
-            mask: of its grammar.
-        """
-        position = len(self.tokens) + is_unread
-        return Row(self.sampler, self.work.checked.processors, position, self.tokens, mask)
-
-    @property
-    def left(self) -> int:
-        """Tokens that it may still get."""
-        checked = self.work.checked
-        return len(checked.ids) + checked.limit - len(self.tokens)
-
-    @property
-    def sees_tokens(self) -> bool:
-        """Whether something has to see its tokens before the next one is sampled."""
-        checked = self.work.checked
-        return checked.calls_out or bool(checked.processors) or self.matcher is not None
-
-
-@dataclass(eq=False, slots=True)
-class _Step:
-    """A step that was begun: the last token of each answer is fed.
-
-    Attributes:
-        logits: (rows, vocab), the first rows being the answers', not evaluated.
-        sampled: the next tokens; None where something has to see the tokens before them.
-    """
-
-    answers: list[_Answer]
-    batch: PoolBatch
-    logits: mx.array
-    sampled: Sampled | None
 
 
 class Scheduler:
@@ -168,12 +89,14 @@ class Scheduler:
         self._model, self._pool = model, pool
         self._max_batch, self._max_queue = max_batch, max_queue
         self._deterministic = deterministic
-        self._under_way: dict[Request, _Work] = {}
-        self._waiting: deque[_Work] = deque()
+        self._feeder = PromptFeeder(model, pool, deterministic=deterministic)
+        self._decoder = BatchDecoder(model, pool, rows=max_batch if deterministic else None)
+        self._under_way: dict[Request, Work] = {}
+        self._waiting: deque[Work] = deque()
         self._free_when_full: int | None = None  # the free pages when the first that waits did not fit
-        self._prompt: _Work | None = None  # is being fed
-        self._running: list[_Answer] = []  # those that call out last
-        self._queued: _Step | None = None  # the next one of answers that run, where it could be begun
+        self._prompt: Work | None = None  # is being fed
+        self._running: list[Answer] = []  # those that call out last
+        self._queued: Step | None = None  # the next one of answers that run, where it could be begun
         self._ready: list[Token] = []
         self.steps = 0
         self.feeding_s = self.decoding_s = 0.0
@@ -223,7 +146,7 @@ class Scheduler:
             raise QueueFullError(
                 f"{waiting} requests wait, which is all that may, and {len(self._running)} answers run; try again later"
             )
-        work = _Work(checked, set(range(checked.request.answers)))
+        work = Work(checked, set(range(checked.request.answers)))
         self._under_way[checked.request] = work
         self._waiting.append(work)
 
@@ -270,7 +193,7 @@ class Scheduler:
         if len(self._running) + len(work.open) > self._max_batch:
             return
         try:
-            self._reserve(work)
+            self._feeder.reserve(work)
         except ContextError as error:
             if not self._running:  # there is nothing to wait for: the pool serves somebody else too
                 self._end(work, "error", work.open, error)
@@ -282,25 +205,6 @@ class Scheduler:
             self._waiting.popleft()
             self._free_when_full, self._prompt = None, work
 
-    def _reserve(self, work: _Work) -> None:
-        """Open the sequences of a request, with the beginning that others have fed."""
-        checked, pool, sequences = work.checked, self._pool, work.sequences
-        known = () if checked.cache is not None else checked.ids
-        try:
-            whole_pages = self._deterministic  # chunks begin at their ends then
-            sequences.append(pool.sequence(checked.reserved, known, salt=checked.request.salt, whole_pages=whole_pages))
-            for _ in range(len(work.open) - 1):  # places that are kept for forks
-                sequences.append(pool.sequence(own_tokens(len(checked.ids), checked.reserved, pool)))
-            if checked.cache is None:
-                work.cached = work.exact = sequences[0].length
-                return
-            sequences[0].load(checked.cache)
-            if sequences[0].ids != checked.ids[: checked.held]:
-                raise ValueError("the request's cache was changed after it was submitted")
-        except BaseException:
-            _release(sequences)
-            raise
-
     def _feed_prompts(self) -> None:
         """Feed a chunk of the first prompt, and whole prompts behind it that fit in the same number of tokens."""
         most = room = CHUNK if self._running else max(CHUNK, self._pool.prefill_step_size)
@@ -311,64 +215,21 @@ class Scheduler:
             room -= min(left, room)
             self._admit()
 
-    def _feed(self, work: _Work, room: int) -> None:
+    def _feed(self, work: Work, room: int) -> None:
         """Feed a chunk of a prompt, of ``room`` tokens at most. After the last one its answers begin."""
         try:
-            logits = self._feed_chunk(work, room)
+            if self._queued is not None:
+                mx.eval(self._queued.logits)  # or MLX would copy the arrays that it reads
+            logits = self._feeder.feed_chunk(work, room)
             if logits is None:
                 return
-            answers = self._begin(work)
+            answers = self._feeder.begin_answers(work)
         except Exception as error:
             self._end(work, "error", work.open, error)
             return
         self._running = sorted([*self._running, *answers], key=lambda answer: answer.work.checked.calls_out)
         self._prompt, work.sequences = None, []
-        self._pick(mx.broadcast_to(logits, (len(answers), logits.shape[-1])), answers)
-
-    def _feed_chunk(self, work: _Work, room: int) -> mx.array | None:
-        """The logits (1, vocab) of the prompt's end, or None before."""
-        if self._queued is not None:
-            mx.eval(self._queued.logits)  # or MLX would copy the arrays that it reads
-        ids, sequence = work.checked.ids, work.sequences[0]
-        start = sequence.length
-        chunk_end = start + min(room, self._pool.prefill_step_size)
-        end = min((start // CHUNK + 1) * CHUNK if self._deterministic else chunk_end, len(ids))
-        if end == len(ids) and self._model.last_token_alone:
-            end = max(end - 1, start + 1)
-        chunk, batch = ids[start:end], self._pool.batch([sequence])
-        logits = None
-        if end == len(ids):
-            logits = self._model.next_logits(mx.array([chunk]), batch)
-            mx.eval(logits)
-        else:
-            mx.eval(self._model.feed(mx.array([chunk]), batch))
-            mx.clear_cache()  # a chunk's activations; without it MLX kept four times as much (measured)
-        batch.commit(ids=[chunk])
-        if work.exact == start and len(chunk) == CHUNK:
-            work.exact = end
-        if self._pool.has_windows:  # its pages are given back as it moves on
-            self._share(work)
-        return logits
-
-    def _share(self, work: _Work) -> None:
-        """Let later requests begin with what was fed of a prompt."""
-        work.sequences[0].share_prefix(work.exact if self._deterministic else None)
-
-    def _begin(self, work: _Work) -> list[_Answer]:
-        """Fork the sequence that was fed, for every answer."""
-        checked, sequences = work.checked, work.sequences
-        first = sequences[0]
-        self._share(work)
-        answers = []
-        for place, number in enumerate(sorted(work.open)):
-            if place:
-                sequences[place].release()
-                sequences[place] = first.fork(checked.reserved)
-            sampler = for_answer(checked.sampler, number)
-            matcher = None if checked.grammar is None else checked.grammar.matcher()
-            answers.append(_Answer(work, number, sampler, sequences[place], list(checked.ids), matcher))
-        _release(sequences[len(answers) :])  # of answers that were cancelled since
-        return answers
+        self._take(pick(mx.broadcast_to(logits, (len(answers), logits.shape[-1])), answers), answers)
 
     def _decode(self) -> None:
         """One token of every answer that runs.
@@ -383,9 +244,10 @@ class Scheduler:
         answers = list(self._running) if step is None else step.answers
         try:
             if step is None:
-                step = self._begin_step(answers, mx.array([answer.tokens[-1] for answer in answers]))
+                step = self._decoder.begin(answers, mx.array([answer.tokens[-1] for answer in answers]))
             step.batch.commit(ids=[answer.tokens[-1:] for answer in answers])
-            following = self._begin_after(step)
+            # The answers of a prompt that is being fed are to be in the next step.
+            following = None if self._prompt is not None else self._decoder.begin_after(step, self._running)
             if step.sampled is None:
                 mx.eval(step.logits)
             else:
@@ -398,75 +260,12 @@ class Scheduler:
             mx.async_eval(following.sampled.arrays)
         self.steps += 1
         if step.sampled is None:
-            self._pick(step.logits, answers)
+            self._take(pick(step.logits, answers), answers)
         else:
             self._take(picked, answers)
         self._queued = following if self._running else None
 
-    def _begin_step(self, answers: Sequence[_Answer], ids: mx.array, unread: Collection[_Answer] = ()) -> _Step:
-        """Begin a step.
-
-        Args:
-            ids: (B,), the last token of each answer.
-            unread: the answers whose last token is not known yet.
-        """
-        rows = self._max_batch if self._deterministic else len(answers)
-        if padding := rows - len(answers):
-            ids = mx.concatenate([ids, mx.zeros(padding, ids.dtype)])
-        batch = self._pool.batch([answer.sequence for answer in answers], rows)
-        logits = self._model.next_logits(ids[:, None], batch)
-        sampled = None
-        if not any(answer.sees_tokens for answer in answers):
-            tops = [answer.work.checked.request.top_logprobs for answer in answers]
-            sampled = pick_rows(logits, [answer.row(is_unread=answer in unread) for answer in answers], tops)
-        return _Step(list(answers), batch, logits, sampled)
-
-    def _begin_after(self, step: _Step) -> _Step | None:
-        """Begin the step after one that is committed and not read, of all answers that do not end with it.
-
-        None where there are none, where one has to see its tokens before, or where a prompt is being fed: its answers
-        are to be in the next step.
-        """
-        if step.sampled is None or self._prompt is not None:
-            return None
-        places = {answer: row for row, answer in enumerate(step.answers)}
-        answers = [answer for answer in self._running if answer.left > (answer in places)]
-        if not answers or any(answer.sees_tokens for answer in answers):
-            return None
-        ids, unread = step.sampled.tokens.astype(mx.int32), set(places)
-        if new := [answer for answer in answers if answer not in places]:
-            ids = mx.concatenate([ids, mx.array([answer.tokens[-1] for answer in new])])
-            places |= {answer: row for row, answer in enumerate(new, len(places))}
-        if (order := [places[answer] for answer in answers]) != list(range(ids.shape[0])):
-            ids = ids[mx.array(order)]
-        return self._begin_step(answers, ids, unread)
-
-    def _pick(self, logits: mx.array, answers: Sequence[_Answer]) -> None:
-        """Sample the next token of every answer, and hand it out.
-
-        Args:
-            logits: (rows, vocab), evaluated; the first rows are the answers'.
-            answers: those that call functions of the caller's are the last. Each of these is sampled and evaluated
-                alone, so that an error, or an array that this thread cannot compute, is nobody else's.
-        """
-        masks = [_mask(answer) for answer in answers]
-        together = sum(not answer.work.checked.calls_out for answer in answers)
-        picked: list[Picked | Exception] = []
-        for first, end in [(0, together), *((row, row + 1) for row in range(together, len(answers)))]:
-            some = list(zip(answers, masks, strict=True))[first:end]
-            rows = [answer.row(mask=mask if isinstance(mask, bytes) else None) for answer, mask in some]
-            tops = [answer.work.checked.request.top_logprobs for answer, _ in some]
-            try:
-                picked += pick_rows(logits[first:], rows, tops).read() if some else []
-            except Exception as error:
-                picked += [error] * (end - first)
-        followed: list[Picked | Exception] = [
-            mask if isinstance(mask, GrammarError) else _followed(answer, each)
-            for answer, mask, each in zip(answers, masks, picked, strict=True)
-        ]
-        self._take(followed, answers)
-
-    def _take(self, picked: Sequence[Picked | Exception], answers: Sequence[_Answer]) -> None:
+    def _take(self, picked: Sequence[Picked | Exception], answers: Sequence[Answer]) -> None:
         """Hand out the next token of each answer."""
         for answer, each in zip(answers, picked, strict=True):
             if answer.number not in answer.work.open:
@@ -476,7 +275,7 @@ class Scheduler:
             else:
                 self._took(answer, each)
 
-    def _took(self, answer: _Answer, picked: Picked) -> None:
+    def _took(self, answer: Answer, picked: Picked) -> None:
         """Count a token and hand it out; after the last one the answer leaves."""
         checked = answer.work.checked
         answer.tokens.append(picked.token)
@@ -492,14 +291,14 @@ class Scheduler:
         last = Token(checked.request, answer.number, *picked, reason, answer.work.cached, cache, error)
         self._hand_out(answer.work, last)
 
-    def _hand_out(self, work: _Work, token: Token) -> None:
+    def _hand_out(self, work: Work, token: Token) -> None:
         self._ready.append(token)
         if token.finish_reason is not None:
             work.open.discard(token.answer)
             if not work.open:
                 self._under_way.pop(token.request, None)
 
-    def _leave(self, answer: _Answer) -> tuple[ModelCache | None, Exception | None]:
+    def _leave(self, answer: Answer) -> tuple[ModelCache | None, Exception | None]:
         """Take an answer out of the batch; its pages are free. Returns its cache, where one is wanted, or an error."""
         self._running.remove(answer)
         sequence, checked = answer.sequence, answer.work.checked
@@ -526,7 +325,7 @@ class Scheduler:
             sequence.share_prefix(last_page=True)
 
     def _end(
-        self, work: _Work, reason: FinishReason, numbers: Collection[int], error: BaseException | None = None
+        self, work: Work, reason: FinishReason, numbers: Collection[int], error: BaseException | None = None
     ) -> None:
         """End answers of a request before their time."""
         for number in sorted(numbers):
@@ -540,33 +339,9 @@ class Scheduler:
             self._hand_out(work, Token(work.checked.request, number, None, None, (), reason, work.cached, cache, error))
         if not work.open:
             self._under_way.pop(work.checked.request, None)
-            _release(work.sequences)
+            work.release()
             if work is self._prompt:
                 self._prompt = None
             elif work in self._waiting:
                 self._waiting.remove(work)
                 self._free_when_full = None  # another one is the first
-
-
-def _mask(answer: _Answer) -> bytes | GrammarError | None:
-    """The tokens that an answer's grammar allows, or why it cannot go on. None: it has no grammar."""
-    try:
-        return None if answer.matcher is None else answer.matcher.mask()
-    except GrammarError as error:
-        return error
-
-
-def _followed(answer: _Answer, picked: Picked | Exception) -> Picked | Exception:
-    """What was picked, or why the answer's grammar does not go on with it."""
-    try:
-        if answer.matcher is not None and isinstance(picked, Picked):
-            answer.matcher.take(picked.token)
-    except GrammarError as error:
-        return error
-    return picked
-
-
-def _release(sequences: list[PoolSequence]) -> None:
-    for sequence in sequences:
-        sequence.release()
-    sequences.clear()

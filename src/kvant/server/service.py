@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from kvant.engine.batch_engine import BatchEngine, Deliver
 from kvant.engine.load import find_adapter, find_model, load_folder
 from kvant.engine.model_sampling import read_model_sampling
 from kvant.engine.request import Request
-from kvant.errors import ContextError, EngineError
+from kvant.errors import ContextError, EngineError, GrammarError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
 from kvant.server.errors import ApiError
@@ -63,6 +64,8 @@ class Service:
             self.sampling["top_k"] = 0  # it leaves nothing out
         self.tool_format = tool_format(tokenizer)
         self.grammars = Grammars(tokenizer, model.config.vocab_size)
+        with suppress(GrammarError):  # whoever asks for a format is told
+            self.grammars.prepare()  # a second of a large vocabulary, in which no thread goes on
         limit = context_limit(model, pool.max_seq_len)
         assert limit is not None
         self.max_seq_len = limit

@@ -1,0 +1,116 @@
+"""Steps of decoding: the last token of every answer is fed together, and the next ones are sampled."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from kvant.cache.pool import Pool
+from kvant.cache.pool_batch import PoolBatch
+from kvant.engine.row_sampling import Picked, Sampled, pick_rows
+from kvant.engine.work import Answer
+from kvant.errors import GrammarError
+from kvant.models import LanguageModel
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """A step that was begun: the last token of each answer is fed.
+
+    Attributes:
+        logits: (rows, vocab), the first rows being the answers', not evaluated.
+        sampled: the next tokens; None where something has to see the tokens before them.
+    """
+
+    answers: list[Answer]
+    batch: PoolBatch
+    logits: mx.array
+    sampled: Sampled | None
+
+
+class BatchDecoder:
+    """Begins steps of a model and a pool."""
+
+    def __init__(self, model: LanguageModel, pool: Pool, *, rows: int | None) -> None:
+        """``rows``: of every step, those beyond the answers being padding; None: one for each answer."""
+        self._model, self._pool, self._rows = model, pool, rows
+
+    def begin(self, answers: Sequence[Answer], ids: mx.array, unread: Collection[Answer] = ()) -> Step:
+        """Begin a step.
+
+        Args:
+            ids: (B,), the last token of each answer.
+            unread: the answers whose last token is not known yet.
+        """
+        rows = self._rows or len(answers)
+        if padding := rows - len(answers):
+            ids = mx.concatenate([ids, mx.zeros(padding, ids.dtype)])
+        batch = self._pool.batch([answer.sequence for answer in answers], rows)
+        logits = self._model.next_logits(ids[:, None], batch)
+        sampled = None
+        if not any(answer.sees_tokens for answer in answers):
+            tops = [answer.work.checked.request.top_logprobs for answer in answers]
+            sampled = pick_rows(logits, [answer.row(is_unread=answer in unread) for answer in answers], tops)
+        return Step(list(answers), batch, logits, sampled)
+
+    def begin_after(self, step: Step, running: Sequence[Answer]) -> Step | None:
+        """Begin the step after one that is committed and not read, of all answers that do not end with it.
+
+        None where there are none, or where one has to see its tokens before.
+        """
+        if step.sampled is None:
+            return None
+        places = {answer: row for row, answer in enumerate(step.answers)}
+        answers = [answer for answer in running if answer.left > (answer in places)]
+        if not answers or any(answer.sees_tokens for answer in answers):
+            return None
+        ids, unread = step.sampled.tokens.astype(mx.int32), set(places)
+        if new := [answer for answer in answers if answer not in places]:
+            ids = mx.concatenate([ids, mx.array([answer.tokens[-1] for answer in new])])
+            places |= {answer: row for row, answer in enumerate(new, len(places))}
+        if (order := [places[answer] for answer in answers]) != list(range(ids.shape[0])):
+            ids = ids[mx.array(order)]
+        return self.begin(answers, ids, unread)
+
+
+def pick(logits: mx.array, answers: Sequence[Answer]) -> list[Picked | Exception]:
+    """Sample the next token of every answer, or say why it has none.
+
+    Args:
+        logits: (rows, vocab), evaluated; the first rows are the answers'.
+        answers: those that call functions of the caller's are the last. Each of these is sampled and evaluated
+            alone, so that an error, or an array that this thread cannot compute, is nobody else's.
+    """
+    masks = [_mask(answer) for answer in answers]
+    together = sum(not answer.work.checked.calls_out for answer in answers)
+    picked: list[Picked | Exception] = []
+    for first, end in [(0, together), *((row, row + 1) for row in range(together, len(answers)))]:
+        some = list(zip(answers, masks, strict=True))[first:end]
+        rows = [answer.row(mask=mask if isinstance(mask, bytes) else None) for answer, mask in some]
+        tops = [answer.work.checked.request.top_logprobs for answer, _ in some]
+        try:
+            picked += pick_rows(logits[first:], rows, tops).read() if some else []
+        except Exception as error:
+            picked += [error] * (end - first)
+    return [
+        mask if isinstance(mask, GrammarError) else _followed(answer, each)
+        for answer, mask, each in zip(answers, masks, picked, strict=True)
+    ]
+
+
+def _mask(answer: Answer) -> bytes | GrammarError | None:
+    """The tokens that an answer's grammar allows, or why it cannot go on. None: it has no grammar."""
+    try:
+        return None if answer.matcher is None else answer.matcher.mask()
+    except GrammarError as error:
+        return error
+
+
+def _followed(answer: Answer, picked: Picked | Exception) -> Picked | Exception:
+    """What was picked, or why the answer's grammar does not go on with it."""
+    try:
+        if answer.matcher is not None and isinstance(picked, Picked):
+            answer.matcher.take(picked.token)
+    except GrammarError as error:
+        return error
+    return picked
