@@ -15,12 +15,7 @@ ANIMAL = {
     "required": ["name", "legs"],
     "additionalProperties": False,
 }
-CITY = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Weather of a city.", "parameters": CITY}}
 
 # The checks: what each is called, and what it found, in a few words.
