@@ -9,12 +9,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvant.server.answering import Service, answer
+from kvant.server.answering import answer
 from kvant.server.body import decode
 from kvant.server.generation import Begun, Call, End, Event, Generation, Text
 from kvant.server.openai_body import ChatBody
 from kvant.server.openai_messages import chat_generation
 from kvant.server.openai_results import Usage, logprobs_content
+from kvant.server.service import Service
 from kvant.server.streaming import EventStream, begin, json_response, sse, unless_gone
 
 

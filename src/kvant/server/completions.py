@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvant.server.answering import Service, answer
+from kvant.server.answering import answer
 from kvant.server.body import decode
 from kvant.server.chat_completions import head, salt_of
 from kvant.server.errors import ApiError
@@ -18,6 +18,7 @@ from kvant.server.openai_body import CompletionsBody
 from kvant.server.openai_messages import common_fields, max_tokens, structured_format
 from kvant.server.openai_results import Usage
 from kvant.server.sampling import check_range
+from kvant.server.service import Service
 from kvant.server.streaming import EventStream, begin, json_response, sse, unless_gone
 
 MAX_PROMPTS = 128

@@ -8,13 +8,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvant.server.answering import Service, answer, read_prompt
+from kvant.server.answering import answer, read_prompt
 from kvant.server.anthropic_body import Conversation, MessagesBody
 from kvant.server.anthropic_messages import conversation, messages_generation, shows_thinking
 from kvant.server.body import decode
 from kvant.server.chat_completions import salt_of
 from kvant.server.generation import Event
 from kvant.server.message_stream import MessageStream
+from kvant.server.service import Service
 from kvant.server.streaming import EventStream, begin, json_response, sse, unless_gone
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from kvant.server.answering import Service
 from kvant.server.errors import ApiError
 from kvant.server.generation import Format, Generation, Tool, ToolChoice
 from kvant.server.openai_body import (
@@ -22,6 +21,7 @@ from kvant.server.openai_body import (
     ToolCall,
 )
 from kvant.server.sampling import check_range, sampling_options
+from kvant.server.service import Service
 from kvant.server.thinking_options import with_effort
 from kvant.server.tools import checked_tools, tool_named
 from kvant.server.turns import joined
@@ -217,7 +217,7 @@ def escaped(text: str) -> str:
 
 
 def _variables(body: ChatBody, service: Service) -> dict[str, Any]:
-    """Variables of the chat template: those that the server was started with, and the client's."""
+    """The client's variables of the chat template."""
     given = dict(body.chat_template_kwargs or {})
     try:
         check_variables(service.tokenizer, given)
@@ -229,7 +229,7 @@ def _variables(body: ChatBody, service: Service) -> dict[str, Any]:
     if both := given.keys() & effort.keys():
         said = f"reasoning_effort and chat_template_kwargs both set {' and '.join(sorted(both))}"
         raise ApiError(f"{said}; expected one of them", param="reasoning_effort")
-    return {**service.settings.template_variables, **given, **effort}
+    return {**given, **effort}
 
 
 def max_tokens(*given: int | None) -> int | None:

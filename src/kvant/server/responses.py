@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvant.errors import ArgumentError
-from kvant.server.answering import Service, answer
+from kvant.server.answering import answer
 from kvant.server.body import decode
 from kvant.server.chat_completions import salt_of
 from kvant.server.errors import ApiError
@@ -17,6 +17,7 @@ from kvant.server.response_stream import ResponseStream
 from kvant.server.responses_body import ResponsesBody
 from kvant.server.responses_input import responses_generation
 from kvant.server.sampling import refused
+from kvant.server.service import Service
 from kvant.server.streaming import EventStream, begin, json_response, sse, unless_gone
 
 

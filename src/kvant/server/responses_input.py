@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 
-from kvant.server.answering import Service
 from kvant.server.body import check_depth, decode
 from kvant.server.errors import ApiError
 from kvant.server.generation import Format, Generation, Tool, ToolChoice
@@ -27,6 +26,7 @@ from kvant.server.responses_body import (
     ResultItem,
 )
 from kvant.server.sampling import check_range, sampling_options
+from kvant.server.service import Service
 from kvant.server.thinking_options import from_opaque, with_effort
 from kvant.server.tools import checked_tools, tool_named
 from kvant.server.turns import Turns, joined
@@ -75,7 +75,7 @@ def responses_generation(body: ResponsesBody, service: Service, salt: bytes) -> 
         max_tokens=body.max_output_tokens,
         logprobs=top_logprobs > 0 or "message.output_text.logprobs" in (body.include or []),
         top_logprobs=top_logprobs,
-        variables={**service.settings.template_variables, **variables},
+        variables=variables,
         salt=salt,
     )
 
