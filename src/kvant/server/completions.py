@@ -9,13 +9,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvant.server.answer_limits import max_tokens
 from kvant.server.answering import answer
 from kvant.server.body import decode
 from kvant.server.chat_completions import head
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, End, Event, Generation, Text, TokenLogprob
 from kvant.server.openai_body import CompletionsBody
-from kvant.server.openai_messages import common_fields, max_tokens, structured_format
+from kvant.server.openai_messages import common_fields, structured_format
 from kvant.server.openai_results import Usage
 from kvant.server.sampling import check_range
 from kvant.server.service import Service
