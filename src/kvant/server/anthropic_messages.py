@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from kvant.server.answer_limits import max_tokens, stops
 from kvant.server.anthropic_body import (
     Block,
     Conversation,
     MessagesBody,
-    NotText,
     TextBlock,
     ThinkingAdaptive,
     ThinkingBlock,
@@ -17,9 +17,9 @@ from kvant.server.anthropic_body import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from kvant.server.body import NotText
 from kvant.server.errors import ApiError
 from kvant.server.generation import Format, Generation, Tool, ToolChoice
-from kvant.server.openai_messages import max_tokens, stops
 from kvant.server.sampling import SamplingFields, check_range, sampling_options
 from kvant.server.service import Service
 from kvant.server.thinking_options import from_opaque, switched, with_effort
