@@ -82,12 +82,8 @@ def _prepare(service: Service, generation: Generation) -> tuple[Prompt, Request]
     """The prompt, and the engine's request."""
     prompt = read_prompt(service, generation)
     tokenizer, vocab_size = service.tokenizer, service.model.config.vocab_size
-    options = generation.sampling
     try:
-        special: list[int] = []
-        if options.xtc_probability:  # as in mlx-lm, XTC never leaves out the ends of a line and of the text
-            special = [*tokenizer.encode("\n", add_special_tokens=False), *tokenizer.eos_token_ids]
-        sampler, processors = options.filled(service.sampling).build(vocab_size, special)
+        sampler, processors = generation.sampling.filled(service.sampling).build_for(tokenizer, vocab_size)
     except ArgumentError as error:
         raise refused(error) from error
     # OpenAI's penalties count the tokens of the answer.
