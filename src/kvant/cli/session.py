@@ -154,10 +154,7 @@ class Session:
         if wanted.temp and wanted.seed is None:
             wanted = replace(wanted, seed=drawn_seed() if drawn is None else drawn)
         self.sampling_line = describe_sampling(given, wanted, of_the_model, self.origins)
-        special: list[int] = []
-        if wanted.xtc_probability:  # as in mlx-lm, XTC never leaves out the ends of a line and of the text
-            special = [*self.tokenizer.encode("\n", add_special_tokens=False), *self.tokenizer.eos_token_ids]
-        return wanted.build(self.model.config.vocab_size, special)
+        return wanted.build_for(self.tokenizer, self.model.config.vocab_size)
 
     def describe_cache(self) -> str:
         """The reservation in a line."""

@@ -9,6 +9,7 @@ from kvant.engine import processors
 from kvant.engine.draw import Sampler, SeededSampler, greedy
 from kvant.engine.processors import LogitsProcessor
 from kvant.errors import ArgumentError
+from kvant.text.tokenizer import Tokenizer
 
 __all__ = ["LogitsProcessor", "SamplingOptions", "make_logits_processors", "make_sampler"]
 
@@ -175,6 +176,13 @@ class SamplingOptions:
             self.frequency_penalty,
             self.frequency_context_size or CONTEXT_SIZE,
         )
+
+    def build_for(self, tokenizer: Tokenizer, vocab_size: int) -> tuple[Sampler, list[LogitsProcessor]]:
+        """:meth:`build`, where XTC never leaves out the ends of a line and of the text, as in mlx-lm."""
+        special: list[int] = []
+        if self.xtc_probability:
+            special = [*tokenizer.encode("\n", add_special_tokens=False), *tokenizer.eos_token_ids]
+        return self.build(vocab_size, special)
 
 
 OPTIONS = {option.name: option for option in fields(SamplingOptions) if option.metadata}  # those with a range

@@ -1,21 +1,20 @@
 """A checked request to the engine, and what it generates, as it comes."""
 
 import asyncio
-import hashlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from kvant.engine.processors import Frequency, LogitsProcessor, Presence
 from kvant.engine.request import Request, Token
 from kvant.errors import ArgumentError, ContextError, EngineError, KvantError, QueueFullError
 from kvant.server.answer_text import AnswerText
-from kvant.server.constraints import NO_TOOLS, grammar_of, shown_tools
+from kvant.server.constraints import grammar_of
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, End, EndReason, Event, Generation, Text
 from kvant.server.sampling import refused
 from kvant.server.service import Service
 from kvant.server.thinking_budget import thinking_budget
+from kvant.server.tools import for_template, shown_tools
 from kvant.text.answer_parts import AnswerParts
 from kvant.text.detokenizer import ByteDetokenizer
 from kvant.text.prompt import encode_prompt, encode_rendered, render_chat
@@ -66,7 +65,7 @@ def read_prompt(service: Service, generation: Generation) -> Prompt:
         if generation.messages is not None:
             variables = {**service.settings.template_variables, **generation.variables}
             variables["tools"] = shown_tools(service, generation) or None
-            text = render_chat(service.tokenizer, _messages(service, generation.messages), variables)
+            text = render_chat(service.tokenizer, for_template(generation.messages, service.tool_format), variables)
             service.check_length(text)
             return Prompt(text, encode_rendered(service.tokenizer, text))
         prompt = "" if generation.prompt is None else generation.prompt
@@ -79,45 +78,12 @@ def read_prompt(service: Service, generation: Generation) -> Prompt:
         raise _failure(error, generation) from error
 
 
-def _messages(service: Service, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages that the template can write: ids of calls as it wants them.
-
-    Raises:
-        ApiError: 400: calls that it does not know.
-    """
-    made = [dict(message) for message in messages]
-    form = service.tool_format
-    for place, message in enumerate(made):
-        if form is None and ("tool_calls" in message or message["role"] == "tool"):
-            raise ApiError(f"messages[{place}] has to do with tools; {NO_TOOLS}", param=f"messages[{place}]")
-        if form is None or form.id_length is None:
-            continue
-        if "tool_calls" in message:
-            message["tool_calls"] = [
-                {**call, "id": _call_id(call["id"], form.id_length)} for call in message["tool_calls"]
-            ]
-        if "tool_call_id" in message:
-            message["tool_call_id"] = _call_id(message["tool_call_id"], form.id_length)
-    return made
-
-
-def _call_id(given: str, length: int) -> str:
-    """The id of a call with so many letters and digits; another one where it has not, always the same."""
-    if len(given) == length and given.isascii() and given.isalnum():
-        return given
-    return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:length]
-
-
 def _prepare(service: Service, generation: Generation) -> tuple[Prompt, Request]:
     """The prompt, and the engine's request."""
     prompt = read_prompt(service, generation)
     tokenizer, vocab_size = service.tokenizer, service.model.config.vocab_size
-    options = generation.sampling
     try:
-        special: list[int] = []
-        if options.xtc_probability:  # as in mlx-lm, XTC never leaves out the ends of a line and of the text
-            special = [*tokenizer.encode("\n", add_special_tokens=False), *tokenizer.eos_token_ids]
-        sampler, processors = options.filled(service.sampling).build(vocab_size, special)
+        sampler, processors = generation.sampling.filled(service.sampling).build_for(tokenizer, vocab_size)
     except ArgumentError as error:
         raise refused(error) from error
     # OpenAI's penalties count the tokens of the answer.

@@ -24,7 +24,7 @@ from kvant.server.sampling import SamplingFields, check_range, sampling_options
 from kvant.server.service import Service
 from kvant.server.thinking_options import from_opaque, switched, with_effort
 from kvant.server.tools import checked_tools, tool_named
-from kvant.server.turns import Turns, joined
+from kvant.server.turns import Turns, joined, not_text
 from kvant.text.tokenizer import Tokenizer
 
 CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
@@ -145,10 +145,11 @@ def _add(turns: Turns, role: str, block: Block, place: str) -> None:
             turns.add_call(block.id, block.name, block.input)
         case ToolResultBlock(), "user":
             turns.add_result(block.tool_use_id, _result(block, place), f"{place}.tool_use_id")
+        case NotText(), _:
+            raise not_text(place, block)
         case _:
             kind = block.__struct_config__.tag
-            reason = "this server reads text only" if isinstance(block, NotText) else f"it is no block of the {role}"
-            raise ApiError(f"{place} is of the type {kind!r}; {reason}", param=place)
+            raise ApiError(f"{place} is of the type {kind!r}; it is no block of the {role}", param=place)
 
 
 def _result(block: ToolResultBlock, place: str) -> str:
@@ -156,8 +157,7 @@ def _result(block: ToolResultBlock, place: str) -> str:
     texts: list[str] = []
     for at, part in enumerate([TextBlock(block.content)] if isinstance(block.content, str) else block.content or []):
         if not isinstance(part, TextBlock):
-            kind, where = part.__struct_config__.tag, f"{place}.content[{at}]"
-            raise ApiError(f"{where} is of the type {kind!r}; this server reads text only", param=where)
+            raise not_text(f"{place}.content[{at}]", part)
         texts.append(part.text)
     text = joined(texts)
     return f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text

@@ -2,15 +2,14 @@
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from kvant.errors import GrammarError
 from kvant.server.errors import ApiError
 from kvant.server.generation import Generation, Tool
 from kvant.server.service import Service
+from kvant.server.tools import as_shown
 from kvant.text.grammar import Grammar, build_tool_grammar
 
-NO_TOOLS = "the model's chat template takes no tools, or writes calls in a form that is not known here"
 # Of its own, and one: grammars that take long must not take the threads that others' prompts are read in.
 COMPILING = ThreadPoolExecutor(1, "kvant-grammar")
 
@@ -58,23 +57,3 @@ def _compile(service: Service, generation: Generation, prompt: str) -> Grammar:
         service.tool_format, shown, "auto" if choice == "auto" else "required", generation.parallel_tool_calls, text
     )
     return service.grammars.compile("tool_calls", source, rendered)
-
-
-def shown_tools(service: Service, generation: Generation) -> list[dict[str, Any]]:
-    """The tools that the model is told of, in OpenAI's form; none where it must not call one.
-
-    Raises:
-        ApiError: 400: the model's template takes none.
-    """
-    if generation.tool_choice == "none" or not generation.tools:
-        return []
-    if service.tool_format is None:
-        raise ApiError(f"tools: {NO_TOOLS}", param="tools")
-    return [as_shown(tool) for tool in generation.tools]
-
-
-def as_shown(tool: Tool) -> dict[str, Any]:
-    """A tool in OpenAI's form, as templates take it."""
-    described = {"description": tool.description} if tool.description else {}
-    function = {"name": tool.name, **described, "parameters": dict(tool.parameters)}
-    return {"type": "function", "function": function}

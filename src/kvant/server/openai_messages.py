@@ -1,6 +1,5 @@
 """OpenAI's conversations, tools and formats as a generation asks for them."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from kvant.server.service import Service
 from kvant.server.thinking_options import with_effort
 from kvant.server.tools import checked_tools, tool_named
 from kvant.server.turns import call_arguments, joined
+from kvant.text.grammar_source import escaped
 from kvant.text.variables import check_variables
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's
@@ -202,11 +202,6 @@ def structured_format(given: StructuredOutputs | None) -> Format | None:
             raise ApiError("structured_outputs.choice is empty; expected texts", param="structured_outputs.choice")
         return Format("regex", "|".join(map(escaped, given.choice)))
     return Format("regex", given.regex) if given.regex is not None else Format("grammar", given.grammar or "")
-
-
-def escaped(text: str) -> str:
-    """A regular expression of exactly this text, in Rust's syntax."""
-    return re.sub(r"([\\.+*?()|\[\]{}^$#&\-~/])", r"\\\1", text)
 
 
 def _max_tokens(body: ChatBody) -> int | None:

@@ -30,7 +30,7 @@ from kvant.server.sampling import check_range, sampling_options
 from kvant.server.service import Service
 from kvant.server.thinking_options import from_opaque, with_effort
 from kvant.server.tools import checked_tools, tool_named
-from kvant.server.turns import Turns, call_arguments, joined
+from kvant.server.turns import Turns, call_arguments, joined, not_text
 
 ITEMS: Mapping[str, type[Item]] = {
     "message": MessageItem,
@@ -158,8 +158,7 @@ def _text(content: str | Sequence[Part], place: str) -> str:
             case InputText(text=text) | OutputText(text=text) | Refusal(refusal=text):
                 texts.append(text)
             case _:
-                kind, where = part.__struct_config__.tag, f"{place}[{at}]"
-                raise ApiError(f"{where} is of the type {kind!r}; this server reads text only", param=where)
+                raise not_text(f"{place}[{at}]", part)
     return joined(texts)
 
 

@@ -2,15 +2,14 @@
 
 from typing import Any
 
-from kvant.engine.sampling import SamplingOptions
+from kvant.engine.sampling import MIN_TEMP, NEEDS_TEMP, SamplingOptions
 from kvant.errors import ArgumentError
 from kvant.server.body import Fields
 from kvant.server.errors import ApiError
 
 MAX_BIASES = 1024  # tokens of logit_bias
-MIN_TEMPERATURE = 1e-3  # the engine's; a lower one is 0
 ALL_TOKENS = 2**30  # more than a context has
-NEED_TEMP = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold", "seed")  # no effect at temperature 0
+LEFT_OUT = (*NEEDS_TEMP, "xtc_threshold")  # at temperature 0, where they have no effect
 
 
 class SamplingFields(Fields, frozen=True, kw_only=True):
@@ -41,7 +40,7 @@ def sampling_options(given: SamplingFields) -> SamplingOptions:
     options: dict[str, Any] = {}
     if (temperature := given.temperature) is not None:
         check_range("temperature", temperature, 0, 2)
-        options["temp"] = temperature if temperature >= MIN_TEMPERATURE else 0.0
+        options["temp"] = temperature if temperature >= MIN_TEMP else 0.0
     if (top_p := given.top_p) is not None:
         check_range("top_p", top_p, 0, 1)
         options |= {"top_p": top_p} if top_p else {"top_k": 1}  # the engine's 0 would be off
@@ -74,8 +73,8 @@ def made(options: dict[str, Any]) -> SamplingOptions:
     """
     try:
         if options.get("temp") == 0:
-            SamplingOptions(**{name: value for name, value in options.items() if name in NEED_TEMP})  # their ranges
-            options = {name: value for name, value in options.items() if name not in NEED_TEMP}
+            SamplingOptions(**{name: value for name, value in options.items() if name in LEFT_OUT})  # their ranges
+            options = {name: value for name, value in options.items() if name not in LEFT_OUT}
         return SamplingOptions(**options)
     except ArgumentError as error:
         raise refused(error) from error

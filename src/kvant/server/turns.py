@@ -39,6 +39,11 @@ def call_arguments(text: str, place: str) -> dict[str, Any]:
     return arguments
 
 
+def not_text(place: str, part: msgspec.Struct) -> ApiError:
+    """The refusal of a part that is no text."""
+    return ApiError(f"{place} is of the type {part.__struct_config__.tag!r}; this server reads text only", param=place)
+
+
 @dataclass(slots=True)
 class _Turn:
     """Pieces of one role that follow one another; or one tool's result."""

@@ -63,7 +63,7 @@ class Grammars:
         try:
             prepared.process.ask({"do": "check_grammar", "document": text, "vocabulary": prepared.single_bytes})
             matcher = guidance.compiled(prepared.vocabulary, text)
-            guidance.first_mask(matcher)
+            guidance.next_mask(matcher)
         except (TextError, GrammarError) as error:
             raise GrammarError(f"the {kind} cannot be used: {error}") from error
         return Grammar(matcher, prepared.vocabulary.eos_tokens, self._vocab_size)
@@ -106,9 +106,7 @@ class Matcher:
         Raises:
             GrammarError: finding out takes too long.
         """
-        mask = self._matcher.compute_logit_bias()
-        guidance.fail_if_failed(self._matcher)
-        return mask
+        return guidance.next_mask(self._matcher)
 
     def take(self, token: int) -> None:
         """Go on with a token.

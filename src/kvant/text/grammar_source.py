@@ -269,7 +269,7 @@ def _free(source: ToolGrammar, marked: Marked, mark: str) -> list[str]:
     lines = [f"start: (head rest){times} text", "text: TEXT", f"TEXT: {ANY_TEXT}"]
     if marked.begins_with_token(mark):
         return [*lines, f"head: text {marked.text(mark)}"]
-    return [*lines, f"head[lazy]: /(?s:.*){_escaped(mark)}/"]
+    return [*lines, f"head[lazy]: /(?s:.*){escaped(mark)}/"]
 
 
 def _thinking(marked: Marked, prompt: str) -> str | None:
@@ -281,13 +281,13 @@ def _thinking(marked: Marked, prompt: str) -> str | None:
     if marked.begins_with_token(marks.end):
         thought = f"thought: THOUGHT {marked.text(marks.end)}\nTHOUGHT: {ANY_TEXT}"
     else:
-        thought = f"thought[lazy]: /(?s:.*){_escaped(marks.end)}/"
+        thought = f"thought[lazy]: /(?s:.*){escaped(marks.end)}/"
     begun = " | ".join(map(marked.text, marks.starts))
     before = "thought SPACE" if opened else f"(({begun}) thought SPACE)?"
     left_out = f"({' | '.join(map(marked.text, marks.left_out))})?" if marks.left_out else ""
     return f"start: {before} {left_out} @answer\n{thought}\nSPACE: /\\n{{0,3}}/"
 
 
-def _escaped(text: str) -> str:
-    """A text in a regular expression between slashes."""
-    return re.escape(text).replace("/", "\\/")
+def escaped(text: str) -> str:
+    """A regular expression of exactly this text, in Rust's syntax and also between slashes."""
+    return re.sub(r"([\\.+*?()|\[\]{}^$#&\-~/])", r"\\\1", text)

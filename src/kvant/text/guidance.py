@@ -72,10 +72,10 @@ def check(document: str, vocabulary: str) -> None:
     """
     prepared, brace = _from_single_bytes(vocabulary)
     matcher = compiled(prepared, document)
-    first_mask(matcher)
+    next_mask(matcher)
     if brace is not None and matcher.validate_tokens([brace]):  # too many optional properties show behind it
         matcher.consume_token(brace)
-        first_mask(matcher)
+        next_mask(matcher)
 
 
 @lru_cache(maxsize=1)
@@ -106,10 +106,15 @@ def compiled(vocabulary: "LLTokenizer", document: str) -> "LLMatcher":
     return matcher
 
 
-def first_mask(matcher: "LLMatcher") -> None:
-    """Compute a mask, which finds what compiling does not."""
-    matcher.compute_logit_bias()
+def next_mask(matcher: "LLMatcher") -> bytes:
+    """A byte for each token: 0 where it must not come next. The first one finds what compiling does not.
+
+    Raises:
+        GrammarError: finding out takes too long.
+    """
+    mask = matcher.compute_logit_bias()
     fail_if_failed(matcher)
+    return mask
 
 
 def fail_if_failed(matcher: "LLMatcher") -> None:
