@@ -137,12 +137,12 @@ def test_a_schema_of_the_answer() -> None:
 
 
 def test_thinking_is_switched_by_the_template() -> None:
-    switched, never, always = service(SWITCHED, thinks=True, tone="dry"), service(), service(thinks=True)
+    switched, never, always = service(SWITCHED, thinks=True), service(), service(thinks=True)
     assert _made(always, thinking=THINKS, max_tokens=2000).thinking_budget == 1024
     for asked, on, told in (
-        (THINKS, switched, {"tone": "dry", "enable_thinking": True}),
-        ({"type": "disabled"}, switched, {"tone": "dry", "enable_thinking": False}),
-        ({"type": "adaptive"}, switched, {"tone": "dry"}),
+        (THINKS, switched, {"enable_thinking": True}),
+        ({"type": "disabled"}, switched, {"enable_thinking": False}),
+        ({"type": "adaptive"}, switched, {}),
         ({"type": "disabled"}, never, {}),
         ({"type": "adaptive"}, never, {}),
         (THINKS, always, {}),

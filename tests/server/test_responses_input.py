@@ -124,8 +124,8 @@ def test_formats() -> None:
 
 
 def test_effort_is_the_templates() -> None:
-    harmony, switched = service("{{ reasoning_effort }}", thinks=True, tone="dry"), service(SWITCHED, thinks=True)
-    assert _made(harmony, reasoning={"effort": "low"}).variables == {"tone": "dry", "reasoning_effort": "low"}
+    harmony, switched = service("{{ reasoning_effort }}", thinks=True), service(SWITCHED, thinks=True)
+    assert _made(harmony, reasoning={"effort": "low"}).variables == {"reasoning_effort": "low"}
     assert _made(switched, reasoning={"effort": "none"}).variables == {"enable_thinking": False}
     assert _made(reasoning={"effort": "none"}).variables == {}
     assert _refused(harmony, reasoning={"effort": "minimal"}).param == "reasoning.effort"

@@ -9,7 +9,7 @@ import pytest
 from support.command import call
 
 from kvant.engine.load import find_model, load_folder
-from kvant.server import openai_messages, security, self_checks, self_target
+from kvant.server import answer_limits, security, self_checks, self_target
 from kvant.server.self_test import loopback_settings, self_test
 from kvant.server.service import Service
 from kvant.server.settings import Settings
@@ -35,7 +35,7 @@ def test_pocket_passes() -> None:
 def test_it_fails_where_the_server_does(pocket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(security.Guard, "_refusal", lambda *_: None)
     monkeypatch.setattr(security.hmac, "compare_digest", lambda *_: True)
-    monkeypatch.setattr(openai_messages, "MAX_STOPS", 10**6)
+    monkeypatch.setattr(answer_limits, "MAX_STOPS", 10**6)
     monkeypatch.setattr(Service, "cancel", lambda *_: None)
     monkeypatch.setattr(self_target, "WAIT_S", 0.5)
     checks = (self_checks.hosts, self_checks.keys, self_checks.errors, self_checks.leaving, self_checks.seeds)

@@ -10,7 +10,7 @@ from kvant.server.generation import Begun, Call, End, Event, Text
 SWITCHED = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 
 
-def service(template: str = "{{ messages }}", *, thinks: bool = False, **variables: Any) -> Any:
+def service(template: str = "{{ messages }}", *, thinks: bool = False) -> Any:
     """A service with a template, and a vocabulary with or without marks of thinking."""
     marks = ("<think>", "</think>") if thinks else (None, None)
     tokenizer = SimpleNamespace(
@@ -20,7 +20,7 @@ def service(template: str = "{{ messages }}", *, thinks: bool = False, **variabl
         unk_token_id=None,
         convert_tokens_to_ids=lambda tokens: [None for _ in tokens],
     )
-    return SimpleNamespace(tokenizer=tokenizer, settings=SimpleNamespace(template_variables=variables))
+    return SimpleNamespace(tokenizer=tokenizer)
 
 
 @st.composite

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,9 +12,9 @@ from kvant.errors import ArgumentError, ContextError, EngineError, KvantError, Q
 from kvant.server.answer_text import AnswerText
 from kvant.server.constraints import NO_TOOLS, grammar_of, shown_tools
 from kvant.server.errors import ApiError
-from kvant.server.generation import Begun, Call, End, EndReason, Event, Generation, Text
+from kvant.server.generation import Begun, End, EndReason, Event, Generation, Text
 from kvant.server.sampling import refused
-from kvant.server.service import Service as Service
+from kvant.server.service import Service
 from kvant.server.thinking_budget import thinking_budget
 from kvant.text.answer_parts import AnswerParts
 from kvant.text.detokenizer import ByteDetokenizer
@@ -64,7 +64,8 @@ def read_prompt(service: Service, generation: Generation) -> Prompt:
     """
     try:
         if generation.messages is not None:
-            variables = {**generation.variables, "tools": shown_tools(service, generation) or None}
+            variables = {**service.settings.template_variables, **generation.variables}
+            variables["tools"] = shown_tools(service, generation) or None
             text = render_chat(service.tokenizer, _messages(service, generation.messages), variables)
             service.check_length(text)
             return Prompt(text, encode_rendered(service.tokenizer, text))
@@ -161,8 +162,8 @@ async def _events(
             yield Begun(len(prompt.ids), token.cached_tokens)
             for number in texts if generation.echo and prompt.text else ():
                 yield Text(number, prompt.text)
-        read: Callable[[], list[Text | Call]] = lambda text=text, token=token: text.take(token)  # type: ignore[misc]  # noqa: E731
-        for event in await asyncio.to_thread(read) if waits or text.in_call else read():
+        beside = waits or text.in_call
+        for event in await asyncio.to_thread(text.take, token) if beside else text.take(token):
             yield event
         if token.finish_reason is None:
             if text.stop is None and (generation.parallel_tool_calls or not text.calls):

@@ -5,9 +5,7 @@ A field with the type None is one of Anthropic's that this server cannot heed: i
 
 from typing import Any, Literal
 
-import msgspec
-
-from kvant.server.body import Fields
+from kvant.server.body import Caller, Fields, NotText
 
 CacheControl = dict[str, Any] | None  # changes nothing: every prompt's beginning is shared with those that follow
 
@@ -23,10 +21,6 @@ class ThinkingBlock(Fields, frozen=True, tag="thinking"):
     signature: str = ""
 
 
-class Caller(Fields, frozen=True):
-    type: Literal["direct"]
-
-
 class ToolUseBlock(Fields, frozen=True, tag="tool_use"):
     id: str
     name: str
@@ -34,10 +28,6 @@ class ToolUseBlock(Fields, frozen=True, tag="tool_use"):
     cache_control: CacheControl = None
     caller: Caller | None = None
     toolset_name: None = None
-
-
-class NotText(msgspec.Struct, frozen=True):
-    """A block that this server does not read, whatever its fields are."""
 
 
 class Image(NotText, frozen=True, tag="image"):

@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvant.server.answering import Service
+from kvant.server.answer_limits import max_tokens, stops
 from kvant.server.anthropic_body import (
     Block,
     Conversation,
     MessagesBody,
-    NotText,
     TextBlock,
     ThinkingAdaptive,
     ThinkingBlock,
@@ -18,10 +17,11 @@ from kvant.server.anthropic_body import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from kvant.server.body import NotText
 from kvant.server.errors import ApiError
 from kvant.server.generation import Format, Generation, Tool, ToolChoice
-from kvant.server.openai_messages import max_tokens, stops
 from kvant.server.sampling import SamplingFields, check_range, sampling_options
+from kvant.server.service import Service
 from kvant.server.thinking_options import from_opaque, switched, with_effort
 from kvant.server.tools import checked_tools, tool_named
 from kvant.server.turns import Turns, joined
@@ -85,7 +85,7 @@ def conversation(body: Conversation, service: Service) -> Generation:
         tool_choice=wanted,
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
         format=_format(body),
-        variables={**service.settings.template_variables, **_variables(body, service.tokenizer)},
+        variables=_variables(body, service.tokenizer),
     )
 
 

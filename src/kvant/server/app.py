@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from kvant.errors import ArgumentError, ContextError, EngineError, PromptError, QueueFullError
 from kvant.server import chat_completions, completions, messages, page, responses, status, tokenize
 from kvant.server.errors import ApiError
 from kvant.server.security import Bodies, Guard, Keys, error_response
@@ -22,7 +21,6 @@ ENDPOINTS = {
     "/v1/messages/count_tokens": messages.count_tokens,
     "/tokenize": tokenize.endpoint,
 }
-RETRY_AFTER_S = 1
 
 
 def make_app(service: Service) -> Starlette:
@@ -43,10 +41,7 @@ def make_app(service: Service) -> Starlette:
     app = Starlette(
         routes=routes,
         middleware=[Middleware(Guard, service), *pages, Middleware(Keys, service), Middleware(Bodies, service)],
-        exception_handlers=dict.fromkeys(
-            (ApiError, HTTPException, ContextError, PromptError, ArgumentError, QueueFullError, EngineError),
-            _answer_error,
-        ),
+        exception_handlers={ApiError: _answer_error, HTTPException: _answer_error},
     )
     app.state.service = service
     return app
@@ -54,20 +49,7 @@ def make_app(service: Service) -> Starlette:
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     """An error in the shape of the interface that was asked."""
-    return error_response(request.scope, as_api_error(error))
-
-
-def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of an error."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, HTTPException):
-        return ApiError(error.detail, status=error.status_code, headers=error.headers)
-    if isinstance(error, ContextError):
-        return ApiError(str(error), code="context_length_exceeded")
-    if isinstance(error, QueueFullError):
-        headers = {"retry-after": str(RETRY_AFTER_S)}
-        return ApiError(str(error), status=429, code="rate_limit_exceeded", headers=headers)
-    if isinstance(error, EngineError):
-        return ApiError(str(error), status=503, code="engine_failed")
-    return ApiError(str(error), param=error.argument if isinstance(error, ArgumentError) else None)
+    if isinstance(error, HTTPException):  # of a route that there is not
+        error = ApiError(error.detail, status=error.status_code, headers=error.headers)
+    assert isinstance(error, ApiError)
+    return error_response(request.scope, error)

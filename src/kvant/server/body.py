@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import inspect
@@ -16,6 +16,16 @@ FLAT = {int, float, bool, str, type(None)}
 
 class Fields(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Base of all bodies: a field that is not declared is refused by name."""
+
+
+class NotText(msgspec.Struct, frozen=True):
+    """Base of parts that this server does not read, whatever their fields are."""
+
+
+class Caller(Fields, frozen=True):
+    """Who called a tool: the model itself."""
+
+    type: Literal["direct"]
 
 
 def decode(body: bytes, kind: type[T]) -> T:

@@ -9,12 +9,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvant.server.answering import Service, answer
+from kvant.server.answering import answer
 from kvant.server.body import decode
 from kvant.server.generation import Begun, Call, End, Event, Generation, Text
 from kvant.server.openai_body import ChatBody
 from kvant.server.openai_messages import chat_generation
 from kvant.server.openai_results import Usage, logprobs_content
+from kvant.server.service import Service
 from kvant.server.streaming import EventStream, begin, json_response, sse, unless_gone
 
 
@@ -27,18 +28,12 @@ async def endpoint(request: Request) -> Response:
     service: Service = request.app.state.service
     body = decode(await request.body(), ChatBody)
     name = service.check_model(body.model)
-    generation = chat_generation(body, service, salt_of(request))
+    generation = chat_generation(body, service, request.state.salt)
     events = answer(service, generation)
     if not body.stream:
         return json_response(await unless_gone(request, _whole(events, generation, name)))
     begun = await begin(request, events)
-    include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    return EventStream(begun, _chunks(begun, generation, name, include_usage), lambda error: sse(error.openai()))
-
-
-def salt_of(request: Request) -> bytes:
-    """What prefixes are shared by: of the client's key."""
-    return getattr(request.state, "salt", b"")
+    return EventStream(begun, _chunks(begun, generation, name, body.wants_usage), lambda error: sse(error.openai()))
 
 
 def head(name: str, kind: str, prefix: str = "chatcmpl-") -> dict[str, Any]:

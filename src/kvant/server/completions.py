@@ -9,15 +9,17 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvant.server.answering import Service, answer
+from kvant.server.answer_limits import max_tokens
+from kvant.server.answering import answer
 from kvant.server.body import decode
-from kvant.server.chat_completions import head, salt_of
+from kvant.server.chat_completions import head
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, End, Event, Generation, Text, TokenLogprob
 from kvant.server.openai_body import CompletionsBody
-from kvant.server.openai_messages import common_fields, max_tokens, structured_format
+from kvant.server.openai_messages import common_fields, structured_format
 from kvant.server.openai_results import Usage
 from kvant.server.sampling import check_range
+from kvant.server.service import Service
 from kvant.server.streaming import EventStream, begin, json_response, sse, unless_gone
 
 MAX_PROMPTS = 128
@@ -34,7 +36,7 @@ async def endpoint(request: Request) -> Response:
     service: Service = request.app.state.service
     body = decode(await request.body(), CompletionsBody)
     name = service.check_model(body.model)
-    generations = completions_generations(body, service, salt_of(request))
+    generations = completions_generations(body, service, request.state.salt)
     events = together(
         [answer(service, each) for each in generations], service.settings.sequences // generations[0].answers
     )
@@ -42,8 +44,7 @@ async def endpoint(request: Request) -> Response:
     if not body.stream:
         return json_response(await unless_gone(request, _whole(events, generations, beginning)))
     begun = await begin(request, events)
-    include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    lines = _chunks(begun, generations, beginning, include_usage)
+    lines = _chunks(begun, generations, beginning, body.wants_usage)
     return EventStream(begun, lines, lambda error: sse(error.openai()))
 
 

@@ -58,7 +58,7 @@ class Generation:
         logprobs: log-probabilities are wanted, and of ``top_logprobs`` other tokens.
         ignore_eos: go on after the model's end of text.
         echo: the prompt is part of the answer's text.
-        variables: further variables of the chat template, such as ``enable_thinking``.
+        variables: of the chat template, such as ``enable_thinking``; they go before the server's own.
         thinking_budget: tokens after which thinking ends; None: the model ends it.
         salt: prefixes are shared between requests with the same one.
     """

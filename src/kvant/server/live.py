@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
@@ -18,6 +17,7 @@ from kvant.cache.pool import Pool, PoolSequence
 from kvant.engine.request import Request, Token
 from kvant.engine.scheduler import Scheduler
 from kvant.server.errors import ApiError, described
+from kvant.server.streaming import sse
 
 INTERVAL_S = 0.2  # between two looks at the pool, and two events of a listener
 STILL_S = 5.0  # after which a listener is told that nothing has changed
@@ -88,13 +88,13 @@ class Live:
         """
         self.listeners += 1
         try:
-            yield _event("pool", self.facts)
+            yield sse(self.facts, "pool")
             known, told, told_at = self.read(0)[1], -1, 0.0
             while not self._closed and alive():
                 version, generated, state = self.read(known)
                 now = time.monotonic()
                 if version != told or generated != known or now - told_at >= STILL_S:
-                    yield _event("state", state)
+                    yield sse(state, "state")
                     told, known, told_at = version, generated, now
                 await asyncio.sleep(INTERVAL_S)
         finally:
@@ -187,10 +187,6 @@ def _stretches(pages: Sequence[int]) -> list[Stretch]:
     """Pages with neighbours joined, in their order."""
     found = runs(pages, 0, len(pages) * PAGE_SIZE)
     return [[first // PAGE_SIZE, (end - first) // PAGE_SIZE] for first, end in found]
-
-
-def _event(name: str, data: dict[str, Any]) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
 
 
 async def live(request: HttpRequest) -> Response:

@@ -1,21 +1,17 @@
 """Anthropic's /v1/messages and /v1/messages/count_tokens."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvant.server.answering import Service, answer, read_prompt
+from kvant.server.answering import answer, read_prompt
 from kvant.server.anthropic_body import Conversation, MessagesBody
 from kvant.server.anthropic_messages import conversation, messages_generation, shows_thinking
 from kvant.server.body import decode
-from kvant.server.chat_completions import salt_of
-from kvant.server.generation import Event
 from kvant.server.message_stream import MessageStream
-from kvant.server.streaming import EventStream, begin, json_response, sse, unless_gone
+from kvant.server.service import Service
+from kvant.server.streaming import EventStream, begin, json_response, named_events, sse, take_all, unless_gone
 
 
 async def endpoint(request: Request) -> Response:
@@ -27,12 +23,13 @@ async def endpoint(request: Request) -> Response:
     service: Service = request.app.state.service
     body = decode(await request.body(), MessagesBody)
     message = MessageStream(service.check_model(body.model), shows_thinking=shows_thinking(body))
-    events = answer(service, messages_generation(body, service, salt_of(request)))
+    events = answer(service, messages_generation(body, service, request.state.salt))
     if not body.stream:
-        return json_response(await unless_gone(request, _whole(events, message)))
+        await unless_gone(request, take_all(events, message.add))
+        return json_response(message.message)
     begun = await begin(request, events)
     request_id = request.state.request_id
-    return EventStream(begun, _lines(begun, message), lambda error: sse(error.anthropic(request_id), "error"))
+    return EventStream(begun, named_events(begun, message.add), lambda error: sse(error.anthropic(request_id), "error"))
 
 
 async def count_tokens(request: Request) -> Response:
@@ -47,19 +44,3 @@ async def count_tokens(request: Request) -> Response:
     generation = conversation(body, service)
     prompt = await unless_gone(request, asyncio.to_thread(read_prompt, service, generation))
     return json_response({"input_tokens": len(prompt.ids)})
-
-
-async def _whole(events: AsyncGenerator[Event, None], message: MessageStream) -> dict[str, Any]:
-    """The answer in one object."""
-    async with aclosing(events):
-        async for event in events:
-            for _ in message.add(event):
-                pass
-    return message.message
-
-
-async def _lines(events: AsyncIterator[Event], message: MessageStream) -> AsyncGenerator[bytes, None]:
-    """The answer as server-sent events."""
-    async for event in events:
-        for told in message.add(event):
-            yield sse(told, told["type"])

@@ -138,6 +138,11 @@ class CommonBody(SamplingFields, frozen=True, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     user: str | None = None  # a label of the client's
 
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
 
 class ChatBody(CommonBody, frozen=True, kw_only=True):
     """A body of /v1/chat/completions."""

@@ -1,12 +1,10 @@
 """OpenAI's conversations, tools and formats as a generation asks for them."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
-from kvant.server.answering import Service
+from kvant.server.answer_limits import max_tokens, number_of_answers, stops
 from kvant.server.errors import ApiError
 from kvant.server.generation import Format, Generation, Tool, ToolChoice
 from kvant.server.openai_body import (
@@ -23,12 +21,12 @@ from kvant.server.openai_body import (
 )
 from kvant.server.sampling import check_range, sampling_options
 from kvant.server.security import MAX_VALUES, count_marks, count_values
+from kvant.server.service import Service
 from kvant.server.thinking_options import with_effort
 from kvant.server.tools import checked_tools, tool_named
-from kvant.server.turns import joined
+from kvant.server.turns import call_arguments, joined
 from kvant.text.variables import check_variables
 
-MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # texts of stop, and characters of one
 MAX_TOP_LOGPROBS = 20  # OpenAI's
 
 
@@ -51,7 +49,7 @@ def chat_generation(body: ChatBody, service: Service, salt: bytes) -> Generation
         tool_choice=_tool_choice(body, tools),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         format=_format(body),
-        max_tokens=max_tokens(body.max_tokens, body.max_completion_tokens),
+        max_tokens=_max_tokens(body),
         logprobs=bool(body.logprobs),
         top_logprobs=body.top_logprobs or 0,
         variables=_variables(body, service),
@@ -134,12 +132,7 @@ def check_arguments(texts: Sequence[str]) -> None:
 
 def _call(place: str, call: ToolCall) -> dict[str, Any]:
     """A call, its arguments an object as chat templates expect them."""
-    arguments: Any = None
-    with suppress(ValueError, RecursionError):
-        arguments = json.loads(call.function.arguments or "{}")
-    if not isinstance(arguments, dict):
-        param = f"{place}.function.arguments"
-        raise ApiError(f"{param} is {call.function.arguments[:80]!r}; expected the JSON text of an object", param=param)
+    arguments = call_arguments(call.function.arguments, f"{place}.function.arguments")
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
@@ -229,8 +222,16 @@ def escaped(text: str) -> str:
     return re.sub(r"([\\.+*?()|\[\]{}^$#&\-~/])", r"\\\1", text)
 
 
+def _max_tokens(body: ChatBody) -> int | None:
+    """The number that either field gives."""
+    given = {body.max_tokens, body.max_completion_tokens} - {None}
+    if len(given) > 1:
+        raise ApiError("max_tokens and max_completion_tokens differ; expected one of them", param="max_tokens")
+    return max_tokens(given.pop() if given else None)
+
+
 def _variables(body: ChatBody, service: Service) -> dict[str, Any]:
-    """Variables of the chat template: those that the server was started with, and the client's."""
+    """The client's variables of the chat template."""
     given = dict(body.chat_template_kwargs or {})
     try:
         check_variables(service.tokenizer, given)
@@ -242,49 +243,4 @@ def _variables(body: ChatBody, service: Service) -> dict[str, Any]:
     if both := given.keys() & effort.keys():
         said = f"reasoning_effort and chat_template_kwargs both set {' and '.join(sorted(both))}"
         raise ApiError(f"{said}; expected one of them", param="reasoning_effort")
-    return {**service.settings.template_variables, **given, **effort}
-
-
-def max_tokens(*given: int | None) -> int | None:
-    """The number that either field gives; None: neither does.
-
-    Raises:
-        ApiError: less than one token, or two numbers.
-    """
-    numbers = {number for number in given if number is not None}
-    if len(numbers) > 1:
-        raise ApiError("max_tokens and max_completion_tokens differ; expected one of them", param="max_tokens")
-    for number in numbers:
-        if number < 1:
-            raise ApiError(f"max_tokens is {number}; expected at least 1", param="max_tokens")
-    return numbers.pop() if numbers else None
-
-
-def stops(given: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
-    """The texts that end an answer.
-
-    Raises:
-        ApiError: too many, or one that is empty or too long.
-    """
-    found = (given,) if isinstance(given, str) else tuple(given or ())
-    if len(found) > MAX_STOPS:
-        raise ApiError(f"{name} has {len(found)} texts; expected at most {MAX_STOPS}", param=name)
-    for text in found:
-        if not 1 <= len(text) <= MAX_STOP_LENGTH:
-            expected = f"expected 1 to {MAX_STOP_LENGTH}"
-            raise ApiError(f"{name} has a text of {len(text)} characters; {expected}", param=name)
-    return found
-
-
-def number_of_answers(n: int | None, service: Service) -> int:
-    """How many answers.
-
-    Raises:
-        ApiError: more than run at once.
-    """
-    if n is None:
-        return 1
-    most = service.settings.sequences
-    if not 1 <= n <= most:
-        raise ApiError(f"n is {n}; expected 1 to {most}, the sequences of this server", param="n")
-    return n
+    return {**given, **effort}

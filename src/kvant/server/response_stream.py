@@ -1,7 +1,7 @@
 """An answer as OpenAI's response: the events of its stream, and the whole that they make."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -9,7 +9,8 @@ import msgspec
 
 from kvant.engine.sampling import SamplingOptions
 from kvant.server.errors import ApiError
-from kvant.server.generation import Begun, Call, End, Event, Generation, Text, TokenLogprob, Tool
+from kvant.server.generation import Begun, Call, End, Event, Generation, Text, Tool
+from kvant.server.openai_results import logprobs_content
 from kvant.server.responses_body import ResponsesBody
 from kvant.server.thinking_options import opaque
 
@@ -71,7 +72,7 @@ class ResponseStream:
         elif event.thinking:
             yield self._of_item("response.reasoning_text.delta", content_index=0, delta=event.text)
         else:
-            told = [_logprob(each) for each in event.logprobs] if self._logprobs else []
+            told = logprobs_content(event.logprobs) if self._logprobs else []
             self._told += told
             yield self._of_item("response.output_text.delta", content_index=0, delta=event.text, logprobs=told)
 
@@ -237,18 +238,6 @@ def _usage(event: Begun) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": event.prompt_tokens,
     }
-
-
-def _logprob(token: TokenLogprob) -> dict[str, Any]:
-    return {**_alone(token), "top_logprobs": _all_alone(token.top)}
-
-
-def _all_alone(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    return [_alone(token) for token in tokens]
-
-
-def _alone(token: TokenLogprob) -> dict[str, Any]:
-    return {"token": token.text, "bytes": list(token.bytes), "logprob": token.logprob}
 
 
 def _id(kind: str) -> str:

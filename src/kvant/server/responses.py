@@ -1,23 +1,18 @@
 """OpenAI's /v1/responses. Nothing is stored: each request has the whole conversation."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvant.errors import ArgumentError
-from kvant.server.answering import Service, answer
+from kvant.server.answering import answer
 from kvant.server.body import decode
-from kvant.server.chat_completions import salt_of
 from kvant.server.errors import ApiError
-from kvant.server.generation import Event
 from kvant.server.response_stream import ResponseStream
 from kvant.server.responses_body import ResponsesBody
 from kvant.server.responses_input import responses_generation
 from kvant.server.sampling import refused
-from kvant.server.streaming import EventStream, begin, json_response, sse, unless_gone
+from kvant.server.service import Service
+from kvant.server.streaming import EventStream, begin, json_response, named_events, sse, take_all, unless_gone
 
 
 async def endpoint(request: Request) -> Response:
@@ -29,7 +24,7 @@ async def endpoint(request: Request) -> Response:
     service: Service = request.app.state.service
     body = decode(await request.body(), ResponsesBody)
     name = service.check_model(body.model)
-    generation = responses_generation(body, service, salt_of(request))
+    generation = responses_generation(body, service, request.state.salt)
     try:
         sampling = generation.sampling.filled(service.sampling)
     except ArgumentError as error:
@@ -38,7 +33,8 @@ async def endpoint(request: Request) -> Response:
     events = answer(service, generation)
     try:
         if not body.stream:
-            return json_response(await unless_gone(request, _whole(events, response)))
+            await unless_gone(request, take_all(events, response.add))
+            return json_response(response.response)
         begun = await begin(request, events)
     except ApiError as error:
         if error.param == "messages":  # what this interface calls otherwise
@@ -48,20 +44,4 @@ async def endpoint(request: Request) -> Response:
     def failed(error: ApiError) -> bytes:
         return b"".join(sse(told, told["type"]) for told in response.failed(error))
 
-    return EventStream(begun, _lines(begun, response), failed)
-
-
-async def _whole(events: AsyncGenerator[Event, None], response: ResponseStream) -> dict[str, Any]:
-    """The answer in one object."""
-    async with aclosing(events):
-        async for event in events:
-            for _ in response.add(event):
-                pass
-    return response.response
-
-
-async def _lines(events: AsyncIterator[Event], response: ResponseStream) -> AsyncGenerator[bytes, None]:
-    """The answer as server-sent events."""
-    async for event in events:
-        for told in response.add(event):
-            yield sse(told, told["type"])
+    return EventStream(begun, named_events(begun, response.add), failed)

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvant.server.body import Fields
+from kvant.server.body import Caller, Fields, NotText
+from kvant.server.openai_body import JsonObjectFormat, TextFormat
 from kvant.server.sampling import SamplingFields
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -29,10 +30,6 @@ class Refusal(Fields, frozen=True, tag="refusal"):
     refusal: str
 
 
-class NotText(msgspec.Struct, frozen=True):
-    """A part that this server does not read, whatever its fields are."""
-
-
 class InputImage(NotText, frozen=True, tag="input_image"):
     pass
 
@@ -47,10 +44,6 @@ class InputAudio(NotText, frozen=True, tag="input_audio"):
 
 Part = InputText | OutputText | Refusal | InputImage | InputFile | InputAudio
 Status = Literal["in_progress", "completed", "incomplete"] | None
-
-
-class Caller(Fields, frozen=True):
-    type: Literal["direct"]
 
 
 class MessageItem(Fields, frozen=True, kw_only=True):
@@ -132,14 +125,6 @@ class AllowedTools(Fields, frozen=True, tag="allowed_tools"):
     tools: list[NamedFunction]
 
 
-class PlainText(Fields, frozen=True, tag="text"):
-    pass
-
-
-class JsonObject(Fields, frozen=True, tag="json_object"):
-    pass
-
-
 class JsonSchema(Fields, frozen=True, tag="json_schema"):
     name: str
     schema: dict[str, Any]
@@ -148,7 +133,7 @@ class JsonSchema(Fields, frozen=True, tag="json_schema"):
 
 
 class TextConfig(Fields, frozen=True):
-    format: PlainText | JsonObject | JsonSchema | None = None
+    format: TextFormat | JsonObjectFormat | JsonSchema | None = None
     verbosity: Literal["medium"] | None = None
 
 

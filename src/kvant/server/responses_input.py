@@ -5,10 +5,11 @@ from typing import Any
 
 import msgspec
 
-from kvant.server.answering import Service
-from kvant.server.body import check_depth, decode
+from kvant.server.answer_limits import max_tokens
+from kvant.server.body import decode
 from kvant.server.errors import ApiError
 from kvant.server.generation import Format, Generation, Tool, ToolChoice
+from kvant.server.openai_body import JsonObjectFormat
 from kvant.server.openai_messages import MAX_TOP_LOGPROBS, check_arguments
 from kvant.server.responses_body import (
     AllowedTools,
@@ -16,7 +17,6 @@ from kvant.server.responses_body import (
     FunctionChoice,
     InputText,
     Item,
-    JsonObject,
     JsonSchema,
     MessageItem,
     OutputText,
@@ -27,9 +27,10 @@ from kvant.server.responses_body import (
     ResultItem,
 )
 from kvant.server.sampling import check_range, sampling_options
+from kvant.server.service import Service
 from kvant.server.thinking_options import from_opaque, with_effort
 from kvant.server.tools import checked_tools, tool_named
-from kvant.server.turns import Turns, joined
+from kvant.server.turns import Turns, call_arguments, joined
 
 ITEMS: Mapping[str, type[Item]] = {
     "message": MessageItem,
@@ -58,8 +59,6 @@ def responses_generation(body: ResponsesBody, service: Service, salt: bytes) -> 
         raise ApiError(f"store is true; {STORED} or left out", param="store")
     if body.stream_options is not None and not body.stream:
         raise ApiError("stream_options is given without stream: true", param="stream_options")
-    if body.max_output_tokens is not None and body.max_output_tokens < 1:
-        raise ApiError(f"max_output_tokens is {body.max_output_tokens}; expected at least 1", param="max_output_tokens")
     top_logprobs = body.top_logprobs or 0
     check_range("top_logprobs", top_logprobs, 0, MAX_TOP_LOGPROBS)
     tools, choice = _tools(body)
@@ -72,10 +71,10 @@ def responses_generation(body: ResponsesBody, service: Service, salt: bytes) -> 
         parallel_tool_calls=body.parallel_tool_calls is not False,
         format=_format(body),
         sampling=sampling_options(body),
-        max_tokens=body.max_output_tokens,
+        max_tokens=max_tokens(body.max_output_tokens, "max_output_tokens"),
         logprobs=top_logprobs > 0 or "message.output_text.logprobs" in (body.include or []),
         top_logprobs=top_logprobs,
-        variables={**service.settings.template_variables, **variables},
+        variables=variables,
         salt=salt,
     )
 
@@ -100,7 +99,7 @@ def _tools(body: ResponsesBody) -> tuple[Sequence[Tool], ToolChoice | Tool]:
 
 def _format(body: ResponsesBody) -> Format | None:
     match body.text.format if body.text is not None else None:
-        case JsonObject():
+        case JsonObjectFormat():
             return Format("json_object")
         case JsonSchema(schema=schema):
             return Format("json_schema", schema)
@@ -146,7 +145,7 @@ def _add(turns: Turns, item: Item, place: str) -> None:
         case ReasoningItem():
             turns.add_thinking(_thinking(item, place))
         case CallItem():
-            turns.add_call(item.call_id, item.name, _arguments(item.arguments, f"{place}.arguments"))
+            turns.add_call(item.call_id, item.name, call_arguments(item.arguments, f"{place}.arguments"))
         case ResultItem():
             turns.add_result(item.call_id, _text(item.output, f"{place}.output"), f"{place}.call_id")
 
@@ -172,12 +171,3 @@ def _thinking(item: ReasoningItem, place: str) -> str:
     if item.encrypted_content is not None:
         return from_opaque(item.encrypted_content, f"{place}.encrypted_content")
     return joined([part.text for part in item.summary or []])
-
-
-def _arguments(text: str, place: str) -> dict[str, Any]:
-    try:
-        arguments = msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ApiError(f"{place} is {text[:80]!r}; expected a JSON object: {error}", param=place) from error
-    check_depth(arguments)
-    return arguments

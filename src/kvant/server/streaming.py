@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -128,6 +129,23 @@ class EventStream(Response):
         except Exception as error:
             LOG.error("an answer failed after it had begun: %s", described(error))
             yield self._failed(ApiError("the answer failed; the server's log says why", status=500))
+
+
+async def take_all(events: AsyncGenerator[T, None], told: Callable[[T], Iterable[object]]) -> None:
+    """Take all events of an answer that is sent in one object. ``told``: makes something of each."""
+    async with aclosing(events):
+        async for event in events:
+            for _ in told(event):
+                pass
+
+
+async def named_events(
+    events: AsyncIterator[T], told: Callable[[T], Iterable[dict[str, Any]]]
+) -> AsyncGenerator[bytes, None]:
+    """Server-sent events that ``told`` makes of an answer's events, each with its type as its name."""
+    async for event in events:
+        for each in told(event):
+            yield sse(each, each["type"])
 
 
 def sse(data: Any, event: str | None = None) -> bytes:

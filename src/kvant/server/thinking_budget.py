@@ -47,6 +47,5 @@ def thinking_budget(tokenizer: Tokenizer, prompt: str, first: int, tokens: int) 
     if marks is not None:
         start, end = tokenizer.convert_tokens_to_ids([marks.starts[0], marks.end])
         if None not in (start, end) and tokenizer.unk_token_id not in (start, end):
-            opened = prompt.rstrip().endswith(marks.starts)
-            return ThinkingBudget(first, tokens, None if opened else start, end)
+            return ThinkingBudget(first, tokens, None if marks.opened_by(prompt) else start, end)
     raise ApiError("a budget of thinking cannot be kept: the model has no tokens that begin and end thinking")

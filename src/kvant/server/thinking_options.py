@@ -7,6 +7,7 @@ from typing import Any
 from kvant.server.errors import ApiError
 from kvant.text.thinking import marks_of
 from kvant.text.tokenizer import Tokenizer
+from kvant.text.variables import mentioned
 
 SWITCH = "enable_thinking"  # of Qwen3's template, and of others after it
 EFFORT = "reasoning_effort"  # of gpt-oss
@@ -20,7 +21,7 @@ def switched(tokenizer: Tokenizer, on: bool, field: str) -> Mapping[str, Any]:
     Raises:
         ApiError: the model only thinks, or never does, and the client wants the other.
     """
-    if SWITCH in _source(tokenizer):
+    if SWITCH in mentioned(tokenizer):
         return {SWITCH: on}
     if on is (marks_of(tokenizer) is not None):
         return {}
@@ -36,7 +37,7 @@ def with_effort(tokenizer: Tokenizer, effort: str, field: str) -> Mapping[str, A
     """
     if effort == "none":
         return switched(tokenizer, False, field)
-    if EFFORT not in _source(tokenizer):
+    if EFFORT not in mentioned(tokenizer):
         raise ApiError(f"{field} is {effort!r}; the model's chat template knows no {EFFORT}", param=field)
     if effort not in EFFORTS:
         raise ApiError(f"{field} is {effort!r}; expected one of {', '.join(EFFORTS)}", param=field)
@@ -60,9 +61,3 @@ def from_opaque(text: str, field: str) -> str:
     except ValueError:  # no ASCII, no base64, or no UTF-8 in it
         pass
     raise ApiError(f"{field} is not from this server; leave the thinking out or send its text", param=field)
-
-
-def _source(tokenizer: Tokenizer) -> str:
-    """The text of all the model's chat templates."""
-    templates = tokenizer.chat_template or ""
-    return templates if isinstance(templates, str) else "\n".join(templates.values())

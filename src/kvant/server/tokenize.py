@@ -6,10 +6,11 @@ from typing import Literal
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvant.server.answering import read_prompt
 from kvant.server.body import Fields, decode
 from kvant.server.errors import ApiError
+from kvant.server.generation import Generation
 from kvant.server.service import Service
-from kvant.text.prompt import encode_prompt, encode_rendered, render_chat
 
 
 class Message(Fields, frozen=True):
@@ -47,17 +48,11 @@ async def endpoint(request: Request) -> Response:
 
 def _tokens(service: Service, body: TokenizeBody) -> dict[str, object]:
     """What is answered. It waits for the tokenizer."""
-    tokenizer = service.tokenizer
+    messages = None
     if body.messages is not None:
         messages = [{"role": message.role, "content": message.content} for message in body.messages]
-        text = render_chat(tokenizer, messages, service.settings.template_variables)
-        service.check_length(text)
-        ids = encode_rendered(tokenizer, text)
-    else:
-        text = body.prompt or ""
-        service.check_length(text)
-        ids = encode_prompt(tokenizer, text, service.model.config.vocab_size)
+    ids = read_prompt(service, Generation(messages=messages, prompt=body.prompt)).ids
     found: dict[str, object] = {"count": len(ids), "max_model_len": service.max_seq_len, "tokens": ids}
     if body.return_token_strs:
-        found["token_strs"] = tokenizer.convert_ids_to_tokens(ids) if ids else []
+        found["token_strs"] = service.tokenizer.convert_ids_to_tokens(ids)
     return found

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from kvant.server.body import check_depth
 from kvant.server.errors import ApiError
 
 
@@ -18,6 +21,22 @@ def joined(texts: Sequence[str]) -> str:
             pieces.append("\n")
         pieces.append(text)
     return "".join(pieces)
+
+
+def call_arguments(text: str, place: str) -> dict[str, Any]:
+    """The arguments of a call that a client sends back as JSON text; none where the text is empty.
+
+    Raises:
+        ApiError: 400: not an object, or nested too deeply.
+    """
+    try:
+        arguments = msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(
+            f"{place} is {text[:80]!r}; expected the JSON text of an object: {error}", param=place
+        ) from error
+    check_depth(arguments)
+    return arguments
 
 
 @dataclass(slots=True)

@@ -281,7 +281,7 @@ def _thinking(marked: Marked, prompt: str) -> str | None:
     marks = marks_of(marked.tokenizer)
     if marks is None:
         return None
-    opened = prompt.rstrip().endswith(marks.starts)
+    opened = marks.opened_by(prompt)
     if marked.begins_with_token(marks.end):
         thought = f"thought: THOUGHT {marked.text(marks.end)}\nTHOUGHT: {ANY_TEXT}"
     else:

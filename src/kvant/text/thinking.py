@@ -19,6 +19,10 @@ class Marks:
     end: str
     left_out: tuple[str, ...] = ()
 
+    def opened_by(self, prompt: str) -> bool:
+        """Whether a rendered prompt has begun the thinking, as some templates do."""
+        return prompt.rstrip().endswith(self.starts)
+
 
 # gpt-oss names a channel before each part of its answer (github.com/openai/harmony, docs/format.md).
 HARMONY_TOKENS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
@@ -45,9 +49,9 @@ class Thinking:
     """
 
     def __init__(self, marks: Marks, prompt: str) -> None:
-        """``prompt``: the rendered messages. Some templates write the first mark there."""
+        """``prompt``: the rendered messages."""
         self._marks = marks
-        opened = prompt.rstrip().endswith(marks.starts)
+        opened = marks.opened_by(prompt)
         self._state = "thinking" if opened else "before"
         self._held = ""  # may be a part of a mark, or line breaks before one
         self._after_mark = opened
