@@ -160,3 +160,8 @@ def test_a_format_beside_tools(server: Running) -> None:
     assert [name for name, _ in calls_of(forced)] == ["look"]
     told = ask(server, tool_choice="none", **fields)
     assert validate(json.loads(told["choices"][0]["message"]["content"]), SCHEMA) is None
+
+
+def test_a_part_has_what_its_type_says(server: Running) -> None:
+    part = {"type": "text", "text": "x", "image_url": {"url": "data:,"}}
+    assert "image_url" in refused(server, messages=[{"role": "user", "content": [part]}])["message"]

@@ -151,6 +151,10 @@ def text_of(content: str | Sequence[Part] | None, name: str) -> str:
             given = f"{name}[{place}]"
             said = f"has no {part.type}" if part.type in ("text", "refusal") else f"is of the type {part.type[:40]!r}"
             raise ApiError(f"{given} {said}; the model reads text only", param=given)
+        for other in {"text", "refusal", "image_url", "input_audio", "audio_url", "video_url", "file"} - {part.type}:
+            if getattr(part, other) is not None:
+                given = f"{name}[{place}].{other}"
+                raise ApiError(f"{given} is given in a part of the type {part.type!r}", param=given)
         texts.append(text)
     return joined(texts)
 
