@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ import pytest
 from support.batches import alone
 from support.counts import count
 
+from kvant.engine import batch_engine
 from kvant.engine.batch_engine import BatchEngine
 from kvant.engine.request import Request, Token
 from kvant.engine.sampling import make_logits_processors, make_sampler
@@ -214,7 +216,7 @@ def test_the_watchdog(make: Callable[..., BatchEngine]) -> None:
     assert busy.wait(SOON)
     time.sleep(0.02)
     assert engine.age > 0.01
-    with pytest.raises(EngineError, match="the engine's thread failed: no sign of life for 0"):
+    with pytest.raises(EngineError, match="the engine's thread failed: no sign of life for "):
         list(answers)
     assert not engine.alive
     go.set()
@@ -288,3 +290,23 @@ def test_many_short_requests_leave_nothing_behind(pocket: Pocket, make: Callable
     assert now - memory < 8192
     assert number - objects < 200
     assert engine.counts == (0, 0, 0, PAGES)
+
+
+def test_a_process_that_was_stopped_has_not_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After Ctrl-Z and fg its thread is given time to go on; without a sign of life it has failed after all."""
+    now, waits = 0.0, iter([0.25, 100.0, 0.25])
+    looks: list[float] = []
+
+    def wait(seconds: float) -> bool:
+        nonlocal now
+        now += next(waits)
+        looks.append(now)
+        return False
+
+    failed: list[float] = []
+    engine: Any = SimpleNamespace(
+        _ended=SimpleNamespace(wait=wait), _fail=lambda error: failed.append(looks[-1]), age=0.0
+    )
+    monkeypatch.setattr(batch_engine, "time", SimpleNamespace(monotonic=lambda: (setattr(engine, "age", now), now)[1]))
+    BatchEngine._watch(engine, 1.0)
+    assert failed == [100.5]

@@ -87,7 +87,7 @@ def test_thinking_that_the_client_did_not_see() -> None:
 
     assert _made(messages=turns("kvant:c2VjcmV0")).messages[1]["reasoning_content"] == "secret"
     assert [message["role"] for message in _made(messages=turns("kvant:")).messages] == ["user"]
-    for signature in ("ErUBCkYIBx", "kvant:?", "kvant:/w=="):
+    for signature in ("ErUBCkYIBx", "kvant:?", "kvant:/w==", "kvant:é"):
         assert _refused(messages=turns(signature)).param == "messages[1].content[0].signature"
 
 

@@ -1,6 +1,7 @@
 """Bodies that are too long, too deep, too slow, or not what they say."""
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -60,7 +61,7 @@ def test_a_body_up_to_the_limit(short: Running) -> None:
 
 def test_lengths_that_lie(short: Running) -> None:
     """Of a longer body the rest is no request; of a shorter one the rest is waited for, and not for long."""
-    answer = short.exchange(f"{HEAD}Content-Length: 3\r\n\r\n".encode() + b"x" * 50_000)
+    answer = short.exchange(f"{HEAD}Content-Length: 3\r\n\r\n".encode() + b"x" * 5000)
     assert _status(answer) == 200
     assert answer.count(b"HTTP/1.1 200") == 1
     began = time.monotonic()
@@ -205,3 +206,35 @@ def test_a_body_of_too_many_values(server: Running) -> None:
     assert f"expected {MAX_VALUES} at most" in answer.json()["error"]["message"]
     text = json.dumps({"prompt": "[,{" * (MAX_VALUES // 2), "model": "other"}).encode()
     assert server.client.post("/tokenize", content=text).status_code == 404
+
+
+def test_arguments_of_too_many_values(server: Running) -> None:
+    """They are JSON in a text of the body. Commas of their own texts do not count."""
+    for part, refused in (("[],", True), ('"[,{",', False)):
+        arguments = '{"a": [' + part * (MAX_VALUES // 4) + "0]}"
+        calls = [
+            {"id": f"{n}", "type": "function", "function": {"name": "f", "arguments": arguments}} for n in range(3)
+        ]
+        messages = [{"role": "assistant", "tool_calls": calls}, {"role": "user", "content": "x"}]
+        items = [{"type": "function_call", "call_id": f"{n}", "name": "f", "arguments": arguments} for n in range(3)]
+        asked = [("/v1/chat/completions", "messages", messages), ("/v1/responses", "input", items)]
+        for path, field, given in asked:
+            answer = server.client.post(path, json={"model": "pocket", field: given})
+            assert answer.status_code == 400
+            said = answer.json()["error"]["message"]
+            assert (f"expected {MAX_VALUES} at most" in said) is refused, said
+
+
+def test_chunks_of_one_byte(server: Running) -> None:
+    """A hundred thousand of them hold nobody up: they are read little by little."""
+    longest = 0.0
+    with server.connect() as connection:
+        head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        sending = threading.Thread(target=connection.sendall, args=(head + b"1\r\n \r\n" * 100_000 + b"0\r\n\r\n",))
+        sending.start()
+        while sending.is_alive():
+            started = time.perf_counter()
+            assert server.client.get("/health").status_code == 200
+            longest = max(longest, time.perf_counter() - started)
+        assert connection.recv(1000)[9:12] == b"400"
+    assert longest < 0.25  # 0.6 s where 256 KiB are read at once

@@ -92,6 +92,8 @@ def test_formats_that_cannot_be_had(server: Running) -> None:
         error = refused(server, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
         assert error["message"].startswith("the json_schema cannot be used: ")
         assert part in error["message"]
+    for wrong in ({"required": 5, "properties": {}}, {"type": "number", "exclusiveMinimum": 10**400}):
+        assert "json_schema" in refused(server, structured_outputs={"json": wrong})["message"]
     assert refused(server, structured_outputs={"regex": "("})["message"].startswith("the regex cannot be used: ")
     assert "ignore_eos" in refused(server, response_format={"type": "json_object"}, ignore_eos=True)["message"]
 
@@ -158,3 +160,8 @@ def test_a_format_beside_tools(server: Running) -> None:
     assert [name for name, _ in calls_of(forced)] == ["look"]
     told = ask(server, tool_choice="none", **fields)
     assert validate(json.loads(told["choices"][0]["message"]["content"]), SCHEMA) is None
+
+
+def test_a_part_has_what_its_type_says(server: Running) -> None:
+    part = {"type": "text", "text": "x", "image_url": {"url": "data:,"}}
+    assert "image_url" in refused(server, messages=[{"role": "user", "content": [part]}])["message"]

@@ -161,3 +161,24 @@ def test_patterns_that_run_for_ever_elsewhere(pattern: str, text: str) -> None:
     started = time.perf_counter()
     validate(text, {"pattern": pattern})
     assert time.perf_counter() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "says"),
+    [
+        ({"multipleOf": "1e999999999"}, 5, "expected a number"),
+        ({"items": {"enum": [*range(100_000), "x"]}}, ["x"] * 1000, None),
+        ({"items": {"anyOf": [{"const": [0] * 500}] * 500}}, [[1] * 5000] * 100, "steps"),
+        ({"allOf": [{"uniqueItems": True}] * 5000}, list(range(5000)), "steps"),
+        ({"items": {"required": ["a"] * 50_000}}, [{"a": 1}] * 1000, "steps"),
+        ({"patternProperties": {f"a{n}": {} for n in range(500)}}, {str(n): 1 for n in range(1000)}, "steps"),
+        ({"pattern": "[a-z]?x?" * 100_000}, "x" * 500, None),
+        ({"multipleOf": 1e-320}, 1e300, None),
+    ],
+)
+def test_schemas_that_take_long(schema: Any, value: Any, says: str | None) -> None:
+    """A client's schema, and a value that it makes the model write. Each took minutes, or never ended."""
+    started = time.perf_counter()
+    problem = validate(value, schema)
+    assert problem is None if says is None else says in str(problem)
+    assert time.perf_counter() - started < 5  # the machine may be busy

@@ -257,7 +257,11 @@ class BatchEngine:
             self.cancel(token.request)
 
     def _watch(self, stall_after: float) -> None:
+        looked = time.monotonic()
         while not self._ended.wait(stall_after / 4):
+            looked, before = time.monotonic(), looked
+            if looked - before > stall_after / 2:  # the process was stopped, as by Ctrl-Z: no thread had any time
+                continue
             if (age := self.age) > stall_after:
                 self._fail(TimeoutError(f"no sign of life for {age:.1f} seconds"))
                 return

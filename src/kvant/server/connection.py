@@ -7,6 +7,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvant.server.settings import Limits
 
+READ_BYTES = 16 << 10  # at once: so many bytes of chunks of one byte each take 20 ms, in which nothing else is done
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
@@ -27,6 +28,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # of asyncio's sockets; 256 KiB otherwise
         if len(self.connections) > self.limits.connections:
             self._refuse(BUSY)
         else:

@@ -19,6 +19,7 @@ from kvant.server.openai_body import (
     ToolCall,
 )
 from kvant.server.sampling import check_range, sampling_options
+from kvant.server.security import MAX_VALUES, count_marks, count_values
 from kvant.server.service import Service
 from kvant.server.thinking_options import with_effort
 from kvant.server.tools import checked_tools, tool_named
@@ -85,6 +86,7 @@ def messages_of(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
     """
     if not messages:
         raise ApiError("messages is empty; expected at least one message", param="messages")
+    check_arguments([call.function.arguments for message in messages for call in message.tool_calls or ()])
     names: dict[str, str] = {}  # of tools, by the ids of their calls
     return [_message(f"messages[{place}]", message, names) for place, message in enumerate(messages)]
 
@@ -117,6 +119,17 @@ def _message(place: str, message: Message, names: dict[str, str]) -> Mapping[str
     return made
 
 
+def check_arguments(texts: Sequence[str]) -> None:
+    """Refuse the arguments of calls, JSON texts in a body, where they have as many values as no body may have.
+
+    Raises:
+        ApiError: 400: they have.
+    """
+    parts = [text.encode("utf-8", "replace") for text in texts]
+    if sum(map(count_marks, parts)) > MAX_VALUES and (count := sum(map(count_values, parts))) > MAX_VALUES:
+        raise ApiError(f"the arguments of calls have {count} values of JSON; expected {MAX_VALUES} at most")
+
+
 def _call(place: str, call: ToolCall) -> dict[str, Any]:
     """A call, its arguments an object as chat templates expect them."""
     arguments = call_arguments(call.function.arguments, f"{place}.function.arguments")
@@ -138,6 +151,10 @@ def text_of(content: str | Sequence[Part] | None, name: str) -> str:
             given = f"{name}[{place}]"
             said = f"has no {part.type}" if part.type in ("text", "refusal") else f"is of the type {part.type[:40]!r}"
             raise ApiError(f"{given} {said}; the model reads text only", param=given)
+        for other in {"text", "refusal", "image_url", "input_audio", "audio_url", "video_url", "file"} - {part.type}:
+            if getattr(part, other) is not None:
+                given = f"{name}[{place}].{other}"
+                raise ApiError(f"{given} is given in a part of the type {part.type!r}", param=given)
         texts.append(text)
     return joined(texts)
 

@@ -10,7 +10,7 @@ from kvant.server.body import decode
 from kvant.server.errors import ApiError
 from kvant.server.generation import Format, Generation, Tool, ToolChoice
 from kvant.server.openai_body import JsonObjectFormat
-from kvant.server.openai_messages import MAX_TOP_LOGPROBS
+from kvant.server.openai_messages import MAX_TOP_LOGPROBS, check_arguments
 from kvant.server.responses_body import (
     AllowedTools,
     CallItem,
@@ -115,9 +115,10 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
         return turns.messages()
     if not body.input:
         raise ApiError("input is empty; expected text or at least one item", param="input")
-    for at, raw in enumerate(body.input):
-        place = f"input[{at}]"
-        _add(turns, _item(bytes(raw), place), place)
+    items = [_item(bytes(raw), f"input[{at}]") for at, raw in enumerate(body.input)]
+    check_arguments([item.arguments for item in items if isinstance(item, CallItem)])
+    for at, item in enumerate(items):
+        _add(turns, item, f"input[{at}]")
     return turns.messages()
 
 

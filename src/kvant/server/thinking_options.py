@@ -1,7 +1,6 @@
 """What a client asks of a model's thinking, as variables of the chat template; and thinking that it keeps for later."""
 
 import base64
-import binascii
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,6 +58,6 @@ def from_opaque(text: str, field: str) -> str:
     try:
         if text.startswith(OPAQUE):
             return base64.b64decode(text.removeprefix(OPAQUE), validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # no ASCII, no base64, or no UTF-8 in it
         pass
     raise ApiError(f"{field} is not from this server; leave the thinking out or send its text", param=field)

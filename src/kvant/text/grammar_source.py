@@ -214,6 +214,7 @@ def _made_exact(schema: Any, closes: bool) -> Any:
         closes
         and isinstance(listed, Mapping)
         and not SAYS_OTHERS & set(made)
+        and isinstance(required, list | tuple)
         and all(map(list(listed).__contains__, required))
     ):
         made["additionalProperties"] = False
@@ -227,7 +228,10 @@ def _move(
     bound, other = schema.get(exclusive), schema.get(inclusive)
     if isinstance(bound, int | float) and not isinstance(bound, bool):
         del schema[exclusive]
-        moved = bound + by * max(1, abs(bound))
+        try:
+            moved = bound + by * max(1, abs(bound))
+        except OverflowError:
+            raise GrammarError(f"the json_schema's {exclusive} is too large a number") from None
         schema[inclusive] = strictest(moved, other) if isinstance(other, int | float) else moved
 
 
