@@ -111,6 +111,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(_log)
+        logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every client that went away
         await super().startup(sockets)
         assert sockets is not None
         self._announce(url_of(sockets[0]))
