@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
@@ -88,7 +88,6 @@ class EventStream(Response):
         events: Events[Any],
         lines: AsyncGenerator[bytes, None],
         failed: Callable[[ApiError], bytes],
-        headers: Mapping[str, str] | None = None,
     ) -> None:
         """For events that have begun.
 
@@ -99,7 +98,7 @@ class EventStream(Response):
         self.status_code = 200
         self.media_type = "text/event-stream"
         self.background = None
-        self.init_headers({**HEADERS, **(headers or {})})
+        self.init_headers(HEADERS)
         self._events, self._lines, self._failed = events, lines, failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -154,6 +153,6 @@ def sse(data: Any, event: str | None = None) -> bytes:
     return name + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
-def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(data: Any) -> Response:
     """A response of JSON."""
-    return Response(msgspec.json.encode(data), status, headers, "application/json")
+    return Response(msgspec.json.encode(data), media_type="application/json")
