@@ -119,7 +119,9 @@ Measure = Callable[[Path, Case], dict[str, Any]]
 @pytest.fixture(scope="module")
 def measure() -> Iterator[Measure]:
     """A function (folder, case) -> the plan, and what MLX counted in a process that did nothing else."""
-    with subprocess.Popen([sys.executable, "-P", RUN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-P", RUN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
 
         def run(folder: Path, case: Case) -> dict[str, Any]:
             run = {
