@@ -69,7 +69,7 @@ def test_an_engine_that_fails(pocket: Any, step: Any, stalls: bool) -> None:
             began = time.monotonic()
             last = [line for line in lines if line][-1]
         assert "the engine's thread failed" in _data(last)["error"]["message"]
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 10
         began = time.monotonic()
         health = client.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "failed")
@@ -78,7 +78,7 @@ def test_an_engine_that_fails(pocket: Any, step: Any, stalls: bool) -> None:
         assert client.get("/live").status_code == 503
         assert client.get("/v1/models").status_code == 200
         assert "kvant_engine_alive 0.0" in client.get("/metrics").text
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 10
         go.set()
 
 
