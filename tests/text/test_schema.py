@@ -158,9 +158,9 @@ def test_what_is_not_looked_at() -> None:
     ("pattern", "text"), [("^(a+)+$", "a" * 5000 + "b"), ("^((a{0,100}){0,100}){0,100}$", "a" * 5000)]
 )
 def test_patterns_that_run_for_ever_elsewhere(pattern: str, text: str) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     validate(text, {"pattern": pattern})
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 4
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_patterns_that_run_for_ever_elsewhere(pattern: str, text: str) -> None:
 )
 def test_schemas_that_take_long(schema: Any, value: Any, says: str | None) -> None:
     """A client's schema, and a value that it makes the model write. Each took minutes, or never ended."""
-    started = time.perf_counter()
+    started = time.process_time()
     problem = validate(value, schema)
     assert problem is None if says is None else says in str(problem)
-    assert time.perf_counter() - started < 5  # the machine may be busy
+    assert time.process_time() - started < 5
