@@ -1,8 +1,9 @@
 """OpenAI's chat completions over HTTP: the text, numbers and shapes that mlx-lm, transformers and OpenAI's API have."""
 
 import json
-import time
+import threading
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -307,13 +308,22 @@ def test_without_a_limit_an_answer_fills_the_context(server: Running) -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_stream_in_pieces(server: Running) -> None:
-    """The first piece comes while the rest is being made."""
-    body = {"model": "pocket", "messages": ASKED, "max_tokens": 300, "ignore_eos": True, "stream": True}
+def test_a_stream_in_pieces(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first piece comes while the engine still waits to make the rest."""
+    scheduler = server.service.engine._scheduler
+    real, go, steps = scheduler.step, threading.Event(), count(1)
+
+    def step() -> Any:
+        if next(steps) > 5:
+            assert go.wait(SOON)
+        return real()
+
+    monkeypatch.setattr(scheduler, "step", step)
+    body = {"model": "pocket", "messages": ASKED, "max_tokens": 30, "ignore_eos": True, "stream": True}
     with server.client.stream("POST", PATH, json=body) as answered:
-        for line in answered.iter_lines():
-            if '"content":"' in line and '"content":""' not in line:
-                break
-        until = time.monotonic() + SOON
-        while server.service.engine.counts.running != 1:  # they are counted at the end of a step
-            assert time.monotonic() < until
+        lines = answered.iter_lines()
+        while '"content":"' not in (line := next(lines)) or '"content":""' in line:
+            pass
+        assert not go.is_set()
+        go.set()
+        assert [line for line in lines if line][-1] == "data: [DONE]"
