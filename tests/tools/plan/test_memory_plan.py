@@ -27,7 +27,7 @@ from kvant.tools.plan import Checkpoint, LongestContext, Settings, longest_conte
 from kvant.tools.plan.plan import as_record
 
 RUN = Path(__file__).parents[2] / "support" / "memory_run.py"
-RUNS = 5  # at most
+RUNS = 10  # at most
 WIDEST = 1.25  # of the measured peak
 
 
@@ -87,7 +87,7 @@ CASES = {
         qwen3(512, 2, 8, 2, 64, 2048, 1000, True), 1030, weight_bits=4, step=1024
     ),
     "windows": Case(qwen2(*MANY_KEYS), 3 * TOKENS, step=32, window=TOKENS),
-    "windows, 4 bits": Case(qwen3(*MANY_KEYS), 2 * TOKENS, kv_bits=4, step=64, window=TOKENS // 2),
+    "windows, 4 bits": Case(qwen3(*MANY_KEYS), 2 * TOKENS, kv_bits=4, step=32, window=TOKENS // 2),
     "norms of whole projections": Case(olmo2(256, 2, 4, 2, 64, 2048, 1000, True), 770, step=768),
     "experts, one for each row": Case(qwen3_moe(64, 4, 128, 512, 2, 8, 2, 64, 512, 1000, True), 50, step=48),
     "experts in turn": Case(qwen3_moe(16, 4, 256, 512, 2, 8, 2, 64, 512, 1000, True), 770, step=768),
