@@ -74,3 +74,9 @@ def test_a_file_out_of_the_folder_is_refused(tmp_path: Path) -> None:
     os.mkfifo(folder / "generation_config.json")
     with pytest.raises(ModelError, match="not a regular file"):
         read_model_sampling(folder)
+
+
+def test_a_top_k_of_the_whole_vocabulary_is_none(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"top_k": 50}')
+    for vocab_size, expected in ((None, 50), (51, 50), (50, 0)):
+        assert read_model_sampling(tmp_path, vocab_size=vocab_size)["top_k"] == expected

@@ -12,9 +12,9 @@ from kvant.engine.sampling import NEUTRAL, SamplingOptions
 NAMES = {"temp": "temperature", "top_p": "top-p", "min_p": "min-p", "top_k": "top-k"}  # for a person
 
 
-def model_sampling(folder: Path, given: SamplingOptions) -> dict[str, float]:
-    """The model's own options of sampling, but for those that are given."""
-    return read_model_sampling(folder, [name for name in NEUTRAL if getattr(given, name) is not None])
+def model_sampling(folder: Path, given: SamplingOptions, vocab_size: int | None = None) -> dict[str, float]:
+    """The model's own options of sampling, but for those that are given; see :func:`read_model_sampling`."""
+    return read_model_sampling(folder, [name for name in NEUTRAL if getattr(given, name) is not None], vocab_size)
 
 
 def drawn_seed() -> int:

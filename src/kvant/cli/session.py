@@ -147,9 +147,7 @@ class Session:
             ArgumentError: a token the model does not have, or an option that would have no effect.
             ModelError: a generation_config.json that cannot be used.
         """
-        of_the_model = model_sampling(self.folder, wanted)
-        if of_the_model.get("top_k", 0) >= self.model.config.vocab_size:
-            of_the_model["top_k"] = 0  # it leaves nothing out
+        of_the_model = model_sampling(self.folder, wanted, self.model.config.vocab_size)
         given, wanted = wanted, in_force(wanted, of_the_model, self.origins)
         if wanted.temp and wanted.seed is None:
             wanted = replace(wanted, seed=drawn_seed() if drawn is None else drawn)

@@ -18,7 +18,7 @@ KEYS = {  # in the file, and of SamplingOptions
 }
 
 
-def read_model_sampling(folder: Path, given: Collection[str] = ()) -> dict[str, float]:
+def read_model_sampling(folder: Path, given: Collection[str] = (), vocab_size: int | None = None) -> dict[str, float]:
     """A model's own options by their names in SamplingOptions; empty where its folder says nothing.
 
     ``do_sample: false`` is a temperature of 0, and so is one too small to divide by. ``do_sample: true`` without a
@@ -27,6 +27,7 @@ def read_model_sampling(folder: Path, given: Collection[str] = ()) -> dict[str, 
     Args:
         folder: the model folder.
         given: names that the user gives a value. The file's is not looked at.
+        vocab_size: of the model, where it is known. A top-k of so many tokens leaves nothing out, and becomes 0.
 
     Raises:
         ModelError: a file that is not JSON, or a value that an option cannot have.
@@ -47,6 +48,8 @@ def read_model_sampling(folder: Path, given: Collection[str] = ()) -> dict[str, 
             expected = OPTIONS[name].metadata["expected"]
             raise ModelError(f"{path}: {key} is {shown(value)}; expected {expected}; an option of yours overrides it")
         found[name] = value
+    if vocab_size is not None and found.get("top_k", 0) >= vocab_size:
+        found["top_k"] = 0
     if do_sample is False:
         return {name: value for name, value in found.items() if name == "repetition_penalty"} | {"temp": 0.0}
     if do_sample and "temp" not in given:

@@ -59,9 +59,7 @@ class Service:
         folder = find_model(settings.model)
         self.settings, self.model, self.tokenizer, self.pool = settings, model, tokenizer, pool
         self.names = _names(settings, folder)
-        self.sampling = read_model_sampling(folder)
-        if self.sampling.get("top_k", 0) >= model.config.vocab_size:
-            self.sampling["top_k"] = 0  # it leaves nothing out
+        self.sampling = read_model_sampling(folder, vocab_size=model.config.vocab_size)
         self.tool_format = tool_format(tokenizer)
         self.grammars = Grammars(tokenizer, model.config.vocab_size)
         with suppress(GrammarError):  # whoever asks for a format is told
