@@ -52,7 +52,9 @@ def _compile(service: Service, generation: Generation, prompt: str) -> Grammar:
             return service.grammars.compile(*text, rendered)
     assert service.tool_format is not None  # the prompt was rendered with tools
     tools = [choice] if isinstance(choice, Tool) else generation.tools
-    shown = [{**as_shown(tool), "function": {**as_shown(tool)["function"], "strict": tool.strict}} for tool in tools]
+    shown = [as_shown(tool) for tool in tools]
+    for tool, made in zip(tools, shown, strict=True):
+        made["function"]["strict"] = tool.strict
     source = build_tool_grammar(
         service.tool_format, shown, "auto" if choice == "auto" else "required", generation.parallel_tool_calls, text
     )
