@@ -67,12 +67,14 @@ def attend(
             A boolean mask keeps where True; another is added. Column j is row j of a sequence.
         sinks: (H,) a score of each head that takes its share of the softmax and adds nothing.
         window: positions that a query sees, its own included, besides the first ``keep``; None: all. More tokens than
-            MaxS are a ring: position p is at row p below ``keep``, from there on at keep + (p - keep) mod (MaxS - keep).
+            MaxS are a ring: position p is at row p below ``keep``, from there on
+            at keep + (p - keep) mod (MaxS - keep).
         pages: (B, N) integers, the numbers of a sequence's pages of 128 rows. Entries past its rows are not read.
         first: (B,) integers, with ``pages``: the position of a sequence's first row.
         rows: that the longest sequence has, the new ones included; None: not known, as many as there can be.
         key_bias, pairs, rotation, value_bias: the fields of a :class:`kvant.operators.bias_split.BiasSplit`. A
-            column of ``rotation`` is a row of the sequence, with ``pages`` a position; (B, 2, P, columns) where they differ.
+            column of ``rotation`` is a row of the sequence, with ``pages`` a position; (B, 2, P, columns) where
+            they differ.
 
     Returns:
         (B, H, S, Dv) in the query's dtype; zeros for a query whose every token is masked. A sequence's numbers do not
