@@ -3,6 +3,7 @@
 B batch, S new tokens, T cached tokens read, H query heads, K kv heads, D head_dim, G group size, P rotary pairs.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -107,15 +108,19 @@ class KernelCase:
         return threadgroup_shape(self.ratio * self.new_tokens, self.pairs or 0, self.backend, width)
 
     @property
+    def lanes(self) -> int:
+        """That share a row."""
+        chunks = max(self.head_dim, self.values) // 8
+        return next(lanes for lanes in (8, 16, 32) if chunks <= lanes or lanes == 32)
+
+    @property
     def step(self) -> int:
         """Rows that a threadgroup reads between two updates of the maximum."""
         _, _, simdgroups, queries = self.shape
-        chunks = max(self.head_dim, self.values) // 8
-        lanes = next(lanes for lanes in (8, 16, 32) if chunks <= lanes or lanes == 32)
         bits = self.quant_bit or {"float32": 32}.get(self.cache_dtype, 16)
-        words = -(-self.head_dim // 8 // lanes) * bits // 4
+        words = -(-self.head_dim // 8 // self.lanes) * bits // 4
         unroll = 1 if words > 8 else 2 if words > 4 or queries > 4 else 4
-        return simdgroups * (32 // lanes) * unroll
+        return simdgroups * (32 // self.lanes) * unroll
 
     def row(self, b: int, position: int) -> int:
         """The row of a position of sequence b; below 0: there is none."""
@@ -293,8 +298,14 @@ def kernels_on_host(
     """In this context launches are host runs of Metal's text, in these thread orders.
 
     forbidden: for an input of the first pass, where it must not be read. The second finds poison in empty splits.
-    texts: a file's text in place of its own, by name.
+    texts: a file's text in place of its own, by name. Loops are not unrolled: that takes a compiler twice the time, and
+    changes no number.
     """
+
+    def plain(file: str) -> str:
+        """A file's text without what a compiler is told of loops."""
+        own = (texts or {}).get(file) or text(file)
+        return re.sub(r"(#define KVANT_UNROLL\w*) .*", r"\1", own)
 
     def kernel(name: str, backend: str) -> Any:
         make = make_kernel(name, "metal")  # anew: the text may be another
@@ -308,7 +319,7 @@ def kernels_on_host(
     make_kernel, text = launch_module._kernel.__wrapped__, launch_module._text
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch_module, "_kernel", kernel)
-        patch.setattr(launch_module, "_text", lambda file: (texts or {}).get(file) or text(file))
+        patch.setattr(launch_module, "_text", plain)
         yield
 
 
@@ -441,6 +452,37 @@ def instances(seed: int = 6) -> list[KernelCase]:
         own |= {"window": 20 if where not in ("rows", "pages") else None}
         cases.append(KernelCase(seed=number, max_tokens=0 if "ring" in where else 1, **own, **values))
     return cases
+
+
+# In the gate these options meet each other in pairs; of the others every value is there.
+MEETING = ("where", "quant_bit", "dtype", "mask", "is_alibi", "biased", "sinks", "softcap", "several", "lanes", "backend")
+
+
+def meeting_values(case: KernelCase) -> set[tuple[Any, ...]]:
+    """What the gate's instances must hold together: pairs of values of ``MEETING``, and single values of the rest."""
+    window = "ring" if not case.max_tokens else case.window
+    made = {
+        "where": (case.layout, window, case.keep),
+        "biased": case.pairs is not None,
+        "several": case.new_tokens > 1,
+        "lanes": case.lanes,
+    }
+    own = {name: made[name] if name in made else getattr(case, name) for name in MEETING}
+    pairs = {(a, own[a], b, own[b]) for a, b in combinations(MEETING, 2)}
+    single = {"widths": (case.head_dim, case.values), "format": (case.quant_bit, case.quant_group)}
+    single |= {name: getattr(case, name) for name in OPTIONS.keys() - {"widths", "format", "place"}}
+    return pairs | set(single.items())
+
+
+def gate_instances(cases: Sequence[KernelCase]) -> list[KernelCase]:
+    """As few of the instances as a greedy choice needs for what ``meeting_values`` names."""
+    missing = set().union(*map(meeting_values, cases))
+    chosen: list[KernelCase] = []
+    while missing:
+        best = max(cases, key=lambda case: len(meeting_values(case) & missing))
+        missing -= meeting_values(best)
+        chosen.append(best)
+    return chosen
 
 
 def runs(case: KernelCase) -> list[KernelCase]:

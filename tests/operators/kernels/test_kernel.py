@@ -9,7 +9,8 @@ from itertools import product
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.kernel_cases import OPTIONS, KernelCase, check, draw, expected, instances, run, runs
+from support.counts import count
+from support.kernel_cases import OPTIONS, KernelCase, check, draw, expected, gate_instances, instances, run, runs
 from support.metal_host import host_pytest_skip
 from support.operator_cases import OUTPUT_TOLERANCE
 
@@ -25,7 +26,8 @@ from kvant.operators.kernels.attend import (
 
 pytestmark = host_pytest_skip
 
-INSTANCES = instances()
+ALL = instances()
+INSTANCES = count(gate_instances(ALL), ALL)  # of about a quarter in the gate, all in the long run
 
 
 @pytest.mark.parametrize("instance", INSTANCES, ids=lambda case: str(case.seed))
@@ -43,6 +45,9 @@ def test_the_cases_cover_what_they_say() -> None:
     for name, values in OPTIONS.items():
         if name not in ("format", "widths", "place"):
             assert {getattr(case, name) for case in cases} == set(values), name
+    assert {(case.layout, case.mask, case.quant_bit) for case in cases} >= set(
+        product(("rows", "pages"), ("none", "bool", "float"), (0, 4, 8))
+    )
     assert {(case.quant_bit, case.quant_group) for case in cases} == set(OPTIONS["format"])
     assert {(case.head_dim, case.values) for case in cases} == set(OPTIONS["widths"])
     assert {case.batch for case in cases} >= {1, 2, 4}
