@@ -213,6 +213,7 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
         KVANT_UNROLL
         for (int u = 0; u < UNROLL; u++) {
             const int row = base + (u * sharing + sharer) * LANE_GROUPS + lane_group;
+            KVANT_ROLLED
             for (int p = lane_chunk; p < num_pairs; p += LANES) {
                 const int cosine = table + p * columns + min(max(row, rows.low), end - 1);
                 const float c = rotation[cosine];
