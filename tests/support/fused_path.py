@@ -65,7 +65,7 @@ def unfused_launch(
     if name == "append":
         options = {"quant_bit": template["BITS"], "quant_group": template["GROUP"], "scale_dtype": template["SCALE"]}
         quantized, scales = quantize(mx.stack(list(inputs), axis=1), **options)
-        return [mx.view(quantized, mx.uint32), scales]
+        return [mx.view(quantized, mx.uint32)[None], scales[None]]
     if name == "combine":
         partial, _, _, value_bias = inputs
         output = partial[..., 0, :]

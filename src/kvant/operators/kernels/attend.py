@@ -18,7 +18,6 @@ QUERIES = {"metal": 4, "cuda": 8}
 MAX_QUERY_GROUPS = 8  # 256 threads a threadgroup. At this register count Apple's GPUs run at most 384
 BIAS_WEIGHT_BYTES = 8 * 1024  # threadgroup memory for the split-off bias. Staged tokens take up to 16 KiB of Metal's 32
 MIN_SPLIT_TOKENS = 64  # fewer tokens are not worth a threadgroup
-APPEND_THREADS = 64
 
 
 def attend(
@@ -113,24 +112,26 @@ def attend(
 
 def quantize_tokens(
     key: mx.array, value: mx.array, *, quant_bit: int, quant_group: int, scale_dtype: mx.Dtype, backend: Backend
-) -> tuple[mx.array, mx.array]:
-    """Quantize keys and values (B, K, S, D) in one launch, to 8 or 4 bits.
+) -> list[mx.array]:
+    """Quantize keys (B, K, S, D) and values (B, K, S, Dv) in one launch, to 8 or 4 bits.
 
     Returns:
-        quantized (B, 2, K, S, D') and scales (B, 2, K, S, D/G), as the cache stores them.
+        32-bit words of what the cache stores, (1, B, 2, K, S, D * bits / 32), and scales (1, B, 2, K, S, D/G). Keys and
+        values of different widths lie side by side: (1, B, 1, K, S, (D + Dv) ...).
     """
     B, K, S, D = key.shape
-    words = B * 2 * K * S * (D * quant_bit // 32)
-    quantized, scales = launch(
+    widest = max(D, value.shape[3])
+    sides, width = (2, D) if value.shape[3] == D else (1, D + value.shape[3])
+    shape = (1, B, sides, K, S)
+    return launch(
         "append",
         backend,
         [key, value],
-        template={"T": key.dtype, "SCALE": scale_dtype, "BITS": quant_bit, "DIM": D, "GROUP": quant_group},
-        grid=(-(-words // APPEND_THREADS), 1, 1),
-        threads=APPEND_THREADS,
-        outputs=[((B, 2, K, S, D * quant_bit // 32), mx.uint32), ((B, 2, K, S, D // quant_group), scale_dtype)],
+        template={"T": key.dtype, "SCALE": scale_dtype, "BITS": quant_bit, "GROUP": quant_group},
+        grid=(-(-widest * quant_bit // (32 * 32)), K * S, 2 * B),
+        threads=32,
+        outputs=[((*shape, width * quant_bit // 32), mx.uint32), ((*shape, width // quant_group), scale_dtype)],
     )
-    return quantized.view(mx.uint8 if quant_bit == 4 else mx.int8), scales
 
 
 def unsupported_reason(query_shape: tuple[int, ...], *, quant_bit: int, quant_group: int) -> str | None:

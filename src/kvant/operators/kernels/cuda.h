@@ -10,6 +10,7 @@
 #define simdgroup_index_in_threadgroup (threadIdx.x >> 5u)
 #define KVANT_FUNCTION static __device__ __forceinline__
 #define KVANT_BARRIER __syncthreads()
+#define KVANT_UNROLL _Pragma("unroll")
 using uint = unsigned int;
 
 KVANT_FUNCTION float simd_shuffle_xor(float value, uint other) { return __shfl_xor_sync(0xffffffffu, value, other); }

@@ -4,6 +4,7 @@
 #define KVANT_THREAD thread
 #define KVANT_CONSTANT constant constexpr
 #define KVANT_BARRIER threadgroup_barrier(mem_flags::mem_threadgroup)
+#define KVANT_UNROLL _Pragma("clang loop unroll(full)")
 
 KVANT_FUNCTION float kvant_exp(float x) { return metal::fast::exp(x); }
 KVANT_FUNCTION float kvant_float(uint bits) { return as_type<float>(bits); }
