@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from kvant.bridge import hook
 from kvant.bridge.layers import BridgedKVCache, Mask, scaled_query
-from kvant.operators.compiled_attention import append_static
+from kvant.operators.cached_attention import append_tokens
 from kvant.operators.fused_attention import attend_fused
 
 AGREE = 0.05  # of the largest logit. In half precision steps differ by a hundredth; a wrong one is far off
@@ -49,7 +49,7 @@ class TracedLayer:
         layer = self.layer
         if keys.shape[2] != 1:
             raise ValueError(f"keys have {keys.shape[2]} tokens; a compiled step appends one")
-        layer.arrays[:] = append_static(
+        layer.arrays[:] = append_tokens(
             keys,
             values if layer.value_head_dim else values[..., :0],
             layer.row_of(self._position),

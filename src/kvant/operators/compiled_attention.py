@@ -1,18 +1,14 @@
 """Attention of a compiled decode step: operations that are the same for any offset. Unchecked."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 
 from kvant.operators.attention import GPU_FUSED_HEAD_DIMS
 from kvant.operators.bias_split import BiasSplit, score_bias, value_bias_of
-from kvant.operators.cached_attention import read_tokens, stored_tokens
+from kvant.operators.cached_attention import append_tokens, read_tokens
 from kvant.operators.fused_attention import attend_fused
-from kvant.operators.kernels.attend import quantize_tokens
 from kvant.operators.kernels.launch import Backend
-from kvant.operators.ragged import put_tokens
 
 
 def append_and_attend_static(
@@ -47,7 +43,7 @@ def append_and_attend_static(
     """
     row, live = (offset, None) if ring is None else ring
     stored = [cache] if scale is None else [cache, scale]
-    updated = append_static(key, value, row, stored, quant_bit=quant_bit, quant_group=quant_group, backend=backend)
+    updated = append_tokens(key, value, row, stored, quant_bit=quant_bit, quant_group=quant_group, backend=backend)
     cache, scale = updated[0], updated[1] if scale is not None else None
     if backend is not None:
         output = attend_fused(
@@ -66,29 +62,6 @@ def append_and_attend_static(
     if live is None:
         live = mx.arange(tokens) <= offset.reshape(-1, 1)  # (B or 1, T)
     return attend_live_tokens(query, keys, values, live, bias_split=bias_split), *updated
-
-
-def append_static(
-    key: mx.array,
-    value: mx.array,
-    row: mx.array,
-    arrays: Sequence[mx.array],
-    *,
-    quant_bit: int,
-    quant_group: int,
-    backend: Backend | None,
-) -> list[mx.array]:
-    """A cache, and its scale where there is one, with new tokens from ``row`` on: new arrays of a graph.
-
-    Args:
-        key, value: (B, K, S, D). Values may have a width of their own.
-        row: as :func:`kvant.operators.ragged.put_tokens` takes it.
-    """
-    options: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group}
-    if quant_bit and backend is not None:  # words, which a GPU writes faster than bytes
-        new = quantize_tokens(key, value, **options, scale_dtype=arrays[1].dtype, backend=backend)
-        return put_tokens(arrays, new, row)
-    return put_tokens(arrays, [part[None] for part in stored_tokens(key, value, arrays, **options)], row)
 
 
 def attend_live_tokens(
