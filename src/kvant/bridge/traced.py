@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from kvant.bridge import hook
 from kvant.bridge.layers import BridgedKVCache, Mask, scaled_query
-from kvant.operators.cached_attention import append_tokens
+from kvant.operators.compiled_attention import append_tokens
 from kvant.operators.fused_attention import attend_fused
 
 AGREE = 0.05  # of the largest logit. In half precision steps differ by a hundredth; a wrong one is far off

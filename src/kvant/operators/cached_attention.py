@@ -82,39 +82,13 @@ def write_tokens(
 ) -> None:
     """Quantize keys and values (B, K, S, D) and write them in place at ``start``, an int or B ints."""
     stored = [cache] if scale is None else [cache, scale]
-    options: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "backend": backend}
+    new = stored_tokens(key, value, stored, quant_bit=quant_bit, quant_group=quant_group, backend=backend)
     if isinstance(start, int):
-        for array, part in zip(stored, stored_tokens(key, value, stored, **options), strict=True):
+        for array, part in zip(stored, new, strict=True):
             array[0, :, :, :, start : start + key.shape[2]] = part
         return
-    for array, updated in zip(stored, append_tokens(key, value, mx.array(start), stored, **options), strict=True):
+    for array, updated in zip(stored, put_tokens(stored, [part[None] for part in new], mx.array(start)), strict=True):
         array[:] = updated  # the caller's array gets the new value
-
-
-def append_tokens(
-    key: mx.array,
-    value: mx.array,
-    row: mx.array,
-    arrays: Sequence[mx.array],
-    *,
-    quant_bit: int,
-    quant_group: int,
-    backend: Backend | None,
-) -> list[mx.array]:
-    """A cache, and its scale where there is one, with new tokens from ``row`` on, as new arrays.
-
-    The operations are the same for any row. See :func:`kvant.operators.ragged.put_tokens`.
-
-    Args:
-        key, value: (B, K, S, D). Values may have a width of their own.
-        row: integers, () or (1,) for all sequences, or (B,), one each.
-    """
-    if quant_bit and backend is not None:  # words are put as they are: a GPU writes bytes more slowly
-        new = _quantized_by_kernel(key, value, arrays, quant_bit, quant_group, backend)
-    else:
-        parts = stored_tokens(key, value, arrays, quant_bit=quant_bit, quant_group=quant_group)
-        new = [part[None] for part in parts]
-    return put_tokens(arrays, new, row)
 
 
 def read_tokens(
@@ -168,7 +142,8 @@ def stored_tokens(
     """
     B, K, S, D = key.shape
     if quant_bit and backend is not None:
-        words, scales = _quantized_by_kernel(key, value, arrays, quant_bit, quant_group, backend)
+        options: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "backend": backend}
+        words, scales = quantize_tokens(key, value, **options, scale_dtype=arrays[1].dtype)
         return [mx.view(words.squeeze(0), arrays[0].dtype), scales.squeeze(0)]  # [0] would be a gather
     if value.shape[3] == D:
         both = mx.concatenate([key, value], axis=1).reshape(B, 2, K, S, D)
@@ -197,10 +172,3 @@ def float_tokens(
     if both.shape[1] == 2:
         return both[:, 0], both[:, 1]
     return both[:, 0, :, :, :key_dim], both[:, 0, :, :, key_dim:]
-
-
-def _quantized_by_kernel(
-    key: mx.array, value: mx.array, arrays: Sequence[mx.array], quant_bit: int, quant_group: int, backend: Backend
-) -> list[mx.array]:
-    options: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "backend": backend}
-    return quantize_tokens(key, value, scale_dtype=arrays[1].dtype, **options)

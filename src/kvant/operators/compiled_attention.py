@@ -1,14 +1,18 @@
 """Attention of a compiled decode step: operations that are the same for any offset. Unchecked."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
 from kvant.operators.attention import GPU_FUSED_HEAD_DIMS
 from kvant.operators.bias_split import BiasSplit, score_bias, value_bias_of
-from kvant.operators.cached_attention import append_tokens, read_tokens
+from kvant.operators.cached_attention import read_tokens, stored_tokens
 from kvant.operators.fused_attention import attend_fused
+from kvant.operators.kernels.attend import quantize_tokens
 from kvant.operators.kernels.launch import Backend
+from kvant.operators.ragged import put_tokens
 
 
 def append_and_attend_static(
@@ -62,6 +66,32 @@ def append_and_attend_static(
     if live is None:
         live = mx.arange(tokens) <= offset.reshape(-1, 1)  # (B or 1, T)
     return attend_live_tokens(query, keys, values, live, bias_split=bias_split), *updated
+
+
+def append_tokens(
+    key: mx.array,
+    value: mx.array,
+    row: mx.array,
+    arrays: Sequence[mx.array],
+    *,
+    quant_bit: int,
+    quant_group: int,
+    backend: Backend | None,
+) -> list[mx.array]:
+    """A cache, and its scale where there is one, with new tokens from ``row`` on, as new arrays.
+
+    The operations are the same for any row. See :func:`kvant.operators.ragged.put_tokens`.
+
+    Args:
+        key, value: (B, K, S, D). Values may have a width of their own.
+        row: integers, () or (1,) for all sequences, or (B,), one each.
+    """
+    options: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group}
+    if quant_bit and backend is not None:  # words are put as they are: a GPU writes bytes more slowly
+        new = quantize_tokens(key, value, **options, scale_dtype=arrays[1].dtype, backend=backend)
+    else:
+        new = [part[None] for part in stored_tokens(key, value, arrays, **options)]
+    return put_tokens(arrays, new, row)
 
 
 def attend_live_tokens(
