@@ -10,8 +10,9 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 from mlx_lm.models.cache import KVCache as MlxLmKVCache
 
 from kvant.bridge import hook
-from kvant.bridge.layers import BridgedChunkCache, BridgedKVCache, BridgedWindowCache, StateCache
+from kvant.bridge.layers import BridgedChunkCache, BridgedKVCache, BridgedWindowCache
 from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, as_text, leaves_of, probe
+from kvant.bridge.state_layer import StateCache
 from kvant.bridge.traced import TracedLayer
 from kvant.bridge.window_masks import WindowMask
 from kvant.cache import ModelCache
