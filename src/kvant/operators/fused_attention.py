@@ -1,5 +1,7 @@
 """The fused kernel, called with the options of the unfused operator. Unchecked."""
 
+from typing import Any
+
 import mlx.core as mx
 
 from kvant.operators.bias_split import BiasSplit
@@ -21,6 +23,7 @@ def attend_fused(
     mask: mx.array | None = None,
     bias_split: BiasSplit | None = None,
     backend: Backend,
+    **options: Any,
 ) -> mx.array:
     """:func:`kvant.operators.kernels.attend.attend` with ALiBi and the bias split as the other functions take them."""
     split = bias_split
@@ -39,4 +42,5 @@ def attend_fused(
         rotation=None if split is None else split.rotation,
         value_bias=None if split is None else split.value_bias,
         backend=backend,
+        **options,
     )
