@@ -129,23 +129,27 @@ def write_rows(
     quant_group: int,
     backend: Backend | None = None,
 ) -> None:
-    """Quantize keys (B, K, S, D) and values (B, K, S, Dv) and write them in place: one operation an array and run.
+    """Quantize keys (B, K, S, D) and values (B, K, S, Dv) and write them in place.
+
+    That is one operation an array, or an array and run.
 
     ``backend``: as :func:`kvant.operators.cached_attention.stored_tokens` has it.
     """
     new = stored_tokens(key, value, arrays, quant_bit=quant_bit, quant_group=quant_group, backend=backend)
     for array, part in zip(arrays, new, strict=True):
+        if not isinstance(rows, mx.array):
+            put_rows(array, part.squeeze(0), rows)  # [0] would be a gather
+            continue
+        # In words of four bytes: Metal writes fewer one by one, with an atomic exchange of all four each.
+        words = mx.uint32 if array.shape[-1] * array.dtype.size % 4 == 0 else array.dtype
         # (B, 2, K, S, last) -> (2, K, B * S, last)
-        part = part[0] if part.shape[0] == 1 else part.transpose(1, 2, 0, 3, 4).flatten(2, 3)
-        put_rows(array, part, rows)
+        tokens = mx.view(part, words).transpose(1, 2, 0, 3, 4).flatten(2, 3)
+        put = mx.put_along_axis(mx.view(array, words), rows[None, None, :, None], tokens, axis=2)
+        array[:] = mx.view(put, array.dtype)
 
 
-def put_rows(array: mx.array, tokens: mx.array, rows: list[Run] | mx.array) -> None:
+def put_rows(array: mx.array, tokens: mx.array, rows: Sequence[Run]) -> None:
     """Write tokens (2, K, rows, last) in place; MLX copies the whole array where anything else holds it."""
-    if isinstance(rows, mx.array):
-        # One operation. An assignment to array[:, :, rows] makes index arrays of the other axes too.
-        array[:] = mx.put_along_axis(array, rows[None, None, :, None], tokens, axis=2)
-        return
     done = 0
     for first, end in rows:
         array[:, :, first:end] = tokens[:, :, done : done + end - first]
