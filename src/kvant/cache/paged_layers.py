@@ -265,9 +265,9 @@ def backend_of(own: LayerFormat, kernels: str | None) -> Backend | None:
     Raises:
         ValueError, RuntimeError: as :func:`kvant.operators.dispatch.resolve`.
     """
-    reason = unsupported_reason((1, 1, 1, own.head_dim), quant_bit=own.quant_bit, quant_group=own.quant_group)
-    if own.value_head_dim != own.head_dim:
-        reason = f"head_dim {own.head_dim} with values of {own.value_head_dim}"
+    reason = unsupported_reason(
+        (1, 1, 1, own.head_dim), quant_bit=own.quant_bit, quant_group=own.quant_group, value_dim=own.value_head_dim
+    )
     return resolve(kernels, reason)
 
 

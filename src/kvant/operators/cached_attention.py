@@ -137,10 +137,10 @@ def stored_tokens(
 
     Args:
         arrays: the cache, and its scale where there is one. The results have their dtypes.
-        backend: where one launch quantizes both; None: MLX operations do.
+        backend: where one launch quantizes both, if they are equally wide; None: MLX operations do.
     """
     B, K, S, D = key.shape
-    if quant_bit and backend is not None:
+    if quant_bit and backend is not None and value.shape[3] == D:
         scale_dtype = arrays[1].dtype
         return list(
             quantize_tokens(
