@@ -22,7 +22,7 @@ Calls = list[tuple[int, ...]]
 
 def _bridged(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> BridgedModel:
     """With heads as wide as the kernel takes them."""
-    changes = changes or {"head_dim": 64}
+    changes = changes or ({"v_head_dim": 96} if name == "deepseek_v2" else {"head_dim": 64})
     own = CONFIGS[name]
     if "text_config" in own:
         changes = {"text_config": own["text_config"] | changes}
@@ -58,11 +58,13 @@ def _logits(model: BridgedModel, pool: BridgedPool, which: Sequence[int], rows: 
     return mx.concatenate(found, axis=1)
 
 
-@pytest.mark.parametrize(("name", "layers"), [("gpt_oss", 4), ("gemma3_text", 4), ("gemma3n", 6), ("qwen3_next", 2)])
+@pytest.mark.parametrize(
+    ("name", "layers"), [("gpt_oss", 4), ("gemma3_text", 4), ("gemma3n", 6), ("qwen3_next", 2), ("deepseek_v2", 3)]
+)
 def test_steps_are_mlx_lms_and_the_unfused_pools(
     name: str, layers: int, double_gpu: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Learned sinks; a scale of its own; windows of layers that keep all tokens, and shared ones; states beside."""
+    """Sinks; a scale of its own; windows of layers that keep all tokens, shared layers; states beside; two widths."""
     model = _bridged(name, monkeypatch)
     given = _logits(model, _pool(model), range(3), rows=4)
     assert [shape[2] for shape in double_gpu] == [S for S in (3, *STEPS) for _ in range(layers)]  # 3: a prompt

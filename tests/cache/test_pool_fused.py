@@ -13,8 +13,10 @@ from support.pools import close, decode, prefill, tiny_model
 from kvant.cache import ModelCache
 from kvant.cache.layer_format import LayerFormat, stored_dtype
 from kvant.cache.pool import Pool, PoolSequence
+from kvant.engine.batch_engine import BatchEngine
 from kvant.engine.request import Request, Token
 from kvant.models import Decoder
+from kvant.operators import dispatch
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.rotary import Rotary
 from kvant.sample_utils import make_sampler
@@ -100,6 +102,22 @@ def test_a_layer_is_the_oracle(double_gpu: Calls, bits: int, window: int | None,
     assert double_gpu == [(1, H, 2, D), *((3, H, S, D) for S in FUSED_STEPS)]
 
 
+@pytest.mark.parametrize(
+    ("bits", "window", "split", "sinks"), [(8, None, True, False), (4, 40, False, True), (0, 150, True, True)]
+)
+def test_the_kernels_text_is_the_oracle(
+    launches: list[Any], bits: int, window: int | None, split: bool, sinks: bool
+) -> None:
+    """Metal's text, run on the host."""
+    layer = _Layer(bits, window, split=split, sinks=sinks)
+    first = layer.check_step(1, [0, 2, 1], rows=4)
+    layer.check_step(3, [0, 2, 1])
+    assert [name for name, _ in launches if name != "append"] == ["attend", "combine"] * 3
+    other = _Layer(bits, window, split=split, sinks=sinks)
+    for place, number in enumerate((0, 2, 1)):
+        assert mx.array_equal(other.check_step(1, [number])[0], first[place])
+
+
 @pytest.mark.parametrize("bits", [8, 0])
 def test_a_sequence_is_the_same_in_any_company(double_gpu: Calls, bits: int) -> None:
     one, other = _Layer(bits, 40), _Layer(bits, 40)
@@ -172,6 +190,47 @@ def test_the_engine_answers_as_with_the_unfused_pool(
     assert found[0] == found[1]
     assert [len(ids) for ids in found[0]] == [6, 9, 12, 15, 5, 5, 5]
     assert double_gpu
+
+
+def test_an_engine_on_the_kernels_text(tmp_path: Path, launches: list[Any]) -> None:
+    """Metal's text, run on the host: the tokens of the unfused pool."""
+    model = tiny_model(tmp_path, (None, 40), hidden_size=H * D)
+    found = []
+    for kernels in ("unfused", None):
+        assert not launches
+        pool = model.make_pool(1024, sequences=3, quant_group=16, kernels=kernels)
+        engine = BatchEngine(model, pool, max_batch=3)
+        answers = [engine.submit(Request(ids, 3)) for ids in (PROMPTS[0], PROMPTS[1], PROMPTS[2][:256])]
+        found.append([[token.token for token in answer] for answer in answers])
+        assert engine.close(drain=True, timeout=60)
+    assert found[0] == found[1]
+    assert launches
+
+
+def test_launches_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in the graph that MLX traces, for any number of sequences of one new token each."""
+    monkeypatch.setattr(dispatch, "gpu_backend", lambda: "metal")
+    monkeypatch.setattr(dispatch, "self_check_failure", lambda backend: None)
+    own = LayerFormat("quantized", K, D, D, 8, 16, stored_dtype(8), "F16")
+    sizes = {"tokens": 2048, "sequences": 5, "max_seq_len": MOST, "prefill_step_size": 512}
+    pool = Pool([own], [None], **sizes, make_cache=_no_cache)
+    batch = pool.batch([pool.sequence(MOST) for _ in range(3)])
+    batch.begin(mx.ones((3, 1), mx.int32))
+    arrays = pool.layers[0].arrays
+
+    def step(query: mx.array, key: mx.array, value: mx.array, *given: mx.array) -> tuple[mx.array, ...]:
+        arrays[:] = given
+        return batch[0].attend(query, key, value), *arrays
+
+    heads = [mx.stack([_random(count, 1, b) for b in range(3)]) for count in (H, K, K)]
+    held, records = list(arrays), []
+    mx.export_function(records.append, step, *heads, *held)
+    arrays[:] = held
+    views = {"Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Squeeze", "Transpose", "View"}
+    names = [record["name"] for record in records if record["type"] == "primitive"]
+    assert [name for name in names if name not in views] == [
+        "CustomKernel", "ScatterAxis", "ScatterAxis", "CustomKernel", "CustomKernel"
+    ]  # fmt: skip
 
 
 def test_which_layers_are_fused(
