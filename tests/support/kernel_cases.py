@@ -4,7 +4,7 @@ B batch, S new tokens, T cached tokens read, H query heads, K kv heads, D head_d
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -455,7 +455,43 @@ def instances(seed: int = 6) -> list[KernelCase]:
 
 
 # In the gate these options meet each other in pairs; of the others every value is there.
-MEETING = ("where", "quant_bit", "dtype", "mask", "is_alibi", "biased", "sinks", "softcap", "several", "lanes", "backend")
+MEETING = (
+    "where",
+    "quant_bit",
+    "dtype",
+    "mask",
+    "is_alibi",
+    "biased",
+    "sinks",
+    "softcap",
+    "several",
+    "lanes",
+    "backend",
+)
+
+
+# What calls of the instances must also hold, each value of each: not only options, but shapes.
+TRAITS: dict[str, Callable[[KernelCase], Any]] = {
+    "batch": lambda case: case.batch,
+    "kv heads": lambda case: case.num_kv_heads,
+    "lengths in the batch": lambda case: len(set(case.offsets)),
+    "first tokens": lambda case: case.offset if case.offset < 2 else 2,
+    "query groups": lambda case: case.shape[1],
+    "queries of a group": lambda case: case.shape[3],
+    "several tiles": lambda case: case.shape[0] > 1,
+    "a tile with fewer queries": lambda case: np.prod(case.shape) // case.shape[2] > case.ratio * case.new_tokens,
+    "a split of one row": lambda case: (
+        case.window is None and case.num_keys > SPLIT_ROWS and case.num_keys % SPLIT_ROWS == 1
+    ),
+    "a split of several steps": lambda case: case.window is None and case.num_keys > 2 * SPLIT_ROWS * case.splits,
+    "a split of many steps": lambda case: (
+        case.window is None and case.num_keys >= SPLIT_ROWS and 2 * case.step < SPLIT_ROWS
+    ),
+    "a ring, and what it keeps": lambda case: (
+        case.keep if case.layout == "rows" and case.num_keys > case.max_tokens else None
+    ),
+    "a page that left the window": lambda case: case.firsts[0] > 0,
+}
 
 
 def meeting_values(case: KernelCase) -> set[tuple[Any, ...]]:
@@ -471,7 +507,8 @@ def meeting_values(case: KernelCase) -> set[tuple[Any, ...]]:
     pairs = {(a, own[a], b, own[b]) for a, b in combinations(MEETING, 2)}
     single = {"widths": (case.head_dim, case.values), "format": (case.quant_bit, case.quant_group)}
     single |= {name: getattr(case, name) for name in OPTIONS.keys() - {"widths", "format", "place"}}
-    return pairs | set(single.items())
+    calls = {(name, trait(call)) for name, trait in TRAITS.items() for call in runs(case)}
+    return pairs | set(single.items()) | calls
 
 
 def gate_instances(cases: Sequence[KernelCase]) -> list[KernelCase]:

@@ -10,7 +10,18 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.counts import count
-from support.kernel_cases import OPTIONS, KernelCase, check, draw, expected, gate_instances, instances, run, runs
+from support.kernel_cases import (
+    OPTIONS,
+    TRAITS,
+    KernelCase,
+    check,
+    draw,
+    expected,
+    gate_instances,
+    instances,
+    run,
+    runs,
+)
 from support.metal_host import host_pytest_skip
 from support.operator_cases import OUTPUT_TOLERANCE
 
@@ -18,7 +29,6 @@ from kvant.operators.kernels.attend import (
     BIAS_WEIGHTS,
     HEAD_DIMS,
     QUERIES,
-    SPLIT_ROWS,
     num_splits,
     threadgroup_shape,
     unsupported_reason,
@@ -40,34 +50,25 @@ def test_attention_is_the_oracle_s(instance: KernelCase) -> None:
 
 
 def test_the_cases_cover_what_they_say() -> None:
-    """Not only each value: splits of one row or several steps, several query groups, uneven tiles, rings that wrap."""
-    cases = [case for instance in INSTANCES for case in runs(instance)]
+    """The gate's part too: each value of each option, layouts with formats and masks, and the traits of calls."""
+    cases = [case for instance in gate_instances(ALL) for case in runs(instance)]
     for name, values in OPTIONS.items():
         if name not in ("format", "widths", "place"):
             assert {getattr(case, name) for case in cases} == set(values), name
-    assert {(case.layout, case.mask, case.quant_bit) for case in cases} >= set(
-        product(("rows", "pages"), ("none", "bool", "float"), (0, 4, 8))
-    )
     assert {(case.quant_bit, case.quant_group) for case in cases} == set(OPTIONS["format"])
     assert {(case.head_dim, case.values) for case in cases} == set(OPTIONS["widths"])
-    assert {case.batch for case in cases} >= {1, 2, 4}
-    assert {case.num_kv_heads for case in cases} == {1, 2, 3}
-    assert {case.offset for case in cases} >= {0, 1}
-    assert {len(set(case.offsets)) for case in cases} >= {1, 2, 3}  # lengths in a batch
-    shapes = {case: case.shape for case in cases}
-    assert {query_groups for _, query_groups, _, _ in shapes.values()} >= {1, 2, 3, 4, 8}
-    assert {queries for *_, queries in shapes.values()} == {1, 2, 4, 8}
-    assert any(query_tiles > 1 for query_tiles, _, _, _ in shapes.values())
-    assert any(np.prod([*shapes[c]]) // shapes[c][2] > c.ratio * c.new_tokens for c in cases), (
-        "no tile with fewer queries"
-    )
-    plain = [case for case in cases if case.window is None]
-    assert any(case.num_keys % SPLIT_ROWS == 1 and case.num_keys > SPLIT_ROWS for case in plain), "no split of one row"
-    assert any(case.num_keys > 2 * SPLIT_ROWS * case.splits for case in plain), "no split of several steps"
-    assert any(2 * case.step < SPLIT_ROWS and case.num_keys >= SPLIT_ROWS for case in plain), "no split of many steps"
-    rings = [case for case in cases if case.window is not None and case.num_keys > case.max_tokens]
-    assert {bool(case.keep) for case in rings if case.layout == "rows"} == {True, False}
-    assert any(case.firsts[0] > 0 for case in cases), "no page that left the window"
+    assert len({(case.layout, case.mask) for case in cases}) == 2 * 3
+    assert len({(case.layout, case.quant_bit) for case in cases}) == 2 * 3
+    assert len({(case.mask, case.quant_bit) for case in cases}) == 3 * 3
+    found = {name: {trait(case) for case in cases} for name, trait in TRAITS.items()}
+    assert found.pop("batch") >= {1, 2, 4}
+    assert found.pop("kv heads") == {1, 2, 3}
+    assert found.pop("lengths in the batch") >= {1, 2, 3}
+    assert found.pop("first tokens") == {0, 1, 2}
+    assert found.pop("query groups") >= {1, 2, 3, 4, 8}
+    assert found.pop("queries of a group") == {1, 2, 4, 8}
+    assert found.pop("a ring, and what it keeps") == {None, 0, 3}
+    assert all(values == {False, True} for values in found.values()), found
 
 
 @pytest.mark.parametrize("num_keys", [1, 255, 256, 257, 1030])
