@@ -67,6 +67,7 @@ class KernelCase:
     pairs: int | None = None  # None: no bias split
     backend: str = "metal"
     splits: int | None = 4
+    knows_rows: bool = False  # the caller says how many rows the longest sequence has
 
     @property
     def num_heads(self) -> int:
@@ -354,7 +355,7 @@ def run(
             score_scale=case.score_scale,
             pages=None if drawn.pages is None else mx.array(drawn.pages),
             first=None if drawn.pages is None else mx.array(case.firsts, mx.int32),
-            rows=max(len(case.positions(b)) for b in range(case.batch)) if case.seed % 2 else None,
+            rows=max(len(case.positions(b)) for b in range(case.batch)) if case.knows_rows else None,
             bias_split=split,
             backend=case.backend,
         )
@@ -419,11 +420,6 @@ def instances(seed: int = 6) -> list[KernelCase]:
     rng = np.random.default_rng(seed)
     names = list(OPTIONS)
 
-    def fits(values: Mapping[str, Any]) -> bool:
-        group, widths = values.get("format", (0, 0))[1], values.get("widths", (128, 128))
-        causal = values.get("is_causal", True) or values.get("place", "rows") in ("rows", "pages")
-        return causal and (not group or not any(width % group for width in widths))
-
     def pairs_of(values: Mapping[str, Any]) -> set[tuple[str, Any, str, Any]]:
         return {(a, values[a], b, values[b]) for a, b in combinations(names, 2)}
 
@@ -443,14 +439,66 @@ def instances(seed: int = 6) -> list[KernelCase]:
                 best = values
         missing -= pairs_of(best)
         chosen.append(best)
+    return [case_of(values, number) for number, values in enumerate(chosen)]
+
+
+def fits(values: Mapping[str, Any]) -> bool:
+    """Groups divide keys and values; a window is causal."""
+    group, widths = values.get("format", (0, 0))[1], values.get("widths", (128, 128))
+    causal = values.get("is_causal", True) or values.get("place", "rows") in ("rows", "pages")
+    return causal and (not group or not any(width % group for width in widths))
+
+
+def case_of(values: Mapping[str, Any], seed: int) -> KernelCase:
+    """The instance of a value of each option. 0 rows: as many as its ring has."""
+    own = dict(values)
+    (bits, group), (head_dim, value_dim), where = own.pop("format"), own.pop("widths"), own.pop("place")
+    return KernelCase(
+        seed=seed,
+        max_tokens=0 if "ring" in where else 1,
+        quant_bit=bits,
+        quant_group=group,
+        head_dim=head_dim,
+        value_dim=value_dim if value_dim != head_dim else 0,
+        layout="pages" if "pages" in where else "rows",
+        keep=3 if "keeps" in where else 0,
+        window=20 if where not in ("rows", "pages") else None,
+        **own,
+    )
+
+
+def drawn_calls(seed: int, calls: int) -> list[KernelCase]:
+    """Calls of an instance by chance, of sizes, lengths and windows by chance."""
+    rng = np.random.default_rng(seed)
+    values: dict[str, Any] = {}
+    while not values or not fits(values):
+        values = {name: choices[rng.integers(len(choices))] for name, choices in OPTIONS.items()}
+    case = case_of(values, seed)
     cases = []
-    for number, values in enumerate(chosen):
-        (bits, group), (head_dim, value_dim) = values.pop("format"), values.pop("widths")
-        where, width = values.pop("place"), value_dim if value_dim != head_dim else 0
-        own: dict[str, Any] = {"quant_bit": bits, "quant_group": group, "head_dim": head_dim, "value_dim": width}
-        own |= {"layout": "pages" if "pages" in where else "rows", "keep": 3 if "keeps" in where else 0}
-        own |= {"window": 20 if where not in ("rows", "pages") else None}
-        cases.append(KernelCase(seed=number, max_tokens=0 if "ring" in where else 1, **own, **values))
+    for _ in range(calls):
+        window = None if case.window is None else int(rng.integers(1, 200))
+        keep = 0 if not case.keep else int(rng.integers(0, 9))
+        num_kv_heads = int(rng.integers(1, 4))
+        each = max(case.head_dim, case.values) * case.ratio * case.new_tokens * num_kv_heads
+        offset = int(rng.integers(0, max(1, min(400, 2 * MOST_WORK // each))))
+        tokens = offset + case.new_tokens
+        ring = keep + (window or 0) + case.new_tokens - 1 + int(rng.integers(9))
+        cases.append(
+            replace(
+                case,
+                seed=int(rng.integers(1 << 30)),
+                batch=int(rng.integers(1, max(2, min(5, 2 * MOST_WORK // (each * tokens))))),
+                num_kv_heads=num_kv_heads,
+                offset=offset,
+                shorter=int(rng.choice([0, 1, 50])),
+                max_tokens=tokens + int(rng.integers(9)) if case.max_tokens else min(tokens, ring),
+                window=window,
+                keep=keep,
+                mask_rank=int(rng.integers(2, 5)),
+                splits=int(rng.choice([1, 2, 3, 5, 8])),
+                knows_rows=bool(rng.integers(2)),
+            )
+        )
     return cases
 
 
@@ -513,12 +561,12 @@ def meeting_values(case: KernelCase) -> set[tuple[Any, ...]]:
 
 def gate_instances(cases: Sequence[KernelCase]) -> list[KernelCase]:
     """As few of the instances as a greedy choice needs for what ``meeting_values`` names."""
-    missing = set().union(*map(meeting_values, cases))
+    values = {case: meeting_values(case) for case in cases}
+    missing = set().union(*values.values())
     chosen: list[KernelCase] = []
     while missing:
-        best = max(cases, key=lambda case: len(meeting_values(case) & missing))
-        missing -= meeting_values(best)
-        chosen.append(best)
+        chosen.append(max(cases, key=lambda case: len(values[case] & missing)))
+        missing -= values[chosen[-1]]
     return chosen
 
 
@@ -549,6 +597,7 @@ def runs(case: KernelCase) -> list[KernelCase]:
                 case,
                 seed=1000 * case.seed + offset,
                 offset=offset,
+                knows_rows=offset % 2 == 1,
                 shorter=0 if len(cases) % 2 else offset // 2 + 1,
                 max_tokens=min(tokens, ring) if is_ring else tokens + int(rng.choice([0, 1, 6])),
                 batch=batch,

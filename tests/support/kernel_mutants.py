@@ -66,7 +66,7 @@ EIGHTY = KernelCase(ratio=2, head_dim=80, offset=70, max_tokens=75, batch=2, qua
 BESIDE = KernelCase(ratio=2, head_dim=192, value_dim=128, offset=70, max_tokens=75, batch=2, splits=2)
 VALUES = replace(BESIDE, head_dim=64)
 # A mask for each sequence. Some queries keep nothing.
-MASKED = replace(ALONE, pairs=None, mask="float", seed=5)
+MASKED = replace(ALONE, pairs=None, mask="float", seed=5, knows_rows=True)
 # The same with a value bias, which a query that keeps nothing does not get.
 LOST = replace(MASKED, pairs=3)
 ALIBI = replace(ALONE, pairs=None, is_alibi=True)
@@ -83,7 +83,7 @@ LOW = replace(MASKED, mask_shift=-200.0)
 # Sequences of 301 and 201 tokens in pages.
 PAGES = replace(ALONE, layout="pages", offset=300, shorter=100)
 # Of them a window sees rows of the last page.
-PAGES_WINDOW = replace(PAGES, ratio=2, new_tokens=2, window=20, mask="float", mask_rank=4, seed=1)
+PAGES_WINDOW = replace(PAGES, ratio=2, new_tokens=2, window=20, mask="float", seed=1, knows_rows=True)
 # A window that begins in the second 64 rows; two new tokens.
 WINDOW = replace(WIDE, head_dim=64, offset=140, max_tokens=150, window=20)
 # A window of more tokens than there are.

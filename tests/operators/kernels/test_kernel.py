@@ -16,6 +16,7 @@ from support.kernel_cases import (
     KernelCase,
     check,
     draw,
+    drawn_calls,
     expected,
     gate_instances,
     instances,
@@ -25,6 +26,7 @@ from support.kernel_cases import (
 from support.metal_host import host_pytest_skip
 from support.operator_cases import OUTPUT_TOLERANCE
 
+from kvant.operators.attention import attend_tokens
 from kvant.operators.kernels.attend import (
     BIAS_WEIGHTS,
     HEAD_DIMS,
@@ -37,7 +39,8 @@ from kvant.operators.kernels.attend import (
 pytestmark = host_pytest_skip
 
 ALL = instances()
-INSTANCES = count(gate_instances(ALL), ALL)  # of about a quarter in the gate, all in the long run
+GATE = gate_instances(ALL)
+INSTANCES = count(GATE, ALL)  # a third in the gate, all in the long run
 
 
 @pytest.mark.parametrize("instance", INSTANCES, ids=lambda case: str(case.seed))
@@ -49,9 +52,19 @@ def test_attention_is_the_oracle_s(instance: KernelCase) -> None:
             raise AssertionError(f"{type(error).__name__} in {case}\n{error}") from error
 
 
+@pytest.mark.parametrize("seed", range(count(4, 400)))
+def test_calls_by_chance_are_the_oracle_s(seed: int) -> None:
+    """20 calls of 4 instances; in the long run 2,000 of 400."""
+    for case in drawn_calls(seed, 5):
+        try:
+            check(case)
+        except Exception as error:
+            raise AssertionError(f"{type(error).__name__} in {case}\n{error}") from error
+
+
 def test_the_cases_cover_what_they_say() -> None:
     """The gate's part too: each value of each option, layouts with formats and masks, and the traits of calls."""
-    cases = [case for instance in gate_instances(ALL) for case in runs(instance)]
+    cases = [case for instance in GATE for case in runs(instance)]
     for name, values in OPTIONS.items():
         if name not in ("format", "widths", "place"):
             assert {getattr(case, name) for case in cases} == set(values), name
@@ -122,6 +135,31 @@ def test_a_nan_is_not_hidden() -> None:
     np.testing.assert_allclose(output, right, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("mask", ["none", "bool", "float"])
+@pytest.mark.parametrize("side", [0, 1], ids=["key", "value"])
+def test_a_nan_that_counts_for_one_query_alone(side: int, mask: str) -> None:
+    """A query is NaN where the unfused operator's is. The first of two does not see the second, or by a mask the third.
+
+    A key that is not seen yet does no harm. One that a mask leaves out does, and so does a value in any case: 0 times
+    NaN is NaN.
+    """
+    case = KernelCase(
+        ratio=1, num_kv_heads=1, offset=5, max_tokens=9, new_tokens=2, quant_bit=0, cache_dtype="float32", mask=mask
+    )
+    drawn = draw(case)
+    if drawn.mask is not None:
+        own = np.full((1, 1, 2, case.num_keys), mask == "bool", drawn.mask.dtype)
+        own[:, :, 0, 2] = False if mask == "bool" else -np.inf
+        drawn = replace(drawn, mask=own)
+    drawn.cache[0, 0, side, 0, 2 if mask != "none" else case.num_keys - 1, 7] = np.nan
+    key, value = (mx.array(drawn.cache[0, :, i, :, : case.num_keys]) for i in (0, 1))
+    given = None if drawn.mask is None else mx.array(drawn.mask)
+    unfused = attend_tokens(mx.array(drawn.query), key, value, mask=given)
+    found = np.isnan(np.array(run(case, drawn)))
+    np.testing.assert_array_equal(found, np.isnan(np.array(unfused)))
+    assert found[0, 0].any(axis=-1).tolist() == [side == 1 or mask != "none", True]
+
+
 def test_large_scores_do_not_overflow() -> None:
     """Scores of thousands, and masks that add the lowest number there is."""
     case = KernelCase(offset=40, max_tokens=44, new_tokens=2, mask="float")
@@ -189,6 +227,23 @@ def test_a_sequence_s_numbers_do_not_depend_on_the_others() -> None:
         own = replace(drawn, query=drawn.query[b : b + 1], pages=drawn.pages[b : b + 1])
         own_case = replace(case, batch=1, offset=case.offsets[b], shorter=0)
         assert mx.array_equal(run(own_case, own)[0], both[b]).item()
+
+
+@pytest.mark.parametrize("layout", ["rows", "pages"])
+@pytest.mark.parametrize("window", [None, 150])
+def test_numbers_do_not_depend_on_whether_the_rows_are_known(layout: str, window: int | None) -> None:
+    """Bitwise: a caller that knows the longest sequence's rows starts fewer threadgroups, for the same splits."""
+    case = KernelCase(batch=2, offset=300, shorter=200, max_tokens=1500, layout=layout, window=window, splits=24)
+    drawn = draw(case)
+    assert mx.array_equal(run(replace(case, knows_rows=True), drawn), run(case, drawn)).item()
+
+
+def test_the_number_of_splits_changes_roundings_alone() -> None:
+    case = KernelCase(batch=2, offset=500, shorter=200, max_tokens=512, ratio=2, pairs=3, sinks=True, mask="float")
+    drawn = draw(case)
+    one, *several = (np.array(run(replace(case, splits=splits), drawn)) for splits in (1, 2, 3, 8))
+    for other in several:
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
 
 
 def test_inputs_are_left_alone() -> None:
