@@ -14,7 +14,7 @@ from support.numbers import relative_error
 from support.tiny_models import build
 
 from kvant.bridge import hook, make_model_cache
-from kvant.bridge.layers import BridgedKVCache
+from kvant.bridge.layers import BridgedKVCache, BridgedWindowCache
 from kvant.operators.kernels import launch
 
 PROMPT = [(7 + 31 * i) % 97 for i in range(30)]
@@ -122,6 +122,38 @@ def test_the_kernel_s_attention_is_mlx_lms(
     ((_, inputs), _) = launches
     assert (_input(inputs, "mask").size > 1) is (mask in ("boolean", "added"))
     expected = mx.fast.scaled_dot_product_attention(query, mx.array(key), mx.array(value), **options)
+    assert relative_error(given, expected) < 1e-5
+
+
+@pytest.mark.parametrize("bits", [0, 8])
+def test_another_layer_s_mask_is_an_array(bits: int, launches: list[Any]) -> None:
+    """It may have columns for other tokens: that of a ring of 25 rows for a ring at another position, or for all 25
+    tokens of a layer without a window."""
+    options: dict[str, Any] = {"quant_bit": bits, "dtype": mx.float32}
+    other = BridgedWindowCache(64, 2, 64, window=9, **options)
+    _fetched(other, 40)
+    for layer, held in ((BridgedWindowCache(64, 2, 64, window=9, **options), 42), (BridgedKVCache(64, 2, 64), 24)):
+        _fetched(layer, held)
+        mask = other.make_mask(1, window_size=9)
+        key, value = _fetched(layer, 1)
+        query = _normal(3, 1, 6, 1, 64)
+        launches.clear()
+        given = hook.attention(query, key, value, cache=layer, scale=0.125, mask=mask)
+        ((_, inputs), _) = launches
+        assert _input(inputs, "mask").size == 25
+        expected = mx.fast.scaled_dot_product_attention(query, mx.array(key), mx.array(value), scale=0.125, mask=mask)
+        assert relative_error(given, expected) < 1e-5
+
+
+def test_tokens_that_wait_are_read_where_they_are(launches: list[Any]) -> None:
+    """The last query alone, after more tokens than a ring has room for: they are not in its rows yet."""
+    layer = BridgedWindowCache(128, 2, 64, window=9)
+    _fetched(layer, 30)
+    key, value = _fetched(layer, 30)
+    assert layer._pending
+    query, mask = _normal(3, 1, 6, 1, 64), mx.arange(key.shape[2]) >= key.shape[2] - 9
+    given = hook.attention(query, key, value, cache=layer, scale=0.125, mask=mask[None])
+    expected = mx.fast.scaled_dot_product_attention(query, mx.array(key), mx.array(value), scale=0.125, mask=mask[None])
     assert relative_error(given, expected) < 1e-5
 
 

@@ -10,7 +10,9 @@ from support.numbers import relative_error
 from support.tiny_models import build
 from support.without_compiler import printed_by
 
-from kvant.bridge import make_model_cache
+from kvant.bridge import hook, make_model_cache
+from kvant.bridge.layers import BridgedKVCache, BridgedWindowCache
+from kvant.bridge.traced import TracedLayer
 from kvant.operators.kernels.launch import INPUTS
 
 PROMPT = [(7 + 31 * i) % 97 for i in range(30)]
@@ -104,6 +106,34 @@ def test_through_the_kernel(name: str, bits: int, launches: list[Any]) -> None:
         assert relative_error(given, expected) < (2e-2 if bits else 1e-4)
         for each in (cache, plain):
             each.commit()
+
+
+@pytest.mark.usefixtures("_without_compilation")
+@pytest.mark.parametrize("kind", ["all", "ring"])
+@pytest.mark.parametrize("mask", ["none", "own", "narrow", "other"])
+def test_its_masks_through_the_kernel(kind: str, mask: str, launches: list[Any]) -> None:
+    """Those of the step are a window to the kernel; any other is an array."""
+    options: dict[str, Any] = {"quant_bit": 0, "dtype": mx.float32}
+    layer = BridgedKVCache(64, 2, 64, **options)
+    if kind == "ring":
+        layer = BridgedWindowCache(64, 2, 64, window=9, **options)
+    query, key, value = (mx.random.normal((1, heads, 31, 64), key=mx.random.key(heads)) for heads in (6, 2, 3))
+    value = value[:, :2]
+    layer.update_and_fetch(key[:, :, :30], value[:, :, :30])
+    view = TracedLayer(layer, mx.array(30), 64, {})
+    masks = {"none": None, "own": view.make_mask(1), "narrow": view.make_mask(1, window_size=5)}
+    rows = view.make_mask(1)
+    masks["other"] = rows & (mx.arange(rows.shape[1]) != 3)
+    fetched = view.update_and_fetch(key[:, :, 30:], value[:, :, 30:])
+    mx.eval(fetched)
+    launches.clear()
+    options = {"scale": 0.3, "sinks": mx.random.normal((6,))}
+    given = hook.attention(query[:, :, 30:], *fetched, cache=view, mask=masks[mask], **options)
+    ((_, inputs), _) = launches
+    assert (dict(zip(INPUTS["attend"], inputs, strict=True))["mask"].size > 1) is (mask == "other")
+    seen = rows if mask == "none" else masks[mask]
+    expected = mx.fast.scaled_dot_product_attention(query[:, :, 30:], *map(mx.array, fetched), mask=seen, **options)
+    assert relative_error(given, expected) < 1e-5
 
 
 @pytest.mark.usefixtures("_without_compilation")
