@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from support.bridged_compiled_runs import BITS, MODELS, REFUSED, STEPS
 from support.numbers import relative_error
-from support.tiny_models import build
+from support.tiny_models import SERVED, build
 from support.without_compiler import printed_by
 
 from kvant.bridge import hook, make_model_cache
@@ -68,22 +68,12 @@ def _without_compilation() -> Iterator[None]:
     mx.enable_compile()
 
 
-# Widths that the kernel takes; windows of 8, but for llama's; sinks; values narrower than keys; layers that share keys.
-SERVED: dict[str, dict[str, Any]] = {
-    "llama": {"head_dim": 64},
-    "gpt_oss": {"head_dim": 64},
-    "gemma4_text": {"head_dim": 64, "global_head_dim": 512},
-    "mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128, "swa_head_dim": 192, "swa_v_head_dim": 128},
-}
-
-
 @pytest.mark.usefixtures("_without_compilation")
-@pytest.mark.parametrize("name", SERVED)
-@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize(("name", "bits"), [(name, bits) for name, (_, each) in SERVED.items() for bits in each])
 def test_through_the_kernel(name: str, bits: int, launches: list[Any]) -> None:
     """The kernel's text, run on the host, with an offset that is an array and no mask. Rows past it hold NaN at 0
     bits."""
-    model, _ = build(name, **SERVED[name])
+    model, _ = build(name, **SERVED[name][0])
     cache = make_model_cache(model, 64, quant_bit=bits)
     plain = make_model_cache(model, 64, quant_bit=bits, kernels="unfused")
     if not bits:
