@@ -15,7 +15,7 @@ from support.tiny_models import SERVED, build
 
 from kvant.bridge import hook, make_model_cache
 from kvant.bridge.layers import BridgedKVCache, BridgedWindowCache
-from kvant.operators.kernels import launch
+from kvant.operators.kernels import attend, launch
 
 PROMPT = [(7 + 31 * i) % 97 for i in range(30)]
 
@@ -140,6 +140,22 @@ def test_another_layer_s_mask_is_an_array(launches: list[Any]) -> None:
         assert _input(inputs, "mask").size == 25
         expected = mx.fast.scaled_dot_product_attention(query, mx.array(key), mx.array(value), scale=0.125, mask=mask)
         assert relative_error(given, expected) < 1e-5
+
+
+def test_a_ring_that_fills_needs_no_other_instance(checked_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would be compiled in the middle of a text."""
+    layer, run, instances = BridgedWindowCache(64, 2, 64, window=9), attend.launch, set()
+
+    def recorded(name: str, *given: Any, template: dict[str, Any], **rest: Any) -> list[mx.array]:
+        if name == "attend":
+            instances.add(tuple(template.items()))
+        return run(name, *given, template=template, **rest)
+
+    monkeypatch.setattr(attend, "launch", recorded)
+    for _ in range(30):
+        mask = layer.make_mask(1, window_size=9)
+        mx.eval(hook.attention(_normal(3, 1, 6, 1, 64), *_fetched(layer, 1), cache=layer, scale=0.125, mask=mask))
+    assert len(instances) == 1
 
 
 def test_tokens_that_wait_are_read_where_they_are(launches: list[Any]) -> None:
@@ -274,6 +290,8 @@ def test_rows_that_the_kernel_serves_are_not_computed(launches: list[Any]) -> No
     mx.eval(output)
     assert launches[-1][0] == "combine"
     assert mx.get_peak_memory() - resting < key.nbytes / 2
+    expected = mx.fast.scaled_dot_product_attention(query, mx.array(key), mx.array(value), scale=0.125)
+    assert relative_error(output, expected) < 1e-5
 
 
 def test_a_prefill_makes_no_score_matrix() -> None:

@@ -387,6 +387,26 @@ def test_the_fused_kernel_agrees(
     assert caches[0].lengths == (60, 36)
 
 
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_long_sequence_beside_a_short_one(window: int | None, checked_gpu: None) -> None:
+    """The kernel is told how many rows there are: those of the longest, more than one threadgroup reads."""
+    rng = np.random.default_rng(7)
+    held, new = ([_normal(rng, 2, heads, n, 64) for heads in (H, K, K)] for n in (190, 1))
+    outputs = []
+    for kernels in ("fused", "unfused"):
+        options: dict[str, Any] = {"batch": 2, "kernels": kernels, "dtype": mx.float32}
+        layer = QuantizedKVCache(200, K, 64, **options)
+        if window is not None:
+            layer = WindowKVCache(200, K, 64, window=window, **options)
+        cache = ModelCache([layer])
+        cache.begin(mx.zeros((2, 190), mx.int32))
+        mx.eval(layer.attend(*held))
+        cache.commit((190, 10), ids=[[0] * 190, [0] * 10])
+        cache.begin(mx.zeros((2, 1), mx.int32))
+        outputs.append(layer.attend(*new))
+    assert relative_error(*outputs) < TOLERANCE
+
+
 def test_a_step_that_waits_is_unfused(launches: list[tuple[str, list[mx.array]]]) -> None:
     """Its tokens would overwrite rows that they see."""
     rng = np.random.default_rng(4)
