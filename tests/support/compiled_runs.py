@@ -159,6 +159,7 @@ def main() -> None:
 
     dispatch.gpu_backend = lambda: "metal"
     dispatch.self_check_failure = lambda backend: None
+    dispatch.probe_failure = lambda use, backend: None
     attend.launch = unfused_launch
     found["fused"] = {bits: fused(model, bits, tokens) for bits, tokens in eager.items()}
     print(json.dumps(found))

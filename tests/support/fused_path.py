@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvant.operators import dispatch
+from kvant.operators import dispatch, probe
 from kvant.operators.cached_attention import read_tokens
 from kvant.operators.compiled_attention import attend_live_tokens
 from kvant.operators.kernels import attend, launch
@@ -26,9 +26,16 @@ def host_kernel(name: str, backend: str) -> Callable[..., list[mx.array]]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A GPU with Metal, in a process that has not looked at it yet and has no wish of its own."""
+    """A GPU with Metal, in a process that has not looked at it yet and has no wish of its own.
+
+    What a cache needs of the kernel is not tried when it is made: tests/operators/test_probe.py does.
+    """
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
     monkeypatch.setattr(dispatch, "gpu_backend", lambda: "metal")
+    monkeypatch.setattr(dispatch, "probe_failure", lambda use, backend: None)
+    monkeypatch.setattr(dispatch, "_warned", False)
+    monkeypatch.setattr(dispatch, "_given_up", None)
+    monkeypatch.setattr(probe, "_tried", {})
     _forget()
     yield
     _forget()
@@ -92,5 +99,4 @@ def unfused_launch(
 
 
 def _forget() -> None:
-    for kept in (dispatch.self_check_failure, dispatch._warn):
-        getattr(kept, "cache_clear", lambda: None)()
+    getattr(dispatch.self_check_failure, "cache_clear", lambda: None)()

@@ -102,6 +102,11 @@ class ModelCache(SavedCache, Sequence[KVCache]):
         return self._layers
 
     @property
+    def fused_layers(self) -> list[QuantizedKVCache]:
+        """The layers that use the fused kernel."""
+        return [layer for layer in self.layers if isinstance(layer, QuantizedKVCache) and layer.backend is not None]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all layers."""
         return sum(layer.nbytes for layer in self._layers)
@@ -211,6 +216,19 @@ class ModelCache(SavedCache, Sequence[KVCache]):
     def reset(self) -> None:
         """Forget every token; the memory stays reserved."""
         self._sequences.reset()
+
+    def renew(self) -> None:
+        """Forget every token, in new arrays: of those that a failed step changed MLX may have lost the old ones."""
+        with self.turn:
+            self.reset()
+            layers = [layer for layer in self.layers if isinstance(layer, QuantizedKVCache)]
+            sizes = [[(array.shape, array.dtype) for array in layer.arrays] for layer in layers]
+            for layer in layers:  # all of them, before any is made: what is lost may be held by each
+                layer.settle()
+                layer.arrays.clear()
+            for layer, own in zip(layers, sizes, strict=True):
+                layer.arrays.extend(mx.zeros(shape, dtype) for shape, dtype in own)
+                mx.eval(layer.arrays)
 
     def release(self) -> None:
         """Give the memory back. The cache cannot be used after it."""

@@ -16,6 +16,7 @@ from kvant.operators.cached_attention import stored_tokens
 from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import both_masks
+from kvant.operators.probe import KernelUse
 from kvant.operators.rotary import Rotary
 from kvant.operators.validation import check_tokens
 
@@ -72,14 +73,13 @@ class WindowKVCache(QuantizedKVCache):
             raise ValueError("rotary is None; a bias split needs to know how keys turn")
         self.window: int = window
         self.keep, self.slack = keep, slack
-        super().__init__(max_seq_len, num_kv_heads, head_dim, **options)
+        super().__init__(max_seq_len, num_kv_heads, head_dim, bias_split=bias_split, **options)
         self._rotary = rotary
         self._pending: list[tuple[slice, int, list[mx.array]]] = []  # sequences, their start, tokens as stored
         # Rows hold other positions in each sequence, so each has a rotation of its own, in the order of its rows.
         self._splits: list[BiasSplit] = []
         self._turned = False
         if bias_split is not None:
-            self.bias_split = bias_split
             self._turned = bool(bias_split.pairs)  # what nobody reads would be a chain of arrays, one a token
             shape = (2, len(bias_split.pairs), self.num_rows)
             self._splits = [replace(bias_split, rotation=mx.zeros(shape)) for _ in self.lengths]
@@ -210,6 +210,10 @@ class WindowKVCache(QuantizedKVCache):
         super().release()
         self._pending = []
         self._splits = []
+
+    def _kernel_uses(self, use: KernelUse) -> list[KernelUse]:
+        """A mask says which rows of the ring a query sees, once it has gone round."""
+        return [use, replace(use, mask=True)]
 
     @property
     def _ring(self) -> int:

@@ -68,6 +68,7 @@ class DecoderCaches:
             "quant_group": quant_group,
             "dtype": self.dtype,
             "kernels": kernels,
+            "num_heads": config.num_attention_heads,
         }
         cache = ModelCache(
             [_layer_cache(config, layer.self_attn, max_seq_len, bias_split, options) for layer in self.layers]
