@@ -11,6 +11,7 @@ from kvant.cache.layer import KVCache
 from kvant.cache.quantized import QuantizedKVCache
 from kvant.cache.saved_cache import SavedCache
 from kvant.cache.sequences import Sequences
+from kvant.operators.dispatch import is_forced
 from kvant.threads import Turn
 
 
@@ -103,8 +104,9 @@ class ModelCache(SavedCache, Sequence[KVCache]):
 
     @property
     def fused_layers(self) -> list[QuantizedKVCache]:
-        """The layers that use the fused kernel."""
-        return [layer for layer in self.layers if isinstance(layer, QuantizedKVCache) and layer.backend is not None]
+        """The layers that use the fused kernel, unless it was asked for."""
+        layers = [layer for layer in self.layers if isinstance(layer, QuantizedKVCache) and layer.backend is not None]
+        return [layer for layer in layers if not is_forced(layer.kernels)]
 
     @property
     def nbytes(self) -> int:

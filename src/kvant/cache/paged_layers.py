@@ -12,6 +12,7 @@ from kvant.cache.pages import PAGE_SIZE, Pages, pages_for
 from kvant.cache.prefix import PrefixIndex
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
+from kvant.operators.kernels.launch import Backend
 
 
 @dataclass(slots=True)
@@ -34,19 +35,21 @@ class PageTable:
         return self.first // PAGE_SIZE * PAGE_SIZE
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PoolLayer:
     """A layer's rows.
 
     Attributes:
         format: of its tokens.
         bias_split: the biases that tokens are stored without.
+        backend: runs the fused kernel for steps of up to 8 new tokens a sequence; None: every step is unfused.
         arrays: values (2, K, T, D'), and where they are quantized scales (2, K, T, D/G). Nothing else may hold them, or
             a slice of them: MLX would copy the whole array at the next append.
     """
 
     format: LayerFormat
     bias_split: BiasSplit | None
+    backend: Backend | None = None
     arrays: list[mx.array] = field(default_factory=list)
 
     def allocate(self, num_pages: int) -> None:
@@ -75,6 +78,7 @@ class PagedLayers:
         pages: of each of these layers.
         prefix: the pages that new sequences may share.
         promised: pages that sequences may have, with a window.
+        copies: whether a shared page is copied before it is written to. Not while what it holds is written again.
     """
 
     def __init__(self, window: int | None, layers: Sequence[PoolLayer], num_pages: int, step_size: int) -> None:
@@ -84,6 +88,7 @@ class PagedLayers:
         self.pages = Pages(num_pages)
         self.prefix = PrefixIndex(self.pages)
         self.promised = 0
+        self.copies = True
         self._ring = ring_pages(window, step_size)
 
     def limit(self, max_tokens: int) -> int:
@@ -164,6 +169,12 @@ class PagedLayers:
             self.pages.release(table.pages)
             table.first, table.pages = 0, []
 
+    def empty(self, table: PageTable) -> None:
+        """Become a table of no tokens. Without a window it keeps its pages, shared ones too."""
+        if self.window is not None:
+            self.pages.release(table.pages)
+            table.first, table.pages = 0, []
+
     def begin_at(self, table: PageTable, first: int, length: int) -> None:
         """Give an empty table pages of its own for ``length`` tokens. Those from ``first`` on are to be written.
 
@@ -193,7 +204,7 @@ class PagedLayers:
         ]
         counts = Counter(table.pages[number] for table, number, _ in written)
         shared = [page for page in counts if self.pages.refcount(page) > 1]
-        if not shared:
+        if not shared or not self.copies:
             return
         if self._copies(counts, shared) > self._room:
             for page in shared:  # a page that only the index holds besides is no longer shared

@@ -8,7 +8,7 @@ import mlx.core as mx
 from kvant.cache import ModelCache
 from kvant.engine.limits import go_back
 from kvant.errors import one_line
-from kvant.operators.dispatch import give_up, is_forced
+from kvant.operators.dispatch import give_up
 from kvant.operators.kernels.launch import Backend
 
 T = TypeVar("T")
@@ -19,11 +19,9 @@ class FusedLayer(Protocol):
 
     Attributes:
         backend: runs the fused kernel; None: the layer is unfused.
-        kernels: as whoever made it asked for.
     """
 
     backend: Backend | None
-    kernels: str | None
 
 
 class Layers(Protocol):
@@ -31,7 +29,7 @@ class Layers(Protocol):
 
     @property
     def fused_layers(self) -> Sequence[FusedLayer]:
-        """The layers that use the fused kernel."""
+        """The layers that use the fused kernel, unless it was asked for."""
 
 
 def repeated_unfused(work: Callable[[], T], cache: Layers, start_over: Callable[[], None]) -> T:
@@ -43,14 +41,14 @@ def repeated_unfused(work: Callable[[], T], cache: Layers, start_over: Callable[
 
     Args:
         work: MLX raises the errors of a kernel in it.
-        cache: that it computes through. Where the kernel was asked for, its error is raised.
+        cache: that it computes through.
         start_over: brings everything back to where the work begins. Arrays that the failed step changed may be lost.
     """
     random_state: Any = mx.random.state[0]  # type: ignore[index]
     try:
         return work()
     except (RuntimeError, ValueError) as error:
-        fused = [(layer, layer.backend) for layer in cache.fused_layers if not is_forced(layer.kernels)]
+        fused = [(layer, layer.backend) for layer in cache.fused_layers]
         if type(error) not in (RuntimeError, ValueError) or not fused:
             raise
         failure = one_line(error)

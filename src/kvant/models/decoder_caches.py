@@ -129,6 +129,7 @@ class DecoderCaches:
             **sizes,
             make_cache=partial(self.make_cache, **stored),
             identity=self.identity,
+            kernels=kernels,
         )
 
 
