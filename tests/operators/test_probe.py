@@ -25,15 +25,26 @@ Launch = tuple[str, dict[str, Any]]
 
 
 class Launches(list[Launch]):
-    """The name and the template of every launch; ``fails`` says which of them raises what."""
+    """The name of every launch, with its template, its sizes and whether MLX calls an input small.
+
+    ``fails`` says which of them raises what.
+    """
 
     fails: Callable[[str, dict[str, Any]], BaseException | None] = staticmethod(lambda name, template: None)
 
     def __call__(
-        self, name: str, backend: str, inputs: Sequence[mx.array], *, template: dict[str, Any], outputs: Any, **_: Any
+        self,
+        name: str,
+        backend: str,
+        inputs: Sequence[mx.array],
+        *,
+        template: dict[str, Any],
+        outputs: Any,
+        **sizes: Any,
     ) -> list[mx.array]:
         """A launch that computes nothing."""
-        self.append((name, template))
+        small = {f"{each} small": x.size < 8 for each, x in zip(launch.INPUTS[name], inputs, strict=True)}
+        self.append((name, {**template, **sizes, **small}))
         if (error := self.fails(name, template)) is not None:
             raise error
         return [mx.zeros(shape, dtype) for shape, dtype in outputs]
@@ -53,14 +64,14 @@ def launched(checked_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 
 def test_every_shape_of_a_threadgroup_is_tried(launched: Launches) -> None:
-    shapes = {heads: {threadgroup_shape(heads * S, 0, "metal")[3] for S in range(1, 9)} for heads in (1, 7)}
+    shapes = {heads: {threadgroup_shape(heads * S, 0, "metal", 64)[3] for S in range(1, 9)} for heads in (1, 7)}
     assert QuantizedKVCache(4, 2, 64, num_heads=14).backend == "metal"
     assert launched.of("attend", "QUERIES") == {(queries,) for queries in shapes[7]}
     launched.clear()
     QuantizedKVCache(4, 2, 64)  # any heads
-    assert launched.of("attend", "QUERIES") == {(queries,) for queries in shapes[1]} == {(1,), (2,), (3,), (4,)}
-    most = max(threadgroup_shape(heads * S, 0, "metal")[1] for heads in range(1, 65) for S in range(1, 9))
-    assert most in {threadgroup_shape(heads * MAX_NEW_TOKENS, 0, "metal")[1] for heads in probe.ANY_HEADS}
+    assert launched.of("attend", "QUERIES") == {(queries,) for queries in shapes[1]} == {(1,), (2,), (4,)}
+    assert launched.of("attend", "threads") >= {(32 * 4,), (32 * attend.MAX_QUERY_GROUPS,)}
+    assert launched.of("combine", "threads") == {(32 * attend.COMBINE_SIMDGROUPS,)}
 
 
 @pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 64), (0, 32)])
@@ -76,8 +87,23 @@ def test_a_ring_and_a_bias_split_are_tried_too(launched: Launches) -> None:
     split = BiasSplit(mx.zeros((2, 2, 3)), (1, 5, 9), mx.zeros((2, 3, 0)), mx.zeros((2, 64)))
     cache = WindowKVCache(64, 2, 64, window=8, bias_split=split, rotary=Rotary.plain(64, 1e4), num_heads=8)
     assert cache.backend == "metal"
-    assert launched.of("attend", "MASK", "PAIRS") == {(False, 3), (True, 3)}
-    assert launched.of("combine", "VALUE_BIAS") == {(True,)}
+    assert launched.of("attend", "MASK", "mask small") == {(False, True), (True, False)}
+    assert launched.of("attend", "BIAS", "pairs small", "key_bias small") == {(attend.BIAS_WEIGHTS, True, False)}
+    assert launched.of("combine", "value_bias small") == {(False,)}
+
+
+def test_a_pool_is_tried_with_few_and_many_sequences_and_pages(launched: Launches) -> None:
+    use = probe.KernelUse(64, 64, mx.float16, 8, 32, heads=4, paged=True)
+    assert probe.probe_failure(use, "metal") is None
+    small = launched.of("attend", "PAGE", "offset small", "first small", "pages small")
+    assert small == {(128, True, True, True), (128, True, True, False), (128, False, False, False)}
+
+
+def test_widths_of_their_own_and_further_options(launched: Launches) -> None:
+    use = probe.KernelUse(192, 128, mx.bfloat16, 4, 32, heads=2, options=(("window", 8), ("keep", 2), ("softcap", 3.0)))
+    assert str(use) == "heads of 192 with values of 128, 4 bits g32, bfloat16, window, keep, softcap"
+    assert probe.probe_failure(use, "metal") is None
+    assert launched.of("attend", "DIM", "VALUE_DIM", "WINDOW", "SOFTCAP") == {(192, 128, True, True)}
 
 
 def test_layers_that_are_alike_are_tried_once(
@@ -96,7 +122,7 @@ def test_layers_that_are_alike_are_tried_once(
 
 
 def _too_large(name: str, template: dict[str, Any]) -> BaseException | None:
-    if name == "attend" and template["QUERIES"] == 3 and template["BITS"]:
+    if name == "attend" and template["QUERIES"] == 2 and template["BITS"]:
         return ValueError(
             "Thread group size (256) is greater than  the maximum allowed\nthreads per threadgroup (224)."
         )
@@ -104,7 +130,7 @@ def _too_large(name: str, template: dict[str, Any]) -> BaseException | None:
 
 
 SAID = (
-    "the fused kernel does not run here: heads of 64, 8 bits g32, float16, 3 queries of a kv head: "
+    "the fused kernel does not run here: heads of 64, 8 bits g32, float16, 2 queries of a kv head: "
     r"Thread group size \(256\) is greater than the maximum allowed threads per threadgroup \(224\)\."
 )
 
@@ -117,7 +143,7 @@ def test_one_that_does_not_run_is_told_of_once(launched: Launches) -> None:
     assert [cache.backend for cache in caches] == [None, None, None, "metal"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert QuantizedKVCache(4, 2, 64, num_heads=14).backend == "metal"  # it needs no three queries
+        assert QuantizedKVCache(4, 2, 64, num_heads=14).backend == "metal"  # it never has two
     query, key = mx.ones((1, 6, 1, 64)), mx.ones((1, 2, 1, 64))
     assert mx.allclose(caches[0].attend(query, key, key), query, atol=1e-2).item()
 
@@ -155,8 +181,12 @@ def test_what_is_not_fused_is_not_tried(launched: Launches) -> None:
     assert not launched
 
 
-def test_the_kernel_itself_runs_on_the_host(checked_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("paged", [False, True])
+def test_the_kernel_itself_runs_on_the_host(checked_gpu: None, monkeypatch: pytest.MonkeyPatch, paged: bool) -> None:
     """What is launched is a call that the kernel takes, and reads and writes nothing outside of its arrays."""
     monkeypatch.setattr(launch, "_kernel", host_kernel)
-    use = probe.KernelUse(64, 64, mx.float16, 8, 32, heads=4, pairs=2)
+    for name, few in (("ROWS", 128), ("KV_HEADS", 1), ("MAX_NEW_TOKENS", 1)):
+        monkeypatch.setattr(probe, name, few)
+    monkeypatch.setattr(probe, "_tables", lambda use: [(2, 1)] if paged else [(1, 0)])
+    use = probe.KernelUse(64, 64, mx.float16, 8, 32, heads=4, pairs=2, mask=not paged, paged=paged)
     assert probe.probe_failure(use, "metal") is None

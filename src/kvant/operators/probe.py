@@ -1,10 +1,12 @@
 """Runs what a cache needs of the fused kernel once, before the first token.
 
 MLX compiles an instance of the kernel when it first runs. A text that this device's compiler refuses, or a threadgroup
-that is too large for it, would end a run there. An instance depends on no size, so tiny arrays show it.
+that is too large for it, would end a run there. Small arrays show it: an instance depends on no size, except that MLX
+keeps inputs of fewer than 8 elements in Metal's constant memory.
 """
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +18,8 @@ from kvant.operators.kernels.attend import MAX_NEW_TOKENS
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.quantization import quantized_dtype
 
-ROWS = 128  # of a pool's page, which is the smallest pool
+KV_HEADS = 4
+ROWS = 512  # so many that the second pass has its largest threadgroup
 ANY_HEADS = (1, 8)  # query heads of a kv head, where they are not known: they give every shape of a threadgroup
 
 
@@ -62,11 +65,12 @@ _tried: dict[tuple[KernelUse, Backend], str | None] = {}
 def probe_failure(use: KernelUse, backend: Backend) -> str | None:
     """Why the kernel does not run as a layer uses it; None: it does. Each use is tried once in a process.
 
-    Every number of new tokens that it takes is tried, on zeros at offset 0.
+    Every number of new tokens that it takes is tried, on zeros.
     """
     key = (use, backend)
     if key not in _tried:
-        _tried[key] = next(filter(None, (_failure(use, *call, backend) for call in _calls(use))), None)
+        calls = product([use.heads] if use.heads else ANY_HEADS, range(1, MAX_NEW_TOKENS + 1), _tables(use))
+        _tried[key] = next(filter(None, (_failure(use, *call, backend) for call in calls)), None)
     return _tried[key]
 
 
@@ -75,48 +79,51 @@ def first_words(error: Exception) -> str:
     return " ".join(str(error).split())[:500] or type(error).__name__
 
 
-def _calls(use: KernelUse) -> list[tuple[int, int]]:
-    """Query heads and new tokens of each call."""
-    return [(heads, S) for heads in ([use.heads] if use.heads else ANY_HEADS) for S in range(1, MAX_NEW_TOKENS + 1)]
+def _tables(use: KernelUse) -> list[tuple[int, int]]:
+    """The shapes of page tables: sequences, and pages of each. None, either or both have 8 elements or more."""
+    return [(1, 4), (1, 8), (8, 4)] if use.paged else [(1, 0)]
 
 
-def _failure(use: KernelUse, heads: int, new_tokens: int, backend: Backend) -> str | None:
+def _failure(use: KernelUse, heads: int, new_tokens: int, table: tuple[int, int], backend: Backend) -> str | None:
     try:
-        mx.eval(_run(use, heads, new_tokens, backend))
+        mx.eval(_run(use, heads, new_tokens, table, backend))
         mx.synchronize()  # a failure is raised here, or when it was queued
     except Exception as error:  # of a compiler or a driver: any
         return f"{use}, {heads * new_tokens} queries of a kv head: {first_words(error)}"
     return None
 
 
-def _run(use: KernelUse, H: int, S: int, backend: Backend) -> list[mx.array]:
-    """Append and attend once, with one kv head."""
-    D, bits, group = use.head_dim, use.quant_bit, use.quant_group
+def _run(use: KernelUse, heads: int, S: int, table: tuple[int, int], backend: Backend) -> list[mx.array]:
+    """Append and attend once, to all rows."""
+    D, K, bits, group = use.head_dim, KV_HEADS, use.quant_bit, use.quant_group
+    B, _ = table
     sides, width = (2, D) if use.value_dim == D else (1, D + use.value_dim)
-    shape = (sides, 1, ROWS) if use.paged else (1, 1, sides, 1, ROWS)
+    shape = (sides, K, ROWS) if use.paged else (1, 1, sides, K, ROWS)
     stored = [
         mx.zeros((*shape, width // 2 if bits == 4 else width), quantized_dtype(bits) if bits else use.dtype),
         *([mx.zeros((*shape, width // group), use.scale_dtype)] if bits else []),
     ]
-    key, value = mx.zeros((1, 1, S, D), use.dtype), mx.zeros((1, 1, S, use.value_dim), use.dtype)
+    key, value = (mx.zeros((B, K, S, dim), use.dtype) for dim in (D, use.value_dim))
     appended = stored_tokens(key, value, stored, quant_bit=bits, quant_group=group, backend=backend)
     options: dict[str, Any] = dict(use.options)
     if use.value_dim != D:
         options["value_dim"] = use.value_dim
     if use.paged:
-        options |= {"pages": mx.zeros((1, 1), mx.int32), "first": mx.zeros(1, mx.int32)}
+        options |= {"pages": mx.zeros(table, mx.int32), "first": mx.zeros(B, mx.int32), "rows": ROWS}
     if use.mask:
-        options["mask"] = mx.ones((S, S), mx.bool_)
+        options["mask"] = mx.ones((S, ROWS), mx.bool_)
     if use.pairs is not None:
-        rotation = mx.zeros((2, use.pairs, ROWS))
         options["bias_split"] = BiasSplit(
-            mx.zeros((1, 2, use.pairs)), tuple(range(use.pairs)), rotation, mx.zeros((1, use.value_dim))
+            mx.zeros((K, 2, use.pairs)),
+            tuple(range(use.pairs)),
+            mx.zeros((2, use.pairs, ROWS)),
+            mx.zeros((K, use.value_dim)),
         )
     output = attend_fused(
-        mx.zeros((1, H, S, D), use.dtype),
+        mx.zeros((B, heads * K, S, D), use.dtype),
         stored[0],
         stored[1] if bits else None,
-        mx.array(0, mx.int32),
+        mx.full(B, ROWS - S, mx.int32),
         quant_bit=bits,
         quant_group=group,
         backend=backend,
