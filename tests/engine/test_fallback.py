@@ -10,6 +10,7 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 from support.failing_kernel import WORDS, FailingKernel, cannot_be_evaluated
+from support.fused_path import unfused_append
 from support.kinds import Loaded
 from support.metal_host import host_pytest_skip
 
@@ -18,7 +19,7 @@ from kvant.engine.conversation import Conversation
 from kvant.engine.run import Run
 from kvant.engine.sampling import make_sampler
 from kvant.models import Decoder
-from kvant.operators import dispatch
+from kvant.operators import dispatch, fused_attention
 from kvant.operators.kernels import attend
 
 pytestmark = host_pytest_skip
@@ -37,7 +38,8 @@ def fail(checked_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Fail:
 
     def put(how: str, first: int = HUNDREDTH) -> FailingKernel:
         kernel = FailingKernel(how, first)
-        monkeypatch.setattr(attend, "launch", kernel)
+        monkeypatch.setattr(fused_attention, "attend", kernel)
+        monkeypatch.setattr(attend, "launch", unfused_append)
         return kernel
 
     return put

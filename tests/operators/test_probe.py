@@ -11,6 +11,7 @@ from mlx import nn
 from support.fused_path import host_kernel
 from support.metal_host import host_pytest_skip
 
+from kvant.bridge.layers import BridgedChunkCache
 from kvant.cache import QuantizedKVCache, WindowKVCache
 from kvant.models.checkpoint import load_decoder
 from kvant.operators import dispatch, probe
@@ -79,15 +80,15 @@ def test_every_shape_of_a_threadgroup_is_tried(launched: Launches) -> None:
 def test_it_is_tried_in_the_format_of_the_cache(launched: Launches, bits: int, group: int, dtype: mx.Dtype) -> None:
     QuantizedKVCache(4, 2, 128, quant_bit=bits, quant_group=group, dtype=dtype, num_heads=8, scale_dtype=mx.float32)
     assert launched.of("attend", "DIM", "T", "BITS", "MASK") == {(128, dtype, bits, False)}
-    appended = {(128, dtype, mx.float32, bits, group)} if bits else set()
-    assert launched.of("append", "DIM", "T", "SCALE", "BITS", "GROUP") == appended
+    appended = {(dtype, mx.float32, bits, group)} if bits else set()
+    assert launched.of("append", "T", "SCALE", "BITS", "GROUP") == appended
 
 
 def test_a_ring_and_a_bias_split_are_tried_too(launched: Launches) -> None:
     split = BiasSplit(mx.zeros((2, 2, 3)), (1, 5, 9), mx.zeros((2, 3, 0)), mx.zeros((2, 64)))
     cache = WindowKVCache(64, 2, 64, window=8, bias_split=split, rotary=Rotary.plain(64, 1e4), num_heads=8)
     assert cache.backend == "metal"
-    assert launched.of("attend", "MASK", "mask small") == {(False, True), (True, False)}
+    assert launched.of("attend", "MASK", "WINDOW") == {(False, True)}
     assert launched.of("attend", "BIAS", "pairs small", "key_bias small") == {(attend.BIAS_WEIGHTS, True, False)}
     assert launched.of("combine", "value_bias small") == {(False,)}
 
@@ -97,6 +98,12 @@ def test_a_pool_is_tried_with_few_and_many_sequences_and_pages(launched: Launche
     assert probe.probe_failure(use, "metal") is None
     small = launched.of("attend", "PAGE", "offset small", "first small", "pages small")
     assert small == {(128, True, True, True), (128, True, True, False), (128, False, False, False)}
+
+
+def test_chunks_have_a_mask(launched: Launches) -> None:
+    cache = BridgedChunkCache(64, 2, 64, window=8)
+    assert cache.backend == "metal"
+    assert launched.of("attend", "MASK", "mask small", "WINDOW") == {(True, False, False)}
 
 
 def test_widths_of_their_own_and_further_options(launched: Launches) -> None:

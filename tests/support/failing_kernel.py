@@ -1,40 +1,38 @@
 """A fused kernel that fails in a run, on a machine without a GPU: its results are MLX operations, until one is not."""
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 
-from support.fused_path import unfused_launch
+from support import attend_stand_in
 
 WORDS = {"build": "the compiler refuses the kernel", "eval": "NYI for the general case"}
 
 
 class FailingKernel:
-    """What takes the place of ``attend.launch``. From its call number ``first`` on every attention fails.
+    """What takes the place of ``fused_attention.attend``. From its call number ``first`` on it fails.
 
     Attributes:
-        how: "build": the launch raises. "eval": what it returns raises when it is evaluated, as a Metal compiler's
+        how: "build": the call raises. "eval": what it returns raises when it is evaluated, as a Metal compiler's
             error does.
-        calls: of attention so far.
-        error: what the launch raises.
+        calls: so far.
+        error: what the call raises.
     """
 
-    def __init__(self, how: str, first: int) -> None:
+    def __init__(self, how: str, first: int, stand_in: Callable[..., mx.array] = attend_stand_in.attend) -> None:
         self.how, self.first = how, first
         self.calls = 0
         self.error: BaseException = RuntimeError(WORDS["build"])
+        self._stand_in = stand_in
 
-    def __call__(self, name: str, *arguments: Any, **options: Any) -> list[mx.array]:
-        """A launch."""
-        results = unfused_launch(name, *arguments, **options)
-        if name != "attend":
-            return results
+    def __call__(self, *arguments: Any, **options: Any) -> mx.array:
+        """Attention."""
         self.calls += 1
-        if self.calls < self.first:
-            return results
-        if self.how == "build":
+        if self.calls >= self.first and self.how == "build":
             raise self.error
-        return [result + cannot_be_evaluated() for result in results]
+        output = self._stand_in(*arguments, **options)
+        return output if self.calls < self.first else output + cannot_be_evaluated()
 
 
 def cannot_be_evaluated() -> mx.array:

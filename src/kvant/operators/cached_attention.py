@@ -42,22 +42,28 @@ def append_and_attend(
         start: tokens already cached: an int for all sequences, or B ints, one each.
         mask: as :func:`kvant.operators.attention.attend_tokens` takes it, for the longest sequence. A shorter one reads
             its first columns only.
-        sinks: as ``attend_tokens`` takes them, without a backend.
+        sinks: as ``attend_tokens`` takes them.
         backend: where the fused kernel runs. It must support the call
             (:func:`kvant.operators.kernels.attend.unsupported_reason`). None: the unfused operator.
 
     Returns:
         (B, H, S, D) in the query's dtype.
     """
-    options: dict[str, Any] = {"is_alibi": is_alibi, "mask": mask, "bias_split": bias_split}
+    options: dict[str, Any] = {"is_alibi": is_alibi, "mask": mask, "bias_split": bias_split, "sinks": sinks}
     write_tokens(key, value, start, cache, scale, quant_bit=quant_bit, quant_group=quant_group, backend=backend)
-    if backend is not None:
-        offset = mx.array(start, mx.int32)
-        return attend_fused(
-            query, cache, scale, offset, quant_bit=quant_bit, quant_group=quant_group, backend=backend, **options
-        )
     S = key.shape[2]
-    options["sinks"] = sinks
+    if backend is not None:
+        return attend_fused(
+            query,
+            cache,
+            scale,
+            mx.array(start, mx.int32),
+            quant_bit=quant_bit,
+            quant_group=quant_group,
+            rows=(start if isinstance(start, int) else max(start)) + S,
+            backend=backend,
+            **options,
+        )
     if isinstance(start, int):
         if S == 1 and scale is not None:
             stored = [first_rows(cache, start + S), scale[0, :, :, :, : start + S]]
@@ -83,11 +89,12 @@ def write_tokens(
     """Quantize keys and values (B, K, S, D) and write them in place at ``start``, an int or B ints."""
     stored = [cache] if scale is None else [cache, scale]
     new = stored_tokens(key, value, stored, quant_bit=quant_bit, quant_group=quant_group, backend=backend)
-    for array, part in zip(stored, new, strict=True):
-        if isinstance(start, int):
+    if isinstance(start, int):
+        for array, part in zip(stored, new, strict=True):
             array[0, :, :, :, start : start + key.shape[2]] = part
-        else:
-            array[:] = put_tokens(array, part, mx.array(start))  # the caller's array gets the new value
+        return
+    for array, updated in zip(stored, put_tokens(stored, [part[None] for part in new], mx.array(start)), strict=True):
+        array[:] = updated  # the caller's array gets the new value
 
 
 def read_tokens(
@@ -141,12 +148,9 @@ def stored_tokens(
     """
     B, K, S, D = key.shape
     if quant_bit and backend is not None:
-        scale_dtype = arrays[1].dtype
-        return list(
-            quantize_tokens(
-                key, value, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=scale_dtype, backend=backend
-            )
-        )
+        options: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "backend": backend}
+        words, scales = quantize_tokens(key, value, **options, scale_dtype=arrays[1].dtype)
+        return [mx.view(words.squeeze(0), arrays[0].dtype), scales.squeeze(0)]  # [0] would be a gather
     if value.shape[3] == D:
         both = mx.concatenate([key, value], axis=1).reshape(B, 2, K, S, D)
     else:
