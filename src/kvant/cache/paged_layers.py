@@ -12,7 +12,10 @@ from kvant.cache.pages import PAGE_SIZE, Pages, pages_for
 from kvant.cache.prefix import PrefixIndex
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
+from kvant.operators.dispatch import resolve
+from kvant.operators.kernels.attend import unsupported_reason
 from kvant.operators.kernels.launch import Backend
+from kvant.operators.probe import KernelUse
 
 
 @dataclass(slots=True)
@@ -263,6 +266,34 @@ class PagedLayers:
             mx.eval(held)  # before the write: MLX would copy the whole array for it
             for array, part in zip(layer.arrays, held, strict=True):
                 array[:, :, to : to + rows] = part
+
+
+def backend_of(own: LayerFormat, kernels: str | None, dtype: mx.Dtype, num_heads: int | None) -> Backend | None:
+    """What runs the fused kernel for a layer's tokens; None: it is unfused.
+
+    Args:
+        dtype: of queries.
+        num_heads: H; None: not known.
+
+    Raises:
+        ValueError, RuntimeError: as :func:`kvant.operators.dispatch.resolve`.
+    """
+    reason = unsupported_reason(
+        (1, 1, 1, own.head_dim), quant_bit=own.quant_bit, quant_group=own.quant_group, value_dim=own.value_head_dim
+    )
+    use = KernelUse(
+        own.head_dim,
+        own.value_head_dim,
+        dtype,
+        own.quant_bit,
+        own.quant_group,
+        DTYPES[own.scale_dtype or "F16"],
+        None if num_heads is None else num_heads // own.num_kv_heads,
+        None if own.split_pairs is None else len(own.split_pairs),
+        paged=True,
+        options=() if own.window is None else (("window", own.window),),
+    )
+    return resolve(kernels, reason, [use])
 
 
 def ring_pages(window: int | None, step_size: int) -> float:

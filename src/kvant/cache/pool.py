@@ -9,7 +9,7 @@ import mlx.core as mx
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import DTYPES, LayerFormat
 from kvant.cache.model import ModelCache
-from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer, ring_pages
+from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer, backend_of, ring_pages
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_sequence import PoolSequence, PoolState, close
@@ -17,6 +17,7 @@ from kvant.cache.prefix import digests, root
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.dispatch import is_forced
+from kvant.operators.kernels.launch import Backend
 from kvant.sizes import format_bytes
 from kvant.threads import check_process
 
@@ -51,6 +52,8 @@ class Pool(PoolState):
         make_cache: Callable[[int], ModelCache],
         identity: Identity | None = None,
         kernels: str | None = None,
+        dtype: mx.Dtype = mx.float16,
+        num_heads: int | None = None,
     ) -> None:
         """Allocate the pool.
 
@@ -65,16 +68,24 @@ class Pool(PoolState):
             make_cache: makes a cache for so many tokens of one sequence, in the same format.
             identity: of the model; None: not known.
             kernels: "unfused" or "fused" forces how attention is computed, as in :class:`kvant.cache.QuantizedKVCache`.
+                A step of more than 8 new tokens a sequence, as in a prefill, is always unfused. What the pool needs of
+                the kernel runs once now.
+            dtype: of queries.
+            num_heads: H; None: not known.
 
         Raises:
-            ValueError: a size below 1.
+            ValueError: a size below 1; a kernel forced for a format that it does not support, or without a GPU.
+            RuntimeError: a forced kernel that failed its self-check on this device.
         """
         sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
         for name, number in (sizes | {"prefill_step_size": prefill_step_size}).items():
             if type(number) is not int or number < 1:
                 raise ValueError(f"{name} is {number!r}; expected a positive int")
         check_process()
-        layers = [PoolLayer(own, split) for own, split in zip(formats, bias_splits, strict=True)]
+        layers = [
+            PoolLayer(own, split, backend_of(own, kernels, dtype, num_heads))
+            for own, split in zip(formats, bias_splits, strict=True)
+        ]
         parts = []
         # In the order of the layers; where none keeps rows, pages still count tokens.
         for window in dict.fromkeys(own.window for own in formats) or [None]:
@@ -108,6 +119,11 @@ class Pool(PoolState):
     def fused_layers(self) -> list[PoolLayer]:
         """The layers that use the fused kernel, unless it was asked for."""
         return [] if is_forced(self.kernels) else [layer for layer in self.layers if layer.backend is not None]
+
+    @property
+    def backend(self) -> Backend | None:
+        """Runs the fused kernel, for the layers that it takes; None: every layer is unfused."""
+        return next((layer.backend for layer in self.layers if layer.backend is not None), None)
 
     @property
     def nbytes(self) -> int:
