@@ -17,7 +17,6 @@ INPUTS = {
     "combine": ("partial", "sums", "max_scores", "offset", "first", "settings", "sinks", "value_bias"),
     "append": ("key", "value"),
 }
-HEADERS = {"attend": ("load.h", "rows.h"), "combine": ("load.h", "rows.h"), "append": ("load.h",)}
 OUTPUTS = {"attend": ("partial", "sums", "max_scores"), "combine": ("out",), "append": ("quantized", "scales")}
 
 
@@ -60,7 +59,7 @@ def _kernel(name: str, backend: Backend) -> Kernel:
         name=f"kvant_{name}",
         input_names=list(INPUTS[name]),
         output_names=list(OUTPUTS[name]),
-        header="".join(map(_code, (f"{backend}.h", *HEADERS[name]))),
+        header="".join(map(_code, (f"{backend}.h", "load.h", "rows.h"))),
         source=_code(f"{name}.h"),
     )
     return kernel
