@@ -12,6 +12,9 @@ from kvant.cache.pages import PAGE_SIZE, Pages, pages_for
 from kvant.cache.prefix import PrefixIndex
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
+from kvant.operators.dispatch import resolve
+from kvant.operators.kernels.attend import unsupported_reason
+from kvant.operators.kernels.launch import Backend
 
 
 @dataclass(slots=True)
@@ -34,19 +37,21 @@ class PageTable:
         return self.first // PAGE_SIZE * PAGE_SIZE
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PoolLayer:
     """A layer's rows.
 
     Attributes:
         format: of its tokens.
         bias_split: the biases that tokens are stored without.
+        backend: runs the fused kernel for steps of up to 8 new tokens a sequence; None: every step is unfused.
         arrays: values (2, K, T, D'), and where they are quantized scales (2, K, T, D/G). Nothing else may hold them, or
             a slice of them: MLX would copy the whole array at the next append.
     """
 
     format: LayerFormat
     bias_split: BiasSplit | None
+    backend: Backend | None = None
     arrays: list[mx.array] = field(default_factory=list)
 
     def allocate(self, num_pages: int) -> None:
@@ -252,6 +257,18 @@ class PagedLayers:
             mx.eval(held)  # before the write: MLX would copy the whole array for it
             for array, part in zip(layer.arrays, held, strict=True):
                 array[:, :, to : to + rows] = part
+
+
+def backend_of(own: LayerFormat, kernels: str | None) -> Backend | None:
+    """What runs the fused kernel for a layer's tokens; None: it is unfused.
+
+    Raises:
+        ValueError, RuntimeError: as :func:`kvant.operators.dispatch.resolve`.
+    """
+    reason = unsupported_reason(
+        (1, 1, 1, own.head_dim), quant_bit=own.quant_bit, quant_group=own.quant_group, value_dim=own.value_head_dim
+    )
+    return resolve(kernels, reason)
 
 
 def ring_pages(window: int | None, step_size: int) -> float:

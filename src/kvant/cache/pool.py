@@ -7,13 +7,14 @@ from typing import ClassVar
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import DTYPES, LayerFormat
 from kvant.cache.model import ModelCache
-from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer, ring_pages
+from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer, backend_of, ring_pages
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_sequence import PoolSequence, PoolState, close
 from kvant.cache.prefix import digests, root
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
+from kvant.operators.kernels.launch import Backend
 from kvant.sizes import format_bytes
 from kvant.threads import check_process
 
@@ -47,6 +48,7 @@ class Pool(PoolState):
         prefill_step_size: int,
         make_cache: Callable[[int], ModelCache],
         identity: Identity | None = None,
+        kernels: str | None = None,
     ) -> None:
         """Allocate the pool.
 
@@ -60,16 +62,21 @@ class Pool(PoolState):
             prefill_step_size: new tokens of one in a step, at most.
             make_cache: makes a cache for so many tokens of one sequence, in the same format.
             identity: of the model; None: not known.
+            kernels: "unfused" or "fused" forces how attention is computed, as in :class:`kvant.cache.QuantizedKVCache`.
+                A step of more than 8 new tokens a sequence, as in a prefill, is always unfused.
 
         Raises:
-            ValueError: a size below 1.
+            ValueError: a size below 1; a kernel forced for a format that it does not support, or without a GPU.
+            RuntimeError: a forced kernel that failed its self-check on this device.
         """
         sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
         for name, number in (sizes | {"prefill_step_size": prefill_step_size}).items():
             if type(number) is not int or number < 1:
                 raise ValueError(f"{name} is {number!r}; expected a positive int")
         check_process()
-        layers = [PoolLayer(own, split) for own, split in zip(formats, bias_splits, strict=True)]
+        layers = [
+            PoolLayer(own, split, backend_of(own, kernels)) for own, split in zip(formats, bias_splits, strict=True)
+        ]
         parts = []
         # In the order of the layers; where none keeps rows, pages still count tokens.
         for window in dict.fromkeys(own.window for own in formats) or [None]:
@@ -97,6 +104,11 @@ class Pool(PoolState):
         own = self.layers[0].format
         bits = f"{own.quant_bit} bits" if own.quant_bit else own.dtype
         return f"{format_bytes(self.nbytes)} at {bits} for {self.max_sequences} sequences: {', '.join(kinds)}"
+
+    @property
+    def backend(self) -> Backend | None:
+        """Runs the fused kernel, for the layers that it takes; None: every layer is unfused."""
+        return next((layer.backend for layer in self.layers if layer.backend is not None), None)
 
     @property
     def nbytes(self) -> int:
