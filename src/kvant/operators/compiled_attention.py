@@ -53,8 +53,8 @@ def append_and_attend_static(
     Returns:
         (B, H, 1, D) in the query's dtype, the new cache, and the new scale where one was given.
     """
-    row = offset if row is None else row
     stored = [cache] if scale is None else [cache, scale]
+    row = offset if row is None else row
     updated = append_tokens(key, value, row, stored, quant_bit=quant_bit, quant_group=quant_group, backend=backend)
     cache, scale = updated[0], updated[1] if scale is not None else None
     if backend is not None:
