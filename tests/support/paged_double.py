@@ -118,10 +118,12 @@ def _turned(bias: mx.array, pairs: Sequence[int], rotation: mx.array, D: int) ->
 
 def _quantize_tokens(
     key: mx.array, value: mx.array, *, quant_bit: int, quant_group: int, scale_dtype: mx.Dtype, backend: str
-) -> tuple[mx.array, mx.array]:
+) -> list[mx.array]:
     assert backend == "metal"
-    both = mx.stack([key, value], axis=1)
-    return quantize(both, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=scale_dtype)
+    same = key.shape == value.shape
+    both = mx.stack([key, value], axis=1) if same else mx.concatenate([key, value], axis=-1)[:, None]
+    levels, scales = quantize(both, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=scale_dtype)
+    return [mx.view(levels, mx.uint32)[None], scales[None]]
 
 
 @pytest.fixture

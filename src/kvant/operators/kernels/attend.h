@@ -213,6 +213,7 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
         KVANT_UNROLL
         for (int u = 0; u < UNROLL; u++) {
             const int row = base + (u * sharing + sharer) * LANE_GROUPS + lane_group;
+            KVANT_ROLLED
             for (int p = lane_chunk; p < num_pairs; p += LANES) {
                 const int cosine = table + p * columns + min(max(row, rows.low), end - 1);
                 const float c = rotation[cosine];
@@ -234,8 +235,9 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
         KVANT_UNROLL
         for (int n = 0; n < SCORES / 2; n++) {
             if (n < half) {
-                const float kept = upper ? score[half + n] : score[n];
-                score[n] = kept + simd_shuffle_xor(upper ? score[n] : score[half + n], uint(other));
+                const float a = score[n];  // read before one is chosen: the choice of a place would keep the array in memory
+                const float b = score[half + n];
+                score[n] = (upper ? b : a) + simd_shuffle_xor(upper ? a : b, uint(other));
             }
         }
         if (half == 0) {

@@ -13,6 +13,7 @@
 #define KVANT_FUNCTION static __device__ __forceinline__
 #define KVANT_BARRIER __syncthreads()
 #define KVANT_UNROLL _Pragma("unroll")
+#define KVANT_ROLLED _Pragma("unroll 1")
 #define KVANT_UNROLL_BY_4 _Pragma("unroll 4")
 using uint = unsigned int;
 
