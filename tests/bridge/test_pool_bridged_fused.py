@@ -10,9 +10,15 @@ from support.numbers import relative_error
 from support.tiny_models import CONFIGS, build
 
 from kvant.bridge.config import BridgedConfig
+from kvant.bridge.layers import Mask
 from kvant.bridge.model import BridgedModel
 from kvant.bridge.pool import BridgedPool
+from kvant.bridge.pool_layer import PooledLayer, StepRows
+from kvant.cache.layer_format import LayerFormat
+from kvant.cache.paged_layers import PoolLayer
 from kvant.cache.pool import PoolSequence
+from kvant.operators.paged_attention import PagedRows
+from kvant.operators.paged_kernel import step_pages
 
 PROMPTS = [[(7 + 31 * i + 5 * b) % 97 for i in range(length)] for b, length in enumerate((3, 126, 20))]
 TEXTS = [[(3 * i + 11 * b) % 97 for i in range(11)] for b in range(len(PROMPTS))]
@@ -87,6 +93,50 @@ def test_a_sequence_is_the_same_in_any_company(name: str, double_gpu: Calls, mon
         alone = _logits(model, _pool(model), [number], rows=1)
         assert relative_error(alone[0], together[number]) < 1e-5
         assert len(double_gpu) > fused
+
+
+def _step(lengths: tuple[int, ...], S: int, window: int | None = None, *, is_fused: bool = True) -> StepRows:
+    """A step of sequences whose rows begin with what the first new token sees."""
+    first = [0 if window is None else max(0, length - window + 1) for length in lengths]
+    runs = [[(0, length + S - seen)] for length, seen in zip(lengths, first, strict=True)]
+    pages = step_pages([[0]] * len(lengths), first, lengths, max(lengths) + S, window) if is_fused else None
+    return StepRows(PagedRows([], runs, first, [None] * len(lengths), pages), window, lengths, S)
+
+
+def _window(step: StepRows, mask: Mask) -> object:
+    """The window that the kernel is given for a mask; "unknown": it is not called."""
+    pages = step.seen_pages(mask)
+    return "unknown" if pages is None else pages.window
+
+
+def test_what_a_mask_shows() -> None:
+    """What mlx-lm's models hand back of make_mask, and masks of their own."""
+    for S in (1, 3):
+        whole, narrow = _step((30, 5), S), _step((30, 5), S, 8)
+        assert [_window(whole, whole.mask(window)) for window in (None, 8, 100)] == [None, 8, None]
+        assert [_window(narrow, narrow.mask(window)) for window in (8, 5, 100)] == [8, 5, 8]
+        assert _window(narrow, narrow.mask(12)) == (8 if S == 1 else "unknown")  # more than was fetched
+        assert _window(whole, narrow.mask(8)) == _window(whole, mx.array(whole.mask(8))) == "unknown"
+        assert _window(whole, "causal") == "unknown"
+        assert [_window(each, None) for each in (whole, narrow)] == ([None, 8] if S == 1 else ["unknown"] * 2)
+        unfused = _step((30, 5), S, is_fused=False)
+        assert _window(unfused, unfused.mask(None)) == "unknown"
+    for length, window, expected in ((30, None, None), (4, 8, 8), (30, 8, "unknown")):
+        one = _step((length,), 3, window)
+        assert _window(one, "causal") == expected  # all that was fetched: that is more than the window at last
+        assert _window(one, one.mask_of_one(5)) == 5
+
+
+def test_a_query_of_fewer_tokens_than_the_step_is_unfused(double_gpu: Calls) -> None:
+    own = LayerFormat("quantized", 2, 64, 64, dtype="F32")
+    layer = PoolLayer(own, None, "metal", [mx.random.normal((2, 2, 128, 64))])
+    step = _step((30, 5), 3)
+    pooled, query = PooledLayer(layer, step, mx.array([30, 5])), mx.random.normal((2, 4, 3, 64))
+    options: dict[str, Any] = {"scale": 0.1, "mask": step.mask(None), "sinks": None}
+    assert pooled.attend_fetched(query, query, query, **options) is not None
+    assert double_gpu == [query.shape]
+    pooled.attend_fetched(query[:, :, 2:], query, query, **options)
+    assert len(double_gpu) == 1
 
 
 def test_which_layers_are_fused(double_gpu: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
