@@ -15,6 +15,7 @@ from support.tiny_models import build
 
 from kvant.bridge import hook, make_model_cache
 from kvant.bridge.layers import BridgedKVCache
+from kvant.operators.kernels import launch
 
 PROMPT = [(7 + 31 * i) % 97 for i in range(30)]
 
@@ -93,6 +94,89 @@ def test_attention_is_mlx_lms(bits: int, new: int, mask: str, with_sinks: bool) 
     given = hook.attention(query, key, value, cache=layer, **options)
     expected = mx.fast.scaled_dot_product_attention(query, mx.array(key), mx.array(value), **options)
     assert relative_error(given, expected) < 1e-5
+
+
+@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize(("widths", "group"), [((80, 80), 16), ((192, 128), 32), ((512, 512), 32)])
+@pytest.mark.parametrize("mask", ["none", "causal", "boolean", "added", "window"])
+def test_the_kernel_s_attention_is_mlx_lms(
+    bits: int, widths: tuple[int, int], group: int, mask: str, launches: list[Any]
+) -> None:
+    """The same through the kernel's text, run on the host, for widths of Gemma 4, Phi-2 and MiMo; with sinks."""
+    (D, Dv), new = widths, 3
+    layer = BridgedKVCache(64, 2, D, value_head_dim=Dv, quant_bit=bits, quant_group=group, dtype=mx.float32)
+    for count in (20, new):
+        seen: Any = layer.make_mask(count, window_size=9)
+        key, value = layer.update_and_fetch(_normal(1, 1, 2, count, D), _normal(2, 1, 2, count, Dv))
+    query = _normal(3, 1, 6, new, D) / 4
+    masks: dict[str, Any] = {
+        "none": None,
+        "causal": "causal",
+        "boolean": (_normal(4, new, 20 + new) > 0) | (mx.arange(20 + new) == 3),
+        "added": _normal(5, 1, 6, new, 20 + new),
+        "window": seen,
+    }
+    options = {"scale": 0.3, "mask": masks[mask], "sinks": _normal(6, 6) if mask in ("causal", "added") else None}
+    launches.clear()
+    given = hook.attention(query, key, value, cache=layer, **options)
+    ((_, inputs), _) = launches
+    assert (_input(inputs, "mask").size > 1) is (mask in ("boolean", "added"))
+    expected = mx.fast.scaled_dot_product_attention(query, mx.array(key), mx.array(value), **options)
+    assert relative_error(given, expected) < 1e-5
+
+
+def _input(inputs: list[mx.array], name: str) -> mx.array:
+    return dict(zip(launch.INPUTS["attend"], inputs, strict=True))[name]
+
+
+# Widths that the kernel takes. Windows of 8; gpt-oss and MiMo have sinks, Gemma a scale that is not 1 / sqrt(D); two of
+# Gemma 4's layers read what others keep.
+SERVED: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"head_dim": 64},
+    "gemma3_text": {"head_dim": 256},
+    "gemma4_text": {"head_dim": 64, "global_head_dim": 512},
+    "mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128, "swa_head_dim": 192, "swa_v_head_dim": 128},
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("bits", [0, 8, 4])
+def test_the_kernel_serves_architectures(name: str, bits: int, launches: list[Any]) -> None:
+    """Every layer's attention of up to 8 new tokens, without a mask: against mlx-lm's model with its own cache, and
+    the unfused operator where tokens are quantized or forgotten."""
+    model, _ = build(name, **SERVED[name])
+    fused, unfused = (make_model_cache(model, 64, quant_bit=bits, kernels=kernels) for kernels in ("fused", "unfused"))
+    theirs = mlx_lm_cache.make_prompt_cache(model)
+    for tokens in (PROMPT[:6], [5], [6, 7, 8], PROMPT[:20], [9], [10, 11, 12, 13, 14], None, [1, 2], [3]):
+        if tokens is None:
+            assert fused.trim(4) == unfused.trim(4) == 4
+            theirs = None
+            continue
+        launches.clear()
+        logits = []
+        for cache in (fused, unfused):
+            cache.begin(mx.array([tokens]))
+            logits.append(model(mx.array([tokens]), cache=cache))
+            mx.eval(logits[-1], cache.state)
+            cache.commit()
+        attends = [inputs for kernel, inputs in launches if kernel == "attend"]
+        assert len(attends) == (len(model.layers) if len(tokens) <= 8 else 0)
+        assert all(_input(inputs, "mask").size == 1 for inputs in attends)
+        assert relative_error(*logits) < (2e-2 if bits else 1e-4)  # rounding flips a quantized value now and then
+        if not bits and theirs is not None:
+            assert relative_error(logits[0], model(mx.array([tokens]), cache=theirs)) < 1e-4
+
+
+def test_a_mask_is_known_in_mlx_lms_loop_too(launches: list[Any]) -> None:
+    """There every layer counts for itself, and one makes the mask of all."""
+    model, _ = build("gpt_oss", **SERVED["gpt_oss"])
+    cache, theirs = kvant.make_prompt_cache(model, 64, kv_bits=0), mlx_lm_cache.make_prompt_cache(model)
+    for tokens in (PROMPT, [5], [6, 7]):
+        launches.clear()
+        given, expected = (model(mx.array([tokens]), cache=c) for c in (cache, theirs))
+        assert relative_error(given, expected) < 1e-4
+        assert all(_input(inputs, "mask").size == 1 for kernel, inputs in launches if kernel == "attend")
+    assert launches
 
 
 def _model(kind: str) -> nn.Module:

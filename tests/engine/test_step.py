@@ -50,8 +50,9 @@ def test_other_rotary_positions_are_compiled_too(runs: dict[str, Any]) -> None:
     assert runs["turned"] == [[True, True]] * 2  # the same compiled, and not what plain positions give
 
 
-def test_windows_are_compiled_too(runs: dict[str, Any]) -> None:
-    same, compilations, grown, other = runs["windowed"]
+@pytest.mark.parametrize("path", ["windowed", "fused windowed"])
+def test_windows_are_compiled_too(runs: dict[str, Any], path: str) -> None:
+    same, compilations, grown, other = runs[path]
     assert same
     assert other  # than without windows
     assert compilations == 1

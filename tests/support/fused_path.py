@@ -7,11 +7,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvant.operators import dispatch
-from kvant.operators.cached_attention import read_tokens
-from kvant.operators.compiled_attention import attend_live_tokens
+from kvant.operators import dispatch, fused_attention
 from kvant.operators.kernels import attend, launch
 from kvant.operators.quantization import quantize
+from support import attend_stand_in
 from support.metal_host import on_host
 from support.metal_host.run import FORWARD
 
@@ -55,39 +54,26 @@ def launches(checked_gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
     return seen
 
 
-def unfused_launch(
-    name: str, backend: str, inputs: Sequence[mx.array], *, template: dict[str, Any], outputs: Sequence[Any], **_: Any
-) -> list[mx.array]:
-    """The kernels' results for one new token without a mask, in MLX's operations: these can be part of a graph.
+def pretend_gpu() -> None:
+    """For the rest of the process there is a GPU, whose kernels are MLX's operations: these can be part of a graph."""
+    dispatch.gpu_backend = lambda: "metal"
+    dispatch.self_check_failure = lambda backend: None
+    fused_attention.attend = attend_stand_in.attend
+    attend.launch = unfused_append
 
-    MLX makes no graph with a Metal kernel where there is no Metal. All is put into the first split.
-    """
-    if name == "append":
-        options = {"quant_bit": template["BITS"], "quant_group": template["GROUP"], "scale_dtype": template["SCALE"]}
-        quantized, scales = quantize(mx.stack(list(inputs), axis=1), **options)
-        return [mx.view(quantized, mx.uint32)[None], scales[None]]
-    given = dict(zip(launch.INPUTS[name], inputs, strict=True))
-    if name == "combine":
-        output, value_bias = given["partial"][..., 0, :], given["value_bias"]
-        output = output + mx.repeat(value_bias, output.shape[1] // value_bias.shape[0], axis=0)[:, None]
-        return [output.astype(template["T"])]
-    query, cache = given["query"], given["cache"]
-    assert query.shape[2] == 1
-    assert not any(template[name] for name in ("PAGE", "BIAS", "ALIBI", "MASK", "WINDOW", "SOFTCAP"))
-    bits, max_tokens = template["BITS"], cache.shape[4]
-    keys, values = read_tokens(
-        max_tokens,
-        cache,
-        given["scale"] if bits else None,
-        quant_bit=bits,
-        dtype=query.dtype,
+
+def unfused_append(
+    name: str, backend: str, inputs: Sequence[mx.array], *, template: dict[str, Any], **_: Any
+) -> list[mx.array]:
+    """The append's results."""
+    assert name == "append"
+    options = {"quant_bit": template["BITS"], "quant_group": template["GROUP"], "scale_dtype": template["SCALE"]}
+    key, value = inputs
+    both = (
+        mx.stack([key, value], axis=1) if key.shape == value.shape else mx.concatenate([key, value], axis=-1)[:, None]
     )
-    output = attend_live_tokens(query, keys, values, mx.arange(max_tokens) <= given["offset"])
-    shape, dtype = outputs[0]
-    partial = mx.concatenate(
-        [output[..., None, :].astype(dtype), mx.zeros((*shape[:3], shape[3] - 1, shape[4]))], axis=3
-    )
-    return [partial, mx.ones(outputs[1][0]), mx.zeros(outputs[2][0])]
+    quantized, scales = quantize(both, **options)
+    return [mx.view(quantized, mx.uint32)[None], scales[None]]
 
 
 def _forget() -> None:

@@ -23,14 +23,14 @@ CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("archit
 EMBEDDING_GAIN, MATRIX_GAIN, VECTOR_NOISE = 0.3, 1.7, 0.1
 
 
-def build(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """mlx-lm's model of one architecture and its configuration, the same at every call.
+def build(name: str, **changes: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """mlx-lm's model of one architecture and its configuration, with some changes, the same at every call.
 
     Weights are float32 and evaluated. They are mlx-lm's own random ones, with larger matrices and smaller embeddings:
     the context decides the next token, not the last token alone. Where mlx-lm starts with one number everywhere (norms,
     biases, sinks), noise is added.
     """
-    config = {"model_type": name, **deepcopy(CONFIGS[name])}  # some ModelArgs change what they are given
+    config = {"model_type": name, **deepcopy(CONFIGS[name]), **changes}  # some ModelArgs change what they are given
     module = import_module(f"mlx_lm.models.{name}")
     mx.random.seed(0)
     model = module.Model(module.ModelArgs.from_dict(deepcopy(config)))

@@ -11,9 +11,9 @@ from mlx_lm.models.cache import KVCache as MlxLmKVCache
 from kvant.bridge import hook
 from kvant.bridge.architectures import ONE_AT_A_TIME
 from kvant.bridge.cache import BridgedCache
-from kvant.bridge.layers import StateCache
 from kvant.bridge.pool_layer import PooledLayer, StepRows
 from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, as_text, leaves_of, probe
+from kvant.bridge.state_layer import StateCache
 from kvant.cache import ModelCache
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, stored_dtype

@@ -46,8 +46,8 @@ class QuantizedKVCache(SavedRows, KVCache):
             max_seq_len: tokens it can hold.
             num_kv_heads: K.
             head_dim: D.
-            value_head_dim: the width of values, where it is not that of keys. Both lie side by side then, and the fused
-                kernel does not take them. 0: there are no values.
+            value_head_dim: the width of values, where it is not that of keys. Both lie side by side then. 0: there are
+                no values, and every call is unfused.
             batch: B, sequences side by side, each with a length of its own.
             quant_bit: 8, 4, or 0 for no quantization.
             quant_group: elements of D that share one scale; it divides the width of values too.
@@ -160,7 +160,7 @@ class QuantizedKVCache(SavedRows, KVCache):
             quant_group=self.quant_group,
             bias_split=self.bias_split,
             sinks=sinks,
-            backend=None if sinks is not None else self.backend_for(query),
+            backend=self.backend_for(query),
         )
         if not self.sequences.shared:
             self.sequences.commit(S)
@@ -219,6 +219,8 @@ class QuantizedKVCache(SavedRows, KVCache):
         self.arrays.clear()
 
     def _unsupported_reason(self, query_shape: tuple[int, ...]) -> str | None:
-        if self.value_head_dim != self.head_dim:
-            return f"head_dim {self.head_dim} with values of {self.value_head_dim}; it takes values as wide as keys"
-        return unsupported_reason(query_shape, quant_bit=self.quant_bit, quant_group=self.quant_group)
+        if not self.value_head_dim:
+            return "a cache without values"
+        return unsupported_reason(
+            query_shape, quant_bit=self.quant_bit, quant_group=self.quant_group, value_dim=self.value_head_dim
+        )
