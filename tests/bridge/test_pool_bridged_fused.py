@@ -68,12 +68,12 @@ def _logits(model: BridgedModel, pool: BridgedPool, which: Sequence[int], rows: 
     ("name", "layers"), [("gpt_oss", 4), ("gemma3_text", 4), ("gemma3n", 6), ("qwen3_next", 2), ("deepseek_v2", 3)]
 )
 def test_steps_are_mlx_lms_and_the_unfused_pools(
-    name: str, layers: int, double_gpu: Calls, monkeypatch: pytest.MonkeyPatch
+    name: str, layers: int, fused_calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sinks; a scale of its own; windows of layers that keep all tokens, shared layers; states beside; two widths."""
     model = _bridged(name, monkeypatch)
     given = _logits(model, _pool(model), range(3), rows=4)
-    assert [shape[2] for shape in double_gpu] == [S for S in (3, *STEPS) for _ in range(layers)]  # 3: a prompt
+    assert [shape[2] for shape in fused_calls] == [S for S in (3, *STEPS) for _ in range(layers)]  # 3: a prompt
     for b, (prompt, text) in enumerate(zip(PROMPTS, TEXTS, strict=True)):
         cache = mlx_lm_cache.make_prompt_cache(model.module)
         model.module(mx.array([prompt]), cache=cache)
@@ -84,15 +84,15 @@ def test_steps_are_mlx_lms_and_the_unfused_pools(
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma3n"])
-def test_a_sequence_is_the_same_in_any_company(name: str, double_gpu: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_is_the_same_in_any_company(name: str, fused_calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step of one row too, where mlx-lm's models ask for other masks."""
     model = _bridged(name, monkeypatch)
     together = _logits(model, _pool(model), range(3), rows=3)
     for number in range(3):
-        fused = len(double_gpu)
+        fused = len(fused_calls)
         alone = _logits(model, _pool(model), [number], rows=1)
         assert relative_error(alone[0], together[number]) < 1e-5
-        assert len(double_gpu) > fused
+        assert len(fused_calls) > fused
 
 
 def _step(lengths: tuple[int, ...], S: int, window: int | None = None, *, is_fused: bool = True) -> StepRows:
@@ -127,19 +127,19 @@ def test_what_a_mask_shows() -> None:
         assert _window(one, one.mask_of_one(5)) == 5
 
 
-def test_a_query_of_fewer_tokens_than_the_step_is_unfused(double_gpu: Calls) -> None:
+def test_a_query_of_fewer_tokens_than_the_step_is_unfused(fused_calls: Calls) -> None:
     own = LayerFormat("quantized", 2, 64, 64, dtype="F32")
     layer = PoolLayer(own, None, "metal", [mx.random.normal((2, 2, 128, 64))])
     step = _step((30, 5), 3)
     pooled, query = PooledLayer(layer, step, mx.array([30, 5])), mx.random.normal((2, 4, 3, 64))
     options: dict[str, Any] = {"scale": 0.1, "mask": step.mask(None), "sinks": None}
     assert pooled.attend_fetched(query, query, query, **options) is not None
-    assert double_gpu == [query.shape]
+    assert fused_calls == [query.shape]
     pooled.attend_fetched(query[:, :, 2:], query, query, **options)
-    assert len(double_gpu) == 1
+    assert len(fused_calls) == 1
 
 
-def test_which_layers_are_fused(double_gpu: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_layers_are_fused(fused_calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _bridged("qwen3", monkeypatch)
     assert _pool(model).backend == "metal"
     assert _pool(model, kernels="unfused").backend is None
