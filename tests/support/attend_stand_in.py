@@ -118,9 +118,11 @@ def _attend_pages(
 ) -> mx.array:
     """Each sequence alone: only its own rows are read, and its numbers do not depend on the others."""
     B, _, S, _ = query.shape
-    assert offset.shape == first.shape == pages.shape[:1] == (B,)
+    assert len(pages) == B
+    assert offset.shape == first.shape == (max(8, B),)
+    assert pages.shape[1] >= 8
     assert pages.dtype == first.dtype == offset.dtype == mx.int32
-    starts, lengths = first.tolist(), offset.tolist()
+    starts, lengths = first.tolist()[:B], offset.tolist()[:B]
     counts = [length + S - start for length, start in zip(lengths, starts, strict=True)]
     assert rows in (None, max(counts))
     outputs = []
