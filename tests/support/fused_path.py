@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvant.operators import dispatch, fused_attention
+from kvant.operators import dispatch, fused_attention, probe
 from kvant.operators.kernels import attend, launch
 from kvant.operators.quantization import quantize
 from support import attend_stand_in
@@ -25,9 +25,16 @@ def host_kernel(name: str, backend: str) -> Callable[..., list[mx.array]]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A GPU with Metal, in a process that has not looked at it yet and has no wish of its own."""
+    """A GPU with Metal, in a process that has not looked at it yet and has no wish of its own.
+
+    What a cache needs of the kernel is not tried when it is made: tests/operators/test_probe.py does.
+    """
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
     monkeypatch.setattr(dispatch, "gpu_backend", lambda: "metal")
+    monkeypatch.setattr(dispatch, "probe_failure", lambda use, backend: None)
+    monkeypatch.setattr(dispatch, "_warned", False)
+    monkeypatch.setattr(dispatch, "_given_up", None)
+    monkeypatch.setattr(probe, "_tried", {})
     _forget()
     yield
     _forget()
@@ -73,6 +80,7 @@ def pretend_gpu() -> None:
     """For the rest of the process there is a GPU, whose kernels are MLX's operations: these can be part of a graph."""
     dispatch.gpu_backend = lambda: "metal"
     dispatch.self_check_failure = lambda backend: None
+    dispatch.probe_failure = lambda use, backend: None
     fused_attention.attend = attend_stand_in.attend
     attend.launch = unfused_append
 
@@ -92,5 +100,4 @@ def unfused_append(
 
 
 def _forget() -> None:
-    for kept in (dispatch.self_check_failure, dispatch._warn):
-        getattr(kept, "cache_clear", lambda: None)()
+    getattr(dispatch.self_check_failure, "cache_clear", lambda: None)()
