@@ -61,6 +61,21 @@ def launches(checked_gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
     return seen
 
 
+@pytest.fixture
+def fused_calls(gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shape of each query that the kernel is given, on a GPU whose kernels are MLX's operations."""
+    seen: list[tuple[int, ...]] = []
+
+    def recorded(query: mx.array, *arguments: Any, **options: Any) -> mx.array:
+        seen.append(query.shape)
+        return attend_stand_in.attend(query, *arguments, **options)
+
+    monkeypatch.setattr(dispatch, "self_check_failure", lambda backend: None)
+    monkeypatch.setattr(fused_attention, "attend", recorded)
+    monkeypatch.setattr(attend, "launch", unfused_append)
+    return seen
+
+
 def pretend_gpu() -> None:
     """For the rest of the process there is a GPU, whose kernels are MLX's operations: these can be part of a graph."""
     dispatch.gpu_backend = lambda: "metal"
