@@ -13,10 +13,13 @@ from typing import Any
 import mlx.core as mx
 
 from kvant import blas
+from kvant.operators import dispatch
 from kvant.operators.dispatch import VARIABLE, gpu_backend
+from kvant.tools.doctor.compiling import Compiling, measure_compiling
 from kvant.tools.doctor.kernels import KernelResult, try_kernels
 from kvant.tools.doctor.look_ahead import LookAhead, measure_look_ahead
 from kvant.tools.doctor.paths import OperatorPath, operator_paths
+from kvant.tools.doctor.queries import QueriesMeasured, measure_queries
 from kvant.tools.machine import Environment, Machine, environment, this_machine
 
 SLOWER = 1.1  # times; less is the noise of a measurement
@@ -39,6 +42,8 @@ class Diagnosis:
         look_ahead: None if generation failed.
         problem: why generation failed; None: it did not.
         unchecked: checks that are not possible on this machine.
+        compiling: what the self-check's compilation took; None: there was none, or it failed.
+        queries: how many queries a simdgroup of the fused kernel holds; None: the kernel does not run here.
     """
 
     environment: Environment
@@ -50,11 +55,14 @@ class Diagnosis:
     look_ahead: LookAhead | None
     problem: str | None
     unchecked: list[str]
+    compiling: Compiling | None = None
+    queries: QueriesMeasured | None = None
 
     @property
     def healthy(self) -> bool:
         """Whether nothing that was tried failed."""
-        return self.problem is None and all(result.problem is None for result in self.kernels)
+        measured = self.queries is None or self.queries.problem is None
+        return measured and self.problem is None and all(result.problem is None for result in self.kernels)
 
     @property
     def to_do(self) -> list[str]:
@@ -80,6 +88,10 @@ class Diagnosis:
         found: dict[str, Any] = asdict(self) | {"healthy": self.healthy, "to_do": self.to_do}
         if self.look_ahead is not None:
             found["look_ahead"]["faster"] = self.look_ahead.faster
+        if self.compiling is not None:
+            found["compiling"]["compile_ms"] = self.compiling.compile_ms
+        if self.queries is not None:
+            found["queries"]["ratio"] = self.queries.ratio
         for result in found["kernels"]:
             if result["error"] is not None and not math.isfinite(result["error"]):
                 result["error"] = None
@@ -92,8 +104,12 @@ def diagnose(progress: Callable[[int, int], None]) -> Diagnosis:
     Raises:
         ValueError: KVANT_KERNELS is unknown, or asks for what cannot run here.
     """
-    paths = operator_paths()
     backend = gpu_backend()
+    compiling = None if backend is None else measure_compiling(backend)  # first: what it measures happens once
+    paths = operator_paths()
+    queries = None
+    if backend is not None and dispatch.self_check_failure(backend) is None:
+        queries = measure_queries(backend, progress)
     kernels = [] if backend is None else try_kernels(backend, progress)
     look_ahead = problem = None
     try:
@@ -112,6 +128,8 @@ def diagnose(progress: Callable[[int, int], None]) -> Diagnosis:
         look_ahead=look_ahead,
         problem=problem,
         unchecked=[NO_GPU if backend is None else OTHER_SHAPES],
+        compiling=compiling,
+        queries=queries,
     )
 
 
