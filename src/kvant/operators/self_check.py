@@ -15,6 +15,7 @@ from kvant.operators.kernel_case import SELF_CHECK, KernelCase
 from kvant.operators.kernels.attend import PAGE_SIZE
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import alibi_slopes
+from kvant.operators.probe import first_words
 from kvant.operators.quantization import multiply_scale, quantized_dtype
 from kvant.operators.rotary import Rotary
 
@@ -187,14 +188,17 @@ class Trial:
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def _make_pages(self) -> list[list[int]] | None:
-        """The pages of each sequence, in no order. Behind them is one that nobody has: what is not to be read."""
+        """The pages of each sequence, in no order. Behind them is one that nobody has: what is not to be read.
+
+        Eight numbers or more, as a pool has them.
+        """
         if not self.case.is_paged:
             return None
         counts = [-(-len(self.case.positions(b)) // PAGE_SIZE) for b in range(self.case.B)]
         numbers = list(range(sum(counts)))
         random.Random(self.case.seed).shuffle(numbers)
         own = [[numbers.pop() for _ in range(count)] for count in counts]
-        return [pages + [sum(counts)] * (max(counts) + 1 - len(pages)) for pages in own]
+        return [pages + [sum(counts)] * (max(8, 1 + max(counts)) - len(pages)) for pages in own]
 
     def _make_arrays(self) -> list[mx.array]:
         """The cache, and its scale where there is one, of NaN."""
@@ -256,7 +260,7 @@ def self_check(backend: Backend, queries: int | None = None) -> str | None:
         try:
             problem = Trial(case).agreement(backend, queries).problem
         except Exception as error:  # a kernel that does not compile raises when it runs
-            problem = " ".join(str(error).split())[:500] or type(error).__name__
+            problem = first_words(error)
         if problem is not None:
             return f"{case}: {problem}"
     return None
