@@ -144,7 +144,7 @@ def attend(
             offset,
             first,
             _constant(settings, mx.int32),
-            _constant((float("-inf"),) * SMALL, mx.float32) if sinks is None else sinks.astype(mx.float32),
+            _constant((float("-inf"),) * SMALL, mx.float32) if sinks is None else sinks,
             _constant(((0.0,) * SMALL,), mx.float32) if value_bias is None else value_bias,
         ],
         template={"T": query.dtype, "DIM": Dv, "MAX_SIMDGROUPS": COMBINE_SIMDGROUPS},
