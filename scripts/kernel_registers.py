@@ -4,6 +4,7 @@ python scripts/kernel_registers.py
 """
 
 import sys
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import kvant.blas  # noqa: F401  # isort: skip  (before MLX: it loads a faster one)
@@ -17,42 +18,62 @@ from kvant.operators.kernels import launch
 from kvant.operators.kernels.attend import quantize_tokens
 
 TOKENS, GROUP = 32768, 32
-# B, H, K, S, D, bits, pairs of the bias split
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A call: H query heads on K kv heads, D head_dim, bits of the cache, S new tokens, pairs of the bias split."""
+
+    H: int
+    K: int
+    D: int
+    bits: int
+    S: int = 1
+    pairs: int = 0
+
+
 SHAPES = {
-    "Qwen2.5-0.5B 14/2/64, int8": (1, 14, 2, 1, 64, 8, 0),
-    "Qwen2.5-0.5B 14/2/64, int8, 8 pairs": (1, 14, 2, 1, 64, 8, 8),
-    "Qwen2.5-7B 28/4/128, int8": (1, 28, 4, 1, 128, 8, 0),
-    "Qwen2.5-7B 28/4/128, int4": (1, 28, 4, 1, 128, 4, 0),
-    "Qwen3-4B 32/8/128, int8": (1, 32, 8, 1, 128, 8, 0),
-    "Qwen3-4B 32/8/128, int4": (1, 32, 8, 1, 128, 4, 0),
-    "Qwen3-4B 32/8/128, bfloat16": (1, 32, 8, 1, 128, 0, 0),
-    "Qwen3-4B 32/8/128, int8, 8 new tokens": (1, 32, 8, 8, 128, 8, 0),
-    "64/8/256, int4": (1, 64, 8, 1, 256, 4, 0),
+    "Qwen2.5-0.5B 14/2/64, int8": Shape(14, 2, 64, 8),
+    "Qwen2.5-0.5B 14/2/64, int4": Shape(14, 2, 64, 4),
+    "Qwen2.5-0.5B 14/2/64, int8, 8 pairs": Shape(14, 2, 64, 8, pairs=8),
+    "Qwen2.5-7B 28/4/128, int8": Shape(28, 4, 128, 8),
+    "Qwen2.5-7B 28/4/128, int4": Shape(28, 4, 128, 4),
+    "Qwen3-4B 32/8/128, int8": Shape(32, 8, 128, 8),
+    "Qwen3-4B 32/8/128, int4": Shape(32, 8, 128, 4),
+    "Qwen3-4B 32/8/128, bfloat16": Shape(32, 8, 128, 0),
+    "Qwen3-4B 32/8/128, int8, 8 new tokens": Shape(32, 8, 128, 8, S=8),
+    "64/8/256, int4": Shape(64, 8, 256, 4),
 }
 
 
-def texts(shape: tuple[int, ...]) -> dict[str, str]:
+def run(shape: Shape, backend: launch.Backend, tokens: int = TOKENS) -> None:
+    """One call of attention and one of the append, with bfloat16 queries and a cache of `tokens` rows."""
+    width, dtype = {8: (shape.D, mx.int8), 4: (shape.D // 2, mx.uint8), 0: (shape.D, mx.bfloat16)}[shape.bits]
+    K, pairs = shape.K, shape.pairs
+    split = BiasSplit(
+        mx.zeros((K, 2, pairs)), tuple(range(pairs)), mx.zeros((2, pairs, tokens)), mx.zeros((K, shape.D))
+    )
+    new = mx.zeros((1, K, shape.S, shape.D), mx.bfloat16)
+    attend_fused(
+        mx.zeros((1, shape.H, shape.S, shape.D), mx.bfloat16),
+        mx.zeros((1, 1, 2, K, tokens, width), dtype),
+        mx.zeros((1, 1, 2, K, tokens, shape.D // GROUP), mx.float16) if shape.bits else None,
+        mx.array([0]),
+        quant_bit=shape.bits,
+        quant_group=GROUP,
+        bias_split=split if pairs else None,
+        backend=backend,
+    )
+    if shape.bits:
+        quantize_tokens(new, new, quant_bit=shape.bits, quant_group=GROUP, scale_dtype=mx.float16, backend=backend)
+
+
+def texts(shape: Shape) -> dict[str, str]:
     """The CUDA text of a shape's kernels, by the functions' names."""
-    B, H, K, S, D, bits, pairs = shape
-    width, dtype = {8: (D, mx.int8), 4: (D // 2, mx.uint8), 0: (D, mx.bfloat16)}[bits]
-    new = mx.zeros((B, K, S, D), mx.bfloat16)
     found: dict[str, str] = {}
     with patch.object(mx.fast, "cuda_kernel", recording(found)):
         launch._kernel.cache_clear()  # kernels already made put their text elsewhere
-        attend_fused(
-            mx.zeros((B, H, S, D), mx.bfloat16),
-            mx.zeros((1, B, 2, K, TOKENS, width), dtype),
-            mx.zeros((1, B, 2, K, TOKENS, D // GROUP), mx.float16) if bits else None,
-            mx.array([0]),
-            quant_bit=bits,
-            quant_group=GROUP,
-            bias_split=BiasSplit(
-                mx.zeros((K, 2, pairs)), tuple(range(pairs)), mx.zeros((2, pairs, TOKENS)), mx.zeros((K, D))
-            ),
-            backend="cuda",
-        )
-        if bits:
-            quantize_tokens(new, new, quant_bit=bits, quant_group=GROUP, scale_dtype=mx.float16, backend="cuda")
+        run(shape, "cuda")
         launch._kernel.cache_clear()
     return found
 
