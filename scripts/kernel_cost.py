@@ -1,18 +1,25 @@
-"""What the fused kernel's inner loop costs, counted from compiled code: no GPU is needed, and none has run it.
+"""What bounds the fused kernel on Apple's GPUs, computed from compiled code: no GPU has run it.
 
-    python scripts/kernel_cost.py [--json FILE]            instructions per cached row, and what bounds each device
-    python scripts/kernel_cost.py --nvdisasm PROGRAM       also CUDA's, from nvcc's machine code
+    python scripts/kernel_cost.py [--before FILE] [--nvdisasm PROGRAM] > FILE
 
-A row is one token's key and value of one kv head. Its cost is of all query heads of that kv head: the instructions
-that simdgroups issue for the loop's body, divided by the rows that the body handles.
+Prints JSON: what a row costs in each shape of kernel_registers.py, and the least time of a call on each device, beside
+MLX's attention in bfloat16, counted in the same way from the installed MLX's own text. Tables go to standard error;
+--before sets an earlier FILE beside. --nvdisasm counts NVIDIA's machine code too (nvcc is needed).
+
+A row is one token's key and value of one kv head, for all its query heads. Its cost is the instructions that simdgroups
+issue for the inner loop's body, divided by the rows the body handles.
 """
 
+import argparse
+import json
 import math
+import platform
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,246 +30,33 @@ import mlx.core as mx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from kernel_registers import GROUP, SHAPES, TOKENS, Shape, run
+from kernel_counts import main_loop, sass_loop
+from kernel_registers import GROUP, SHAPES, TOKENS, Shape, run, texts
+from support.metal_host.compiler import find_ziglang
 from support.metal_host.ir import optimized, optimized_call
 from support.metal_host.source import KernelCall, kernel_call
 
 from kvant.operators.kernels import launch
 
-# A loop of constant length is counted as unrolled, in the text before the unroll macro and in MLX's too.
-UNROLLED = ["-O2", "-mllvm", "-unroll-threshold=100000", "-mllvm", "-unroll-runtime=false"]
+MODELS = ("Qwen2.5-0.5B 14/2/64", "Qwen2.5-7B 28/4/128", "Qwen3-4B 32/8/128")
+CONTEXTS = (1024, 8192, 32768)
+BOUNDS = "least us by memory, cache, arithmetic"
 
-# Cycles in which a scheduler of an Apple core issues an instruction for a simdgroup, where it is not 1, and cycles of
-# the unit that a scheduler has for complex instructions, beside which it issues others. Both measured on an M1 Max:
-# github.com/philipturner/metal-benchmarks. simd_sum is a sequence.
-CYCLES = {"shuffle": 2, "simd_sum": 14.5, "barrier": 0, "thread load": 0, "thread store": 0}
+# A loop of constant length counts as unrolled, also where the text leaves that to the compiler: so does MLX's.
+UNROLLED = ("-O2", "-mllvm", "-unroll-threshold=100000", "-mllvm", "-unroll-runtime=false")
+
+# Cycles in which a scheduler of an Apple core issues an instruction for a simdgroup, where it is not 1; and cycles of
+# the unit for complex instructions, which works beside the issue of others ("IMUL32 + 2 IADD32: 4.12"). Measured on an
+# M1 Max: github.com/philipturner/metal-benchmarks. simd_sum is a sequence; thread memory counts by its bytes.
+ISSUE = {"shuffle": 2, "simd_sum": 14.5, "barrier": 0, "thread load": 0, "thread store": 0}
 COMPLEX = {"shift": 4, "convert": 4, "exp": 4, "multiply": 4, "divide": 6}
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What a row takes: instructions of simdgroups by class, and bytes that their lanes ask for, by memory."""
-
-    counts: dict[str, float]
-
-    @property
-    def cycles(self) -> float:
-        """Cycles of one scheduler: to issue them all, or of its complex unit where that takes longer."""
-        issued = sum(CYCLES.get(kind, 1) * n for kind, n in self.counts.items() if " bytes" not in kind)
-        return max(issued, sum(COMPLEX.get(kind, 0) * n for kind, n in self.counts.items()))
-
-
-def metal_calls(shape: Shape, tokens: int = TOKENS) -> dict[str, KernelCall]:
-    """What a shape launches on Metal, by the kernel's name."""
-    found: dict[str, KernelCall] = {}
-    make = launch._kernel.__wrapped__
-
-    def kernel(name: str, backend: launch.Backend) -> Callable[..., list[mx.array]]:
-        def record(*, inputs: list[mx.array], stream: Any, **given: Any) -> list[mx.array]:
-            found[name] = kernel_call(make(name, backend), inputs, **given)
-            return [mx.zeros(*kind) for kind in zip(given["output_shapes"], given["output_dtypes"], strict=True)]
-
-        return record
-
-    with patch.object(launch, "_kernel", kernel):
-        run(shape, "metal", tokens)
-    return found
-
-
-def cost_of(shape: Shape) -> Cost:
-    """Of the first pass on Metal."""
-    call = metal_calls(shape)["attend"]
-    counts, rows = main_loop(optimized_call(call, UNROLLED))
-    simdgroups = call.threadgroup[0] // 32 * (call.grid[0] // call.threadgroup[0] // shape.K)  # that read the same rows
-    counts.update({kind: n for kind, n in main_loop(optimized_call(call))[0].items() if kind.startswith("thread ")})
-    return per_row(counts, simdgroups / rows())
-
-
-def per_row(counts: Counter[str], share: float) -> Cost:
-    """Of a body's counts; share: how many simdgroups run it, for how many rows."""
-    return Cost({kind: n * share * (32 if " bytes" in kind else 1) for kind, n in sorted(counts.items())})
-
-
-# ---- LLVM's intermediate code ----------------------------------------------------------------------------------------
-
-_INSTRUCTION = re.compile(r"^ +(?:(%\S+) = )?(?:tail |musttail |notail )?([a-z]+) ?(.*)$")
-_FLOATS = {"fadd", "fsub", "fmul", "fneg"}
-_FREE = {"phi", "getelementptr", "bitcast", "freeze", "icmp", "fcmp", "zext", "sext", "trunc", "fptrunc", "ret"}
-_FREE |= {"extractelement", "insertelement", "shufflevector", "ptrtoint", "inttoptr", "addrspacecast", "unreachable"}
-_SPACES = {"1": "device", "2": "constant", "3": "shared", None: "thread"}
-Blocks = dict[str, list[str]]
-
-
-def main_loop(code: str) -> tuple[Counter[str], Callable[[], int]]:
-    """Instructions and bytes of one pass of a function's largest loop; and how far its counter goes in a pass.
-
-    A loop within it counts as often as it runs. Of a branch both sides count.
-    """
-    blocks: Blocks = {}
-    name = "entry"
-    for line in code.splitlines()[1:-1]:
-        if label := re.match(r"([\w.]+):", line):
-            name = label[1]
-        elif line.strip():
-            blocks.setdefault(name, []).append(line)
-    loop = max(loops(blocks, set(blocks)), key=lambda names: sum(len(blocks[n]) for n in names))
-    return counted(blocks, loop), lambda: counter(blocks, loop)[0]
-
-
-def loops(blocks: Blocks, names: set[str]) -> list[set[str]]:
-    """The outermost loops among these blocks: each a set of blocks that reach each other."""
-    reached = {n: reachable(blocks, n, names) for n in names}
-    found = {frozenset(m for m in reached[n] if n in reached[m]) for n in names if n in reached[n]}
-    return [set(part) for part in found]
-
-
-def reachable(blocks: Blocks, start: str, names: set[str]) -> set[str]:
-    seen: set[str] = set()
-    todo = [start]
-    while todo:
-        for target in re.findall(r"label %([\w.]+)", blocks[todo.pop()][-1]):
-            if target in names and target not in seen:
-                seen.add(target)
-                todo.append(target)
-    return seen
-
-
-def header(blocks: Blocks, loop: set[str]) -> str:
-    """The block by which a loop is entered."""
-    outside = [lines[-1] for n, lines in blocks.items() if n not in loop]
-    return next(n for n in loop if any(re.search(rf"label %{n}\b", line) for line in outside))
-
-
-def counter(blocks: Blocks, loop: set[str]) -> tuple[int, int | None]:
-    """How far a loop's counter goes in a pass, and how often it runs where its end is a constant."""
-    lines = [line for n in loop for line in blocks[n]]
-    phis = {m[1]: m[2] for line in blocks[header(blocks, loop)] if (m := re.match(r" +(%\S+) = phi i\d+ (.*)", line))}
-    for line in lines:
-        step = re.match(r" +(%\S+) = add[a-z ]* i\d+ (%\S+), (\d+)$", line)
-        if not step or f"[ {step[1]}," not in phis.get(step[2], ""):
-            continue
-        for test in lines:
-            if end := re.search(rf"icmp \w+ i\d+ ({re.escape(step[1])}|{re.escape(step[2])}), (\d+|%\S+)$", test):
-                last = end[2] if end[2].startswith("%") else int(end[2]) + (0 if end[1] == step[1] else int(step[3]))
-                return int(step[3]), None if isinstance(last, str) else math.ceil(last / int(step[3]))
-    raise RuntimeError(f"no counter found in a loop of {len(lines)} instructions")
-
-
-def counted(blocks: Blocks, loop: set[str]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    inner = loops(blocks, loop - {header(blocks, loop)})
-    for part in inner:
-        _, times = counter(blocks, part)
-        if times is None:
-            raise RuntimeError("a loop within the loop has no constant end")
-        found.update({kind: times * n for kind, n in counted(blocks, part).items()})
-    for name in loop.difference(*inner):
-        for line in blocks[name]:
-            found.update(classified(line))
-    return found
-
-
-def classified(line: str) -> dict[str, int]:
-    """An instruction's class and how many of a GPU's it is, or nothing where it takes none."""
-    parts = _INSTRUCTION.match(line)
-    if parts is None:
-        raise RuntimeError(f"not understood: {line}")
-    operation, rest = parts[2], parts[3]
-    lanes = int(vector[1]) if (vector := re.match(r"[a-z ]*<(\d+) x", rest)) else 1
-    wide = bool(re.match(r"[a-z ]*i64\b", rest))
-    if operation in ("load", "store"):
-        space = re.search(r"ptr(?: addrspace\((\d)\))? ", rest)
-        where = _SPACES[space[1] if space else None]
-        if where == "constant":  # the same for all lanes: kept in uniform registers
-            return {}
-        return {f"{where} {operation}": 1, f"{where} bytes": size_of(rest)}
-    if operation in _FLOATS:
-        return {"float": lanes}
-    if operation == "call":
-        return called(rest)
-    if operation in ("and", "or", "xor"):
-        return {} if " i1 " in f" {rest}" else {"bitwise": lanes * (2 if wide else 1)}
-    if operation in ("shl", "lshr", "ashr"):
-        return {"shift": lanes}
-    if operation in ("add", "sub"):
-        return {"integer": lanes * (4 if wide else 1)}
-    if operation == "mul":
-        return {"multiply": lanes * (4 if wide else 1)}
-    if operation in ("sitofp", "uitofp", "fptosi", "fptoui"):
-        return {"convert": lanes}
-    if operation in ("sdiv", "udiv", "srem", "urem"):  # by a constant
-        return {"shift": lanes, "integer": lanes} if power_of_two(rest) else {"multiply": 2 * lanes, "shift": lanes}
-    if operation == "fdiv":
-        return {"divide": lanes, "float": lanes}
-    if operation == "fpext":  # an instruction takes a half as it is; a bfloat has to be moved
-        return {"bitwise": lanes} if "bfloat" in rest.split(" to ")[0] else {}
-    if operation == "select":
-        return {"select": lanes}
-    if operation in ("br", "switch"):
-        return {"branch": 1} if rest.startswith(("i1", "i32")) else {}
-    if operation in _FREE:
-        return {}
-    raise RuntimeError(f"not understood: {line}")
-
-
-def power_of_two(rest: str) -> bool:
-    divisor = int(rest.rsplit(", ", 1)[1])
-    return divisor & (divisor - 1) == 0
-
-
-def size_of(rest: str) -> int:
-    """Bytes of the type that a load or store names first."""
-    vector, kind = re.match(r"(?:volatile )?(?:<(\d+) x )?(\w+)", rest).groups()  # type: ignore[union-attr]
-    bits = {"half": 16, "bfloat": 16, "float": 32, "ptr": 64}.get(kind) or int(kind[1:])
-    return int(vector or 1) * bits // 8
-
-
-def called(rest: str) -> dict[str, int]:
-    name = re.search(r"@([\w.]+)", rest)
-    lanes = int(vector[1]) if (vector := re.match(r"[\w ]*<(\d+) x", rest)) else 1
-    known = {
-        r"llvm\.fmuladd": {"float": lanes},
-        r"llvm\.(fma|fabs|copysign|maxnum|minnum)": {"float": lanes},
-        r"llvm\.exp": {"exp": lanes, "float": lanes},  # exp2 and a product
-        r"tanh": {"exp": 1, "divide": 1, "float": 4},
-        r"llvm\.[su](max|min)|llvm\.abs": {"select": lanes},
-        r"llvm\.fsh[lr]": {"shift": lanes},
-        r"_ZN10metal_host7shuffle": {"shuffle": 1},
-        r"_ZN10metal_host6reduce": {"simd_sum": 1},
-        r"metal_host_(simdgroup_)?barrier": {"barrier": 1},
-        r"llvm\.(assume|lifetime|experimental)": {},
-    }
-    for pattern, kinds in known.items():
-        if name and re.match(pattern, name[1]):
-            return kinds
-    raise RuntimeError(f"not understood: call {rest}")
-
-
-# ---- MLX's own attention ---------------------------------------------------------------------------------------------
-
-
-def mlx_cost(shape: Shape, two_passes: bool) -> Cost:
-    """Of sdpa_vector, or of the first of its two passes, in bfloat16, as the installed MLX ships it."""
-    path = Path(str(mx.__file__)).parent / "include/mlx/backend/metal/kernels/sdpa_vector.h"
-    text = re.sub(r"#include <metal_\w+>", "", path.read_text())
-    text = re.sub(r"constant int blocks \[\[.*?\]\];", "constant int blocks = 64;", text)
-    text = re.sub(r"constant bool (\w+) \[\[.*?\]\];", r"constant bool \1 = false;", text)
-    text = re.sub(r"threadgroup (U \w+\[)", r"static threadgroup \1", text)
-    name = "sdpa_vector_2pass_1" if two_passes else "sdpa_vector"
-    instance = f"template decltype({name}<bfloat, {shape.D}, {shape.D}>) {name}<bfloat, {shape.D}, {shape.D}>;"
-    limits = "template <> struct Limits<bfloat> : Limits<float> {};"
-    code = optimized(f'#define METAL_HOST_SPACES\n#include "shim.h"\n{limits}\n{text}\n{instance}\n', name, UNROLLED)
-    counts, _ = main_loop(code)
-    rows = counts["simd_sum"]  # one sum a row: the loop's counter goes in steps of blocks
-    return per_row(counts, shape.H / shape.K / rows)
-
-
-# ---- devices ---------------------------------------------------------------------------------------------------------
+SCHEDULERS = 4  # of a core
+L1_BYTES, L2_BYTES = 64, 32  # a core's and cycle: from its own cache, and from outside. Of the same source
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """GPU cores, their clock in GHz and the memory's GB/s; large: MLX's name of it ends in s."""
+    """GPU cores, their clock in GHz and the memory's GB/s. large: MLX takes it for one of its larger GPUs."""
 
     cores: int
     clock: float
@@ -281,52 +75,131 @@ DEVICES = {
     "M4": Device(10, 1.470, 120),
     "M4 Max": Device(40, 1.578, 546, True),
 }
-SCHEDULERS = 4  # of a core
-L1_BYTES, L2_BYTES = 64, 32  # a core's and cycle: from its own cache, from outside. metal-benchmarks
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a row takes: instructions of simdgroups by class, and bytes that their lanes ask for, by memory."""
+
+    counts: dict[str, float]
+
+    @property
+    def issue(self) -> float:
+        return sum(ISSUE.get(kind, 1) * n for kind, n in self.counts.items() if " bytes" not in kind)
+
+    @property
+    def complex(self) -> float:
+        return sum(COMPLEX.get(kind, 0) * n for kind, n in self.counts.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Least microseconds of a call, by what bounds it."""
+    """Least microseconds of a call that the memory, the cores' caches and arithmetic leave; it takes the largest."""
 
     memory: float
     cache: float
     arithmetic: float
 
-    @property
-    def us(self) -> float:
-        return max(self.memory, self.cache, self.arithmetic)
 
-    @property
-    def by(self) -> str:
-        return max(("memory", "cache", "arithmetic"), key=lambda name: getattr(self, name))
+# ---- what a row costs ------------------------------------------------------------------------------------------------
 
 
-def bound(device: Device, cost: Cost, rows: int, memory_bytes: float, threadgroups: int, simdgroups: int) -> Bound:
-    """rows: of all kv heads. Only as many cores are at work as there are threadgroups; neither latency nor launches count."""
-    cores = min(device.cores, threadgroups)
-    schedulers = min(SCHEDULERS * cores, threadgroups * simdgroups)
+@cache
+def metal_calls(shape: Shape, tokens: int = TOKENS, registers: launch.Backend = "metal") -> dict[str, KernelCall]:
+    """What a shape launches on Metal, by the kernel's name. registers: for whose the queries are distributed."""
+    found: dict[str, KernelCall] = {}
+    make = launch._kernel.__wrapped__
+
+    def kernel(name: str, backend: launch.Backend) -> Callable[..., list[mx.array]]:
+        def record(*, inputs: list[mx.array], stream: Any, **given: Any) -> list[mx.array]:
+            found[name] = kernel_call(make(name, "metal"), inputs, **given)
+            return [mx.zeros(*kind) for kind in zip(given["output_shapes"], given["output_dtypes"], strict=True)]
+
+        return record
+
+    with patch.object(launch, "_kernel", kernel):
+        run(shape, registers, tokens)
+    return found
+
+
+def per_row(counts: Counter[str], share: float) -> Cost:
+    """Of a body's counts; share: how many simdgroups run it, for how many rows."""
+    return Cost({kind: n * share * (32 if " bytes" in kind else 1) for kind, n in sorted(counts.items())})
+
+
+def rows_of(call: KernelCall, shape: Shape) -> float:
+    """Rows that a simdgroup handles in a pass of its loop, divided by the simdgroups that read the same rows."""
+    _, rows = main_loop(optimized_call(call, UNROLLED))
+    return rows() / (call.threadgroup[0] // 32) / (call.grid[0] // call.threadgroup[0] // shape.K)
+
+
+@cache
+def metal_cost(shape: Shape) -> Cost:
+    """Of the first pass on Metal."""
+    call = metal_calls(shape)["attend"]
+    counts, _ = main_loop(optimized_call(call, UNROLLED))
+    in_memory, _ = main_loop(optimized_call(call))  # as the text has it: what is not unrolled stays in thread memory
+    counts.update({kind: n for kind, n in in_memory.items() if kind.startswith("thread ")})
+    return per_row(counts, 1 / rows_of(call, shape))
+
+
+def cuda_cost(shape: Shape, nvdisasm: str) -> Cost | None:
+    """Of the first pass on CUDA, of warps; None where tokens are staged in a loop of their own."""
+    text = next(text for name, text in texts(shape).items() if "attend" in name)
+    try:
+        counts = sass_loop(nvdisasm, text)
+    except RuntimeError:
+        return None
+    return per_row(counts, 1 / rows_of(metal_calls(shape, registers="cuda")["attend"], shape))
+
+
+@cache
+def mlx_cost(shape: Shape, two_passes: bool) -> Cost:
+    """Of sdpa_vector, or of the first of its two passes, in bfloat16, as the installed MLX ships it."""
+    path = Path(str(mx.__file__)).parent / "include/mlx/backend/metal/kernels/sdpa_vector.h"
+    text = re.sub(r"#include <metal_\w+>", "", path.read_text())
+    text = re.sub(r"constant int blocks \[\[.*?\]\];", "constant int blocks = 64;", text)
+    text = re.sub(r"constant bool (\w+) \[\[.*?\]\];", r"constant bool \1 = false;", text)
+    text = re.sub(r"threadgroup (U \w+\[)", r"static threadgroup \1", text)
+    name = "sdpa_vector_2pass_1" if two_passes else "sdpa_vector"
+    text += f"template decltype({name}<bfloat, {shape.D}, {shape.D}>) {name}<bfloat, {shape.D}, {shape.D}>;\n"
+    limits = "template <> struct Limits<bfloat> : Limits<float> {};"
+    code = optimized(f'#define METAL_HOST_SPACES\n#include "shim.h"\n{limits}\n{text}', name, UNROLLED)
+    counts, _ = main_loop(code)
+    return per_row(counts, shape.H / shape.K / counts["simd_sum"])  # one sum for a row, in a simdgroup of each query
+
+
+# ---- what bounds a call ----------------------------------------------------------------------------------------------
+
+
+def bound(device: Device, cost: Cost, rows: int, memory_bytes: float, groups: int, simdgroups: int) -> Bound:
+    """rows: of all kv heads. groups: threadgroups, of so many simdgroups each; no more cores than these are at work.
+
+    What a launch takes and waiting for memory do not count, so no call is this fast.
+    """
+    cores = min(device.cores, groups)
+    schedulers = min(SCHEDULERS * cores, groups * simdgroups)
     asked = cost.counts.get("device bytes", 0) + cost.counts.get("thread bytes", 0)
-    ns = 1e-3 / device.clock
+    us = 1e-3 / device.clock  # of a cycle
     return Bound(
-        memory=max(memory_bytes * 1e-3 / device.bandwidth, memory_bytes / L2_BYTES / cores * ns),
-        cache=rows * asked / L1_BYTES / cores * ns,
-        arithmetic=rows * cost.cycles / schedulers * ns,
+        memory=max(memory_bytes * 1e-3 / device.bandwidth, memory_bytes / L2_BYTES / cores * us),
+        cache=rows * asked / L1_BYTES / cores * us,
+        arithmetic=rows * max(cost.issue, cost.complex) / schedulers * us,
     )
 
 
 def kvant_bound(device: Device, shape: Shape, tokens: int, cost: Cost) -> Bound:
     call = metal_calls(shape, tokens)["attend"]
-    groups = math.prod(call.grid) // math.prod(call.threadgroup)
     row = 2 * shape.D * (shape.bits or 16) / 8 + (2 * 2 * shape.D / GROUP if shape.bits else 0)
-    partial = 2 * sum(math.prod(x.shape) * x.dtype.size for x in call.outputs)
-    ends = 2 * 2 * shape.H * shape.S * shape.D
-    memory = shape.K * tokens * row + partial + ends
+    partial = 2 * sum(math.prod(x.shape) * x.dtype.size for x in call.outputs)  # written and read
+    memory = shape.K * tokens * row + partial + 2 * 2 * shape.H * shape.S * shape.D
+    groups = math.prod(call.grid) // math.prod(call.threadgroup)
     return bound(device, cost, shape.K * tokens, memory, groups, call.threadgroup[0] // 32)
 
 
 def mlx_bound(device: Device, shape: Shape, tokens: int) -> Bound:
-    two_passes = tokens >= (1024 if device.large else 4096)  # scaled_dot_product_attention.cpp
+    """With the blocks that mlx/backend/metal/scaled_dot_product_attention.cpp chooses."""
+    two_passes = tokens >= (1024 if device.large else 4096)
     queries = shape.H // shape.K
     blocks = 64 if queries >= 4 else 32
     if device.large:
@@ -337,24 +210,72 @@ def mlx_bound(device: Device, shape: Shape, tokens: int) -> Bound:
     return bound(device, mlx_cost(shape, two_passes), shape.K * tokens, memory, groups, simdgroups)
 
 
-def main() -> int:
+# ---- what is printed -------------------------------------------------------------------------------------------------
+
+
+def measured(nvdisasm: str | None) -> dict[str, Any]:
+    """Everything that is recorded."""
+    costs: dict[str, Any] = {"metal": {}, "cuda": {}, "mlx": {}}
     for name, shape in SHAPES.items():
-        cost = cost_of(shape)
-        print(name, round(cost.cycles, 1), {k: round(v, 2) for k, v in cost.counts.items()})
-    for name in ("Qwen2.5-0.5B 14/2/64", "Qwen2.5-7B 28/4/128", "Qwen3-4B 32/8/128"):
-        plain = SHAPES[f"{name}, int8"]
-        for two in (False, True):
-            m = mlx_cost(plain, two)
-            print("MLX", name, two, round(m.cycles, 1), {k: round(v, 2) for k, v in m.counts.items()})
-        for tokens in (1024, 8192, 32768):
+        costs["metal"][name] = described(metal_cost(shape))
+        if nvdisasm and (cost := cuda_cost(shape, nvdisasm)):
+            costs["cuda"][name] = cost.counts
+    bounds: dict[str, Any] = {}
+    for model in MODELS:
+        plain = SHAPES[f"{model}, int8"]
+        costs["mlx"] |= {f"{model}, {n} pass": described(mlx_cost(plain, n == "two")) for n in ("one", "two")}
+        for tokens in CONTEXTS:
             for kind, device in DEVICES.items():
-                theirs = mlx_bound(device, plain, tokens)
-                line = f"{name:22} {tokens:6} {kind:7} MLX {theirs.us:7.0f} {theirs.by[:6]:7}"
-                for bits in (8, 4):
-                    shape = SHAPES[f"{name}, int{bits}"]
-                    ours = kvant_bound(device, shape, tokens, cost_of(shape))
-                    line += f" | {bits} bits {ours.memory:7.0f} {ours.cache:7.0f} {ours.arithmetic:7.0f} {ours.us / theirs.us:5.2f}"
-                print(line)
+                found = {"MLX": mlx_bound(device, plain, tokens)}
+                for bits in ("int8", "int4"):
+                    shape = SHAPES[f"{model}, {bits}"]
+                    found[bits] = kvant_bound(device, shape, tokens, metal_cost(shape))
+                key = f"{model}, {tokens} tokens, {kind}"
+                bounds[key] = {engine: [round(us, 1) for us in astuple(least)] for engine, least in found.items()}
+    return {
+        "command": f"python {Path(sys.argv[0]).name}",
+        "versions": {"mlx": mx.__version__, "clang": find_ziglang().version, "python": platform.python_version()},
+        "devices": {name: asdict(device) for name, device in DEVICES.items()},
+        "per row": costs,
+        BOUNDS: bounds,
+    }
+
+
+def described(cost: Cost) -> dict[str, float]:
+    """Rounded, with the cycles of issue and of the complex unit."""
+    found = {"issue": cost.issue, "complex": cost.complex} | cost.counts
+    return {kind: round(n, 2) for kind, n in found.items()}
+
+
+def table(now: dict[str, Any], before: dict[str, Any] | None) -> str:
+    """Markdown: kvant's least time divided by MLX's, and what bounds it: memory, cache (a core's own) or arithmetic."""
+    lines = [
+        "| model, tokens, GPU | MLX bf16 | 8 bits | 4 bits |" + (" 8 bits before | 4 bits before |" if before else "")
+    ]
+    lines.append("| --- |" + " --- |" * (lines[0].count("|") - 2))
+    for key, found in now[BOUNDS].items():
+        cells = [f"{max(found['MLX']):.0f} us {by(found['MLX'])}"]
+        for record in (now, before) if before else (now,):
+            them = record[BOUNDS][key]
+            cells += [f"{max(them[bits]) / max(them['MLX']):.2f} {by(them[bits])}" for bits in ("int8", "int4")]
+        lines.append(" | ".join(["", key, *cells, ""]).strip())
+    return "\n".join(lines)
+
+
+def by(least: list[float]) -> str:
+    return "mca"[least.index(max(least))]
+
+
+def main() -> int:
+    """Print the JSON, and the table for people."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--before", type=Path, metavar="FILE", help="an earlier JSON to set beside")
+    parser.add_argument("--nvdisasm", metavar="PROGRAM", help="count NVIDIA's machine code with this program, and nvcc")
+    arguments = parser.parse_args()
+    now = measured(arguments.nvdisasm)
+    before = json.loads(arguments.before.read_text()) if arguments.before else None
+    print(table(now, before), file=sys.stderr)
+    print(re.sub(r"\[[^]]*\]", lambda m: " ".join(m[0].split()), json.dumps(now, indent=1)))  # a list in one line
     return 0
 
 
