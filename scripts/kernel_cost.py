@@ -18,7 +18,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from support.metal_host.ir import optimized, optimized_call
 from support.metal_host.source import KernelCall, kernel_call
 
 from kvant.operators.kernels import launch
+from kvant.operators.kernels.attend import threadgroup_shape
 
 MODELS = ("Qwen2.5-0.5B 14/2/64", "Qwen2.5-7B 28/4/128", "Qwen3-4B 32/8/128")
 CONTEXTS = (1024, 8192, 32768)
@@ -127,10 +128,12 @@ def per_row(counts: Counter[str], share: float) -> Cost:
     return Cost({kind: n * share * (32 if " bytes" in kind else 1) for kind, n in sorted(counts.items())})
 
 
-def rows_of(call: KernelCall, shape: Shape) -> float:
+def rows_of(call: KernelCall, shape: Shape, registers: launch.Backend = "metal") -> float:
     """Rows that a simdgroup handles in a pass of its loop, divided by the simdgroups that read the same rows."""
-    _, rows = main_loop(optimized_call(call, UNROLLED))
-    return rows() / (call.threadgroup[0] // 32) / (call.grid[0] // call.threadgroup[0] // shape.K)
+    alone = replace(call, text=call.text.replace("settings[KVANT_SHARING]", "1"))  # no other takes rows between its own
+    _, rows = main_loop(optimized_call(alone, UNROLLED))
+    tiles, groups, _, _ = threadgroup_shape(shape.H // shape.K * shape.S, shape.pairs, registers, shape.D)
+    return rows() / groups / tiles
 
 
 @cache
@@ -150,7 +153,7 @@ def cuda_cost(shape: Shape, nvdisasm: str) -> Cost | None:
         counts = sass_loop(nvdisasm, text)
     except RuntimeError:
         return None
-    return per_row(counts, 1 / rows_of(metal_calls(shape, registers="cuda")["attend"], shape))
+    return per_row(counts, 1 / rows_of(metal_calls(shape, registers="cuda")["attend"], shape, "cuda"))
 
 
 @cache

@@ -15,6 +15,7 @@ from support.metal_host.source import KernelCall
 
 # 16-bit floats are the processor's own, as on a GPU. A vectorizer would count elements of the host's vectors.
 _TARGET = ["-target", "arm64-apple-macos14", "-mcpu=apple-m1", "-fno-vectorize", "-fno-slp-vectorize"]
+_TARGET += ["-fno-builtin"]  # a GPU has no memset_pattern16 and the like
 
 
 def optimized(text: str, name: str, flags: Sequence[str] = ("-O2",)) -> str:
