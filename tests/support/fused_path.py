@@ -66,24 +66,23 @@ def unfused_launch(
         options = {"quant_bit": template["BITS"], "quant_group": template["GROUP"], "scale_dtype": template["SCALE"]}
         quantized, scales = quantize(mx.stack(list(inputs), axis=1), **options)
         return [mx.view(quantized, mx.uint32), scales]
+    given = dict(zip(launch.INPUTS[name], inputs, strict=True))
     if name == "combine":
-        partial, _, _, value_bias = inputs
-        output = partial[..., 0, :]
-        if template["VALUE_BIAS"]:
-            output = output + mx.repeat(value_bias, output.shape[1] // value_bias.shape[0], axis=0)[:, None]
+        output, value_bias = given["partial"][..., 0, :], given["value_bias"]
+        output = output + mx.repeat(value_bias, output.shape[1] // value_bias.shape[0], axis=0)[:, None]
         return [output.astype(template["T"])]
-    query, cache, scale, offset = inputs[:4]
-    assert template["NEW_TOKENS"] == 1
-    assert not any(template[name] for name in ("PAIRS", "ALIBI", "MASK"))
+    query, cache = given["query"], given["cache"]
+    assert query.shape[2] == 1
+    assert not any(template[name] for name in ("PAGE", "BIAS", "ALIBI", "MASK", "WINDOW", "SOFTCAP"))
     bits, max_tokens = template["BITS"], cache.shape[4]
     keys, values = read_tokens(
         max_tokens,
         cache,
-        scale if bits else None,
+        given["scale"] if bits else None,
         quant_bit=bits,
         dtype=query.dtype,
     )
-    output = attend_live_tokens(query, keys, values, mx.arange(max_tokens) <= offset)
+    output = attend_live_tokens(query, keys, values, mx.arange(max_tokens) <= given["offset"])
     shape, dtype = outputs[0]
     partial = mx.concatenate(
         [output[..., None, :].astype(dtype), mx.zeros((*shape[:3], shape[3] - 1, shape[4]))], axis=3

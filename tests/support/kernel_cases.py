@@ -17,7 +17,7 @@ from kvant.operators.bias_split import BiasSplit
 from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels import attend as attend_module
 from kvant.operators.kernels import launch as launch_module
-from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, threadgroup_shape
+from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, PAGE_SIZE, SPLIT_ROWS, threadgroup_shape
 from support import oracle
 from support.counts import count
 from support.metal_host import FORWARD, REVERSE, on_host
@@ -26,14 +26,15 @@ from support.oracle import Array, Spec
 
 MOST_WORK = count(40_000, 100_000)  # elements of queries times tokens; 100,000 take about 0.2 s
 FORMATS = [(bits, group) for bits in (8, 4) for group in GROUPS] + [(0, 0)]
+WIDTHS = [(width, width) for width in HEAD_DIMS] + [(192, 128), (64, 128)]
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
     """One call. It prints as what a failure message needs; its arrays come from its seed.
 
-    splits and min_split_tokens replace the module's own, so that a few hundred tokens have many splits. backend: for
-    whose registers the queries are distributed. The text is Metal's in both cases.
+    splits replaces the module's own number, so that a few hundred tokens are divided as many are. backend: for whose
+    registers the queries are distributed. The text is Metal's in both cases.
     """
 
     seed: int = 0
@@ -41,10 +42,12 @@ class KernelCase:
     ratio: int = 4  # H / K
     num_kv_heads: int = 2
     head_dim: int = 64
+    value_dim: int = 0  # 0: head_dim
     new_tokens: int = 1
     offset: int = 5  # of the first sequence
     shorter: int = 0  # cached tokens that each sequence has fewer than the one before, down to none
-    max_tokens: int = 37
+    max_tokens: int = 37  # rows of a sequence; fewer than tokens: a ring
+    layout: str = "rows"  # rows, pages
     dtype: str = "float32"
     quant_bit: int = 8
     quant_group: int = 32
@@ -55,14 +58,22 @@ class KernelCase:
     mask: str = "none"  # none, bool, float
     mask_rank: int = 4
     mask_shift: float = 0.0  # added to every element of a float mask
+    window: int | None = None
+    keep: int = 0
+    sinks: bool = False
+    softcap: float = 0.0
+    score_scale: float | None = None
     pairs: int | None = None  # None: no bias split
     backend: str = "metal"
     splits: int | None = 4
-    min_split_tokens: int = 8
 
     @property
     def num_heads(self) -> int:
         return self.ratio * self.num_kv_heads
+
+    @property
+    def values(self) -> int:
+        return self.value_dim or self.head_dim
 
     @property
     def num_keys(self) -> int:
@@ -75,8 +86,15 @@ class KernelCase:
 
     @property
     def ends(self) -> list[int]:
-        """Tokens that each sequence reads."""
+        """Tokens of each sequence, the new ones included."""
         return [offset + self.new_tokens for offset in self.offsets]
+
+    @property
+    def firsts(self) -> list[int]:
+        """The position of each sequence's row 0: with pages those that nobody sees any more are left out."""
+        if self.layout == "rows" or self.window is None or self.keep:
+            return [0] * self.batch
+        return [max(0, offset + 1 - self.window) // PAGE_SIZE * PAGE_SIZE for offset in self.offsets]
 
     @property
     def spec(self) -> Spec:
@@ -84,107 +102,183 @@ class KernelCase:
         return Spec(self.dtype, stored, self.scale_dtype, 1, 0, self.quant_bit, self.quant_group, cache_layout=1)
 
     @property
+    def shape(self) -> tuple[int, int, int, int]:
+        width = max(self.head_dim, self.values)
+        return threadgroup_shape(self.ratio * self.new_tokens, self.pairs or 0, self.backend, width)
+
+    @property
     def step(self) -> int:
-        """Tokens that a threadgroup reads between two updates of the maximum."""
-        _, _, simdgroups, queries = threadgroup_shape(self.ratio * self.new_tokens, self.pairs or 0, self.backend)
-        lanes = 8 if self.head_dim == 64 else 32 if self.head_dim == 256 else 16
-        return simdgroups * (32 // lanes) * (2 if queries > 4 else 4)
+        """Rows that a threadgroup reads between two updates of the maximum."""
+        _, _, simdgroups, queries = self.shape
+        chunks = max(self.head_dim, self.values) // 8
+        lanes = next(lanes for lanes in (8, 16, 32) if chunks <= lanes or lanes == 32)
+        bits = self.quant_bit or {"float32": 32}.get(self.cache_dtype, 16)
+        words = -(-self.head_dim // 8 // lanes) * bits // 4
+        unroll = 1 if words > 8 else 2 if words > 4 or queries > 4 else 4
+        return simdgroups * (32 // lanes) * unroll
+
+    def row(self, b: int, position: int) -> int:
+        """The row of a position of sequence b; below 0: there is none."""
+        if self.layout == "pages":
+            return position - self.firsts[b]
+        if position < self.keep or self.num_keys <= self.max_tokens:
+            return position
+        return self.keep + (position - self.keep) % (self.max_tokens - self.keep)
+
+    def positions(self, b: int) -> dict[int, int]:
+        """The position that each row of sequence b holds, once all tokens are written."""
+        rows = {self.row(b, position): position for position in range(self.ends[b])}
+        return {row: position for row, position in rows.items() if row >= 0}
+
+    def readable(self, b: int) -> list[int]:
+        """The rows of sequence b that may be read: without a window all it has."""
+        rows = self.positions(b)
+        if self.window is None or self.keep or self.ends[b] - self.firsts[b] > self.max_tokens:
+            return list(rows)
+        return [row for row, position in rows.items() if position > self.offsets[b] - self.window]
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A case's arrays in NumPy. Positions past a sequence's own tokens are poison in cache and scale.
-
-    So are positions of rotation and columns of mask past the longest sequence's.
-    """
+    """A case's arrays in NumPy. Rows that hold nothing are poison, in cache and scale, rotation and mask."""
 
     query: Array  # (B, H, S, D)
-    cache: Array  # (1, B, 2, K, MaxS, D')
-    scale: Array | None  # (1, B, 2, K, MaxS, D/G)
+    key: Array  # (B, T, K, D), as they are stored, in float32
+    value: Array  # (B, T, K, Dv)
+    cache: Array  # (1, B, 2, K, MaxS, D'), or a pool's (2, K, rows, D')
+    scale: Array | None
+    pages: Array | None  # (B, N)
     mask: Array | None
+    sinks: Array | None
     key_bias: Array  # (K, 2, P)
     pairs: tuple[int, ...]
-    rotation: Array  # (2, P, MaxS)
-    value_bias: Array  # (K, D)
+    angle: Array  # (P,), of one position to the next
+    rotation: Array  # (2, P, MaxS), or (B, 2, P, MaxS)
+    value_bias: Array  # (K, Dv)
 
 
 def draw(case: KernelCase) -> Drawn:
     rng = np.random.default_rng(case.seed)
-    spec, (B, K, D) = case.spec, (case.batch, case.num_kv_heads, case.head_dim)
-    shape = (B, case.num_keys, K, D)
-    key, value = (oracle.cast(rng.standard_normal(shape), "float32") for _ in range(2))
-    width = D // 2 if case.quant_bit == 4 else D
-    cache = poisoned((1, B, 2, K, case.max_tokens, width), spec.cache_dtype)
-    scale = poisoned((1, B, 2, K, case.max_tokens, D // case.quant_group), spec.scale_dtype) if case.quant_bit else None
-    stored = oracle.store(key, value, 0, cache, scale, spec._replace(dtype="float32"))
-    for b, end in enumerate(case.ends):
-        for array, poison in zip(stored, (cache, scale), strict=True):
-            if array is not None and poison is not None:
-                array[0, b, :, :, end:] = poison[0, b, :, :, end:]
-    cache, scale = stored
-    pairs = tuple(sorted(rng.permutation(D // 2)[: case.pairs or 0].tolist()))
-    angle = 10.0 ** rng.uniform(-3, 0, len(pairs))[:, None] * np.arange(case.max_tokens)
-    rotation = np.stack([np.cos(angle), np.sin(angle)]).astype(np.float32)
-    rotation[..., case.num_keys :] = np.nan
+    spec, (B, K, T) = case.spec._replace(dtype="float32"), (case.batch, case.num_kv_heads, case.num_keys)
+    exact = spec._replace(scale_dtype="float32")
+    stored, scales, floats = [], [], []
+    for width in (case.head_dim, case.values):
+        x = oracle.cast(rng.standard_normal((B, T, K, width)), "float32")
+        if case.quant_bit:
+            values, scale = oracle.quantize(x, spec)
+            scales.append(scale)
+            floats.append(oracle.dequantize(values, scale.astype(np.float32), exact))
+        else:
+            values = oracle.cast(x, case.cache_dtype)
+            floats.append(values.astype(np.float32))
+        stored.append(values)
+    pages = None
+    if case.layout == "pages":
+        counts = [-(-(end - first) // PAGE_SIZE) for end, first in zip(case.ends, case.firsts, strict=True)]
+        numbers = rng.permutation(sum(counts) + 2).tolist()
+        pages = np.full((B, max(counts) + 1), 1_000_000, np.int32)  # read, it would be far outside
+        for b, own in enumerate(counts):
+            pages[b, :own], numbers = numbers[:own], numbers[own:]
+    pairs = tuple(sorted(rng.permutation(case.head_dim // 2)[: case.pairs or 0].tolist()))
+    angle = 10.0 ** rng.uniform(-3, 0, len(pairs))
     return Drawn(
-        query=oracle.cast(rng.standard_normal((B, case.num_heads, case.new_tokens, D)), case.dtype),
-        cache=cache,
-        scale=scale,
+        query=oracle.cast(rng.standard_normal((B, case.num_heads, case.new_tokens, case.head_dim)), case.dtype),
+        key=floats[0],
+        value=floats[1],
+        cache=place(case, stored, spec.cache_dtype, pages),
+        scale=place(case, scales, spec.scale_dtype, pages) if case.quant_bit else None,
+        pages=pages,
         mask=draw_mask(case, rng),
+        sinks=rng.standard_normal(case.num_heads).astype(np.float32) if case.sinks else None,
         key_bias=rng.standard_normal((K, 2, len(pairs))).astype(np.float32) * 3,
         pairs=pairs,
-        rotation=rotation,
-        value_bias=rng.standard_normal((K, D)).astype(np.float32),
+        angle=angle,
+        rotation=rotations(case, angle),
+        value_bias=rng.standard_normal((K, case.values)).astype(np.float32),
     )
 
 
+def place(case: KernelCase, sides: Sequence[Array], dtype: str, pages: Array | None) -> Array:
+    """Stored keys and values (B, T, K, last) of every position in the rows where the kernel finds them."""
+    beside = case.head_dim != case.values
+    parts = [np.concatenate(sides, axis=-1)] if beside else list(sides)
+    heads, last = parts[0].shape[2:]
+    rows = case.max_tokens if pages is None else (case.batch * (-(-case.num_keys // PAGE_SIZE)) + 2) * PAGE_SIZE
+    shape = (len(parts), heads, rows, last)
+    array = poisoned((case.batch, *shape) if pages is None else shape, dtype)
+    for b in range(case.batch):
+        for row, position in case.positions(b).items():
+            own = array[b] if pages is None else array
+            at = row if pages is None else pages[b, row // PAGE_SIZE] * PAGE_SIZE + row % PAGE_SIZE
+            for side, part in enumerate(parts):
+                own[side, :, at] = part[b, position]
+    return array[None] if pages is None else array
+
+
+def rotations(case: KernelCase, angle: Array) -> Array:
+    """By row, with pages by position; of each sequence where their rows hold other positions."""
+    table = np.full((case.batch, 2, len(angle), max(case.max_tokens, case.num_keys)), np.nan, np.float32)
+    for b in range(case.batch):
+        for row, position in case.positions(b).items():
+            column = position if case.layout == "pages" else row
+            table[b, :, :, column] = np.cos(angle * position), np.sin(angle * position)
+    return table if case.num_keys > case.max_tokens else table[0]
+
+
 def draw_mask(case: KernelCase, rng: np.random.Generator) -> Array | None:
-    """Most queries keep most keys, some keep none. Columns past the keys must not be read."""
+    """Most queries keep most keys, some keep none. Columns past the rows must not be read."""
     if case.mask == "none":
         return None
     batch = int(rng.choice([1, case.batch]))
-    shape = (batch, case.num_heads, case.new_tokens, case.num_keys + int(rng.integers(3)))[-case.mask_rank :]
+    rows = max(len(case.positions(b)) for b in range(case.batch))
+    shape = (batch, case.num_heads, case.new_tokens, rows + int(rng.integers(3)))[-case.mask_rank :]
     keep = rng.random(shape) > 0.3
     keep[rng.random(shape[:-1]) < 0.15] = False
     if case.mask == "bool":
         return keep
     added = np.where(keep, rng.standard_normal(shape) + case.mask_shift, -np.inf).astype(np.float32)
-    added[..., case.num_keys :] = np.nan
+    added[..., rows:] = np.nan
     return added
 
 
 def expected(case: KernelCase, drawn: Drawn) -> Array:
-    """(B, H, S, D) in float64. The kernel multiplies by scales in float32 and rounds no key or value to the dtype."""
-    exact = case.spec._replace(dtype="float32", scale_dtype="float32")
-    scale = None if drawn.scale is None else drawn.scale.astype(np.float32)
-    key, value = (
-        x.astype(np.float64) for x in oracle.fetch(case.batch, case.num_keys, drawn.cache, scale, exact)
-    )  # (B, T, K, D)
+    """(B, H, S, Dv) in float64. The kernel multiplies by scales in float32 and rounds no key or value to the dtype."""
+    key, value = drawn.key.astype(np.float64), drawn.value.astype(np.float64)
     if case.pairs is not None:
+        turn = np.arange(case.num_keys)[:, None, None] * drawn.angle  # (T, 1, P)
+        cosine, sine = (f(turn).astype(np.float32).astype(np.float64) for f in (np.cos, np.sin))
         first = list(drawn.pairs)
         second = [p + case.head_dim // 2 for p in drawn.pairs]
-        cosine, sine = drawn.rotation[..., : case.num_keys].astype(np.float64).swapaxes(1, 2)[:, :, None]  # (T, 1, P)
         b1, b2 = drawn.key_bias.astype(np.float64).swapaxes(0, 1)  # (K, P)
         key[..., first] += b1 * cosine - b2 * sine
         key[..., second] += b1 * sine + b2 * cosine
         value += drawn.value_bias
-    outputs = [
-        oracle.attend(
-            drawn.query[b : b + 1].swapaxes(1, 2),
-            key[b : b + 1, :end],
-            value[b : b + 1, :end],
-            is_causal=case.is_causal,
-            is_alibi=case.is_alibi,
-            attn_mask=mask_of(drawn.mask, b),
-        )
-        for b, end in enumerate(case.ends)
-    ]
-    return np.concatenate(outputs).swapaxes(1, 2)  # (B, S, H, D) -> (B, H, S, D)
-
-
-def mask_of(mask: Array | None, b: int) -> Array | None:
-    """The mask of one sequence."""
-    return mask[b : b + 1] if mask is not None and mask.ndim == 4 and mask.shape[0] > 1 else mask
+    slopes = oracle.alibi_slopes(case.num_heads)
+    scale = case.head_dim**-0.5 if case.score_scale is None else case.score_scale
+    output = np.zeros((case.batch, case.num_heads, case.new_tokens, case.values))
+    for b, h, s in product(range(case.batch), range(case.num_heads), range(case.new_tokens)):
+        at = case.offsets[b] + s
+        rows = np.array(sorted(case.positions(b)))
+        position = np.array([case.positions(b)[row] for row in rows])
+        k, v = (x[b, position, h // case.ratio] for x in (key, value))
+        scores = k @ drawn.query[b, h, s].astype(np.float64) * scale
+        if case.softcap:
+            scores = case.softcap * np.tanh(scores / case.softcap)
+        if case.is_alibi:
+            scores = scores + slopes[h] * (position - at)
+        if drawn.mask is not None:
+            own = drawn.mask.reshape(*[1] * (4 - drawn.mask.ndim), *drawn.mask.shape)
+            own = own[b % own.shape[0], h % own.shape[1], s, rows]
+            scores = np.where(own, scores, -np.inf) if case.mask == "bool" else scores + own
+        if case.is_causal or case.is_alibi:
+            scores = np.where(position > at, -np.inf, scores)
+        if case.window is not None:
+            scores = np.where((position > at - case.window) | (position < case.keep), scores, -np.inf)
+        sink = -np.inf if drawn.sinks is None else float(drawn.sinks[h])
+        if (top := max(scores.max(), sink)) > -np.inf:
+            weights = np.exp(scores - top)
+            output[b, h, s] = weights @ v / (weights.sum() + np.exp(sink - top))
+    return output
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -198,7 +292,7 @@ def kernels_on_host(
 ) -> Iterator[None]:
     """In this context launches are host runs of Metal's text, in these thread orders.
 
-    forbidden: for an input of the first pass, where it must not be read. Of the second, outputs of empty splits are.
+    forbidden: for an input of the first pass, where it must not be read. The second finds poison in empty splits.
     texts: a file's text in place of its own, by name.
     """
 
@@ -207,8 +301,6 @@ def kernels_on_host(
 
         def run(*, inputs: list[mx.array], **launch: Any) -> list[mx.array]:
             unreadable = dict(forbidden or {}) if name == "attend" else {}
-            if name == "combine":
-                unreadable["partial"] = (np.array(inputs[1]) == 0)[..., None]
             return on_host(make, orders=orders, unreadable=unreadable)(inputs=inputs, **launch)
 
         return run
@@ -227,21 +319,10 @@ def run(
     orders: Sequence[int] = (FORWARD, REVERSE),
 ) -> mx.array:
     """The kernel's output. Raises a HostError where it does what it must not."""
-    dead = np.arange(case.max_tokens) >= np.array(case.ends).reshape(-1, 1, 1, 1)  # (B, 1, 1, MaxS)
-    forbidden = {"cache": dead[..., None]}
-    if case.quant_bit:
-        forbidden["scale"] = dead[..., None]
-    if drawn.pairs:
-        forbidden["rotation"] = np.arange(case.max_tokens) >= case.num_keys
-    if drawn.mask is not None:
-        own = drawn.mask.ndim == 4 and drawn.mask.shape[0] > 1
-        ends = np.array(case.ends).reshape(-1, 1, 1, 1) if own else case.num_keys
-        forbidden["mask"] = np.arange(drawn.mask.shape[-1]) >= ends
     spec, split = case.spec, None
     if case.pairs is not None:
         split = BiasSplit(mx.array(drawn.key_bias), drawn.pairs, mx.array(drawn.rotation), mx.array(drawn.value_bias))
-    with kernels_on_host(forbidden, texts, orders), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attend_module, "MIN_SPLIT_TOKENS", case.min_split_tokens)
+    with kernels_on_host(forbidden(case, drawn), texts, orders), pytest.MonkeyPatch.context() as patch:
         if case.splits is not None:
             patch.setattr(attend_module, "num_splits", lambda *_: case.splits)
         return attend_fused(
@@ -251,12 +332,45 @@ def run(
             mx.array(case.offsets) if case.shorter else mx.array(case.offset),
             quant_bit=case.quant_bit,
             quant_group=case.quant_group,
+            value_dim=case.value_dim or None,
             is_causal=case.is_causal,
             is_alibi=case.is_alibi,
             mask=None if drawn.mask is None else mx.array(drawn.mask),
+            window=case.window,
+            keep=case.keep,
+            sinks=None if drawn.sinks is None else mx.array(drawn.sinks),
+            softcap=case.softcap,
+            score_scale=case.score_scale,
+            pages=None if drawn.pages is None else mx.array(drawn.pages),
+            first=None if drawn.pages is None else mx.array(case.firsts, mx.int32),
+            rows=max(len(case.positions(b)) for b in range(case.batch)) if case.seed % 2 else None,
             bias_split=split,
             backend=case.backend,
         )
+
+
+def forbidden(case: KernelCase, drawn: Drawn) -> dict[str, Array]:
+    """Where inputs of the first pass must not be read: True."""
+    if drawn.pages is None:
+        dead = np.ones((case.batch, 1, 1, case.max_tokens), bool)
+        for b in range(case.batch):
+            dead[b, ..., case.readable(b)] = False
+    else:
+        dead = np.ones((1, 1, drawn.cache.shape[2]), bool)
+        for b in range(case.batch):
+            for row in case.readable(b):
+                dead[..., drawn.pages[b, row // PAGE_SIZE] * PAGE_SIZE + row % PAGE_SIZE] = False
+    found = {"cache": dead[..., None]}
+    if case.quant_bit:
+        found["scale"] = dead[..., None]
+    if drawn.pairs:
+        found["rotation"] = np.isnan(drawn.rotation)
+    if drawn.mask is not None:
+        own = drawn.mask.ndim == 4 and drawn.mask.shape[0] > 1
+        counts = [len(case.positions(b)) for b in range(case.batch)]
+        held = np.array(counts).reshape(-1, 1, 1, 1) if own else max(counts)
+        found["mask"] = np.arange(drawn.mask.shape[-1]) >= held
+    return found
 
 
 def check(case: KernelCase, texts: Mapping[str, str] | None = None, orders: Sequence[int] = (FORWARD, REVERSE)) -> None:
@@ -269,7 +383,7 @@ def check(case: KernelCase, texts: Mapping[str, str] | None = None, orders: Sequ
 
 # What a compiled instance depends on. Every two values of two options meet in one of the instances.
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "head_dim": HEAD_DIMS,
+    "widths": tuple(WIDTHS),
     "format": tuple(FORMATS),
     "dtype": FLOATS,
     "cache_dtype": FLOATS,
@@ -280,6 +394,10 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "is_alibi": (False, True),
     "mask": ("none", "bool", "float"),
     "pairs": (None, 0, 1, 9, 32),
+    "place": ("rows", "pages", "window", "window in pages", "ring", "ring that keeps"),
+    "sinks": (False, True),
+    "softcap": (0.0, 5.0),
+    "score_scale": (None, 0.3),
     "backend": ("metal", "cuda"),
     "splits": (1, 2, 4),
 }
@@ -291,8 +409,9 @@ def instances(seed: int = 6) -> list[KernelCase]:
     names = list(OPTIONS)
 
     def fits(values: Mapping[str, Any]) -> bool:
-        group = values.get("format", (0, 0))[1]
-        return not group or values.get("head_dim", 128) % group == 0
+        group, widths = values.get("format", (0, 0))[1], values.get("widths", (128, 128))
+        causal = values.get("is_causal", True) or values.get("place", "rows") in ("rows", "pages")
+        return causal and (not group or not any(width % group for width in widths))
 
     def pairs_of(values: Mapping[str, Any]) -> set[tuple[str, Any, str, Any]]:
         return {(a, values[a], b, values[b]) for a, b in combinations(names, 2)}
@@ -315,8 +434,12 @@ def instances(seed: int = 6) -> list[KernelCase]:
         chosen.append(best)
     cases = []
     for number, values in enumerate(chosen):
-        bits, group = values.pop("format")
-        cases.append(KernelCase(seed=number, quant_bit=bits, quant_group=group, **values))
+        (bits, group), (head_dim, value_dim) = values.pop("format"), values.pop("widths")
+        where, width = values.pop("place"), value_dim if value_dim != head_dim else 0
+        own: dict[str, Any] = {"quant_bit": bits, "quant_group": group, "head_dim": head_dim, "value_dim": width}
+        own |= {"layout": "pages" if "pages" in where else "rows", "keep": 3 if "keeps" in where else 0}
+        own |= {"window": 20 if where not in ("rows", "pages") else None}
+        cases.append(KernelCase(seed=number, max_tokens=0 if "ring" in where else 1, **own, **values))
     return cases
 
 
@@ -326,27 +449,29 @@ def runs(case: KernelCase) -> list[KernelCase]:
     Sequences are of one length in one of them, of several in the others.
     """
     rng = np.random.default_rng(case.seed)
-    splits, least = case.splits or 1, case.min_split_tokens
-    edges = {least, 2 * least, splits * least, case.step, splits * case.step}
+    is_ring, splits = not case.max_tokens, case.splits or 1
+    ring = case.keep + (case.window or 0) + case.new_tokens + int(rng.integers(4))
+    edges = {SPLIT_ROWS, 2 * SPLIT_ROWS, splits * SPLIT_ROWS, case.step} | ({ring, 2 * ring} if is_ring else set())
     num_keys = {edge + beside for edge in edges for beside in (-1, 0, 1)}
     offsets = sorted(n - case.new_tokens for n in num_keys if n >= case.new_tokens)
     cases = []
     for offset in (case.seed % 2, *(int(x) for x in rng.choice(offsets, 2, replace=False))):
         batch, num_kv_heads = int(rng.choice([1, 2, 4])), int(rng.choice([1, 2, 3]))
-        tokens = max(offset + case.new_tokens, 12 * splits)  # an empty split takes time too
-        work = case.head_dim * case.ratio * case.new_tokens * tokens
+        work = max(case.head_dim, case.values) * case.ratio * case.new_tokens
+        if work * offset > 4 * MOST_WORK:
+            offset = 4 * MOST_WORK // work
+        work *= offset + case.new_tokens
         if batch * num_kv_heads * work > MOST_WORK:  # a host runs a thread at a time
-            batch, num_kv_heads = (
-                max(1, MOST_WORK // work // num_kv_heads),
-                min(num_kv_heads, max(1, MOST_WORK // work)),
-            )
+            batch = max(1, MOST_WORK // work // num_kv_heads)
+            num_kv_heads = min(num_kv_heads, max(1, MOST_WORK // work))
+        tokens = offset + case.new_tokens
         cases.append(
             replace(
                 case,
                 seed=1000 * case.seed + offset,
                 offset=offset,
                 shorter=0 if len(cases) % 2 else offset // 2 + 1,
-                max_tokens=offset + case.new_tokens + int(rng.choice([0, 1, 6])),
+                max_tokens=min(tokens, ring) if is_ring else tokens + int(rng.choice([0, 1, 6])),
                 batch=batch,
                 num_kv_heads=num_kv_heads,
                 mask_rank=int(rng.integers(2, 5)),

@@ -1,5 +1,7 @@
 """The fused kernel, called with the options of the unfused operator. Unchecked."""
 
+from typing import Any
+
 import mlx.core as mx
 
 from kvant.operators.bias_split import BiasSplit
@@ -16,11 +18,10 @@ def attend_fused(
     *,
     quant_bit: int,
     quant_group: int,
-    is_causal: bool = True,
     is_alibi: bool = False,
-    mask: mx.array | None = None,
     bias_split: BiasSplit | None = None,
     backend: Backend,
+    **options: Any,
 ) -> mx.array:
     """:func:`kvant.operators.kernels.attend.attend` with ALiBi and the bias split as the other functions take them."""
     split = bias_split
@@ -31,12 +32,11 @@ def attend_fused(
         offset,
         quant_bit=quant_bit,
         quant_group=quant_group,
-        is_causal=is_causal,
         slopes=tuple(alibi_slopes(query.shape[1])) if is_alibi else (),
-        mask=mask,
         key_bias=None if split is None else split.key_bias,
         pairs=() if split is None else split.pairs,
         rotation=None if split is None else split.rotation,
         value_bias=None if split is None else split.value_bias,
         backend=backend,
+        **options,
     )

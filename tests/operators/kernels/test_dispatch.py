@@ -93,7 +93,7 @@ def test_fused_without_a_gpu_is_an_error(pocket: tuple[Decoder, Any], monkeypatc
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"head_dim": 80, "quant_group": 16}, "head_dim 80"),
+        ({"head_dim": 72, "quant_group": 8}, "head_dim 72"),
         ({"head_dim": 64, "quant_group": 4}, "groups of 4"),
     ],
 )

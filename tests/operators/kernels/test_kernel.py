@@ -14,9 +14,10 @@ from support.metal_host import host_pytest_skip
 from support.operator_cases import OUTPUT_TOLERANCE
 
 from kvant.operators.kernels.attend import (
-    BIAS_WEIGHT_BYTES,
+    BIAS_WEIGHTS,
     HEAD_DIMS,
     QUERIES,
+    SPLIT_ROWS,
     num_splits,
     threadgroup_shape,
     unsupported_reason,
@@ -37,33 +38,37 @@ def test_attention_is_the_oracle_s(instance: KernelCase) -> None:
 
 
 def test_the_cases_cover_what_they_say() -> None:
-    """Not only each value: empty splits, splits of one token or several steps, several query groups, uneven tiles."""
+    """Not only each value: splits of one row or several steps, several query groups, uneven tiles, rings that wrap."""
     cases = [case for instance in INSTANCES for case in runs(instance)]
     for name, values in OPTIONS.items():
-        if name != "format":
+        if name not in ("format", "widths", "place"):
             assert {getattr(case, name) for case in cases} == set(values), name
     assert {(case.quant_bit, case.quant_group) for case in cases} == set(OPTIONS["format"])
+    assert {(case.head_dim, case.values) for case in cases} == set(OPTIONS["widths"])
     assert {case.batch for case in cases} >= {1, 2, 4}
     assert {case.num_kv_heads for case in cases} == {1, 2, 3}
     assert {case.offset for case in cases} >= {0, 1}
-    assert {len(set(case.offsets)) for case in cases} == {1, 2, 3}  # lengths in a batch
-    shapes = {case: threadgroup_shape(case.ratio * case.new_tokens, case.pairs or 0, case.backend) for case in cases}
+    assert {len(set(case.offsets)) for case in cases} >= {1, 2, 3}  # lengths in a batch
+    shapes = {case: case.shape for case in cases}
     assert {query_groups for _, query_groups, _, _ in shapes.values()} >= {1, 2, 3, 4, 8}
+    assert {queries for *_, queries in shapes.values()} == {1, 2, 4, 8}
     assert any(query_tiles > 1 for query_tiles, _, _, _ in shapes.values())
     assert any(np.prod([*shapes[c]]) // shapes[c][2] > c.ratio * c.new_tokens for c in cases), (
         "no tile with fewer queries"
     )
-    share = {case: max(-(-case.num_keys // case.splits), case.min_split_tokens) for case in cases}
-    assert any(case.num_keys % share[case] == 1 and case.splits > 1 for case in cases), "no split of one token"
-    assert any(share[case] * (case.splits - 1) >= case.num_keys for case in cases), "no empty split"
-    assert any(share[case] > 2 * case.step for case in cases), "no split of several steps"
+    plain = [case for case in cases if case.window is None]
+    assert any(case.num_keys % SPLIT_ROWS == 1 and case.num_keys > SPLIT_ROWS for case in plain), "no split of one row"
+    assert any(case.num_keys > 2 * SPLIT_ROWS * case.splits for case in plain), "no split of several steps"
+    assert any(2 * case.step < SPLIT_ROWS and case.num_keys >= SPLIT_ROWS for case in plain), "no split of many steps"
+    rings = [case for case in cases if case.window is not None and case.num_keys > case.max_tokens]
+    assert {bool(case.keep) for case in rings if case.layout == "rows"} == {True, False}
+    assert any(case.firsts[0] > 0 for case in cases), "no page that left the window"
 
 
 @pytest.mark.parametrize("num_keys", [1, 255, 256, 257, 1030])
 def test_the_module_s_own_splits(num_keys: int) -> None:
-    """Without stand-ins: four splits of at least 64 tokens, of a cache of 1,031 that fills."""
-    assert num_splits(1031, 1) == 4
-    check(KernelCase(offset=num_keys - 1, max_tokens=1031, num_kv_heads=1, ratio=1, splits=None, min_split_tokens=64))
+    """Without stand-ins: up to 17 splits of 64 rows, of a cache of 1,031 that fills."""
+    check(KernelCase(offset=num_keys - 1, max_tokens=1031, num_kv_heads=1, ratio=1, splits=None))
 
 
 @pytest.mark.parametrize("backend", QUERIES)
@@ -74,27 +79,26 @@ def test_a_cache_of_one_token(backend: str) -> None:
 @pytest.mark.parametrize("backend", QUERIES)
 def test_any_number_of_query_heads(backend: str) -> None:
     """71 queries of one kv head, as Falcon has them: more than a threadgroup takes."""
-    query_tiles, query_groups, _, queries = threadgroup_shape(71, 20, backend)
+    query_tiles, query_groups, _, queries = threadgroup_shape(71, 20, backend, 64)
     assert query_tiles > 1
     assert query_tiles * query_groups * queries > 71
     check(KernelCase(ratio=71, num_kv_heads=1, pairs=20, backend=backend, mask="float"))
 
 
 def test_a_threadgroup_fits_metal() -> None:
-    """All queries have a place; at most 256 threads; at most 32 KiB of staged tokens, bias weights and partial sums."""
+    """All queries have a place; at most 256 threads; at most 32 KiB of bias weights and partial sums."""
     for queries, D, backend in product(range(1, 130), HEAD_DIMS, QUERIES):
         for pairs in (0, 1, 13, D // 4, 3 * D // 8, D // 2):
-            query_tiles, query_groups, simdgroups, each = threadgroup_shape(queries, pairs, backend)
+            query_tiles, query_groups, simdgroups, each = threadgroup_shape(queries, pairs, backend, D)
             assert query_tiles * query_groups * each >= queries
             assert (query_tiles - 1) * query_groups * each < queries
             assert each <= QUERIES[backend]
+            assert each.bit_count() == 1
             assert 32 * query_groups * simdgroups <= 256
-            lanes = {64: 8, 96: 16, 128: 16, 256: 32}[D]
-            step = simdgroups * 32 // lanes * (2 if each > 4 else 4)
-            stage = 2 * step * D if query_groups > 1 else 0
-            bias_weights = query_groups * each * 2 * pairs
-            assert 4 * (max(stage, simdgroups * query_groups * (D + 2)) + bias_weights) <= 32 * 1024
-            assert pairs == 0 or 4 * 2 * pairs * (query_groups * each - query_groups) <= BIAS_WEIGHT_BYTES
+            sharers = 2 if each * D > 1024 else 4
+            assert simdgroups == 1 or query_groups * simdgroups <= sharers
+            assert query_groups * each * 2 * pairs <= BIAS_WEIGHTS
+            assert 4 * (sharers * each * (D + 2) + (BIAS_WEIGHTS if pairs else 0)) <= 32 * 1024
 
 
 def test_a_nan_is_not_hidden() -> None:
@@ -140,11 +144,17 @@ def test_the_offset_is_read_by_the_kernel() -> None:
 @pytest.mark.parametrize(
     ("shape", "options", "reason"),
     [
-        ((1, 8, 1, 80), {"quant_bit": 8, "quant_group": 16}, "head_dim 80; it takes 64, 96, 128, 256"),
+        ((1, 8, 1, 72), {"quant_bit": 8, "quant_group": 8}, "head_dim 72; it takes 64, 80, 96, 128, 192, 256, 512"),
+        (
+            (1, 8, 1, 64),
+            {"quant_bit": 8, "quant_group": 8, "value_dim": 72},
+            "values of 72; it takes 64, 80, 96, 128, 192, 256, 512",
+        ),
         ((1, 8, 9, 64), {"quant_bit": 8, "quant_group": 16}, "9 new tokens; it takes up to 8"),
         ((1, 8, 1, 64), {"quant_bit": 4, "quant_group": 64 // 16}, "groups of 4; it takes 8, 16, 32, 64, 128"),
         ((1, 8, 1, 64), {"quant_bit": 0, "quant_group": 4}, None),
         ((1, 1000, 8, 256), {"quant_bit": 8, "quant_group": 128}, None),
+        ((1, 8, 8, 192), {"quant_bit": 4, "quant_group": 64, "value_dim": 128}, None),
     ],
 )
 def test_what_is_refused(shape: tuple[int, ...], options: dict[str, int], reason: str | None) -> None:
@@ -152,18 +162,27 @@ def test_what_is_refused(shape: tuple[int, ...], options: dict[str, int], reason
 
 
 def test_splits() -> None:
-    """A power of two, by the cache's size alone: 256 tokens or more each, where the cache is full."""
-    sizes = {
-        (1, 8): 1,
-        (511, 8): 1,
-        (512, 8): 2,
-        (4096, 8): 16,
-        (32768, 8): 64,
-        (131072, 8): 128,
-        (131072, 64): 64,
-        (131072, 5000): 1,
+    """About 1,024 threadgroups, by the number of heads alone."""
+    assert {heads: num_splits(heads) for heads in (1, 2, 3, 8, 64, 5000)} == {
+        1: 1024,
+        2: 512,
+        3: 341,
+        8: 128,
+        64: 16,
+        5000: 1,
     }
-    assert {(tokens, heads): num_splits(tokens, heads) for tokens, heads in sizes} == sizes
+
+
+def test_a_sequence_s_numbers_do_not_depend_on_the_others() -> None:
+    """Bitwise: alone, and beside a sequence that is longer."""
+    case = KernelCase(batch=2, offset=300, shorter=200, max_tokens=400, ratio=2, layout="pages", pairs=3, sinks=True)
+    drawn = draw(case)
+    assert drawn.pages is not None
+    both = run(case, drawn)
+    for b in range(2):
+        own = replace(drawn, query=drawn.query[b : b + 1], pages=drawn.pages[b : b + 1])
+        own_case = replace(case, batch=1, offset=case.offsets[b], shorter=0)
+        assert mx.array_equal(run(own_case, own)[0], both[b]).item()
 
 
 def test_inputs_are_left_alone() -> None:

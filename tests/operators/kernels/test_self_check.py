@@ -105,7 +105,7 @@ def test_random_cases_are_taken_and_vary() -> None:
         assert 0 <= min(case.offsets) <= case.offset <= case.max_seq_len - case.S
     assert any(len(set(case.offsets)) > 1 for case in cases)
     assert any(len(set(case.offsets)) > 1 for case in self_check.SELF_CHECK)
-    for field, count in {"D": 4, "quant_bit": 3, "dtype": 3, "is_alibi": 2, "K": 4, "quant_group": 5}.items():
+    for field, count in {"D": 7, "quant_bit": 3, "dtype": 3, "is_alibi": 2, "K": 4, "quant_group": 5}.items():
         assert len({getattr(case, field) for case in cases}) == count
 
 

@@ -1,287 +1,406 @@
-// Attention of a few new tokens to a cache, first pass. A threadgroup takes one kv head and one split of its tokens.
-// A kv head with more queries than a threadgroup holds takes QUERY_TILES threadgroups for each split.
+// Attention of a few new tokens to a cache, first pass. A threadgroup takes one kv head and one split of its rows.
+// A kv head with more queries than a threadgroup holds takes several threadgroups for each split: tiles.
 //
 // Inputs:
-//   query (B, H, NEW_TOKENS, DIM) T
-//   cache (1, B, 2, K, MaxS, stored); it holds the new tokens already
-//   scale (1, B, 2, K, MaxS, DIM / GROUP); any array where BITS is 0
-//   offset (B,) int: tokens before the new ones
-//   mask (1 or B, 1 or H, NEW_TOKENS, columns) float, where MASK
-//   key_bias (K, 2, PAIRS) float, pairs (PAIRS,) int, rotation (2, PAIRS, positions) float, where PAIRS > 0
+//   query (B, H, S, DIM) T
+//   cache (1, B, 2, K, rows, stored), or of a pool (2, K, rows, stored); it holds the new tokens already. Keys and values
+//     of different widths lie side by side: 1 in place of 2
+//   scale: the same, with (DIM / GROUP) in place of stored; any array where BITS is 0
+//   offset (1 or B,) int: tokens before the new ones
+//   pages (B, pages), first (B,) int: where PAGE is not 0, a sequence's pages, and the position of its first row
+//   settings (6,) int: see rows.h. KVANT_SHARING is the number of simdgroups that share the rows of the same queries
+//   numbers (2,) float: the scores' scale, and the cap of SOFTCAP
+//   mask (1 or B, 1 or H, S, columns) float, where MASK; a column is a row of the sequence
+//   key_bias (K, 2, pairs) float, pairs (pairs,) int, rotation (1 or B, 2, pairs, columns) float, where BIAS,
+//     which is the number of floats that a threadgroup has for it
 //   slopes (H,) float, where ALIBI
 // Outputs, float:
-//   partial (B, H, NEW_TOKENS, SPLITS, DIM): the sum of the values times exp(score - max_score)
-//   sums, max_scores (B, H, NEW_TOKENS, SPLITS): the sum of exp(score - max_score), and max_score
+//   partial (B, H, S, splits, VALUE_DIM): the sum of the values times exp(score - max_score); element e of all chunks
+//     together
+//   sums, max_scores (B, H, S, splits): the sum of exp(score - max_score), and max_score
+// Splits without rows are not written.
 //
-// A simdgroup holds QUERIES queries and their outputs in its registers. It reads LANE_GROUPS tokens at a time; a lane
-// group is LANES lanes that share a token. SIMDGROUPS simdgroups share the tokens of the same queries: a query group.
-// A threadgroup has QUERY_GROUPS query groups. With more than one, tokens are turned to float once, in threadgroup
-// memory.
+// A simdgroup holds QUERIES queries and their outputs in its registers, a power of two: a query group. It reads
+// LANE_GROUPS rows at a time, and loads UNROLL times as many before it uses the first. A lane group is LANES lanes that
+// share a row. Of the UNROLL * QUERIES scores of its rows, number query * UNROLL + row, each lane adds up and turns into
+// weights OWN, as many as REPEAT lanes at once where there are fewer scores than lanes.
 
-constexpr int HEAD_QUERIES = HEADS * NEW_TOKENS;  // queries of a kv head
-constexpr int TILE_QUERIES = QUERY_GROUPS * QUERIES;  // of a threadgroup; the last tile may have fewer
-constexpr int LANES = DIM <= 64 ? 8 : (DIM <= 128 ? 16 : 32);  // with 96 elements four of 16 are idle
+using Stored = Eight<BITS, C>;
+constexpr int KEY_CHUNKS = DIM / KVANT_WIDTH;
+constexpr int VALUE_CHUNKS = VALUE_DIM / KVANT_WIDTH;
+constexpr int CHUNKS = KEY_CHUNKS > VALUE_CHUNKS ? KEY_CHUNKS : VALUE_CHUNKS;
+constexpr int LANES = CHUNKS <= 8 ? 8 : (CHUNKS <= 16 ? 16 : 32);  // with 96 elements four of 16 are idle
 constexpr int LANE_GROUPS = 32 / LANES;
-constexpr int STEP = SIMDGROUPS * LANE_GROUPS * UNROLL;  // tokens between two updates of the maximum
-constexpr int THREADS = 32 * SIMDGROUPS * QUERY_GROUPS;
-constexpr bool STAGED = QUERY_GROUPS > 1;
+constexpr int KEY_PARTS = (KEY_CHUNKS + LANES - 1) / LANES;  // chunks of a lane
+constexpr int VALUE_PARTS = (VALUE_CHUNKS + LANES - 1) / LANES;
+constexpr bool BESIDE = DIM != VALUE_DIM;  // keys and values are in the same rows
+constexpr int ROW = BESIDE ? DIM + VALUE_DIM : DIM;  // elements
 constexpr int ELEMENT_BITS = BITS ? BITS : 8 * int(sizeof(C));
-constexpr int STORED_WORDS = DIM * ELEMENT_BITS / 32;
-constexpr int CHUNKS = DIM / KVANT_WIDTH;
-constexpr int STAGE = STAGED ? 2 * STEP * DIM : 0;
-constexpr int GATHER = SIMDGROUPS > 1 ? SIMDGROUPS * QUERY_GROUPS * (DIM + 2) : 0;
-constexpr int SHARED = STAGE > GATHER ? STAGE : GATHER;
-constexpr int PAIRS_OR_ONE = PAIRS > 0 ? PAIRS : 1;  // a divisor
+constexpr int ROW_WORDS = ROW * ELEMENT_BITS / 32;
+constexpr int ROW_SCALES = ROW / GROUP;
+constexpr int LANE_WORDS = KEY_PARTS * KVANT_WIDTH * ELEMENT_BITS / 32;
+constexpr int UNROLL = LANE_WORDS > 8 ? 1 : (LANE_WORDS > 4 || QUERIES > 4 ? 2 : 4);
+constexpr int SCORES = QUERIES * UNROLL;
+constexpr int OWN = SCORES > LANES ? SCORES / LANES : 1;
+constexpr int REPEAT = LANES > SCORES ? LANES / SCORES : 1;
+constexpr int QUERY_LANES = LANES / QUERIES;  // that have scores of the same query
+constexpr int PAGE_OR_ONE = PAGE ? PAGE : 1;  // a divisor
+constexpr int GATHERED = VALUE_DIM + 2;  // of a query: its output, maximum and sum
 constexpr float LOWEST = -3.402823466e+38f;
 
-// Element e of all chunks is stored together, in both uses: the lanes of a simdgroup then read consecutive words.
-threadgroup float shared[SHARED > 0 ? SHARED : 1];
+// Of the simdgroups that share rows.
+constexpr int SHARERS = QUERIES * CHUNKS > 128 ? 2 : 4;
+threadgroup float gathered[SHARERS * QUERIES * GATHERED];
 // Factors of the cosines and sines of the split-off key bias.
-threadgroup float bias_weights[PAIRS > 0 ? TILE_QUERIES * 2 * PAIRS : 1];
+threadgroup float bias_weights[BIAS ? BIAS : 1];
 
-const uint thread_index = thread_index_in_threadgroup;
-const uint lane = thread_index_in_simdgroup;
-const uint simdgroup_index = simdgroup_index_in_threadgroup % SIMDGROUPS;
-const uint query_group = simdgroup_index_in_threadgroup / SIMDGROUPS;
-const uint lane_group = lane / LANES;
-const uint chunk = lane % LANES;
-const bool active = chunk < CHUNKS;
-const uint head = threadgroup_position_in_grid.x / QUERY_TILES;
-const int query_tile = int(threadgroup_position_in_grid.x % QUERY_TILES);
-const uint batch = threadgroup_position_in_grid.y;
-const uint split = threadgroup_position_in_grid.z;
-const uint heads = cache_shape[3];
-const uint max_tokens = cache_shape[4];
-const uint flat_head = batch * heads + head;
+const int sharing = settings[KVANT_SHARING];
+const int query_groups = int(simdgroups_per_threadgroup) / sharing;
+const int lane = int(thread_index_in_simdgroup);
+const int simdgroup_index = int(simdgroup_index_in_threadgroup);
+const int sharer = simdgroup_index % sharing;
+const int lane_group = lane / LANES;
+const int lane_chunk = lane % LANES;
+const int heads = cache_shape[PAGE ? 1 : 3];
+const int max_rows = cache_shape[PAGE ? 2 : 4];
+const int tiles = int(threadgroups_per_grid.x) / heads;
+const int head = int(threadgroup_position_in_grid.x) / tiles;
+const int tile = int(threadgroup_position_in_grid.x) % tiles;
+const int batch = int(threadgroup_position_in_grid.y);
+const int split = int(threadgroup_position_in_grid.z);
+const int splits = int(threadgroups_per_grid.z);
+const int new_tokens = query_shape[2];
+const int query_heads = query_shape[1] / heads;  // of a kv head
+const int head_queries = query_heads * new_tokens;
 
-const int start = offset[batch];
-const int tokens = start + NEW_TOKENS;
-const int split_tokens = max((tokens + SPLITS - 1) / SPLITS, MIN_SPLIT_TOKENS);
-const int first = int(split) * split_tokens;
-const int last = min(first + split_tokens, tokens);
-
-const size_t first_key = (size_t(batch) * 2 * heads + head) * max_tokens;
-const size_t first_value = first_key + size_t(heads) * max_tokens;
-const KVANT_DEVICE uint* words = reinterpret_cast<const KVANT_DEVICE uint*>(cache);
-const KVANT_DEVICE uint* keys = words + first_key * STORED_WORDS;
-const KVANT_DEVICE uint* values = words + first_value * STORED_WORDS;
-
-const float query_scale = 1.0f / sqrt(float(DIM));
-const KVANT_DEVICE T* queries = query + size_t(flat_head) * HEAD_QUERIES * DIM;
-float q[QUERIES][KVANT_WIDTH];
-float o[QUERIES][KVANT_WIDTH];
-float max_score[QUERIES];
-float sum[QUERIES];
-const int first_in_tile = int(query_group) * QUERIES;  // the first one's number in the threadgroup
-const int first_query = query_tile * TILE_QUERIES + first_in_tile;  // its number in the kv head
-for (int j = 0; j < QUERIES; j++) {
-    const int a = first_query + j;
-    for (int e = 0; e < KVANT_WIDTH; e++) {
-        const int element = a * DIM + int(chunk) * KVANT_WIDTH + e;
-        q[j][e] = active && a < HEAD_QUERIES ? query_scale * float(queries[element]) : 0.0f;
-        o[j][e] = 0.0f;
-    }
-    max_score[j] = LOWEST;
-    sum[j] = 0.0f;
+const int start = offset[batch % offset_shape[0]];
+const int first_position = PAGE ? first[batch] : 0;
+const int window = WINDOW ? settings[KVANT_WINDOW] : 0;
+const int keep = WINDOW ? settings[KVANT_KEEP] : 0;
+const KvantRows rows = KvantRows::of(
+    start, new_tokens, first_position, settings[KVANT_ROWS], window, keep, settings[KVANT_SPLITS]);
+const int begin = rows.begin + split * rows.split_rows;
+const int end = min(begin + rows.split_rows, rows.held);
+if (begin >= end) {
+    return;
 }
-if (PAIRS > 0) {
-    for (int i = int(thread_index);
-         i < TILE_QUERIES * PAIRS && query_tile * TILE_QUERIES + i / PAIRS_OR_ONE < HEAD_QUERIES; i += THREADS) {
-        const int own = i / PAIRS_OR_ONE;
-        const int p = i % PAIRS_OR_ONE;
-        const int pair = (query_tile * TILE_QUERIES + own) * DIM + pairs[p];
-        const float q1 = query_scale * float(queries[pair]);
-        const float q2 = query_scale * float(queries[pair + DIM / 2]);
-        const float b1 = key_bias[(head * 2) * PAIRS + p];
-        const float b2 = key_bias[(head * 2 + 1) * PAIRS + p];
-        bias_weights[own * 2 * PAIRS + p] = q1 * b1 + q2 * b2;
-        bias_weights[own * 2 * PAIRS + PAIRS + p] = q2 * b1 - q1 * b2;
+
+// Rows of a ring hold the positions up to the newest one's row in order, and older ones behind it.
+const int newest = start + new_tokens - 1;
+const int newest_row = WINDOW && !PAGE && newest >= max_rows ? keep + (newest - keep) % (max_rows - keep) : newest;
+
+const size_t first_key = (size_t(PAGE ? 0 : batch) * (BESIDE ? 1 : 2) * heads + head) * max_rows;
+const size_t first_value = BESIDE ? first_key : first_key + size_t(heads) * max_rows;
+const KVANT_DEVICE uint* words = reinterpret_cast<const KVANT_DEVICE uint*>(cache);
+const KVANT_DEVICE uint* keys = words + first_key * ROW_WORDS;
+const KVANT_DEVICE uint* values = words + first_value * ROW_WORDS;
+
+const float score_scale = numbers[0];
+const KVANT_DEVICE T* queries = query + (size_t(batch) * heads + head) * head_queries * DIM;
+const int first_in_tile = simdgroup_index / sharing * QUERIES;  // the first one's number in the threadgroup
+const int tile_queries = query_groups * QUERIES;
+const int first_query = tile * tile_queries + first_in_tile;  // its number in the kv head
+float q[QUERIES][KEY_PARTS][KVANT_WIDTH];
+float o[QUERIES][VALUE_PARTS][KVANT_WIDTH];
+KVANT_UNROLL
+for (int j = 0; j < QUERIES; j++) {
+    const int a = min(first_query + j, head_queries - 1);
+    KVANT_UNROLL
+    for (int part = 0; part < KEY_PARTS; part++) {
+        const int chunk = lane_chunk + part * LANES;
+        const int element = a * DIM + min(chunk, KEY_CHUNKS - 1) * KVANT_WIDTH;
+        const float factor = chunk < KEY_CHUNKS ? score_scale : 0.0f;
+        KVANT_UNROLL
+        for (int e = 0; e < KVANT_WIDTH; e++) {
+            q[j][part][e] = factor * kvant_factor<BITS>(e) * float(queries[element + e]);
+        }
+    }
+    KVANT_UNROLL
+    for (int part = 0; part < VALUE_PARTS; part++) {
+        KVANT_UNROLL
+        for (int e = 0; e < KVANT_WIDTH; e++) {
+            o[j][part][e] = 0.0f;
+        }
+    }
+}
+// The query whose scores this lane turns into weights.
+const int own_query = first_query + lane_chunk / QUERY_LANES;
+const bool exists = own_query < head_queries;
+const int new_token = own_query % new_tokens;
+const int query_head = head * query_heads + min(own_query, head_queries - 1) / new_tokens;
+const int query_position = start + new_token;
+const int last_seen = !exists ? -1 : (settings[KVANT_CAUSAL] ? query_position : newest);
+const int first_score = lane_chunk / REPEAT * OWN % UNROLL;  // its first row of a step
+float max_score = LOWEST;
+float sum = 0.0f;  // of its own rows
+const int num_pairs = BIAS ? pairs_shape[0] : 0;
+if (BIAS) {
+    const int threads = 32 * int(simdgroups_per_threadgroup);
+    for (int i = int(thread_index_in_threadgroup); i < tile_queries * num_pairs; i += threads) {
+        const int own = i / num_pairs;
+        const int p = i % num_pairs;
+        const int a = tile * tile_queries + own;
+        const int pair = min(a, head_queries - 1) * DIM + pairs[p];
+        const float q1 = score_scale * float(queries[pair]);
+        const float q2 = score_scale * float(queries[pair + DIM / 2]);
+        const float b1 = key_bias[head * 2 * num_pairs + p];
+        const float b2 = key_bias[(head * 2 + 1) * num_pairs + p];
+        bias_weights[own * 2 * num_pairs + p] = q1 * b1 + q2 * b2;
+        bias_weights[own * 2 * num_pairs + num_pairs + p] = q2 * b1 - q1 * b2;
     }
     KVANT_BARRIER;
 }
 
-for (int base = first; base < last; base += STEP) {
-    if (STAGED) {
-        KVANT_BARRIER;  // the last step's tokens have been used
-        for (int i = int(thread_index); i < 2 * STEP * CHUNKS; i += THREADS) {
-            const int is_value = i / (STEP * CHUNKS);
-            const int r = i / CHUNKS % STEP;
-            const int c = i % CHUNKS;
-            float x[KVANT_WIDTH];
-            for (int e = 0; e < KVANT_WIDTH; e++) {
-                x[e] = 0.0f;
-            }
-            if (base + r < last) {
-                Eight<BITS, C>::read((is_value ? values : keys) + size_t(base + r) * STORED_WORDS, c, x);
-                if (BITS) {
-                    const size_t position = (is_value ? first_value : first_key) + base + r;
-                    const float group_scale = float(scale[position * (DIM / GROUP) + c * KVANT_WIDTH / GROUP]);
-                    for (int e = 0; e < KVANT_WIDTH; e++) {
-                        x[e] *= group_scale;
-                    }
-                }
-            }
-            for (int e = 0; e < KVANT_WIDTH; e++) {
-                shared[is_value * STEP * DIM + (e * STEP + r) * CHUNKS + c] = x[e];
-            }
-        }
-        KVANT_BARRIER;
-    }
-
-    float score[QUERIES][UNROLL];
+for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
+    // A step's rows are in one page. Rows that do not exist are read as the nearest one that does; their weight is 0.
+    const int moved = PAGE ? pages[batch * pages_shape[1] + base / PAGE_OR_ONE] * PAGE - base / PAGE_OR_ONE * PAGE : 0;
+    typename Stored::Raw key_raw[UNROLL][KEY_PARTS];
+    float key_scale[UNROLL][KEY_PARTS];
+    KVANT_UNROLL
     for (int u = 0; u < UNROLL; u++) {
-        const int r = (u * SIMDGROUPS + int(simdgroup_index)) * LANE_GROUPS + int(lane_group);  // number in the step
-        const int position = base + r;
-        float x[KVANT_WIDTH];
-        float group_scale = 1.0f;
-        for (int e = 0; e < KVANT_WIDTH; e++) {
-            x[e] = 0.0f;
+        const int row = base + (u * sharing + sharer) * LANE_GROUPS + lane_group;
+        const uint stored = uint(moved + min(max(row, rows.low), end - 1));
+        KVANT_UNROLL
+        for (int part = 0; part < KEY_PARTS; part++) {
+            const uint chunk = uint(min(lane_chunk + part * LANES, KEY_CHUNKS - 1));
+            key_raw[u][part] = Stored::load(keys + stored * ROW_WORDS, chunk);
+            key_scale[u][part] =
+                BITS ? float(scale[first_key * ROW_SCALES + stored * ROW_SCALES + chunk * KVANT_WIDTH / GROUP]) : 1.0f;
         }
-        if (active && position < last) {
-            if (STAGED) {
-                for (int e = 0; e < KVANT_WIDTH; e++) {
-                    x[e] = shared[(e * STEP + r) * CHUNKS + int(chunk)];
-                }
-            } else {
-                Eight<BITS, C>::read(keys + size_t(position) * STORED_WORDS, chunk, x);
-                if (BITS) {
-                    group_scale = float(scale[(first_key + position) * (DIM / GROUP) + chunk * KVANT_WIDTH / GROUP]);
-                }
-            }
-        }
+    }
+    float score[SCORES];
+    KVANT_UNROLL
+    for (int u = 0; u < UNROLL; u++) {
+        KVANT_UNROLL
         for (int j = 0; j < QUERIES; j++) {
-            const int a = first_query + j;
-            float dot = 0.0f;
-            for (int e = 0; e < KVANT_WIDTH; e++) {
-                dot += q[j][e] * x[e];
-            }
-            dot *= group_scale;
-            if (PAIRS > 0 && a < HEAD_QUERIES && position < last) {
-                for (int p = int(chunk); p < PAIRS; p += LANES) {
-                    const size_t cosine = size_t(p) * rotation_shape[2] + position;
-                    const size_t sine = cosine + size_t(PAIRS) * rotation_shape[2];
-                    const int index = (first_in_tile + j) * 2 * PAIRS + p;
-                    dot += bias_weights[index] * rotation[cosine] + bias_weights[index + PAIRS] * rotation[sine];
-                }
-            }
-            for (uint other = LANES / 2; other > 0; other /= 2) {
-                dot += simd_shuffle_xor(dot, other);
-            }
-            const int new_token = a % NEW_TOKENS;
-            if (a >= HEAD_QUERIES || position >= last || (CAUSAL && position > start + new_token)) {
-                dot = kvant_float(0xff800000u);  // minus infinity
-            } else {
-                const uint query_head = head * HEADS + a / NEW_TOKENS;
-                if (ALIBI) {
-                    dot += slopes[query_head] * float(position - start - new_token);
-                }
-                if (MASK) {
-                    const size_t masked = (batch % mask_shape[0]) * mask_shape[1] + query_head % mask_shape[1];
-                    dot += mask[(masked * NEW_TOKENS + new_token) * mask_shape[3] + position];
-                }
-            }
-            score[j][u] = dot;
+            score[j * UNROLL + u] = 0.0f;
         }
-    }
-
-    for (int j = 0; j < QUERIES; j++) {
-        float top = max_score[j];
-        for (int u = 0; u < UNROLL; u++) {
-            top = max(top, score[j][u]);
-        }
-        const float rescale = kvant_exp(max_score[j] - top);
-        max_score[j] = top;
-        sum[j] *= rescale;
-        for (int e = 0; e < KVANT_WIDTH; e++) {
-            o[j][e] *= rescale;
-        }
-        for (int u = 0; u < UNROLL; u++) {
-            score[j][u] = kvant_exp(score[j][u] - top);
-            sum[j] += score[j][u];
-        }
-    }
-
-    for (int u = 0; u < UNROLL; u++) {
-        const int r = (u * SIMDGROUPS + int(simdgroup_index)) * LANE_GROUPS + int(lane_group);
-        const int position = base + r;
-        float x[KVANT_WIDTH];
-        float group_scale = 1.0f;
-        if (active && position < last) {
-            if (STAGED) {
-                for (int e = 0; e < KVANT_WIDTH; e++) {
-                    x[e] = shared[STEP * DIM + (e * STEP + r) * CHUNKS + int(chunk)];
-                }
-            } else {
-                Eight<BITS, C>::read(values + size_t(position) * STORED_WORDS, chunk, x);
-                if (BITS) {
-                    group_scale = float(scale[(first_value + position) * (DIM / GROUP) + chunk * KVANT_WIDTH / GROUP]);
-                }
-            }
+        KVANT_UNROLL
+        for (int part = 0; part < KEY_PARTS; part++) {
+            float x[KVANT_WIDTH];
+            Stored::floats(key_raw[u][part], x);
+            KVANT_UNROLL
             for (int j = 0; j < QUERIES; j++) {
-                const float weight = score[j][u] * group_scale;
+                float dot = 0.0f;
+                KVANT_UNROLL
                 for (int e = 0; e < KVANT_WIDTH; e++) {
-                    o[j][e] += weight * x[e];
+                    dot += q[j][part][e] * x[e];
+                }
+                score[j * UNROLL + u] += dot * key_scale[u][part];
+            }
+        }
+    }
+
+    // Values are on their way while scores are summed up.
+    typename Stored::Raw value_raw[UNROLL][VALUE_PARTS];
+    float value_scale[UNROLL][VALUE_PARTS];
+    KVANT_UNROLL
+    for (int u = 0; u < UNROLL; u++) {
+        const int row = base + (u * sharing + sharer) * LANE_GROUPS + lane_group;
+        const uint stored = uint(moved + min(max(row, rows.low), end - 1));
+        KVANT_UNROLL
+        for (int part = 0; part < VALUE_PARTS; part++) {
+            const uint chunk = uint(min(lane_chunk + part * LANES, VALUE_CHUNKS - 1)) + (BESIDE ? KEY_CHUNKS : 0);
+            value_raw[u][part] = Stored::load(values + stored * ROW_WORDS, chunk);
+            value_scale[u][part] =
+                BITS ? float(scale[first_value * ROW_SCALES + stored * ROW_SCALES + chunk * KVANT_WIDTH / GROUP]) : 1.0f;
+        }
+    }
+
+    if (BIAS) {
+        const int columns = rotation_shape[3];
+        const int table = first_position + batch % rotation_shape[0] * 2 * num_pairs * columns;
+        KVANT_UNROLL
+        for (int u = 0; u < UNROLL; u++) {
+            const int row = base + (u * sharing + sharer) * LANE_GROUPS + lane_group;
+            KVANT_ROLLED
+            for (int p = lane_chunk; p < num_pairs; p += LANES) {
+                const int cosine = table + p * columns + min(max(row, rows.low), end - 1);
+                const float c = rotation[cosine];
+                const float s = rotation[cosine + num_pairs * columns];
+                KVANT_UNROLL
+                for (int j = 0; j < QUERIES; j++) {
+                    const int weight = (first_in_tile + j) * 2 * num_pairs + p;
+                    score[j * UNROLL + u] += bias_weights[weight] * c + bias_weights[weight + num_pairs] * s;
+                }
+            }
+        }
+    }
+
+    // Sums over the lanes of a group. A lane hands on one half of the scores and keeps the other, until it has its own.
+    KVANT_UNROLL
+    for (int other = LANES / 2; other > 0; other /= 2) {
+        const int half = SCORES * other / LANES;
+        const bool upper = (lane_chunk & other) != 0;
+        KVANT_UNROLL
+        for (int n = 0; n < SCORES / 2; n++) {
+            if (n < half) {
+                const float a = score[n];  // read before one is chosen: the choice of a place would keep the array in memory
+                const float b = score[half + n];
+                score[n] = (upper ? b : a) + simd_shuffle_xor(upper ? a : b, uint(other));
+            }
+        }
+        if (half == 0) {
+            score[0] += simd_shuffle_xor(score[0], uint(other));
+        }
+    }
+
+    float top = max_score;
+    KVANT_UNROLL
+    for (int n = 0; n < OWN; n++) {
+        const int row = base + ((first_score + n) * sharing + sharer) * LANE_GROUPS + lane_group;
+        int position = first_position + row;
+        if (WINDOW && !PAGE && row >= keep) {
+            position += newest - newest_row - (row > newest_row ? max_rows - keep : 0);
+        }
+        if (SOFTCAP) {
+            const float grown = kvant_exp(2.0f / numbers[1] * score[n]);
+            score[n] = numbers[1] - 2.0f * numbers[1] / (grown + 1.0f);  // the cap times tanh(score / cap)
+        }
+        bool seen = row < end && position <= last_seen;
+        if (WINDOW) {
+            seen = seen && (position > query_position - window || position < keep);
+        }
+        if (ALIBI) {
+            score[n] += slopes[query_head] * float(position - query_position);
+        }
+        if (MASK && seen) {
+            const int masked = batch % mask_shape[0] * mask_shape[1] + query_head % mask_shape[1];
+            score[n] += mask[(masked * new_tokens + new_token) * mask_shape[3] + row];
+        }
+        score[n] = seen ? score[n] : kvant_float(0xff800000u);  // minus infinity
+        top = max(top, score[n]);
+    }
+    KVANT_UNROLL
+    for (int other = REPEAT; other < QUERY_LANES; other *= 2) {
+        top = max(top, simd_shuffle_xor(top, uint(other)));
+    }
+    const float rescale = kvant_exp(max_score - top);
+    max_score = top;
+    sum *= rescale;
+    KVANT_UNROLL
+    for (int n = 0; n < OWN; n++) {
+        score[n] = kvant_exp(score[n] - top);
+        sum += score[n];
+    }
+    KVANT_UNROLL
+    for (int j = 0; j < QUERIES; j++) {
+        const float own = simd_shuffle(rescale, uint(lane_group * LANES + j * QUERY_LANES));
+        KVANT_UNROLL
+        for (int part = 0; part < VALUE_PARTS; part++) {
+            KVANT_UNROLL
+            for (int e = 0; e < KVANT_WIDTH; e++) {
+                o[j][part][e] *= own;
+            }
+        }
+    }
+
+    KVANT_UNROLL
+    for (int u = 0; u < UNROLL; u++) {
+        float weight[QUERIES];
+        KVANT_UNROLL
+        for (int j = 0; j < QUERIES; j++) {
+            const int n = j * UNROLL + u;
+            weight[j] = simd_shuffle(score[n % OWN], uint(lane_group * LANES + n / OWN * REPEAT));
+        }
+        KVANT_UNROLL
+        for (int part = 0; part < VALUE_PARTS; part++) {
+            float x[KVANT_WIDTH];
+            Stored::floats(value_raw[u][part], x);
+            KVANT_UNROLL
+            for (int j = 0; j < QUERIES; j++) {
+                const float scaled = weight[j] * value_scale[u][part];
+                KVANT_UNROLL
+                for (int e = 0; e < KVANT_WIDTH; e++) {
+                    o[j][part][e] += scaled * x[e];
                 }
             }
         }
     }
 }
 
-// Add up sums and outputs, rescaled to the larger maximum: first over the lane groups of a simdgroup, then over the
-// simdgroups of a query group.
-for (int j = 0; j < QUERIES; j++) {
-    for (uint other = LANES; other < 32; other *= 2) {
-        const float top = max(max_score[j], simd_shuffle_xor(max_score[j], other));
-        const float rescale = kvant_exp(max_score[j] - top);
-        max_score[j] = top;
-        sum[j] *= rescale;
-        sum[j] += simd_shuffle_xor(sum[j], other);
-        for (int e = 0; e < KVANT_WIDTH; e++) {
-            o[j][e] *= rescale;
-            o[j][e] += simd_shuffle_xor(o[j][e], other);
+// Add up sums and outputs, rescaled to the larger maximum: first over the lane groups of a simdgroup.
+KVANT_UNROLL
+for (int other = REPEAT; other < QUERY_LANES; other *= 2) {
+    sum += simd_shuffle_xor(sum, uint(other));
+}
+KVANT_UNROLL
+for (int other = LANES; other < 32; other *= 2) {
+    const float top = max(max_score, simd_shuffle_xor(max_score, uint(other)));
+    const float rescale = kvant_exp(max_score - top);
+    max_score = top;
+    sum *= rescale;
+    sum += simd_shuffle_xor(sum, uint(other));
+    KVANT_UNROLL
+    for (int j = 0; j < QUERIES; j++) {
+        const float own = simd_shuffle(rescale, uint(lane_group * LANES + j * QUERY_LANES));
+        KVANT_UNROLL
+        for (int part = 0; part < VALUE_PARTS; part++) {
+            KVANT_UNROLL
+            for (int e = 0; e < KVANT_WIDTH; e++) {
+                o[j][part][e] *= own;
+                o[j][part][e] += simd_shuffle_xor(o[j][part][e], uint(other));
+            }
         }
     }
 }
-for (int j = 0; j < QUERIES; j++) {
-    const int a = first_query + j;
-    if (SIMDGROUPS > 1) {
-        const uint own = simdgroup_index_in_threadgroup * (DIM + 2);
-        KVANT_BARRIER;  // its last contents have been read
-        if (lane_group == 0 && active) {
-            for (int e = 0; e < KVANT_WIDTH; e++) {
-                shared[own + e * CHUNKS + chunk] = o[j][e];
-            }
-        }
-        if (lane == 0) {
-            shared[own + DIM] = max_score[j];
-            shared[own + DIM + 1] = sum[j];
-        }
-        KVANT_BARRIER;
-        if (simdgroup_index == 0) {
-            for (int other = 1; other < SIMDGROUPS; other++) {
-                const uint others = own + other * (DIM + 2);
-                const float top = max(max_score[j], shared[others + DIM]);
-                const float rescale = kvant_exp(max_score[j] - top);
-                const float rescale_others = kvant_exp(shared[others + DIM] - top);
-                max_score[j] = top;
-                sum[j] = sum[j] * rescale + shared[others + DIM + 1] * rescale_others;
-                if (active) {
-                    for (int e = 0; e < KVANT_WIDTH; e++) {
-                        o[j][e] = o[j][e] * rescale + shared[others + e * CHUNKS + chunk] * rescale_others;
+// Then over the simdgroups that share rows.
+const bool alone = sharing == 1;
+const size_t first_out = ((size_t(batch) * heads + head) * head_queries + first_query) * splits + split;
+const int first_gathered = simdgroup_index * QUERIES * GATHERED;
+if (lane_group == 0) {
+    KVANT_UNROLL
+    for (int j = 0; j < QUERIES; j++) {
+        KVANT_UNROLL
+        for (int part = 0; part < VALUE_PARTS; part++) {
+            const int chunk = lane_chunk + part * LANES;
+            if (chunk < VALUE_CHUNKS && first_query + j < head_queries) {
+                KVANT_UNROLL
+                for (int e = 0; e < KVANT_WIDTH; e++) {
+                    const float total = o[j][part][e] * kvant_factor<BITS>(e);
+                    const int element = e * VALUE_CHUNKS + chunk;
+                    if (alone) {
+                        partial[(first_out + size_t(j) * splits) * VALUE_DIM + element] = total;
+                    } else {
+                        gathered[first_gathered + j * GATHERED + element] = total;
                     }
                 }
             }
         }
     }
-    if (simdgroup_index == 0 && lane_group == 0 && a < HEAD_QUERIES) {
-        const size_t out = (size_t(flat_head) * HEAD_QUERIES + a) * SPLITS + split;
-        if (lane == 0) {
-            max_scores[out] = max_score[j];
-            sums[out] = sum[j];
+    if (exists && lane_chunk % QUERY_LANES == 0) {
+        const int j = lane_chunk / QUERY_LANES;
+        if (alone) {
+            max_scores[first_out + size_t(j) * splits] = max_score;
+            sums[first_out + size_t(j) * splits] = sum;
+        } else {
+            gathered[first_gathered + j * GATHERED + VALUE_DIM] = max_score;
+            gathered[first_gathered + j * GATHERED + VALUE_DIM + 1] = sum;
         }
-        if (active && first < last) {  // an empty split's output is not read
-            for (int e = 0; e < KVANT_WIDTH; e++) {
-                partial[out * DIM + int(chunk) * KVANT_WIDTH + e] = o[j][e];
+    }
+}
+if (sharing > 1) {
+    KVANT_BARRIER;
+    const int group = simdgroup_index - sharer;  // its first simdgroup
+    for (int j = sharer; j < QUERIES && first_query + j < head_queries; j += sharing) {
+        const int own = (group * QUERIES + j) * GATHERED;
+        const size_t out = first_out + size_t(j) * splits;
+        float top = LOWEST;
+        for (int other = 0; other < sharing; other++) {
+            top = max(top, gathered[own + other * QUERIES * GATHERED + VALUE_DIM]);
+        }
+        for (int element = lane; element <= VALUE_DIM; element += 32) {  // the last one is the sum
+            float total = 0.0f;
+            for (int other = 0; other < sharing; other++) {
+                const int others = own + other * QUERIES * GATHERED;
+                const int at = element < VALUE_DIM ? element : VALUE_DIM + 1;
+                total += gathered[others + at] * kvant_exp(gathered[others + VALUE_DIM] - top);
+            }
+            if (element < VALUE_DIM) {
+                partial[out * VALUE_DIM + element] = total;
+            } else {
+                max_scores[out] = top;
+                sums[out] = total;
             }
         }
     }

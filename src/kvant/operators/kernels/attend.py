@@ -10,14 +10,17 @@ import mlx.core as mx
 
 from kvant.operators.kernels.launch import Backend, launch
 
-HEAD_DIMS = (64, 96, 128, 256)
+HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 GROUPS = (8, 16, 32, 64, 128)
 MAX_NEW_TOKENS = 8
+PAGE_SIZE = 128  # rows of a pool's page
 # Queries of a simdgroup. Each takes 16 registers or more; Apple's GPUs have 128 a thread, NVIDIA's 255.
 QUERIES = {"metal": 4, "cuda": 8}
 MAX_QUERY_GROUPS = 8  # 256 threads a threadgroup. At this register count Apple's GPUs run at most 384
-BIAS_WEIGHT_BYTES = 8 * 1024  # threadgroup memory for the split-off bias. Staged tokens take up to 16 KiB of Metal's 32
-MIN_SPLIT_TOKENS = 64  # fewer tokens are not worth a threadgroup
+BIAS_WEIGHTS = 2048  # floats of threadgroup memory for the split-off bias: 8 KiB of Metal's 32
+SPLIT_ROWS = 64  # of a split, at least: fewer are not worth a threadgroup
+THREADGROUPS = 1024  # wanted: enough for a large GPU. With 32 a GPU took 1/4 of the time of 4 (VeloxQuant#307, M4)
+COMBINE_SIMDGROUPS = 8
 APPEND_THREADS = 64
 
 
@@ -29,9 +32,18 @@ def attend(
     *,
     quant_bit: int,
     quant_group: int,
+    value_dim: int | None = None,
     is_causal: bool = True,
+    score_scale: float | None = None,
+    softcap: float = 0.0,
     slopes: tuple[float, ...] = (),
     mask: mx.array | None = None,
+    sinks: mx.array | None = None,
+    window: int | None = None,
+    keep: int = 0,
+    pages: mx.array | None = None,
+    first: mx.array | None = None,
+    rows: int | None = None,
     key_bias: mx.array | None = None,
     pairs: tuple[int, ...] = (),
     rotation: mx.array | None = None,
@@ -42,24 +54,47 @@ def attend(
 
     Args:
         query: (B, H, S, D).
-        cache: (1, B, 2, K, MaxS, D') quantized values, or floats at 0 bits. Positions from a sequence's offset + S on
-            are not read.
-        scale: (1, B, 2, K, MaxS, D/G), or None at 0 bits.
+        cache: (1, B, 2, K, MaxS, D') quantized values, or floats at 0 bits; with ``pages`` a pool's (2, K, rows, D').
+            Rows that hold no token of a sequence are not read. Keys and values of different widths lie side by side:
+            1 in place of 2, and D' for both.
+        scale: with D/G in place of D', or None at 0 bits.
         offset: integers, the tokens before the new ones: () or (1,) for all sequences, or (B,), one each.
+        value_dim: Dv; None: D.
+        score_scale: of the scores; None: 1 / sqrt(D).
+        softcap: scores become softcap * tanh(score / softcap); 0: they stay.
         slopes: (H,) of ALiBi, which is causal. Empty: no ALiBi.
         mask: (S, T), (H, S, T) or (B, H, S, T), with 1 for H or B where they share it and T of the longest sequence.
-            A boolean mask keeps where True; another is added.
-        key_bias, pairs, rotation, value_bias: the fields of a :class:`kvant.operators.bias_split.BiasSplit`.
+            A boolean mask keeps where True; another is added. Column j is row j of a sequence.
+        sinks: (H,) a score of each head that takes its share of the softmax and adds nothing.
+        window: positions that a query sees, its own included, besides the first ``keep``; None: all. More tokens than
+            MaxS are a ring: position p is at row p below ``keep``, from there on
+            at keep + (p - keep) mod (MaxS - keep).
+        pages: (B, N) integers, the numbers of a sequence's pages of 128 rows. Entries past its rows are not read.
+        first: (B,) integers, with ``pages``: the position of a sequence's first row.
+        rows: that the longest sequence has, the new ones included; None: not known, as many as there can be.
+        key_bias, pairs, rotation, value_bias: the fields of a :class:`kvant.operators.bias_split.BiasSplit`. A
+            column of ``rotation`` is a row of the sequence, with ``pages`` a position; (B, 2, P, columns) where
+            they differ.
 
     Returns:
-        (B, H, S, D) in the query's dtype; zeros for a query whose every token is masked.
+        (B, H, S, Dv) in the query's dtype; zeros for a query whose every token is masked. A sequence's numbers do not
+        depend on the others.
     """
     B, H, S, D = query.shape
-    K, max_tokens = cache.shape[3:5]
-    splits = num_splits(max_tokens, B * K)
-    query_tiles, query_groups, simdgroups, queries = threadgroup_shape(H // K * S, len(pairs), backend)
+    Dv = value_dim or D
+    K, max_rows = cache.shape[-3:-1]
+    most = max_rows if pages is None else pages.shape[1] * PAGE_SIZE
+    query_tiles, query_groups, simdgroups, queries = threadgroup_shape(H // K * S, len(pairs), backend, max(D, Dv))
+    wanted = num_splits(K * query_tiles)
+    splits = min(wanted, -(-min(most, rows or most) // SPLIT_ROWS))
+    causal = is_causal or bool(slopes)
+    settings = (int(causal), window or 0, keep, max_rows if pages is None else 2**30, wanted, simdgroups)
+    offset = offset.reshape(-1).astype(mx.int32)
     nothing = _constant((0.0,), mx.float32)
-    partial = ((B, H, S, splits, D), mx.float32)
+    no_index = _constant((0,), mx.int32)
+    first = no_index if first is None else first
+    rotation = _constant(((((0.0,),),),), mx.float32) if rotation is None or not pairs else rotation
+    partial = ((B, H, S, splits, Dv), mx.float32)
     statistic = ((B, H, S, splits), mx.float32)
     results = launch(
         "attend",
@@ -68,32 +103,31 @@ def attend(
             query,
             cache,
             nothing if scale is None else scale,
-            mx.broadcast_to(offset.reshape(-1), (B,)).astype(mx.int32),
+            offset,
+            _constant(((0,),), mx.int32) if pages is None else pages,
+            first,
+            _constant(settings, mx.int32),
+            _constant((D**-0.5 if score_scale is None else score_scale, softcap), mx.float32),
             _constant(((((0.0,),),),), mx.float32) if mask is None else _added(mask),
             key_bias if key_bias is not None and pairs else nothing,
             _constant(pairs or (0,), mx.int32),
-            rotation if rotation is not None and pairs else _constant((((0.0,),),), mx.float32),
+            rotation if rotation.ndim == 4 else rotation[None],
             _constant(slopes, mx.float32) if slopes else nothing,
         ],
         template={
             "DIM": D,
-            "HEADS": H // K,
-            "NEW_TOKENS": S,
-            "SPLITS": splits,
+            "VALUE_DIM": Dv,
             "T": query.dtype,
             "C": cache.dtype,
             "BITS": quant_bit,
-            "GROUP": quant_group if quant_bit else D,
+            "GROUP": quant_group if quant_bit else 8,
             "QUERIES": queries,
-            "QUERY_GROUPS": query_groups,
-            "SIMDGROUPS": simdgroups,
-            "QUERY_TILES": query_tiles,
-            "UNROLL": 2 if queries > 4 else 4,
-            "MIN_SPLIT_TOKENS": MIN_SPLIT_TOKENS,
-            "PAIRS": len(pairs),
-            "CAUSAL": (is_causal or bool(slopes)) and S > 1,
+            "PAGE": 0 if pages is None else PAGE_SIZE,
+            "BIAS": BIAS_WEIGHTS if pairs else 0,
             "ALIBI": bool(slopes),
             "MASK": mask is not None,
+            "WINDOW": window is not None,
+            "SOFTCAP": softcap != 0.0,
         },
         grid=(K * query_tiles, B, splits),
         threads=32 * simdgroups * query_groups,
@@ -102,11 +136,18 @@ def attend(
     (output,) = launch(
         "combine",
         backend,
-        [*results, nothing if value_bias is None else value_bias],
-        template={"T": query.dtype, "VALUE_BIAS": value_bias is not None},
+        [
+            *results,
+            offset,
+            first,
+            _constant(settings, mx.int32),
+            _constant((float("-inf"),), mx.float32) if sinks is None else sinks.astype(mx.float32),
+            _constant(((0.0,),), mx.float32) if value_bias is None else value_bias,
+        ],
+        template={"T": query.dtype, "DIM": Dv, "MAX_SIMDGROUPS": COMBINE_SIMDGROUPS},
         grid=(B * H * S, 1, 1),
-        threads=D,
-        outputs=[((B, H, S, D), query.dtype)],
+        threads=32 * min(splits, COMBINE_SIMDGROUPS),
+        outputs=[((B, H, S, Dv), query.dtype)],
     )
     return output
 
@@ -133,15 +174,19 @@ def quantize_tokens(
     return quantized.view(mx.uint8 if quant_bit == 4 else mx.int8), scales
 
 
-def unsupported_reason(query_shape: tuple[int, ...], *, quant_bit: int, quant_group: int) -> str | None:
+def unsupported_reason(
+    query_shape: tuple[int, ...], *, quant_bit: int, quant_group: int, value_dim: int | None = None
+) -> str | None:
     """Why the kernel does not take a call; None: it takes it. Any number of heads, kv heads and tokens is taken.
 
     Args:
         query_shape: (B, H, S, D).
+        value_dim: the width of values; None: D.
     """
     _, _, S, D = query_shape
-    if D not in HEAD_DIMS:
-        return f"head_dim {D}; it takes {', '.join(map(str, HEAD_DIMS))}"
+    for name, width in (("head_dim", D), ("values of", D if value_dim is None else value_dim)):
+        if width not in HEAD_DIMS:
+            return f"{name} {width}; it takes {', '.join(map(str, HEAD_DIMS))}"
     if S > MAX_NEW_TOKENS:
         return f"{S} new tokens; it takes up to {MAX_NEW_TOKENS}"
     if quant_bit and quant_group not in GROUPS:
@@ -149,33 +194,33 @@ def unsupported_reason(query_shape: tuple[int, ...], *, quant_bit: int, quant_gr
     return None
 
 
-def num_splits(max_tokens: int, heads: int) -> int:
-    """How many splits a kv head's tokens are divided into: a power of two.
+def num_splits(heads: int) -> int:
+    """Splits of a sequence's rows, at most: so many that ``heads`` threadgroups for each make ``THREADGROUPS``.
 
-    Enough threadgroups for a large GPU, each with tokens to read. The number depends on the cache's size, not on the
-    tokens it holds, so that nothing is compiled again as it fills.
+    It depends neither on the number of sequences nor on their tokens. So one's numbers are the same in any company, and
+    nothing is compiled again as a cache fills.
     """
-    # 256 tokens each up to 64 splits, then 1,024: a split's results are read again (docs/bench.md has the bytes).
-    wanted = min(max_tokens // 256, max(64, max_tokens // 1024), 4096 // heads)
-    return 1 << max(0, min(wanted, 128).bit_length() - 1)
+    return max(1, THREADGROUPS // heads)
 
 
-def threadgroup_shape(queries: int, pairs: int, backend: Backend) -> tuple[int, int, int, int]:
-    """How the queries of a kv head (query heads times new tokens) are distributed.
+def threadgroup_shape(queries: int, pairs: int, backend: Backend, width: int) -> tuple[int, int, int, int]:
+    """How the queries of a kv head (query heads times new tokens) are distributed. ``width``: of a key or value.
 
     Returns:
         query_tiles: threadgroups that read the same tokens, each for its own queries; 1 for up to 32 queries on Metal.
         query_groups: of a threadgroup; each has its own queries.
         simdgroups: of a query group; each reads its own tokens.
-        queries: of a query group.
+        queries: of a query group, a power of two.
     """
-    most = QUERIES[backend] * MAX_QUERY_GROUPS
+    each = QUERIES[backend] if width <= 256 else QUERIES[backend] // 2  # a lane has 16 elements of 512
+    most = each * MAX_QUERY_GROUPS
     if pairs:
-        most = min(most, BIAS_WEIGHT_BYTES // (8 * pairs))
+        most = min(most, BIAS_WEIGHTS // (2 * pairs) // each * each)
     tile = -(-queries // -(-queries // most))  # tiles as equal as can be; their query groups too
-    query_groups = -(-tile // QUERIES[backend])
-    of_group = -(-tile // query_groups)
-    return -(-queries // (query_groups * of_group)), query_groups, max(1, 4 // query_groups), of_group
+    query_groups = -(-tile // each)
+    of_group = 1 << (-(-tile // query_groups) - 1).bit_length()
+    sharers = 2 if of_group * width > 1024 else 4  # by the threadgroup memory in which they add up
+    return -(-queries // (query_groups * of_group)), query_groups, max(1, sharers // query_groups), of_group
 
 
 def _added(mask: mx.array) -> mx.array:

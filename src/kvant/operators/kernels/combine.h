@@ -1,34 +1,76 @@
-// Second pass: adds up the splits of a query. One threadgroup of DIM threads for each query.
+// Second pass: adds up the splits of a query. One threadgroup for each query; its simdgroups take splits in turns.
 //
-// Inputs: partial (B, H, NEW_TOKENS, SPLITS, DIM), sums, max_scores (B, H, NEW_TOKENS, SPLITS) of the first pass;
-// value_bias (K, DIM) float, where VALUE_BIAS. Output: out (B, H, NEW_TOKENS, DIM) T.
-// Sizes are read from the shapes, so that few instances serve every call.
+// Inputs: partial (B, H, S, splits, DIM), sums, max_scores (B, H, S, splits), and offset, first, settings of the first
+// pass; sinks (H,) float, scores that add nothing, or minus infinity (1,); value_bias (K, DIM) float or zero (1, 1).
+// Output: out (B, H, S, DIM) T.
 
-const uint query = threadgroup_position_in_grid.x;
-const uint element = thread_index_in_threadgroup;
-const uint heads = partial_shape[1];
-const uint splits = partial_shape[3];
-const uint dim = partial_shape[4];
+constexpr int PARTS = (DIM + 31) / 32;  // elements of a lane
+constexpr int CHUNKS = DIM / KVANT_WIDTH;
 
-float top = -3.402823466e+38f;
-for (uint i = 0; i < splits; i++) {
-    top = max(top, max_scores[query * splits + i]);
+threadgroup float gathered[MAX_SIMDGROUPS * (DIM + 1)];
+
+const int query = int(threadgroup_position_in_grid.x);
+const int lane = int(thread_index_in_simdgroup);
+const int simdgroup_index = int(simdgroup_index_in_threadgroup);
+const int simdgroups = int(simdgroups_per_threadgroup);
+const int heads = partial_shape[1];
+const int new_tokens = partial_shape[2];
+const int head = query / new_tokens % heads;
+const int batch = query / new_tokens / heads;
+const KvantRows rows = KvantRows::of(
+    offset[batch % offset_shape[0]], new_tokens, first[batch % first_shape[0]], settings[KVANT_ROWS], settings[KVANT_WINDOW],
+    settings[KVANT_KEEP], settings[KVANT_SPLITS]);
+const size_t first_split = size_t(query) * partial_shape[3];
+
+const float sink = sinks[head % sinks_shape[0]];
+float top = max(-3.402823466e+38f, sink);
+for (int split = lane; split < rows.used; split += 32) {
+    top = max(top, max_scores[first_split + split]);
+}
+KVANT_UNROLL
+for (int other = 16; other > 0; other /= 2) {
+    top = max(top, simd_shuffle_xor(top, uint(other)));
 }
 float sum = 0.0f;
-float o = 0.0f;
-for (uint i = 0; i < splits; i++) {
-    const uint at = query * splits + i;
-    if (sums[at] != 0.0f) {  // 0: the split is empty and its output not written. A NaN must come out
-        const float weight = kvant_exp(max_scores[at] - top);
-        sum += weight * sums[at];
-        o += weight * partial[size_t(at) * dim + element];
+float o[PARTS];
+KVANT_UNROLL
+for (int part = 0; part < PARTS; part++) {
+    o[part] = 0.0f;
+}
+KVANT_UNROLL_BY_4
+for (int split = simdgroup_index; split < rows.used; split += simdgroups) {
+    const float weight = kvant_exp(max_scores[first_split + split] - top);
+    sum += weight * sums[first_split + split];
+    KVANT_UNROLL
+    for (int part = 0; part < PARTS; part++) {
+        const int element = min(part * 32 + lane, DIM - 1);
+        o[part] += weight * partial[(first_split + split) * DIM + element];
     }
 }
-if (sum != 0.0f) {  // 0: every token is masked for this query
-    o /= sum;
-    if (VALUE_BIAS) {
-        const uint head = query / partial_shape[2] % heads;
-        o += value_bias[head / (heads / value_bias_shape[0]) * dim + element];
+KVANT_UNROLL
+for (int part = 0; part < PARTS; part++) {
+    if (part * 32 + lane < DIM) {
+        gathered[simdgroup_index * (DIM + 1) + part * 32 + lane] = o[part];
     }
 }
-out[size_t(query) * dim + element] = T(o);
+if (lane == 0) {
+    gathered[simdgroup_index * (DIM + 1) + DIM] = sum;
+}
+KVANT_BARRIER;
+float tokens = 0.0f;
+for (int other = 0; other < simdgroups; other++) {
+    tokens += gathered[other * (DIM + 1) + DIM];
+}
+const float total = tokens + kvant_exp(sink - top);
+for (int at = int(thread_index_in_threadgroup); at < DIM; at += 32 * simdgroups) {
+    float output = 0.0f;
+    for (int other = 0; other < simdgroups; other++) {
+        output += gathered[other * (DIM + 1) + at];
+    }
+    const int element = at % CHUNKS * KVANT_WIDTH + at / CHUNKS;  // the first pass puts element e of all chunks together
+    if (total != 0.0f) {  // 0: every token is masked for this query
+        const int kv_head = head / (heads / value_bias_shape[0]);
+        output = output / total + value_bias[kv_head * value_bias_shape[1] + element % value_bias_shape[1]] * (tokens / total);
+    }
+    out[size_t(query) * DIM + element] = T(output);
+}

@@ -10,8 +10,11 @@ import mlx.core as mx
 Backend = Literal["metal", "cuda"]
 Kernel = Callable[..., list[mx.array]]
 INPUTS = {
-    "attend": ("query", "cache", "scale", "offset", "mask", "key_bias", "pairs", "rotation", "slopes"),
-    "combine": ("partial", "sums", "max_scores", "value_bias"),
+    "attend": (
+        *("query", "cache", "scale", "offset", "pages", "first", "settings", "numbers"),
+        *("mask", "key_bias", "pairs", "rotation", "slopes"),
+    ),
+    "combine": ("partial", "sums", "max_scores", "offset", "first", "settings", "sinks", "value_bias"),
     "append": ("key", "value"),
 }
 OUTPUTS = {"attend": ("partial", "sums", "max_scores"), "combine": ("out",), "append": ("quantized", "scales")}
@@ -56,7 +59,7 @@ def _kernel(name: str, backend: Backend) -> Kernel:
         name=f"kvant_{name}",
         input_names=list(INPUTS[name]),
         output_names=list(OUTPUTS[name]),
-        header=_text(f"{backend}.h") + _text("load.h"),
+        header="".join(map(_text, (f"{backend}.h", "load.h", "rows.h"))),
         source=_text(f"{name}.h"),
     )
     return kernel

@@ -1,51 +1,76 @@
-// Loads elements 8 i to 8 i + 7 of one head's key or value as floats. `stored` is where that key or value starts.
+// Elements 8 i to 8 i + 7 of one head's key or value, loaded as they are stored and then made floats. `stored` is where
+// that key or value starts.
 // BITS 4 or 8: signed quantized values, two or one in a byte. BITS 0: elements of type C.
 // One load of 32, 64 or 128 bits; two of 128 for float.
+//
+// A quantized value is put into the mantissa of a half of 1,024, its sign bit flipped so that it counts from 0, and what
+// is too much is subtracted. That is exact and takes no conversion of an integer. Of 4 bits the odd elements come out 16
+// times too large, as every second value is left where it lies: kvant_factor belongs to their sums.
 
 KVANT_CONSTANT int KVANT_WIDTH = 8;
 
 // The larger of two, or NaN if one is NaN. max() may drop a NaN.
 KVANT_FUNCTION float kvant_larger(float x, float y) { return x >= y || x != x ? x : y; }
 
+// The factor of the sums over element e of all chunks.
+template <int BITS>
+KVANT_FUNCTION float kvant_factor(int e) {
+    return BITS == 4 && e % 2 == 1 ? 0.0625f : 1.0f;
+}
+
 template <int BITS, typename C>
 struct Eight {
-    KVANT_FUNCTION void read(const KVANT_DEVICE uint* stored, uint i, KVANT_THREAD float* x) {
-        const uint4 words = reinterpret_cast<const KVANT_DEVICE uint4*>(stored)[i];
-        x[0] = kvant_low(words.x, C()), x[1] = kvant_high(words.x, C());
-        x[2] = kvant_low(words.y, C()), x[3] = kvant_high(words.y, C());
-        x[4] = kvant_low(words.z, C()), x[5] = kvant_high(words.z, C());
-        x[6] = kvant_low(words.w, C()), x[7] = kvant_high(words.w, C());
+    using Raw = uint4;
+    KVANT_FUNCTION Raw load(const KVANT_DEVICE uint* stored, uint i) {
+        return reinterpret_cast<const KVANT_DEVICE uint4*>(stored)[i];
+    }
+    KVANT_FUNCTION void floats(Raw raw, KVANT_THREAD float* x) {
+        x[0] = kvant_low(raw.x, C()), x[1] = kvant_high(raw.x, C());
+        x[2] = kvant_low(raw.y, C()), x[3] = kvant_high(raw.y, C());
+        x[4] = kvant_low(raw.z, C()), x[5] = kvant_high(raw.z, C());
+        x[6] = kvant_low(raw.w, C()), x[7] = kvant_high(raw.w, C());
     }
 };
 
 template <>
 struct Eight<0, float> {
-    KVANT_FUNCTION void read(const KVANT_DEVICE uint* stored, uint i, KVANT_THREAD float* x) {
-        for (uint half_index = 0; half_index < 2; half_index++) {
-            const uint4 words = reinterpret_cast<const KVANT_DEVICE uint4*>(stored)[2 * i + half_index];
-            x[4 * half_index] = kvant_float(words.x), x[4 * half_index + 1] = kvant_float(words.y);
-            x[4 * half_index + 2] = kvant_float(words.z), x[4 * half_index + 3] = kvant_float(words.w);
-        }
+    struct Raw {
+        uint4 first, second;
+    };
+    KVANT_FUNCTION Raw load(const KVANT_DEVICE uint* stored, uint i) {
+        const KVANT_DEVICE uint4* words = reinterpret_cast<const KVANT_DEVICE uint4*>(stored);
+        return Raw{words[2 * i], words[2 * i + 1]};
+    }
+    KVANT_FUNCTION void floats(Raw raw, KVANT_THREAD float* x) {
+        x[0] = kvant_float(raw.first.x), x[1] = kvant_float(raw.first.y);
+        x[2] = kvant_float(raw.first.z), x[3] = kvant_float(raw.first.w);
+        x[4] = kvant_float(raw.second.x), x[5] = kvant_float(raw.second.y);
+        x[6] = kvant_float(raw.second.z), x[7] = kvant_float(raw.second.w);
     }
 };
 
 template <typename C>
 struct Eight<8, C> {
-    KVANT_FUNCTION void read(const KVANT_DEVICE uint* stored, uint i, KVANT_THREAD float* x) {
-        const uint2 words = reinterpret_cast<const KVANT_DEVICE uint2*>(stored)[i];
-        for (int e = 0; e < 4; e++) {
-            x[e] = float(int(words.x << (24 - 8 * e)) >> 24);
-            x[4 + e] = float(int(words.y << (24 - 8 * e)) >> 24);
-        }
+    using Raw = uint2;
+    KVANT_FUNCTION Raw load(const KVANT_DEVICE uint* stored, uint i) {
+        return reinterpret_cast<const KVANT_DEVICE uint2*>(stored)[i];
+    }
+    KVANT_FUNCTION void floats(Raw raw, KVANT_THREAD float* x) {
+        kvant_two((raw.x & 0x00ff00ffu) ^ 0x64806480u, 1152.0f, x[0], x[2]);
+        kvant_two((raw.x >> 8 & 0x00ff00ffu) ^ 0x64806480u, 1152.0f, x[1], x[3]);
+        kvant_two((raw.y & 0x00ff00ffu) ^ 0x64806480u, 1152.0f, x[4], x[6]);
+        kvant_two((raw.y >> 8 & 0x00ff00ffu) ^ 0x64806480u, 1152.0f, x[5], x[7]);
     }
 };
 
 template <typename C>
 struct Eight<4, C> {
-    KVANT_FUNCTION void read(const KVANT_DEVICE uint* stored, uint i, KVANT_THREAD float* x) {
-        const uint word = stored[i];
-        for (int e = 0; e < 8; e++) {
-            x[e] = float(int(word << (28 - 4 * e)) >> 28);
-        }
+    using Raw = uint;
+    KVANT_FUNCTION Raw load(const KVANT_DEVICE uint* stored, uint i) { return stored[i]; }
+    KVANT_FUNCTION void floats(Raw raw, KVANT_THREAD float* x) {
+        kvant_two((raw & 0x000f000fu) ^ 0x64086408u, 1032.0f, x[0], x[4]);
+        kvant_two((raw & 0x00f000f0u) ^ 0x64806480u, 1152.0f, x[1], x[5]);
+        kvant_two((raw >> 8 & 0x000f000fu) ^ 0x64086408u, 1032.0f, x[2], x[6]);
+        kvant_two((raw >> 8 & 0x00f000f0u) ^ 0x64806480u, 1152.0f, x[3], x[7]);
     }
 };
