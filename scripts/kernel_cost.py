@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from kernel_counts import main_loop, sass_loop
 from kernel_registers import GROUP, SHAPES, TOKENS, Shape, run, texts
 from support.metal_host.compiler import find_ziglang
-from support.metal_host.ir import optimized, optimized_call
+from support.metal_host.ir import allocas, optimized, optimized_call
 from support.metal_host.source import KernelCall, kernel_call
 
 from kvant.operators.kernels import launch
@@ -132,7 +132,9 @@ def rows_of(call: KernelCall, shape: Shape, registers: launch.Backend = "metal")
     """Rows that a simdgroup handles in a pass of its loop, divided by the simdgroups that read the same rows."""
     alone = replace(call, text=call.text.replace("settings[KVANT_SHARING]", "1"))  # no other takes rows between its own
     _, rows = main_loop(optimized_call(alone, UNROLLED))
-    tiles, groups, _, _ = threadgroup_shape(shape.H // shape.K * shape.S, shape.pairs, registers, shape.D)
+    tiles, groups, _, _ = threadgroup_shape(
+        shape.H // shape.K * shape.S, shape.pairs, registers, max(shape.D, shape.Dv)
+    )
     return rows() / groups / tiles
 
 
@@ -141,8 +143,8 @@ def metal_cost(shape: Shape) -> Cost:
     """Of the first pass on Metal."""
     call = metal_calls(shape)["attend"]
     counts, _ = main_loop(optimized_call(call, UNROLLED))
-    in_memory, _ = main_loop(optimized_call(call))  # as the text has it: what is not unrolled stays in thread memory
-    counts.update({kind: n for kind, n in in_memory.items() if kind.startswith("thread ")})
+    if allocas(code := optimized_call(call)):  # what is not unrolled as the text has it stays in thread memory
+        counts.update({kind: n for kind, n in main_loop(code)[0].items() if kind.startswith("thread ")})
     return per_row(counts, 1 / rows_of(call, shape))
 
 
@@ -193,7 +195,8 @@ def bound(device: Device, cost: Cost, rows: int, memory_bytes: float, groups: in
 
 def kvant_bound(device: Device, shape: Shape, tokens: int, cost: Cost) -> Bound:
     call = metal_calls(shape, tokens)["attend"]
-    row = 2 * shape.D * (shape.bits or 16) / 8 + (2 * 2 * shape.D / GROUP if shape.bits else 0)
+    elements = shape.D + (shape.Dv or shape.D)
+    row = elements * (shape.bits or 16) / 8 + (2 * elements / GROUP if shape.bits else 0)
     partial = 2 * sum(math.prod(x.shape) * x.dtype.size for x in call.outputs)  # written and read
     memory = shape.K * tokens * row + partial + 2 * 2 * shape.H * shape.S * shape.D
     groups = math.prod(call.grid) // math.prod(call.threadgroup)

@@ -22,7 +22,10 @@ TOKENS, GROUP = 32768, 32
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A call: H query heads on K kv heads, D head_dim, bits of the cache, S new tokens, pairs of the bias split."""
+    """A call: H query heads on K kv heads, D head_dim, bits of the cache, S new tokens, pairs of the bias split.
+
+    Dv: width of values that lie beside keys; 0: they are apart, and D wide. The rest are options of `attend`.
+    """
 
     H: int
     K: int
@@ -30,6 +33,13 @@ class Shape:
     bits: int
     S: int = 1
     pairs: int = 0
+    Dv: int = 0
+    paged: bool = False
+    window: int = 0
+    sinks: bool = False
+    softcap: float = 0.0
+    alibi: bool = False
+    mask: bool = False
 
 
 SHAPES = {
@@ -41,31 +51,47 @@ SHAPES = {
     "Qwen3-4B 32/8/128, int8": Shape(32, 8, 128, 8),
     "Qwen3-4B 32/8/128, int4": Shape(32, 8, 128, 4),
     "Qwen3-4B 32/8/128, bfloat16": Shape(32, 8, 128, 0),
+    "Qwen3-4B 32/8/128, int8, pages": Shape(32, 8, 128, 8, paged=True),
     "Qwen3-4B 32/8/128, int8, 8 new tokens": Shape(32, 8, 128, 8, S=8),
+    "gpt-oss-20b 64/8/64, int8, window, sinks": Shape(64, 8, 64, 8, window=128, sinks=True),
+    "Gemma 2 16/8/256, int8, window, softcap": Shape(16, 8, 256, 8, window=4096, softcap=50.0),
+    "Gemma 4 8/1/512, int8": Shape(8, 1, 512, 8),
+    "Gemma 4 8/1/512, int4, pages": Shape(8, 1, 512, 4, paged=True),
+    "32/32/80, int4, 8 new tokens": Shape(32, 32, 80, 4, S=8),
+    "16/1/192, values 128, int8": Shape(16, 1, 192, 8, Dv=128),
     "64/8/256, int4": Shape(64, 8, 256, 4),
 }
 
 
 def run(shape: Shape, backend: launch.Backend, tokens: int = TOKENS) -> None:
     """One call of attention and one of the append, with bfloat16 queries and a cache of `tokens` rows."""
-    width, dtype = {8: (shape.D, mx.int8), 4: (shape.D // 2, mx.uint8), 0: (shape.D, mx.bfloat16)}[shape.bits]
-    K, pairs = shape.K, shape.pairs
-    split = BiasSplit(
-        mx.zeros((K, 2, pairs)), tuple(range(pairs)), mx.zeros((2, pairs, tokens)), mx.zeros((K, shape.D))
-    )
-    new = mx.zeros((1, K, shape.S, shape.D), mx.bfloat16)
+    H, K, S, D, pairs = shape.H, shape.K, shape.S, shape.D, shape.pairs
+    width = D + shape.Dv
+    stored, dtype = {8: (width, mx.int8), 4: (width // 2, mx.uint8), 0: (width, mx.bfloat16)}[shape.bits]
+    lead = [1 if shape.Dv else 2, K, tokens] if shape.paged else [1, 1, 1 if shape.Dv else 2, K, tokens]
+    group = GROUP if D % GROUP == 0 else 16
+    split = BiasSplit(mx.zeros((K, 2, pairs)), tuple(range(pairs)), mx.zeros((2, pairs, tokens)), mx.zeros((K, D)))
     attend_fused(
-        mx.zeros((1, shape.H, shape.S, shape.D), mx.bfloat16),
-        mx.zeros((1, 1, 2, K, tokens, width), dtype),
-        mx.zeros((1, 1, 2, K, tokens, shape.D // GROUP), mx.float16) if shape.bits else None,
+        mx.zeros((1, H, S, D), mx.bfloat16),
+        mx.zeros((*lead, stored), dtype),
+        mx.zeros((*lead, width // group), mx.float16) if shape.bits else None,
         mx.array([0]),
         quant_bit=shape.bits,
-        quant_group=GROUP,
+        quant_group=group,
+        value_dim=shape.Dv or None,
         bias_split=split if pairs else None,
+        pages=mx.zeros((1, tokens // 128), mx.int32) if shape.paged else None,
+        first=mx.array([0]) if shape.paged else None,
+        window=shape.window or None,
+        sinks=mx.zeros((H,)) if shape.sinks else None,
+        softcap=shape.softcap,
+        is_alibi=shape.alibi,
+        mask=mx.zeros((S, tokens)) if shape.mask else None,
         backend=backend,
     )
-    if shape.bits:
-        quantize_tokens(new, new, quant_bit=shape.bits, quant_group=GROUP, scale_dtype=mx.float16, backend=backend)
+    if shape.bits and not shape.Dv:
+        new = mx.zeros((1, K, S, D), mx.bfloat16)
+        quantize_tokens(new, new, quant_bit=shape.bits, quant_group=group, scale_dtype=mx.float16, backend=backend)
 
 
 def texts(shape: Shape) -> dict[str, str]:
