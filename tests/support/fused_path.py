@@ -65,7 +65,7 @@ def unfused_launch(
     if name == "append":
         options = {"quant_bit": template["BITS"], "quant_group": template["GROUP"], "scale_dtype": template["SCALE"]}
         quantized, scales = quantize(mx.stack(list(inputs), axis=1), **options)
-        return [mx.view(quantized, mx.uint32), scales]
+        return [mx.view(quantized, mx.uint32)[None], scales[None]]
     given = dict(zip(launch.INPUTS[name], inputs, strict=True))
     if name == "combine":
         output, value_bias = given["partial"][..., 0, :], given["value_bias"]

@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from kvant.bridge import hook
 from kvant.bridge.layers import BridgedKVCache, Mask, scaled_query
-from kvant.operators.cached_attention import stored_tokens
+from kvant.operators.compiled_attention import append_tokens
 from kvant.operators.fused_attention import attend_fused
 
 AGREE = 0.05  # of the largest logit. In half precision steps differ by a hundredth; a wrong one is far off
@@ -49,18 +49,15 @@ class TracedLayer:
         layer = self.layer
         if keys.shape[2] != 1:
             raise ValueError(f"keys have {keys.shape[2]} tokens; a compiled step appends one")
-        new = stored_tokens(
+        layer.arrays[:] = append_tokens(
             keys,
             values if layer.value_head_dim else values[..., :0],
+            layer.row_of(self._position),
             layer.arrays,
             quant_bit=layer.quant_bit,
             quant_group=layer.quant_group,
             backend=layer.backend_for(keys),
         )
-        row = layer.row_of(self._position).reshape(1)
-        layer.arrays[:] = [
-            mx.slice_update(array, part[None], row, axes=(4,)) for array, part in zip(layer.arrays, new, strict=True)
-        ]
         held = [array[0, :, :, :, : self.num_tokens] for array in layer.arrays]
         fetched_keys, fetched_values = layer.read(held, keys.dtype)
         self._fetched = fetched_keys, fetched_keys if values is keys else fetched_values

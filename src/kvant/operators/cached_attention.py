@@ -83,11 +83,12 @@ def write_tokens(
     """Quantize keys and values (B, K, S, D) and write them in place at ``start``, an int or B ints."""
     stored = [cache] if scale is None else [cache, scale]
     new = stored_tokens(key, value, stored, quant_bit=quant_bit, quant_group=quant_group, backend=backend)
-    for array, part in zip(stored, new, strict=True):
-        if isinstance(start, int):
+    if isinstance(start, int):
+        for array, part in zip(stored, new, strict=True):
             array[0, :, :, :, start : start + key.shape[2]] = part
-        else:
-            array[:] = put_tokens(array, part, mx.array(start))  # the caller's array gets the new value
+        return
+    for array, updated in zip(stored, put_tokens(stored, [part[None] for part in new], mx.array(start)), strict=True):
+        array[:] = updated  # the caller's array gets the new value
 
 
 def read_tokens(
@@ -141,12 +142,9 @@ def stored_tokens(
     """
     B, K, S, D = key.shape
     if quant_bit and backend is not None:
-        scale_dtype = arrays[1].dtype
-        return list(
-            quantize_tokens(
-                key, value, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=scale_dtype, backend=backend
-            )
-        )
+        options: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "backend": backend}
+        words, scales = quantize_tokens(key, value, **options, scale_dtype=arrays[1].dtype)
+        return [mx.view(words.squeeze(0), arrays[0].dtype), scales.squeeze(0)]  # [0] would be a gather
     if value.shape[3] == D:
         both = mx.concatenate([key, value], axis=1).reshape(B, 2, K, S, D)
     else:

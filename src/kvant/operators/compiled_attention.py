@@ -1,6 +1,8 @@
 """Attention of a compiled decode step: operations that are the same for any offset. Unchecked."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -8,6 +10,7 @@ from kvant.operators.attention import GPU_FUSED_HEAD_DIMS
 from kvant.operators.bias_split import BiasSplit, score_bias, value_bias_of
 from kvant.operators.cached_attention import read_tokens, stored_tokens
 from kvant.operators.fused_attention import attend_fused
+from kvant.operators.kernels.attend import quantize_tokens
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.ragged import put_tokens
 
@@ -30,7 +33,7 @@ def append_and_attend_static(
     """``append_and_attend`` for one new token, as a function of arrays that returns new arrays.
 
     Its operations and shapes do not depend on ``offset``, so it can be part of a compiled step. MLX still writes in
-    place where nothing else holds the old arrays. An offset past the cache loses the write silently.
+    place where nothing else holds the old arrays. Nothing checks that the offset is in the cache.
 
     Args:
         query: (B, H, 1, D).
@@ -42,16 +45,9 @@ def append_and_attend_static(
     Returns:
         (B, H, 1, D) in the query's dtype, the new cache, and the new scale where one was given.
     """
-    stored = [cache] if scale is None else [cache, scale]
-    new = stored_tokens(key, value, stored, quant_bit=quant_bit, quant_group=quant_group, backend=backend)
     row, live = (offset, None) if ring is None else ring
-    if row.size == 1:
-        place = row.reshape(1)
-        updated = [  # (B, 2, K, 1, last) -> (1, B, 2, K, 1, last)
-            mx.slice_update(array, part[None], place, axes=(4,)) for array, part in zip(stored, new, strict=True)
-        ]
-    else:
-        updated = [put_tokens(array, part, offset) for array, part in zip(stored, new, strict=True)]
+    stored = [cache] if scale is None else [cache, scale]
+    updated = append_tokens(key, value, row, stored, quant_bit=quant_bit, quant_group=quant_group, backend=backend)
     cache, scale = updated[0], updated[1] if scale is not None else None
     if backend is not None:
         output = attend_fused(
@@ -70,6 +66,32 @@ def append_and_attend_static(
     if live is None:
         live = mx.arange(tokens) <= offset.reshape(-1, 1)  # (B or 1, T)
     return attend_live_tokens(query, keys, values, live, bias_split=bias_split), *updated
+
+
+def append_tokens(
+    key: mx.array,
+    value: mx.array,
+    row: mx.array,
+    arrays: Sequence[mx.array],
+    *,
+    quant_bit: int,
+    quant_group: int,
+    backend: Backend | None,
+) -> list[mx.array]:
+    """A cache, and its scale where there is one, with new tokens from ``row`` on, as new arrays.
+
+    The operations are the same for any row. See :func:`kvant.operators.ragged.put_tokens`.
+
+    Args:
+        key, value: (B, K, S, D). Values may have a width of their own.
+        row: integers, () or (1,) for all sequences, or (B,), one each.
+    """
+    options: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group}
+    if quant_bit and backend is not None:  # words are put as they are: a GPU writes bytes more slowly
+        new = quantize_tokens(key, value, **options, scale_dtype=arrays[1].dtype, backend=backend)
+    else:
+        new = [part[None] for part in stored_tokens(key, value, arrays, **options)]
+    return put_tokens(arrays, new, row)
 
 
 def attend_live_tokens(

@@ -12,8 +12,8 @@ from support.metal_host import host_pytest_skip
 from support.operator_cases import FLOATS, to_mx, to_numpy
 from support.oracle import Array
 
-from kvant.operators.kernels.attend import HEAD_DIMS, quantize_tokens
-from kvant.operators.quantization import quantize
+from kvant.operators.cached_attention import stored_tokens
+from kvant.operators.quantization import quantize, quantized_dtype
 
 pytestmark = host_pytest_skip
 
@@ -23,21 +23,21 @@ QUANTIZED = [(bits, group) for bits, group in FORMATS if bits]
 def append(
     key: mx.array, value: mx.array, *, quant_bit: int, quant_group: int, scale_dtype: str = "float16"
 ) -> tuple[mx.array, mx.array]:
+    arrays = [mx.zeros(0, quantized_dtype(quant_bit)), mx.zeros(0, getattr(mx, scale_dtype))]
     with kernels_on_host():
-        return quantize_tokens(
-            key,
-            value,
-            quant_bit=quant_bit,
-            quant_group=quant_group,
-            scale_dtype=getattr(mx, scale_dtype),
-            backend="metal",
+        quantized, scale = stored_tokens(
+            key, value, arrays, quant_bit=quant_bit, quant_group=quant_group, backend="metal"
         )
+    return quantized, scale
 
 
 def unfused(
     key: mx.array, value: mx.array, *, quant_bit: int, quant_group: int, scale_dtype: str = "float16"
 ) -> tuple[mx.array, mx.array]:
-    both = mx.stack([key, value], axis=1)  # (B, 2, K, S, D)
+    if key.shape == value.shape:
+        both = mx.stack([key, value], axis=1)  # (B, 2, K, S, D)
+    else:
+        both = mx.concatenate([key, value], axis=-1)[:, None]  # (B, 1, K, S, D + Dv)
     return quantize(both, quant_bit=quant_bit, quant_group=quant_group, scale_dtype=getattr(mx, scale_dtype))
 
 
@@ -68,11 +68,14 @@ def test_values_and_scales_are_the_operator_s_to_the_bit(bits: int, group: int, 
     """In float32 and, MLX rounding a half-precision quotient as the kernel does, in the others too."""
     rng = np.random.default_rng(bits * group + FLOATS.index(dtype))
     data: list[Callable[..., Array]] = [unit, ties, tiny, large]
-    D = int(rng.choice([D for D in HEAD_DIMS if D % group == 0]))
+    D, Dv = (group * int(rng.integers(1, 1 + 640 // group)) for _ in range(2))
     scale_dtype = str(rng.choice(["float32", "float16"]))
     for make in data:
         B, K, S = [int(rng.integers(1, top)) for top in (4, 4, 9)]
-        key, value = (to_mx(oracle.cast(make(rng, (B, K, S, D), bits, group), dtype), dtype) for _ in range(2))
+        key, value = (
+            to_mx(oracle.cast(make(rng, (B, K, S, width), bits, group), dtype), dtype)
+            for width in (D, Dv if make in (ties, large) else D)
+        )
         options: dict[str, Any] = {"quant_bit": bits, "quant_group": group, "scale_dtype": scale_dtype}
         quantized, scale = append(key, value, **options)
         wanted_quantized, wanted_scale = unfused(key, value, **options)

@@ -273,19 +273,28 @@ def test_a_mistake_in_attention_is_caught(mutant: Mutant) -> None:
 
 
 def check_append(both: mx.array, quant_bit: int, quant_group: int, texts: dict[str, str]) -> None:
-    """Keys and values (B, 2, K, S, D), quantized by the text and by the operator, are the same to the bit."""
+    """Keys and values, quantized by the text and by the operator, are the same to the bit.
+
+    ``both``: (B, 2, K, S, D), or side by side (B, 1, K, S, 80 + Dv).
+    """
     options = {"quant_bit": quant_bit, "quant_group": quant_group, "scale_dtype": mx.float16}
+    key, value = (both[:, 0], both[:, 1]) if both.shape[1] == 2 else (both[:, 0, ..., :80], both[:, 0, ..., 80:])
     with kernels_on_host(texts=texts, orders=ORDERS):
-        quantized, scale = quantize_tokens(both[:, 0], both[:, 1], **options, backend="metal")
+        words, scale = quantize_tokens(key, value, **options, backend="metal")
     wanted, wanted_scale = quantize(both, **options)
-    np.testing.assert_array_equal(np.array(scale), np.array(wanted_scale))
+    np.testing.assert_array_equal(np.array(scale[0]), np.array(wanted_scale))
     if np.isfinite(np.array(scale)).all():
-        np.testing.assert_array_equal(np.array(quantized), np.array(wanted))
+        np.testing.assert_array_equal(np.array(words[0]), np.array(mx.view(wanted, mx.uint32)))
 
 
 def normal(dtype: mx.Dtype = mx.float32) -> mx.array:
-    """1,200 words at 8 bits, 600 at 4: the last threadgroup is not full."""
+    """20 words of a token's key at 8 bits, 10 at 4: a simdgroup is not full."""
     return mx.array(np.random.default_rng(7).standard_normal((2, 2, 5, 3, 80))).astype(dtype)
+
+
+def wide() -> mx.array:
+    """Keys of 80 beside values of 168, 42 words at 8 bits: a second simdgroup."""
+    return mx.array(np.random.default_rng(7).standard_normal((2, 1, 5, 3, 248)).astype(np.float32))
 
 
 def ties() -> mx.array:
@@ -318,12 +327,27 @@ def half() -> mx.array:
 
 
 APPEND = [
+    # who writes what
     AppendMutant("!exists ? 0.0f : float", "float", normal, 8, (*OUTSIDE,)),
     AppendMutant("if (exists) {", "if (true) {", normal, 8, (*OUTSIDE,)),
-    AppendMutant("of_value ? value[source] : key[source]", "key[source]", normal, 8, (NUMBERS,)),
-    AppendMutant("stored_index % count) * DIM", "stored_index) * DIM", normal, 8, (NUMBERS, *OUTSIDE)),
-    AppendMutant("GROUP_THREADS / 2; other > 0", "GROUP_THREADS / 4; other > 0", normal, 8, (NUMBERS,)),
     AppendMutant("if (word % GROUP_THREADS == 0)", "if (true)", normal, 8, (Race,)),
+    AppendMutant("word < words", "word < key_words", wide, 8, (NUMBERS, *OUTSIDE)),
+    AppendMutant("of_value ? value[source + e] : key[source + e]", "key[source + e]", normal, 8, (NUMBERS,)),
+    AppendMutant("threadgroup_position_in_grid.z % 2 == 1", "false", normal, 8, (Race, *OUTSIDE)),
+    AppendMutant("batch = threadgroup_position_in_grid.z / 2", "batch = 0", normal, 8, (NUMBERS, *OUTSIDE)),
+    AppendMutant("uint(key_shape[1]) * uint(key_shape[2])", "uint(key_shape[2])", normal, 8, (NUMBERS, *OUTSIDE)),
+    AppendMutant("uint(value_shape[3]) / ", "uint(key_shape[3]) / ", wide, 8, (NUMBERS, *OUTSIDE)),
+    AppendMutant("+ token) * words + word) * VALUES", "+ token) * key_words + word) * VALUES", wide, 8, (NUMBERS,)),
+    AppendMutant("= thread_position_in_grid.x", "= thread_position_in_grid.x % 32", wide, 8, (Race, *OUTSIDE)),
+    AppendMutant("source = ((size_t(batch) * tokens", "source = ((size_t(batch)", normal, 8, (NUMBERS,)),
+    AppendMutant("* 2 + of_value) * tokens", "* 2) * tokens", normal, 8, (Race, *OUTSIDE)),
+    AppendMutant("key_words == value_words\n", "true\n", wide, 8, (Race, NUMBERS, *OUTSIDE)),
+    AppendMutant("key_words == value_words\n", "false\n", normal, 8, (NUMBERS,)),
+    AppendMutant("(key_words + value_words)", "(2 * key_words)", wide, 8, (Race, *OUTSIDE)),
+    AppendMutant("(of_value ? key_words : 0)", "(of_value ? value_words : 0)", wide, 8, (Race, *OUTSIDE)),
+    AppendMutant("stored / GROUP_THREADS", "word / GROUP_THREADS", normal, 8, (Race, *OUTSIDE)),
+    # numbers
+    AppendMutant("GROUP_THREADS / 2; other > 0", "GROUP_THREADS / 4; other > 0", normal, 8, (NUMBERS,)),
     AppendMutant("float(T(largest / float(MAX_QUANTIZED)))", "largest / float(MAX_QUANTIZED)", half, 4, (NUMBERS,)),
     AppendMutant("float(T(x[e] / group_scale))", "x[e] / group_scale", half, 8, (NUMBERS,)),
     AppendMutant("float(T(1e-5f))", "0.0f", lambda: mx.zeros((1, 2, 1, 1, 64)), 8, (NUMBERS, Undefined)),
@@ -343,7 +367,7 @@ APPEND = [
 ]
 
 
-@pytest.mark.parametrize("data", [normal, half, ties, with_nan])
+@pytest.mark.parametrize("data", [normal, half, wide, ties, with_nan])
 def test_the_append_as_it_is_passes(data: Callable[[], mx.array]) -> None:
     for bits in (8, 4):
         check_append(data(), bits, 8, {})

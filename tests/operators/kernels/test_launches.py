@@ -1,40 +1,148 @@
-"""How many operations the fused path queues for a token, counted in the graph MLX traces."""
+"""How many launches the fused path queues for a token, counted in the graph MLX traces."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
+import pytest
 
 from kvant.cache import QuantizedKVCache
+from kvant.operators.cached_attention import append_and_attend
+from kvant.operators.compiled_attention import append_and_attend_static
 from kvant.operators.kernels import attend as kernels
+from kvant.operators.kernels import launch as launch_module
 
-# They hand on the same bytes under another shape.
-VIEWS = {"Reshape", "Flatten", "Unflatten", "Squeeze", "ExpandDims", "Transpose", "Slice", "View", "Broadcast", "Split"}
+# Launches of an operation whose arrays are row contiguous, by MLX 0.32 (the file is under mlx/backend/). In a write the
+# old array is donated, which costs none (set_copy_output_data in common/copy.h): nothing else holds a cache's arrays,
+# and the token before was waited for. An operation that is not here fails the test.
+LAUNCHES = {
+    "CustomKernel": 1,  # metal/custom_kernel.cpp, eval_gpu
+    "ScatterAxis": 1,  # metal/indexing.cpp: the donated source, then scatter_axis
+    "SliceUpdate": 1,  # metal/indexing.cpp: the donated source, then a copy to the slice
+    "DynamicSliceUpdate": 2,  # gpu/primitives.cpp: compute_dynamic_offset (metal/slicing.cpp), then the copy
+    "Concatenate": 2,  # metal/slicing.cpp: a copy of each of two arrays
+    "AsType": 1,  # gpu/primitives.cpp: a copy
+    "Add": 1,
+    "Arange": 1,
+    "Gather": 1,
+    # They hand on the same bytes (gpu/primitives.cpp, common/common.cpp).
+    **dict.fromkeys(("Broadcast", "ExpandDims", "Reshape", "Slice", "Squeeze", "View"), 0),
+}
+B, H, K, D, ROWS = 2, 14, 2, 64, 1024
 
 
-def _operations(function: Callable[..., Any], *arrays: mx.array) -> list[str]:
-    """Names of the operations traced, without views and constants of one element."""
+def _traced(function: Callable[..., Any], *arrays: mx.array) -> list[str]:
+    """The launches of the operations traced, by name. A kernel's input that a broadcast repeats is a copy: "copied"."""
     records: list[dict[str, Any]] = []
     mx.export_function(records.append, function, *arrays)
-    traced = [record for record in records if record["type"] == "primitive" and record["name"] not in VIEWS]
-    return [record["name"] for record in traced if any(math.prod(shape) > 1 for _, shape, _ in record["outputs"])]
+    launches: list[str] = []
+    repeated = set()
+    for record in (record for record in records if record["type"] == "primitive"):
+        name = record["name"]
+        inputs = [array for array, _, _ in record["inputs"]]
+        if name == "Broadcast" and math.prod(record["outputs"][0][1]) > math.prod(record["inputs"][0][1]):
+            repeated.add(record["outputs"][0][0])
+        if name == "CustomKernel":
+            launches += ["copied"] * len(repeated.intersection(inputs))
+        launches += [name] * LAUNCHES[name]
+    return launches
 
 
-def _new(heads: int) -> mx.array:
-    return mx.random.normal((1, heads, 1, 64), key=mx.random.key(heads)).astype(mx.bfloat16)
+def _tokens(heads: int, tokens: int = 1) -> mx.array:
+    return mx.random.normal((B, heads, tokens, D), key=mx.random.key(heads)).astype(mx.bfloat16)
+
+
+def _cache(quant_bit: int) -> list[mx.array]:
+    return QuantizedKVCache(ROWS, K, D, batch=B, quant_bit=quant_bit, dtype=mx.bfloat16).arrays
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operations that are chosen for a GPU."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+
+
+APPEND = ["CustomKernel"]
+ATTEND = ["CustomKernel", "CustomKernel"]
+PUT = ["ScatterAxis", "ScatterAxis"]
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("offset", [[7, 9], [7]], ids=["each", "all"])
+def test_a_compiled_step_is_five_launches_a_layer(offset: list[int], bits: int) -> None:
+    def step(
+        query: mx.array, key: mx.array, value: mx.array, offset: mx.array, *arrays: mx.array
+    ) -> tuple[mx.array, ...]:
+        options: dict[str, Any] = {"quant_bit": bits, "quant_group": 32, "bias_split": None, "backend": "metal"}
+        return append_and_attend_static(query, key, value, offset, *arrays, tokens=ROWS, **options)
+
+    traced = _traced(step, _tokens(H), _tokens(K), _tokens(K), mx.array(offset), *_cache(bits))
+    assert _without_offset(traced) == [*APPEND, *PUT, *ATTEND]
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_a_compiled_step_of_floats_is_five_launches_a_layer() -> None:
+    """Keys and values are copied side by side, in two launches that overlap, and put there by one."""
+
+    def step(query: mx.array, key: mx.array, value: mx.array, offset: mx.array, cache: mx.array) -> Any:
+        options: dict[str, Any] = {"quant_bit": 0, "quant_group": 0, "bias_split": None, "backend": "metal"}
+        return append_and_attend_static(query, key, value, offset, cache, None, tokens=ROWS, **options)
+
+    traced = _traced(step, _tokens(H), _tokens(K), _tokens(K), mx.array([7, 9]), *_cache(0))
+    assert traced == ["Concatenate", "Concatenate", "ScatterAxis", *ATTEND]
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("start", [7, (7, 9)], ids=["all", "each"])
+def test_a_step_is_five_launches_a_layer(start: int | tuple[int, ...]) -> None:
+    def step(query: mx.array, key: mx.array, value: mx.array, cache: mx.array, scale: mx.array) -> Any:
+        output = append_and_attend(query, key, value, start, cache, scale, quant_bit=8, quant_group=32, backend="metal")
+        return output, cache, scale
+
+    traced = _traced(step, _tokens(H), _tokens(K), _tokens(K), *_cache(8))
+    write = ["SliceUpdate", "SliceUpdate"] if isinstance(start, int) else PUT
+    assert _without_offset(traced) == [*APPEND, *write, *ATTEND]
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_several_new_tokens_at_offsets_of_their_own_take_two_launches_more() -> None:
+    """The rows are counted up from each offset, once for both arrays."""
+
+    def step(query: mx.array, key: mx.array, value: mx.array, cache: mx.array, scale: mx.array) -> Any:
+        output = append_and_attend(
+            query, key, value, (7, 9), cache, scale, quant_bit=8, quant_group=32, backend="metal"
+        )
+        return output, cache, scale
+
+    traced = _traced(step, _tokens(H, 4), _tokens(K, 4), _tokens(K, 4), *_cache(8))
+    assert sorted(traced) == sorted(["Arange", "Add", *APPEND, *PUT, *ATTEND])
 
 
 def test_attention_in_kernels_is_two_launches_and_quantizing_one() -> None:
-    cache = QuantizedKVCache(1024, 2, 64)
-
     def decode(query: mx.array, cache: mx.array, scale: mx.array, offset: mx.array) -> mx.array:
         return kernels.attend(query, cache, scale, offset, quant_bit=8, quant_group=32, backend="metal")
 
-    assert cache.scale is not None
-    assert _operations(decode, _new(14), cache.cache, cache.scale, mx.array(7)) == ["CustomKernel"] * 2
+    assert _traced(decode, _tokens(H), *_cache(8), mx.array([7, 9])) == ATTEND
 
-    def quantize(key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
+    def quantize(key: mx.array, value: mx.array) -> Sequence[mx.array]:
         return kernels.quantize_tokens(key, value, quant_bit=8, quant_group=32, scale_dtype=mx.float16, backend="metal")
 
-    assert _operations(quantize, _new(2), 2 * _new(2)) == ["CustomKernel"]
+    assert _traced(quantize, _tokens(K), 2 * _tokens(K)) == APPEND
+
+
+@pytest.mark.parametrize("name", ["attend", "combine", "append"])
+def test_mlx_gets_the_text_without_comments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hashes all of it at every launch."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(mx.fast, "metal_kernel", given.update)
+    launch_module._kernel.__wrapped__(name, "metal")
+    text = given["header"] + given["source"]
+    assert "kvant_larger" in text
+    assert not any(mark in text for mark in ("//", "/*", "\n\n", "\n "))
+
+
+def _without_offset(launches: list[str]) -> list[str]:
+    """Without the copy of an offset for all sequences, which a batch's attention takes."""
+    return [name for name in launches if name != "copied"]

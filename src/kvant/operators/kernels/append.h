@@ -1,50 +1,58 @@
 // Quantizes new keys and values. A thread makes one word of packed values; GROUP_THREADS threads share a group.
+// A simdgroup makes up to 32 words of one token's key or value.
 //
-// Inputs: key, value (B, K, S, DIM) T.
-// Outputs: quantized (B, 2, K, S, DIM * BITS / 32) uint; scales (B, 2, K, S, DIM / GROUP) SCALE.
+// Inputs: key (B, K, S, D) T, value (B, K, S, Dv) T. GROUP divides D and Dv.
+// Outputs: quantized (B, 2, K, S, D * BITS / 32) uint; scales (B, 2, K, S, D / GROUP) SCALE.
+// Of different widths: (B, 1, K, S, ...), each token's key before its value.
 //
 // Every result is rounded to T, as by the unfused operator. In half precision a quotient of two floats is rounded
 // twice, with the same result. A NaN makes its group's scale NaN.
 
 constexpr int MAX_QUANTIZED = BITS == 8 ? 127 : 7;
 constexpr int VALUES_PER_WORD = 32 / BITS;
-// A power of two up to 32. The threads of a group are neighbours in a simdgroup.
+// A power of two up to 32. The threads of a group are neighbours in the simdgroup.
 constexpr int GROUP_THREADS = GROUP / VALUES_PER_WORD;
-constexpr int STORED_WORDS = DIM / VALUES_PER_WORD;
 
-const uint word = thread_position_in_grid.x;
-const uint heads = key_shape[1];
-const uint count = key_shape[2];
-const uint stored_index = word / STORED_WORDS;
-const uint flat_head = stored_index / count;  // (batch * 2 + of_value) * heads + head
-const uint head = flat_head % heads;
-const bool of_value = flat_head / heads % 2 == 1;
-const uint batch = flat_head / heads / 2;
-const bool exists = batch < uint(key_shape[0]);
+const bool of_value = threadgroup_position_in_grid.z % 2 == 1;
+const uint batch = threadgroup_position_in_grid.z / 2;
+const uint tokens = uint(key_shape[1]) * uint(key_shape[2]);  // of a sequence, in all its heads
+const uint token = threadgroup_position_in_grid.y;
+const uint word = thread_position_in_grid.x;  // of the key or value
+const uint key_words = uint(key_shape[3]) / VALUES_PER_WORD;
+const uint value_words = uint(value_shape[3]) / VALUES_PER_WORD;
+const uint words = of_value ? value_words : key_words;
+const bool exists = word < words;
 
+const size_t source = ((size_t(batch) * tokens + token) * words + word) * VALUES_PER_WORD;
 float x[VALUES_PER_WORD];
-float largest = 0.0f;
+KVANT_UNROLL
 for (int e = 0; e < VALUES_PER_WORD; e++) {
-    const size_t source =
-        ((size_t(batch) * heads + head) * count + stored_index % count) * DIM +
-        word % STORED_WORDS * VALUES_PER_WORD + e;
-    x[e] = !exists ? 0.0f : float(of_value ? value[source] : key[source]);
+    x[e] = !exists ? 0.0f : float(of_value ? value[source + e] : key[source + e]);
+}
+float largest = 0.0f;
+KVANT_UNROLL
+for (int e = 0; e < VALUES_PER_WORD; e++) {
     largest = kvant_larger(largest, abs(x[e]));
 }
+KVANT_UNROLL
 for (uint other = GROUP_THREADS / 2; other > 0; other /= 2) {
     largest = kvant_larger(largest, simd_shuffle_xor(largest, other));
 }
 const float group_scale = kvant_larger(float(T(largest / float(MAX_QUANTIZED))), float(T(1e-5f)));
 if (exists) {
     uint packed = 0;
+    KVANT_UNROLL
     for (int e = 0; e < VALUES_PER_WORD; e++) {
         const float rounded = rint(float(T(x[e] / group_scale)));
         // A NaN gives -MAX_QUANTIZED; its scale is NaN, so the value does not matter.
         const int clamped = rounded > -float(MAX_QUANTIZED) ? int(min(rounded, float(MAX_QUANTIZED))) : -MAX_QUANTIZED;
         packed |= (uint(clamped) & (0xffffffffu >> (32 - BITS))) << (BITS * e);
     }
-    quantized[word] = packed;
+    const size_t stored = key_words == value_words
+        ? ((size_t(batch) * 2 + of_value) * tokens + token) * words + word
+        : (size_t(batch) * tokens + token) * (key_words + value_words) + (of_value ? key_words : 0) + word;
+    quantized[stored] = packed;
     if (word % GROUP_THREADS == 0) {
-        scales[word / GROUP_THREADS] = SCALE(group_scale);
+        scales[stored / GROUP_THREADS] = SCALE(group_scale);
     }
 }

@@ -21,7 +21,6 @@ BIAS_WEIGHTS = 2048  # floats of threadgroup memory for the split-off bias: 8 Ki
 SPLIT_ROWS = 64  # of a split, at least: fewer are not worth a threadgroup
 THREADGROUPS = 1024  # wanted: enough for a large GPU. With 32 a GPU took 1/4 of the time of 4 (VeloxQuant#307, M4)
 COMBINE_SIMDGROUPS = 8
-APPEND_THREADS = 64
 
 
 def attend(
@@ -154,24 +153,26 @@ def attend(
 
 def quantize_tokens(
     key: mx.array, value: mx.array, *, quant_bit: int, quant_group: int, scale_dtype: mx.Dtype, backend: Backend
-) -> tuple[mx.array, mx.array]:
-    """Quantize keys and values (B, K, S, D) in one launch, to 8 or 4 bits.
+) -> list[mx.array]:
+    """Quantize keys (B, K, S, D) and values (B, K, S, Dv) in one launch, to 8 or 4 bits.
 
     Returns:
-        quantized (B, 2, K, S, D') and scales (B, 2, K, S, D/G), as the cache stores them.
+        32-bit words of what the cache stores, (1, B, 2, K, S, D * bits / 32), and scales (1, B, 2, K, S, D/G). Keys and
+        values of different widths lie side by side: (1, B, 1, K, S, (D + Dv) ...).
     """
     B, K, S, D = key.shape
-    words = B * 2 * K * S * (D * quant_bit // 32)
-    quantized, scales = launch(
+    widest = max(D, value.shape[3])
+    sides, width = (2, D) if value.shape[3] == D else (1, D + value.shape[3])
+    shape = (1, B, sides, K, S)
+    return launch(
         "append",
         backend,
         [key, value],
-        template={"T": key.dtype, "SCALE": scale_dtype, "BITS": quant_bit, "DIM": D, "GROUP": quant_group},
-        grid=(-(-words // APPEND_THREADS), 1, 1),
-        threads=APPEND_THREADS,
-        outputs=[((B, 2, K, S, D * quant_bit // 32), mx.uint32), ((B, 2, K, S, D // quant_group), scale_dtype)],
+        template={"T": key.dtype, "SCALE": scale_dtype, "BITS": quant_bit, "GROUP": quant_group},
+        grid=(-(-widest * quant_bit // (32 * 32)), K * S, 2 * B),
+        threads=32,
+        outputs=[((*shape, width * quant_bit // 32), mx.uint32), ((*shape, width // quant_group), scale_dtype)],
     )
-    return quantized.view(mx.uint8 if quant_bit == 4 else mx.int8), scales
 
 
 def unsupported_reason(

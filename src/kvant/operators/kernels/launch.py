@@ -59,10 +59,16 @@ def _kernel(name: str, backend: Backend) -> Kernel:
         name=f"kvant_{name}",
         input_names=list(INPUTS[name]),
         output_names=list(OUTPUTS[name]),
-        header="".join(map(_text, (f"{backend}.h", "load.h", "rows.h"))),
-        source=_text(f"{name}.h"),
+        header="".join(map(_code, (f"{backend}.h", "load.h", "rows.h"))),
+        source=_code(f"{name}.h"),
     )
     return kernel
+
+
+def _code(file: str) -> str:
+    """A text without comments, indentation and empty lines: MLX hashes all of it at every launch."""
+    lines = (line.partition("//")[0].strip() for line in _text(file).splitlines())
+    return "".join(f"{line}\n" for line in lines if line)
 
 
 def _text(file: str) -> str:
