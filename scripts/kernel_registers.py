@@ -89,9 +89,9 @@ def run(shape: Shape, backend: launch.Backend, tokens: int = TOKENS) -> None:
         mask=mx.zeros((S, tokens)) if shape.mask else None,
         backend=backend,
     )
-    if shape.bits and not shape.Dv:
-        new = mx.zeros((1, K, S, D), mx.bfloat16)
-        quantize_tokens(new, new, quant_bit=shape.bits, quant_group=group, scale_dtype=mx.float16, backend=backend)
+    if shape.bits:
+        new = (mx.zeros((1, K, S, of), mx.bfloat16) for of in (D, shape.Dv or D))
+        quantize_tokens(*new, quant_bit=shape.bits, quant_group=group, scale_dtype=mx.float16, backend=backend)
 
 
 def texts(shape: Shape) -> dict[str, str]:

@@ -13,8 +13,8 @@ from kvant.operators.kernels import launch
 from kvant.operators.kernels.attend import HEAD_DIMS
 
 EVERYTHING = Shape(12, 2, 96, 4, S=3, pairs=5, paged=True, window=64, softcap=30.0, alibi=True, mask=True)
-NARROW = [SHAPES["Qwen2.5-7B 28/4/128, int8"], SHAPES["Gemma 4 8/1/512, int4, pages"], EVERYTHING]
-QUERIES = [(1, 1), (2, 1), (14, 1), (4, 3)]  # query heads and new tokens: 1, 2 and 4 queries of a simdgroup, and groups
+NARROW = [SHAPES["Qwen2.5-7B 28/4/128, int8"], SHAPES["64/8/256, int4"], EVERYTHING]
+QUERIES = [(1, 1), (2, 1), (14, 1)]  # query heads and new tokens: 1, 2 and 4 queries of a simdgroup, and groups
 WIDE = [
     *SHAPES.values(),
     *(Shape(H, 1, D, bits, S=S) for D, bits, (H, S) in product(HEAD_DIMS, (8, 4, 0), QUERIES)),
