@@ -14,8 +14,9 @@ from support.tiny_models import build
 
 from kvant.bridge import BridgedCache, CacheBytes, cache_bytes, make_model_cache
 from kvant.bridge.config import BridgedConfig
-from kvant.bridge.layers import BridgedKVCache, StateCache
+from kvant.bridge.layers import BridgedKVCache
 from kvant.bridge.model import BridgedModel
+from kvant.bridge.state_layer import StateCache
 from kvant.errors import ContextError
 
 PROMPT = [(7 + 31 * i) % 97 for i in range(30)]

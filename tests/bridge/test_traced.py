@@ -5,13 +5,15 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models import llama
 from support.bridged_compiled_runs import BITS, MODELS, REFUSED, STEPS
 from support.numbers import relative_error
-from support.tiny_models import build
+from support.tiny_models import SERVED, build
 from support.without_compiler import printed_by
 
-from kvant.bridge import make_model_cache
+from kvant.bridge import hook, make_model_cache
+from kvant.bridge.layers import BridgedKVCache, BridgedWindowCache
+from kvant.bridge.traced import TracedLayer
+from kvant.operators.kernels.launch import INPUTS
 
 PROMPT = [(7 + 31 * i) % 97 for i in range(30)]
 
@@ -29,6 +31,15 @@ def test_a_compiled_step_is_the_same_and_does_not_grow(runs: dict[str, Any], nam
         assert worst < (1e-5 if not bits else 2e-2)  # rounding flips a quantized value now and then
         assert traces == 1
         assert grown < 2**16
+
+
+@pytest.mark.parametrize("bits", [0, 8])
+def test_a_compiled_step_through_the_kernel(runs: dict[str, Any], bits: int) -> None:
+    """Windows and sinks, with a stand-in for the kernel: what is seen here is the structure."""
+    worst, traces, grown = runs["fused"][f"gpt_oss, {bits} bits"]
+    assert worst < (1e-5 if not bits else 2e-2)
+    assert traces == 1
+    assert grown < 2**16
 
 
 def test_a_step_that_would_be_another_one_is_not_compiled(runs: dict[str, Any]) -> None:
@@ -58,29 +69,17 @@ def _without_compilation() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_without_compilation")
-@pytest.mark.parametrize("window", [None, 8])
-@pytest.mark.parametrize("bits", [0, 8, 4])
-def test_through_the_kernel(window: int | None, bits: int, launches: list[Any]) -> None:
-    """The kernel's text, run on the host, with an offset that is an array. Rows past it hold NaN at 0 bits."""
-    mx.random.seed(3)
-    shape = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 128, "rms_norm_eps": 1e-5, "head_dim": 64}
-    kinds = ["full_attention", "sliding_attention" if window else "full_attention"]
-    args = llama.ModelArgs(
-        model_type="llama",
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        layer_types=kinds,
-        sliding_window=window,
-        **shape,
-    )
-    model = llama.Model(args)
+@pytest.mark.parametrize(("name", "bits"), [(name, bits) for name, (_, each) in SERVED.items() for bits in each])
+def test_through_the_kernel(name: str, bits: int, launches: list[Any]) -> None:
+    """The kernel's text, run on the host, with an offset that is an array and no mask. Rows past it hold NaN at 0
+    bits."""
+    model, _ = build(name, **SERVED[name][0])
     cache = make_model_cache(model, 64, quant_bit=bits)
     plain = make_model_cache(model, 64, quant_bit=bits, kernels="unfused")
-    if not bits and window is None:
+    if not bits:
         for layer in cache.layers:
             layer.arrays[0] = mx.full(layer.arrays[0].shape, float("nan"), mx.float32)
-    for tokens in (PROMPT, *([token] for token in PROMPT[:12])):
+    for tokens in (PROMPT[:6], *([token] for token in PROMPT[:5]), PROMPT, *([token] for token in PROMPT[:3])):
         inputs = mx.array([tokens])
         for each in (cache, plain):
             each.begin(inputs)
@@ -89,11 +88,42 @@ def test_through_the_kernel(window: int | None, bits: int, launches: list[Any]) 
         views = cache if len(tokens) > 1 else cache.compiled_views(mx.array(cache.offset), 64)
         given = model(inputs, cache=views)[:, -1]
         mx.eval(given, expected, cache.state, plain.state)
-        of_a_layer = [*(["append"] if bits else []), "attend", "combine"]
-        assert [name for name, _ in launches] == ([] if len(tokens) > 1 else 2 * of_a_layer)
-        assert relative_error(given, expected) < 1e-4
+        attends = [
+            dict(zip(INPUTS["attend"], inputs, strict=True)) for kernel, inputs in launches if kernel == "attend"
+        ]
+        assert len(attends) == (0 if len(tokens) > 8 else len(model.layers))
+        assert all(inputs["mask"].size == 1 for inputs in attends)
+        assert relative_error(given, expected) < (2e-2 if bits else 1e-4)
         for each in (cache, plain):
             each.commit()
+
+
+@pytest.mark.usefixtures("_without_compilation")
+@pytest.mark.parametrize("kind", ["all", "ring"])
+@pytest.mark.parametrize("mask", ["none", "own", "narrow", "other"])
+def test_its_masks_through_the_kernel(kind: str, mask: str, launches: list[Any]) -> None:
+    """Those of the step are a window to the kernel; any other is an array."""
+    options: dict[str, Any] = {"quant_bit": 0, "dtype": mx.float32}
+    layer = BridgedKVCache(64, 2, 64, **options)
+    if kind == "ring":
+        layer = BridgedWindowCache(64, 2, 64, window=9, **options)
+    query, key, value = (mx.random.normal((1, heads, 31, 64), key=mx.random.key(heads)) for heads in (6, 2, 3))
+    value = value[:, :2]
+    layer.update_and_fetch(key[:, :, :30], value[:, :, :30])
+    view = TracedLayer(layer, mx.array(30), 64, {})
+    masks = {"none": None, "own": view.make_mask(1), "narrow": view.make_mask(1, window_size=5)}
+    rows = view.make_mask(1)
+    masks["other"] = rows & (mx.arange(rows.shape[1]) != 3)
+    fetched = view.update_and_fetch(key[:, :, 30:], value[:, :, 30:])
+    mx.eval(fetched)
+    launches.clear()
+    options = {"scale": 0.3, "sinks": mx.random.normal((6,))}
+    given = hook.attention(query[:, :, 30:], *fetched, cache=view, mask=masks[mask], **options)
+    ((_, inputs), _) = launches
+    assert (dict(zip(INPUTS["attend"], inputs, strict=True))["mask"].size > 1) is (mask == "other")
+    seen = rows if mask == "none" else masks[mask]
+    expected = mx.fast.scaled_dot_product_attention(query[:, :, 30:], *map(mx.array, fetched), mask=seen, **options)
+    assert relative_error(given, expected) < 1e-5
 
 
 @pytest.mark.usefixtures("_without_compilation")

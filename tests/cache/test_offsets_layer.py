@@ -66,15 +66,19 @@ def test_attention_is_the_oracle_s(shape: tuple[int, int, int], S: int, kind: st
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("bits", [8, 4, 0])
 @pytest.mark.parametrize("shape", [(4, 2, 64), (7, 1, 64), (4, 4, 80)], ids=str)
-def test_a_static_append_is_the_same_attention(shape: tuple[int, int, int], bits: int, split: bool) -> None:
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_a_static_append_is_the_same_attention(
+    shape: tuple[int, int, int], bits: int, split: bool, with_sinks: bool
+) -> None:
     H, K, D = shape
+    sinks = normal(7, H) if with_sinks else None
     B, group = len(OFFSETS), 16
     options = {"quant_bit": bits, "quant_group": group, "bias_split": split_of(K, D) if split else None}
     past, query, key = normal(1, B, K, ROOM, D), normal(2, B, H, 1, D), normal(5, B, K, 1, D)
     for rows in (20, ROOM):
         eager, static = (ragged_layer(K, D, mx.repeat(past, H // K, axis=1)[:, :: H // K], **options) for _ in range(2))
-        expected = eager.attend(query, key, key * 2)
-        given = CompiledCacheView(static, mx.array(OFFSETS), rows).attend(query, key, key * 2)
+        expected = eager.attend(query, key, key * 2, sinks=sinks)
+        given = CompiledCacheView(static, mx.array(OFFSETS), rows).attend(query, key, key * 2, sinks=sinks)
         assert relative_error(given, expected) < 2e-5
         assert static.lengths == OFFSETS
         for mine, theirs in zip(static.arrays, eager.arrays, strict=True):
@@ -84,18 +88,22 @@ def test_a_static_append_is_the_same_attention(shape: tuple[int, int, int], bits
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("S", [1, 3])
 @pytest.mark.parametrize("bits", [8, 4, 0])
-def test_the_fused_kernel_is_the_same_attention(checked_gpu: None, bits: int, S: int, split: bool) -> None:
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_the_fused_kernel_is_the_same_attention(
+    checked_gpu: None, bits: int, S: int, split: bool, with_sinks: bool
+) -> None:
     H, K, D = 4, 2, 64
+    sinks = normal(7, H) if with_sinks else None
     B = len(OFFSETS)
     options = {"quant_bit": bits, "bias_split": split_of(K, D) if split else None}
     past, query, key = normal(1, B, K, ROOM, D), normal(2, B, H, S, D), normal(5, B, K, S, D)
     caches = [ragged_layer(K, D, past, kernels=kernels, **options) for kernels in ("unfused", "fused", "fused")]
-    expected, given = (cache.attend(query, key, key * 2) for cache in caches[:2])
+    expected, given = (cache.attend(query, key, key * 2, sinks=sinks) for cache in caches[:2])
     assert relative_error(given, expected) < 2e-5
     for mine, theirs in zip(caches[1].arrays, caches[0].arrays, strict=True):
         assert mx.array_equal(mine, theirs, equal_nan=True).item()
     if S == 1:
-        static = CompiledCacheView(caches[2], mx.array(OFFSETS), 0).attend(query, key, key * 2)
+        static = CompiledCacheView(caches[2], mx.array(OFFSETS), 0).attend(query, key, key * 2, sinks=sinks)
         assert relative_error(static, expected) < 2e-5
 
 

@@ -18,10 +18,11 @@ from support.counts import count
 from support.numbers import relative_error
 from support.oracle import Array
 
-from kvant.cache import ModelCache, QuantizedKVCache, WindowKVCache
+from kvant.cache import CompiledCacheView, ModelCache, QuantizedKVCache, WindowKVCache
 from kvant.cache.window import SLACK
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
+from kvant.operators.kernels import launch
 from kvant.operators.quantization import dequantize, quantize
 from kvant.operators.rotary import Rotary
 
@@ -351,23 +352,102 @@ def test_an_abandoned_step_takes_from_the_slack() -> None:
                 cache.trim(back)
 
 
-@pytest.mark.parametrize("bits", [0, 8, 4])
-@pytest.mark.parametrize("split", [False, True])
-def test_the_fused_kernel_agrees(bits: int, split: bool, launches: list[tuple[str, list[mx.array]]]) -> None:
-    """Its text, executed on the host: rows out of order, masks, angles in the order of the rows."""
+# New tokens, how many of them each sequence keeps. Rings of 2 + 12 + 7 rows wrap; lengths part.
+# Two lengths further apart than the slack have other positions in the same rows.
+RAGGED = [(9, (9, 4)), (3, (3, 3)), (40, (40, 22)), (1, (1, 1)), (4, (4, 1)), (2, (0, 2)), (3, (3, 3))]
+# Sinks take no instance of the kernel of their own.
+MIXED = [(0, "sinks", False), (8, "split sinks", False), (4, "split", False), (8, "sinks", True), (4, "split", True)]
+
+
+@pytest.mark.parametrize(("bits", "extras", "masked"), MIXED)
+def test_the_fused_kernel_agrees(
+    bits: int, extras: str, masked: bool, launches: list[tuple[str, list[mx.array]]]
+) -> None:
+    """Its text, executed on the host, in one launch for sequences of different lengths: rows out of order, angles of
+    each sequence in the order of its rows, a mask of ours. Without one it is given none."""
     rng = np.random.default_rng(4)
-    layer, other = (_wide(np.random.default_rng(5), bits, split, kernels) for kernels in ("fused", "unfused"))
-    for new, fused in ((9, False), (3, True), (1, True), (40, False), (1, True), (4, True)):
+    caches = [ModelCache([_wide(bits, "split" in extras, kernels)]) for kernels in ("fused", "unfused")]
+    for step, (new, counts) in enumerate(RAGGED):
+        query, key, value = (_normal(rng, 2, heads, new, 64) for heads in (H, K, K))
+        mask = _normal(rng, *((2, H) if step % 2 else ()), new, caches[0].offset + new) if masked else None
+        if masked and step % 3 == 0:
+            mask = mask > -1 if mask is not None else None
+        sinks = _normal(rng, H) if "sinks" in extras else None
+        launches.clear()
+        outputs = []
+        for cache in caches:
+            cache.begin(mx.zeros((2, new), mx.int32))
+            outputs.append(cache[0].attend(query, key, value, mask, sinks))
+            mx.eval(outputs[-1], cache[0].arrays)
+            cache.commit(counts, ids=[[0] * count for count in counts])
+        attends = [inputs for name, inputs in launches if name == "attend"]
+        assert len(attends) == (new <= 8)
+        assert all((_input(inputs, "mask").size > 1) is masked for inputs in attends)
+        assert relative_error(*outputs) < TOLERANCE
+    assert caches[0].lengths == (60, 36)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_long_sequence_beside_a_short_one(window: int | None, checked_gpu: None) -> None:
+    """The kernel is told how many rows there are: those of the longest, more than one threadgroup reads."""
+    rng = np.random.default_rng(7)
+    held, new = ([_normal(rng, 2, heads, n, 64) for heads in (H, K, K)] for n in (190, 1))
+    outputs = []
+    for kernels in ("fused", "unfused"):
+        options: dict[str, Any] = {"batch": 2, "kernels": kernels, "dtype": mx.float32}
+        layer = QuantizedKVCache(200, K, 64, **options)
+        if window is not None:
+            layer = WindowKVCache(200, K, 64, window=window, **options)
+        cache = ModelCache([layer])
+        cache.begin(mx.zeros((2, 190), mx.int32))
+        mx.eval(layer.attend(*held))
+        cache.commit((190, 10), ids=[[0] * 190, [0] * 10])
+        cache.begin(mx.zeros((2, 1), mx.int32))
+        outputs.append(layer.attend(*new))
+    assert relative_error(*outputs) < TOLERANCE
+
+
+def test_a_step_that_waits_is_unfused(launches: list[tuple[str, list[mx.array]]]) -> None:
+    """Its tokens would overwrite rows that they see."""
+    rng = np.random.default_rng(4)
+    layers = [_wide(8, True, kernels, slack=2) for kernels in ("fused", "unfused")]
+    for new, fused in ((8, True), (3, True), (8, False), (4, False), (3, True)):
         query, key, value = (_normal(rng, 2, heads, new, 64) for heads in (H, K, K))
         launches.clear()
-        output = layer.attend(query, key, value)
+        outputs = [layer.attend(query, key, value) for layer in layers]
         assert [name for name, _ in launches].count("attend") == fused
-        assert relative_error(output, other.attend(query, key, value)) < TOLERANCE
+        assert relative_error(*outputs) < TOLERANCE
 
 
-def _wide(rng: np.random.Generator, bits: int, split: bool, kernels: str) -> WindowKVCache:
-    """A cache with a head_dim that the kernel takes."""
-    bias = None
+@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize("kernels", ["unfused", "fused"])
+@pytest.mark.parametrize("lengths", [(9, 9), (40, 40), (38, 40)])
+def test_a_compiled_steps_operations(checked_gpu: None, bits: int, kernels: str, lengths: tuple[int, int]) -> None:
+    """The offset, or each sequence's, is an array. Before the ring is full, and after; with sinks."""
+    rng = np.random.default_rng(6)
+    cache, other = (ModelCache([_wide(bits, False, which)]) for which in (kernels, "unfused"))
+    held = [_normal(rng, 2, heads, 40, 64) for heads in (H, K, K)]
+    new = [_normal(rng, 2, heads, 1, 64) for heads in (H, K, K)]
+    sinks = _normal(rng, H)
+    for each in (cache, other):
+        each.begin(mx.zeros((2, max(lengths)), mx.int32))
+        mx.eval(each[0].attend(*(x[:, :, : max(lengths)] for x in held)))
+        each.commit(lengths, ids=[[0] * length for length in lengths])
+        each.begin(mx.zeros((2, 1), mx.int32))
+    offset = mx.array(lengths[0] if lengths[0] == lengths[1] else lengths)
+    given = CompiledCacheView(cache[0], offset, 64).attend(*new, sinks=sinks)
+    assert relative_error(given, other[0].attend(*new, sinks=sinks)) < TOLERANCE
+    for mine, theirs in zip(cache[0].arrays, other[0].arrays, strict=True):
+        assert mx.array_equal(mine, theirs).item()
+
+
+def _input(inputs: list[mx.array], name: str) -> mx.array:
+    return dict(zip(launch.INPUTS["attend"], inputs, strict=True))[name]
+
+
+def _wide(bits: int, split: bool, kernels: str, slack: int = 7) -> WindowKVCache:
+    """A cache with a head_dim that the kernel takes; the same at every call."""
+    rng, bias = np.random.default_rng(5), None
     if split:
         bias = BiasSplit(_normal(rng, K, 2, len(PAIRS)), PAIRS, mx.zeros((2, len(PAIRS), 0)), _normal(rng, K, 64))
     return WindowKVCache(
@@ -376,7 +456,7 @@ def _wide(rng: np.random.Generator, bits: int, split: bool, kernels: str) -> Win
         64,
         window=12,
         keep=2,
-        slack=7,
+        slack=slack,
         batch=2,
         quant_bit=bits,
         dtype=mx.float32,

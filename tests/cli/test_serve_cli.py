@@ -26,6 +26,7 @@ from support.command import call
         (["--kv-group-size", "7"], "--kv-bits 8 --kv-group-size 7: "),
         (["--allow-origin", "*"], "--allow-origin is '*'; expected scheme://host[:port]"),
         (["--alias", " "], "--alias is ' '; expected a name"),
+        (["--kernels", "fused"], "--kernels is 'fused'; MLX's default device is no GPU"),
         (["--wired"], "--wired: only a Mac's GPU has memory to wire"),
         (["--deterministic", "--prefill-step-size", "64"], "--deterministic reads prompts in chunks of 128"),
         (["--chat-template-config", "{"], "--chat-template-config is '{': not JSON"),

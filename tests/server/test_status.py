@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.server import Running
 
-from kvant.server.service import Service
+from kvant.server.service import Service, make_pool
 from kvant.server.settings import Settings
 
 ASK = {"model": "pocket", "prompt": "The bear " * 80, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
@@ -89,11 +89,18 @@ def test_props_say_what_is_in_force(server: Running) -> None:
         "kv_bits": 8,
         "kv_group_sizes": [32],
         "kv_bias_split": True,
+        "kernels": "unfused",
     }
     assert found["engine"] == {"prefill_step_size": 512, "deterministic": False, "max_queue": 16}
     assert found["environment"]["versions"]["mlx"] == mx.__version__
     assert found["memory"]["active"] > service.pool.nbytes + service.model.nbytes
     assert found["key_required"] is False
+
+
+@pytest.mark.parametrize(("kernels", "backend"), [(None, "metal"), ("fused", "metal"), ("unfused", None)])
+def test_kernels_are_the_pools(pocket: Any, fused_calls: list[Any], kernels: str | None, backend: str | None) -> None:
+    """On a GPU."""
+    assert make_pool(Settings(sequences=1, max_kv_size=128, kernels=kernels), pocket[0]).backend == backend
 
 
 def test_tokenize(server: Running, pocket: Any) -> None:

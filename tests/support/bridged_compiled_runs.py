@@ -18,6 +18,7 @@ from kvant.bridge.traced import can_trace
 from kvant.engine.run import Run
 from support.compiled_runs import NO_FUSE
 from support.counts import count
+from support.fused_path import pretend_gpu
 from support.numbers import relative_error
 from support.tiny_models import build
 
@@ -50,10 +51,10 @@ def fed(model: Any, cache: BridgedCache, tokens: list[int]) -> mx.array:
     return logits
 
 
-def run(name: str, bits: int) -> list[Any]:
-    """The worst error against steps that are not compiled, how often it was traced, and bytes it grew by."""
-    model, _ = build(name)
-    plain, cache = (make_model_cache(model, 64, quant_bit=bits) for _ in range(2))
+def run(name: str, bits: int, **changes: Any) -> list[Any]:
+    """The worst error against unfused steps that are not compiled, how often it was traced, and bytes it grew by."""
+    model, _ = build(name, **changes)
+    plain, cache = (make_model_cache(model, 64, quant_bit=bits, kernels=kernels) for kernels in ("unfused", None))
     for each in (plain, cache):
         fed(model, each, PROMPT)
     before = cache.used
@@ -95,16 +96,15 @@ def main() -> None:
     """Every model and width."""
     library = ctypes.CDLL(str(Path(mx.__file__).parent / "lib" / "libmlx.so"))
     library._ZN3mlx4core16set_compile_modeENS0_11CompileModeE(NO_FUSE)
-    print(
-        json.dumps(
-            {
-                "runs": {f"{name}, {bits} bits": run(name, bits) for name in MODELS for bits in BITS[name]},
-                "generated": {name: [generated(name, c) for c in (True, False)] for name in ("gpt_oss", "qwen3_next")},
-                "refused to generate": [generated("llama4", c) for c in (True, None)],
-                "refused": {name: traceable(name) for name in REFUSED},
-            }
-        )
-    )
+    found = {
+        "runs": {f"{name}, {bits} bits": run(name, bits) for name in MODELS for bits in BITS[name]},
+        "generated": {name: [generated(name, c) for c in (True, False)] for name in ("gpt_oss", "qwen3_next")},
+        "refused to generate": [generated("llama4", c) for c in (True, None)],
+        "refused": {name: traceable(name) for name in REFUSED},
+    }
+    pretend_gpu()
+    found["fused"] = {f"gpt_oss, {bits} bits": run("gpt_oss", bits, head_dim=64) for bits in (0, 8)}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import ctypes
 import json
 import shutil
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from kvant.engine.load import find_model
 from kvant.engine.run import Run
 from kvant.engine.step import CompiledStep
 from kvant.models import Decoder, load_decoder
-from kvant.operators import dispatch
-from kvant.operators.kernels import attend
+from kvant.operators import dispatch, fused_attention
 from support.counts import count
-from support.fused_path import unfused_launch
+from support.failing_kernel import FailingKernel
+from support.fused_path import pretend_gpu
 
 NO_FUSE = 2
 PROMPT = [(7 * i) % 1000 for i in range(100)]
@@ -52,10 +53,11 @@ def generate(
     rows: int = 2048,
     split: bool = True,
     prompt: list[int] = PROMPT,
+    kernels: str | None = None,
     **options: Any,
 ) -> Any:
     """Tokens of a run, and bytes: that active memory grew by, and the peak above what was active before."""
-    cache = model.make_cache(rows, quant_bit=bits, bias_split=split)
+    cache = model.make_cache(rows, quant_bit=bits, bias_split=split, kernels=kernels)
     if bits == 0:  # loud stale rows: whoever reads one has no number left
         for layer in cache:
             layer.arrays[0] = mx.full(layer.cache.shape, float("nan"), layer.cache.dtype)
@@ -107,7 +109,7 @@ def changed(**settings: Any) -> Decoder:
 def windowed(plain: list[int]) -> list[Any]:
     """Through rings that the prompt of 100 tokens has filled: the same tokens, compilations, and bytes it grew by."""
     model = changed(use_sliding_window=True, sliding_window=40, max_window_layers=1)
-    eager = generate(model, 60, compiled=False, split=False)[0]
+    eager = generate(model, 60, compiled=False, split=False, kernels="unfused")[0]
     compiled, grown, _ = generate(model, 60, compiled=True, split=False)
     return [compiled == eager, CountedStep.last.compilations, grown, eager != plain]
 
@@ -117,6 +119,31 @@ def fused(model: Decoder, bits: int, expected: list[int]) -> list[Any]:
     tokens = min(200, len(expected))
     given, grown, _ = generate(model, tokens, compiled=True, bits=bits, rows=512, prompt=LONG_PROMPT)
     return [given == expected[:tokens], CountedStep.last.compilations, grown]
+
+
+def failing(model: Decoder, how: str) -> list[Any]:
+    """A run through a kernel that fails when the step is traced for the second time, which is for the 100th token.
+
+    Whether tokens, and those of a second run in the same cache, are as without the kernel; the warnings; compilations.
+    """
+    prompts = [PROMPT + PROMPT[:57], [5, 6, 7] * 4]  # 256 tokens are reached with 99 more
+    found = []
+    for kernels in ("unfused", None):
+        cache = model.make_cache(512, kernels=kernels)
+        layers = len(cache.fused_layers)
+        fused_attention.attend = kernel = FailingKernel(how, layers + 3)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found.append([[t for t, _ in Run(model, p, cache, max_tokens=120, compiled=True)] for p in prompts])
+    return [found[0] == found[1], kernel.calls, [str(warning.message) for warning in caught]]
+
+
+class BucketStep(CountedStep):
+    """A step that is traced again in its next bucket, with the fused kernel too."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._reads_all = False
 
 
 def main() -> None:
@@ -157,10 +184,14 @@ def main() -> None:
         CountedStep.last.samples,
     ]
 
-    dispatch.gpu_backend = lambda: "metal"
-    dispatch.self_check_failure = lambda backend: None
-    attend.launch = unfused_launch
+    pretend_gpu()
+    found["fused windowed"] = windowed(plain)
     found["fused"] = {bits: fused(model, bits, tokens) for bits, tokens in eager.items()}
+    running.CompiledStep = BucketStep  # type: ignore[misc]
+    found["failing"] = {}
+    for how in ("build", "eval"):
+        dispatch._given_up, dispatch._warned = None, False
+        found["failing"][how] = failing(model, how)
     print(json.dumps(found))
 
 

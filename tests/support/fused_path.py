@@ -7,11 +7,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvant.operators import dispatch
-from kvant.operators.cached_attention import read_tokens
-from kvant.operators.compiled_attention import attend_live_tokens
+from kvant.operators import dispatch, fused_attention, probe
 from kvant.operators.kernels import attend, launch
 from kvant.operators.quantization import quantize
+from support import attend_stand_in
 from support.metal_host import on_host
 from support.metal_host.run import FORWARD
 
@@ -26,9 +25,16 @@ def host_kernel(name: str, backend: str) -> Callable[..., list[mx.array]]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A GPU with Metal, in a process that has not looked at it yet and has no wish of its own."""
+    """A GPU with Metal, in a process that has not looked at it yet and has no wish of its own.
+
+    What a cache needs of the kernel is not tried when it is made: tests/operators/test_probe.py does.
+    """
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
     monkeypatch.setattr(dispatch, "gpu_backend", lambda: "metal")
+    monkeypatch.setattr(dispatch, "probe_failure", lambda use, backend: None)
+    monkeypatch.setattr(dispatch, "_warned", False)
+    monkeypatch.setattr(dispatch, "_given_up", None)
+    monkeypatch.setattr(probe, "_tried", {})
     _forget()
     yield
     _forget()
@@ -55,41 +61,43 @@ def launches(checked_gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
     return seen
 
 
-def unfused_launch(
-    name: str, backend: str, inputs: Sequence[mx.array], *, template: dict[str, Any], outputs: Sequence[Any], **_: Any
-) -> list[mx.array]:
-    """The kernels' results for one new token without a mask, in MLX's operations: these can be part of a graph.
+@pytest.fixture
+def fused_calls(gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shape of each query that the kernel is given, on a GPU whose kernels are MLX's operations."""
+    seen: list[tuple[int, ...]] = []
 
-    MLX makes no graph with a Metal kernel where there is no Metal. All is put into the first split.
-    """
-    if name == "append":
-        options = {"quant_bit": template["BITS"], "quant_group": template["GROUP"], "scale_dtype": template["SCALE"]}
-        quantized, scales = quantize(mx.stack(list(inputs), axis=1), **options)
-        return [mx.view(quantized, mx.uint32)[None], scales[None]]
-    given = dict(zip(launch.INPUTS[name], inputs, strict=True))
-    if name == "combine":
-        output, value_bias = given["partial"][..., 0, :], given["value_bias"]
-        output = output + mx.repeat(value_bias, output.shape[1] // value_bias.shape[0], axis=0)[:, None]
-        return [output.astype(template["T"])]
-    query, cache = given["query"], given["cache"]
-    assert query.shape[2] == 1
-    assert not any(template[name] for name in ("PAGE", "BIAS", "ALIBI", "MASK", "WINDOW", "SOFTCAP"))
-    bits, max_tokens = template["BITS"], cache.shape[4]
-    keys, values = read_tokens(
-        max_tokens,
-        cache,
-        given["scale"] if bits else None,
-        quant_bit=bits,
-        dtype=query.dtype,
+    def recorded(query: mx.array, *arguments: Any, **options: Any) -> mx.array:
+        seen.append(query.shape)
+        return attend_stand_in.attend(query, *arguments, **options)
+
+    monkeypatch.setattr(dispatch, "self_check_failure", lambda backend: None)
+    monkeypatch.setattr(fused_attention, "attend", recorded)
+    monkeypatch.setattr(attend, "launch", unfused_append)
+    return seen
+
+
+def pretend_gpu() -> None:
+    """For the rest of the process there is a GPU, whose kernels are MLX's operations: these can be part of a graph."""
+    dispatch.gpu_backend = lambda: "metal"
+    dispatch.self_check_failure = lambda backend: None
+    dispatch.probe_failure = lambda use, backend: None
+    fused_attention.attend = attend_stand_in.attend
+    attend.launch = unfused_append
+
+
+def unfused_append(
+    name: str, backend: str, inputs: Sequence[mx.array], *, template: dict[str, Any], **_: Any
+) -> list[mx.array]:
+    """The append's results."""
+    assert name == "append"
+    options = {"quant_bit": template["BITS"], "quant_group": template["GROUP"], "scale_dtype": template["SCALE"]}
+    key, value = inputs
+    both = (
+        mx.stack([key, value], axis=1) if key.shape == value.shape else mx.concatenate([key, value], axis=-1)[:, None]
     )
-    output = attend_live_tokens(query, keys, values, mx.arange(max_tokens) <= given["offset"])
-    shape, dtype = outputs[0]
-    partial = mx.concatenate(
-        [output[..., None, :].astype(dtype), mx.zeros((*shape[:3], shape[3] - 1, shape[4]))], axis=3
-    )
-    return [partial, mx.ones(outputs[1][0]), mx.zeros(outputs[2][0])]
+    quantized, scales = quantize(both, **options)
+    return [mx.view(quantized, mx.uint32)[None], scales[None]]
 
 
 def _forget() -> None:
-    for kept in (dispatch.self_check_failure, dispatch._warn):
-        getattr(kept, "cache_clear", lambda: None)()
+    getattr(dispatch.self_check_failure, "cache_clear", lambda: None)()

@@ -32,7 +32,7 @@ class OracleLayer:
     written: list[Array] = field(default_factory=list)  # (2, K, S, last) each: what the pool wrote in this step
 
     def attend(
-        self, query: mx.array, key: mx.array, value: mx.array, mask: None = None, sinks: None = None
+        self, query: mx.array, key: mx.array, value: mx.array, mask: None = None, sinks: mx.array | None = None
     ) -> mx.array:
         """Of one sequence: (1, H, S, D)."""
         self._append(key, value)
@@ -43,8 +43,12 @@ class OracleLayer:
         scores = q @ keys.swapaxes(-1, -2)[:, None] / np.sqrt(D)  # (K, H/K, S, T)
         place, token = np.arange(T - S, T)[:, None], np.arange(T)
         seen = (token <= place) & (token > place - (self.format.window or T))
-        weights = np.where(seen, np.exp(scores - np.where(seen, scores, -np.inf).max(-1, keepdims=True)), 0.0)
-        weights /= weights.sum(-1, keepdims=True)
+        most = np.where(seen, scores, -np.inf).max(-1, keepdims=True)
+        weights = np.where(seen, np.exp(scores - most), 0.0)
+        total = weights.sum(-1, keepdims=True)
+        if sinks is not None:
+            total = total + np.exp(np.array(sinks, np.float64).reshape(keys.shape[0], -1, 1, 1) - most)
+        weights /= total
         # A token that nobody sees may be unknown: 0 times NaN is NaN.
         output = weights @ np.where(seen.any(0)[:, None], values, 0.0)[:, None]
         return mx.array(output.reshape(1, H, S, D).astype(np.float32))

@@ -40,9 +40,8 @@ def close(given: mx.array, expected: mx.array, tolerance: float = 1e-5) -> bool:
 
 def tiny_model(folder: Path, windows: Sequence[int | None] = (None,), **changes: Any) -> Decoder:
     """A random Qwen2 with the window of each layer, and biases of which some rotary pairs are split off."""
-    config = qwen2_config(
-        num_hidden_layers=len(windows), hidden_size=64, intermediate_size=64, num_attention_heads=4, **changes
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    config = qwen2_config(num_hidden_layers=len(windows), **sizes | changes)
     model = load_decoder(save_checkpoint(folder, config, reference_model(config)))
     layers = []
     for layer, window in zip(model.layers, windows, strict=True):

@@ -1,7 +1,7 @@
 """The key/value cache of a model of mlx-lm's: what mlx-lm's model expects at each place, in kvant's memory."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,11 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 from mlx_lm.models.cache import KVCache as MlxLmKVCache
 
 from kvant.bridge import hook
-from kvant.bridge.layers import BridgedChunkCache, BridgedKVCache, BridgedWindowCache, StateCache
+from kvant.bridge.layers import BridgedChunkCache, BridgedKVCache, BridgedWindowCache
 from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, as_text, leaves_of, probe
+from kvant.bridge.state_layer import StateCache
 from kvant.bridge.traced import TracedLayer
+from kvant.bridge.window_masks import WindowMask
 from kvant.cache import ModelCache
 from kvant.cache.window import SLACK
 from kvant.models.reservation import check_memory
@@ -136,7 +138,7 @@ class BridgedCache(ModelCache):
             num_tokens: rows that are read, more than any ``offset``.
         """
 
-        masks: dict[Hashable, mx.array] = {}
+        masks: dict[tuple[WindowMask, int], mx.array] = {}
 
         def view(entry: Any) -> Any:
             if isinstance(entry, CacheList):

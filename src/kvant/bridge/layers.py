@@ -1,22 +1,22 @@
 """kvant's caches of one layer, as mlx-lm's models use a cache."""
 
 import math
-import operator
-from copy import copy
 from dataclasses import replace
 from typing import Any, Self
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import ArraysCache, create_attention_mask
+from mlx_lm.models.cache import create_attention_mask
 
 from kvant.bridge import hook
-from kvant.cache import KVCache, QuantizedKVCache, WindowKVCache
-from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, Stored
-from kvant.cache.sequences import TrimLimit
+from kvant.bridge.window_masks import WindowMask, meaning_of, remember
+from kvant.cache import QuantizedKVCache, WindowKVCache
+from kvant.cache.layer_format import LayerFormat
 from kvant.operators.attention import attend_tokens
 from kvant.operators.cached_attention import first_rows
 from kvant.operators.fused_attention import attend_fused
+from kvant.operators.kernels.launch import Backend
+from kvant.operators.probe import KernelUse
 
 Mask = mx.array | str | None
 
@@ -139,26 +139,46 @@ class BridgedKVCache(QuantizedKVCache):
         S = query.shape[2]
         causal = isinstance(mask, str)
         added = None if isinstance(mask, str) else mask
-        scaled = scaled_query(query, scale)
         backend = self.backend_for(query)
-        placed = None if backend is None or sinks is not None else self._placed(key, mask)
-        if backend is not None and placed is not None:
-            tokens, placed_mask = placed
-            return attend_fused(
-                scaled,
-                self.cache,
-                self.scale,
-                mx.array(tokens - S, mx.int32),
-                quant_bit=self.quant_bit,
-                quant_group=self.quant_group,
-                is_causal=causal,
-                mask=placed_mask,
-                backend=backend,
-            )
+        seen = None if backend is None else self._seen_rows(S, key.shape[2], mask)
+        if backend is not None and seen is not None:
+            return self.attend_fused(query, scale=scale, sinks=sinks, backend=backend, **seen)
         on_cpu = mx.default_device().type == mx.cpu
         if on_cpu and (S == 1 or causal):  # fewer products for one token, no score matrix for many
-            return attend_tokens(scaled, key, value, is_causal=causal, mask=added, sinks=sinks)
+            return attend_tokens(scaled_query(query, scale), key, value, is_causal=causal, mask=added, sinks=sinks)
         return None
+
+    def attend_fused(
+        self,
+        query: mx.array,
+        offset: mx.array | int,
+        *,
+        scale: float,
+        sinks: mx.array | None,
+        backend: Backend,
+        **seen: Any,
+    ) -> mx.array:
+        """Attention by the fused kernel to its arrays, which hold the new tokens.
+
+        Args:
+            query: (B, H, S, D).
+            offset: tokens before the new ones.
+            scale, sinks: as in :meth:`attend_fetched`.
+            seen: which rows the queries see, as :func:`kvant.operators.fused_attention.attend_fused` takes it.
+        """
+        return attend_fused(
+            query,
+            self.cache,
+            self.scale,
+            offset if isinstance(offset, mx.array) else mx.array(offset, mx.int32),
+            quant_bit=self.quant_bit,
+            quant_group=self.quant_group,
+            value_dim=None if self.value_head_dim == self.head_dim else self.value_head_dim,
+            score_scale=scale,
+            sinks=sinks,
+            backend=backend,
+            **seen,
+        )
 
     def row_of(self, position: mx.array) -> mx.array:
         """The row of a position (), in operations that are the same for any."""
@@ -172,7 +192,13 @@ class BridgedKVCache(QuantizedKVCache):
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """The mask of N new tokens: "causal", None or a boolean array."""
         mask: Mask = create_attention_mask(N, self.offset, return_array, window_size)
+        if isinstance(mask, mx.array):
+            remember(mask, self.window_mask(self.offset, N, window_size))
         return mask
+
+    def window_mask(self, start: int, new_tokens: int, window: int | None = None) -> WindowMask:
+        """What a mask of this layer's says, of a window that a model asks for or the layer's own."""
+        return WindowMask(start, new_tokens, window)
 
     @property
     def keys(self) -> mx.array:
@@ -215,9 +241,17 @@ class BridgedKVCache(QuantizedKVCache):
             stored = [first_rows(self.cache, stored[0].shape[3]), *stored[1:]]
         return self.read(stored, keys.dtype)
 
-    def _placed(self, key: mx.array, mask: Mask) -> tuple[int, mx.array | None] | None:
-        """How many rows of the arrays the fetched keys stand for, and a mask of them; None: for other rows."""
-        return key.shape[2], None if isinstance(mask, str) else mask
+    def _seen_rows(self, new_tokens: int, rows: int, mask: Mask) -> dict[str, Any] | None:
+        """Which of the fetched rows the new tokens see, for :meth:`attend_fused`; None: its arrays lack some of them.
+
+        The last row is taken for the last token's. Where it is not, the mask alone decides.
+        """
+        offset = rows - new_tokens
+        meaning = meaning_of(mask)
+        if meaning is not None and meaning == WindowMask(offset, new_tokens, meaning.window):  # of no ring
+            return {"offset": offset, "rows": rows, "window": meaning.window}
+        causal = isinstance(mask, str)
+        return {"offset": offset, "rows": rows, "is_causal": causal, "mask": None if causal else mask}
 
 
 class BridgedWindowCache(BridgedKVCache, WindowKVCache):
@@ -236,9 +270,15 @@ class BridgedWindowCache(BridgedKVCache, WindowKVCache):
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """The mask of N new tokens over what :meth:`update_and_fetch` will give."""
         mask = self.mask(N, window_size)
-        if mask is not None or N == 1:
-            return mask
-        return create_causal_mask(N, self.offset) if return_array else "causal"
+        if mask is not None:
+            remember(mask, self.window_mask(self.offset, N, window_size))
+        elif N > 1:
+            return create_causal_mask(N, self.offset) if return_array else "causal"
+        return mask
+
+    def window_mask(self, start: int, new_tokens: int, window: int | None = None) -> WindowMask:
+        """As :meth:`BridgedKVCache.window_mask`."""
+        return WindowMask(start, new_tokens, window or self.window, self.keep, self.num_rows)
 
     def row_of(self, position: mx.array) -> mx.array:
         """As :meth:`BridgedKVCache.row_of`."""
@@ -248,8 +288,18 @@ class BridgedWindowCache(BridgedKVCache, WindowKVCache):
         """As :meth:`BridgedKVCache.live_rows`, of all rows."""
         return self._seen(self._positions(position + 1, rows), position, window or self.window)
 
-    def _placed(self, key: mx.array, mask: Mask) -> tuple[int, mx.array | None] | None:
-        return None if self._pending else super()._placed(key, mask)
+    def _seen_rows(self, new_tokens: int, rows: int, mask: Mask) -> dict[str, Any] | None:
+        if self._pending:
+            return None
+        end = self.offset
+        ring = self.window_mask(end - new_tokens, new_tokens)
+        meaning = meaning_of(mask)
+        all_before = isinstance(mask, str) or (mask is None and new_tokens == 1)
+        if all_before and end <= min(self.keep + self.window, self.num_rows):
+            meaning = ring  # the same, and nothing is compiled again when the ring is full
+        if meaning is None or replace(meaning, window=self.window) != ring:
+            return super()._seen_rows(new_tokens, rows, mask)
+        return {"offset": ring.start, "rows": rows, "window": meaning.window, "keep": self.keep}
 
 
 class BridgedChunkCache(BridgedWindowCache):
@@ -267,6 +317,9 @@ class BridgedChunkCache(BridgedWindowCache):
     def start_position(self) -> int:
         """The first token that the next step's queries may see: of the chunk that its first one is in."""
         return self.sequences.offset // self.window * self.window
+
+    def _kernel_uses(self, use: KernelUse) -> list[KernelUse]:
+        return [replace(use, mask=True)]
 
     def row_of(self, position: mx.array) -> mx.array:
         """Chunks are read in order, from a row that Python computes."""
@@ -290,134 +343,11 @@ class BridgedChunkCache(BridgedWindowCache):
         rest = row + count - self.num_rows
         return [(row, row + count)] if rest <= 0 else [(row, self.num_rows), (0, rest)]
 
-    def _placed(self, key: mx.array, mask: Mask) -> tuple[int, mx.array | None] | None:
+    def _seen_rows(self, new_tokens: int, rows: int, mask: Mask) -> dict[str, Any] | None:
         if self._pending or not isinstance(mask, mx.array) or mask.dtype != mx.bool_:
             return None
         end = self.offset
-        start, rows = end - key.shape[2], min(end, self.num_rows)
-        positions = self._positions(end, rows)
+        start, held = end - rows, min(end, self.num_rows)
+        positions = self._positions(end, held)
         seen = mx.take(mask, mx.maximum(positions - start, 0), axis=-1) & (positions >= start)
-        return rows, seen
-
-
-class StateCache(KVCache):
-    """The state of a linear or convolution layer: mlx-lm's arrays, which the model replaces at every step.
-
-    A step that is not committed leaves no trace: the arrays from before it are kept until then. The state goes back to
-    nothing and to no other length.
-
-    Attributes:
-        arrays: what the model is given.
-    """
-
-    def __init__(
-        self, arrays: ArraysCache, max_seq_len: int, *, batch: int = 1, shapes: tuple[Stored | None, ...] = ()
-    ) -> None:
-        """For empty ``arrays``; ``max_seq_len`` as the model's other layers have it.
-
-        ``shapes``: of the arrays, as :class:`kvant.bridge.probe.State` has them; none: not known.
-        """
-        self._max_seq_len = max_seq_len
-        super().__init__(batch)
-        self.arrays = arrays
-        self._shapes = shapes
-        self._committed = list(arrays.cache)
-        self._released = False
-
-    @property
-    def max_seq_len(self) -> int:
-        """Tokens a sequence can have."""
-        return self._max_seq_len
-
-    @property
-    def limits(self) -> tuple[TrimLimit, ...]:
-        """It goes back to nothing."""
-        return (TrimLimit(0, 0),)
-
-    @property
-    def buffers(self) -> list[mx.array]:
-        """Its arrays; none before the first step."""
-        return [array for array in self.arrays.cache if array is not None]
-
-    @property
-    def format(self) -> LayerFormat:
-        """The arrays of the committed state."""
-        state = tuple(None if a is None else (DTYPE_NAMES[a.dtype], a.shape) for a in self.committed)
-        return LayerFormat("state", state=state)
-
-    @property
-    def committed(self) -> list[mx.array | None]:
-        """The arrays of the committed state; None: not computed yet."""
-        return list(self._committed) if self.offset else [None] * len(self._committed)
-
-    def stored_state(self) -> list[mx.array]:
-        """See :class:`kvant.cache.KVCache`."""
-        return [array for array in self.committed if array is not None]
-
-    def restore_state(self, arrays: list[mx.array | None]) -> None:
-        """See :class:`kvant.cache.KVCache`."""
-        batch = len(self.lengths)
-        for number, (array, expected) in enumerate(zip(arrays, self._shapes or [None] * len(arrays), strict=True)):
-            if array is None or expected is None:
-                continue
-            dtype, (_, *most) = expected  # before it has seen enough tokens, a state may be shorter
-            fits = len(array.shape) == 1 + len(most) and all(map(operator.le, array.shape[1:], most))
-            if DTYPE_NAMES[array.dtype] != dtype or array.shape[0] != batch or not fits:
-                raise ValueError(
-                    f"array {number} of a state is {DTYPE_NAMES[array.dtype]} {tuple(array.shape)}; "
-                    f"expected {dtype} {(batch, *most)}"
-                )
-        self._committed = list(arrays)
-        self.arrays.cache[:] = arrays
-
-    def fork(self) -> Self:
-        """See :class:`kvant.cache.KVCache`. A step replaces the arrays, so these can be shared."""
-        made = copy(self)
-        made.arrays = ArraysCache(len(self.arrays.cache))
-        made.restore_state(self.committed)
-        return made
-
-    def begin(self) -> None:
-        """Put back what a step replaced that was not committed."""
-        if not self.offset:
-            self._committed = [None] * len(self._committed)
-        self.arrays.cache[:] = self._committed
-
-    def settle(self) -> None:
-        """The step is committed, all of it: its state is."""
-        self._committed = list(self.arrays.cache)
-
-    def attend(
-        self,
-        query: mx.array,
-        key: mx.array,
-        value: mx.array,
-        mask: mx.array | None = None,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        """A state has no keys."""
-        raise TypeError("a layer's state has no keys and values to attend to")
-
-    def check_shape(self, batch: int, num_kv_heads: int, head_dim: int) -> None:
-        """A state takes any."""
-
-    def reserve(self, num_tokens: int) -> None:
-        """Raise a ContextError unless every sequence has room for ``num_tokens`` more tokens."""
-        if self._released:
-            raise RuntimeError("the cache was released; expected one that was not")
-        self._check_room(num_tokens)
-
-    def is_trimmable(self) -> bool:
-        """Only while it is empty."""
-        return not self.offset
-
-    def reset(self) -> None:
-        """Forget every token; of all layers, in a model's cache."""
-        super().reset()
-        self.begin()
-
-    def release(self) -> None:
-        """Give the memory back. The cache cannot be used after it."""
-        self.sequences.reset()
-        self.begin()
-        self._released = True
+        return {"offset": held - new_tokens, "rows": held, "is_causal": False, "mask": seen}

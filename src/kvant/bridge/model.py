@@ -21,6 +21,7 @@ from kvant.cache.identity import Identity
 from kvant.cache.pool_batch import PoolBatch
 from kvant.models.inputs import check_ids, check_offset
 from kvant.models.reservation import default_reservation
+from kvant.operators.dispatch import resolve
 from kvant.threads import check_process
 
 
@@ -165,17 +166,16 @@ class BridgedModel:
 
         Args:
             tokens, sequences, max_seq_len, prefill_step_size: as in :meth:`kvant.models.Decoder.make_pool`.
-            quant_bit, quant_group, bias_split: as in :meth:`make_cache`.
-            kernels: "unfused" or None. The fused kernel does not read pages.
+            quant_bit, quant_group, bias_split, kernels: as in :meth:`make_cache`.
 
         Raises:
             ModelError: a model that takes one sequence at a time; nothing was reserved.
-            ValueError: a size below 1, a cache format that the model cannot have, or kernels="fused".
+            ValueError: a size below 1, a cache format that the model cannot have, a kernel forced that cannot be used.
+            RuntimeError: a forced kernel that failed its self-check on this device.
             ContextError: more than this machine's memory; nothing was reserved.
         """
         check_process()
-        if kernels not in (None, "unfused"):
-            raise ValueError(f"kernels is {kernels!r}; a pool is read by the unfused operator, 'unfused' or None")
+        resolve(kernels)  # refuses them before the model is tried
         if max_seq_len is None:
             max_seq_len = min(tokens, self.config.max_position_embeddings or tokens)
         sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
@@ -190,6 +190,7 @@ class BridgedModel:
             quant_group=quant_group,
             make_cache=self.make_cache,
             identity=self.identity,
+            kernels=kernels,
         )
         self._layout = self._layout or pool.layout
         return pool

@@ -11,9 +11,9 @@ from mlx_lm.models.cache import KVCache as MlxLmKVCache
 from kvant.bridge import hook
 from kvant.bridge.architectures import ONE_AT_A_TIME
 from kvant.bridge.cache import BridgedCache
-from kvant.bridge.layers import StateCache
 from kvant.bridge.pool_layer import PooledLayer, StepRows
 from kvant.bridge.probe import Attention, Entry, Leaf, Model, State, Unused, as_text, leaves_of, probe
+from kvant.bridge.state_layer import StateCache
 from kvant.cache import ModelCache
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, stored_dtype
@@ -49,6 +49,11 @@ class BridgedSequence(PoolSequence):
     @states.setter
     def states(self, states: list[Arrays]) -> None:
         self._states = states
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """The arrays of its states."""
+        return [array for state in self.states for array in state if array is not None]
 
     def can_trim_to(self, num_tokens: int) -> bool:
         """As :meth:`PoolSequence.can_trim_to`. A state goes back to nothing alone."""
@@ -215,6 +220,7 @@ def make_pool(
     quant_group: int,
     make_cache: Callable[..., BridgedCache],
     identity: Identity | None,
+    kernels: str | None,
 ) -> BridgedPool:
     """A pool of mlx-lm's model; errors as :meth:`kvant.bridge.model.BridgedModel.make_pool` has them.
 
@@ -228,19 +234,21 @@ def make_pool(
         sizes: tokens, sequences, max_seq_len and prefill_step_size, as :class:`kvant.cache.pool.Pool` has them.
         quant_bit, quant_group: as :func:`kvant.bridge.make_model_cache` has them.
         make_cache, identity: of the model.
+        kernels: as :class:`kvant.cache.QuantizedKVCache` has it. The small pool is unfused.
     """
     found = probe(model)
     check_entries(found, model, name)
 
-    def made(bits: int, sizes: dict[str, int]) -> BridgedPool:
+    def made(bits: int, sizes: dict[str, int], kernels: str | None) -> BridgedPool:
         formats = _formats(found, sizes["max_seq_len"], bits, quant_group)
         check_memory(sizes["tokens"], sum(pool_needs(found, sizes, quant_bit=bits, quant_group=quant_group)))
-        options = {"quant_bit": bits, "quant_group": quant_group}
-        return BridgedPool(found, formats, **sizes, make_cache=partial(make_cache, **options), identity=identity)
+        own_cache = partial(make_cache, quant_bit=bits, quant_group=quant_group, kernels=kernels)
+        own: dict[str, Any] = {"make_cache": own_cache, "identity": identity, "kernels": kernels, "dtype": dtype}
+        return BridgedPool(found, formats, **sizes, **own)
 
     small = {"tokens": len(TRIED) * Pool.page_size, "sequences": len(TRIED), "max_seq_len": 64, "prefill_step_size": 32}
-    attends_apart = _try(model, name, made(0, small), AGREE if dtype == mx.float32 else AGREE_HALF)
-    pool = made(quant_bit, sizes)
+    attends_apart = _try(model, name, made(0, small, "unfused"), AGREE if dtype == mx.float32 else AGREE_HALF)
+    pool = made(quant_bit, sizes, kernels)
     pool.attends_apart = attends_apart
     return pool
 

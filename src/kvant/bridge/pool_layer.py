@@ -6,7 +6,6 @@ R rows: sequences of the step, B of them real and the others padding. S new toke
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
-from mlx_lm.models.cache import create_attention_mask
 
 from kvant.bridge import hook
 from kvant.bridge.layers import Mask, refuse_values, scaled_query
@@ -14,6 +13,9 @@ from kvant.cache.paged_layers import PoolLayer
 from kvant.operators.attention import attend_tokens
 from kvant.operators.cached_attention import float_tokens
 from kvant.operators.paged_attention import PagedRows, attend_rows, stored_rows, write_rows
+from kvant.operators.paged_kernel import StepPages, attend_pages
+
+UNKNOWN = -1  # in place of a window
 
 
 @dataclass(slots=True)
@@ -25,7 +27,8 @@ class StepRows:
         window: tokens that a query sees; None: all.
         lengths: tokens of each of the R rows before the step.
         new_tokens: S.
-        masks: those that were made, by the window that was asked for.
+        masks: those that were made for several rows, by the window that was asked for.
+        masks_of_one: the same for one row, (S, T).
     """
 
     rows: PagedRows
@@ -33,6 +36,7 @@ class StepRows:
     lengths: tuple[int, ...]
     new_tokens: int
     masks: dict[int | None, mx.array] = field(default_factory=dict)
+    masks_of_one: dict[int | None, mx.array] = field(default_factory=dict)
     _padded: mx.array | None = None
 
     @property
@@ -67,17 +71,42 @@ class StepRows:
             self.masks[window] = seen if window is None else seen & (token > query - window)
         return self.masks[window]
 
+    def mask_of_one(self, window: int | None) -> mx.array:
+        """:meth:`mask` where the step has one row: (S, T)."""
+        if window not in self.masks_of_one:
+            self.masks_of_one[window] = self.mask(window)[0, 0]
+        return self.masks_of_one[window]
+
     def seen(self, mask: Mask) -> PagedRows | None:
         """The rows that a mask shows of each sequence, all up to a query's own; None: not known, or they go with it."""
+        window = self._window_of(mask)
+        if window == UNKNOWN:
+            return None
+        if window is None or window == self.window:
+            return self.rows
+        return self._last(window) if self.new_tokens == 1 else None
+
+    def seen_pages(self, mask: Mask) -> StepPages | None:
+        """:meth:`seen` for the fused kernel; None also for a step that it does not take."""
+        window, pages = self._window_of(mask), self.rows.pages
+        return None if pages is None or window == UNKNOWN else replace(pages, window=window)
+
+    def _window_of(self, mask: Mask) -> int | None:
+        """How many tokens a query sees by a mask of what was fetched, its own included; None: all; or UNKNOWN."""
         if mask is None:
-            return self.rows if self.new_tokens == 1 else None
+            return self.window if self.new_tokens == 1 else UNKNOWN
+        if isinstance(mask, str):  # causal: all that was fetched, which may be more than a window
+            narrow = self.window is not None and self.window < max(self.counts)
+            return UNKNOWN if narrow or len(self.lengths) > 1 else self.window
         longest = max(self.lengths) + self.new_tokens
-        for window, made in self.masks.items():
+        for window, made in (*self.masks.items(), *self.masks_of_one.items()):
             if mask is made:
-                if window is None or window == self.window or window >= longest:
-                    return self.rows
-                return self._last(window) if self.new_tokens == 1 else None
-        return None
+                if window is None or window >= longest:
+                    return self.window
+                if self.window is None or window <= self.window:
+                    return window
+                return self.window if self.new_tokens == 1 else UNKNOWN  # no more was fetched
+        return UNKNOWN
 
     def _last(self, count: int) -> PagedRows:
         """The last rows of each sequence: some models show a window of what a layer without one keeps."""
@@ -131,8 +160,15 @@ class PooledLayer:
                 f"with widths {own.head_dim} and {own.value_head_dim}"
             )
         B = len(rows.runs)
-        options = {"quant_bit": own.quant_bit, "quant_group": own.quant_group}
-        write_rows(keys[:B], values[:B], self.layer.arrays, rows.new, **options)
+        write_rows(
+            keys[:B],
+            values[:B],
+            self.layer.arrays,
+            rows.new,
+            quant_bit=own.quant_bit,
+            quant_group=own.quant_group,
+            backend=None if rows.pages is None else self.layer.backend,
+        )
         fetched_keys, fetched_values = self._read(keys.dtype)
         self._fetched = fetched_keys, fetched_keys if value_is_key else fetched_values
         self.offset = self.offset + self._step.new_tokens
@@ -152,12 +188,10 @@ class PooledLayer:
         window = window_size or self._step.window
         if not self._alone:
             return self._step.mask(window)
-        (length,), (T,) = self._step.lengths, self._step.counts
-        if window is not None and window < T:
-            mask: Mask = self._step.mask(window)[0, 0]
-        else:
-            mask = create_attention_mask(N, length, return_array, None)
-        return mask
+        (T,) = self._step.counts
+        if (window is not None and window < T) or (return_array and N > 1):
+            return self._step.mask_of_one(window)
+        return "causal" if N > 1 else None
 
     def attend_fetched(
         self,
@@ -170,13 +204,29 @@ class PooledLayer:
         sinks: mx.array | None,
     ) -> mx.array | None:
         """As :meth:`kvant.bridge.layers.BridgedKVCache.attend_fetched`: of several, each to its own rows alone."""
-        scaled, S = scaled_query(query, scale), query.shape[2]
+        own, S = self.layer.format, query.shape[2]
+        if (backend := self.layer.backend) is not None and self._step.new_tokens == S:
+            pages = self._step.seen_pages(mask)
+            if pages is not None:
+                self.attends = self.attends is not False
+                return attend_pages(
+                    query,
+                    self.layer.arrays,
+                    pages,
+                    quant_bit=own.quant_bit,
+                    quant_group=own.quant_group,
+                    value_head_dim=own.value_head_dim,
+                    score_scale=scale,
+                    sinks=sinks,
+                    backend=backend,
+                )
+        scaled = scaled_query(query, scale)
         if not self._alone:
             rows = self._step.seen(mask)
             self.attends = rows is not None and self.attends is not False
             if rows is None:
                 return None
-            return attend_rows(scaled, self.layer.arrays, rows, quant_bit=self.layer.format.quant_bit, sinks=sinks)
+            return attend_rows(scaled, self.layer.arrays, rows, quant_bit=own.quant_bit, sinks=sinks)
         causal = isinstance(mask, str)
         if mx.default_device().type == mx.cpu and (S == 1 or causal):
             added = None if isinstance(mask, str) else mask

@@ -11,15 +11,16 @@ Nothing is checked, and lengths stay as they are: begin and commit are the calle
 :class:`kvant.engine.step.CompiledStep`.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
 from kvant.bridge import hook
-from kvant.bridge.layers import BridgedKVCache, Mask, scaled_query
+from kvant.bridge.layers import BridgedKVCache, Mask
+from kvant.bridge.window_masks import WindowMask
 from kvant.operators.compiled_attention import append_tokens
-from kvant.operators.fused_attention import attend_fused
 
 AGREE = 0.05  # of the largest logit. In half precision steps differ by a hundredth; a wrong one is far off
 
@@ -34,7 +35,7 @@ class TracedLayer:
     """
 
     def __init__(
-        self, layer: BridgedKVCache, offset: mx.array, num_tokens: int, masks: dict[Hashable, mx.array]
+        self, layer: BridgedKVCache, offset: mx.array, num_tokens: int, masks: dict[tuple[WindowMask, int], mx.array]
     ) -> None:
         """``offset``: below the layer's max_seq_len. ``num_tokens``: more than it. ``masks``: shared by all layers."""
         self.layer = layer
@@ -74,7 +75,7 @@ class TracedLayer:
         """Which rows the token sees: (1, rows)."""
         if N != 1:
             raise ValueError(f"a mask of {N} tokens is asked for; a compiled step has one")
-        kind = (self.layer.window, self.num_tokens, window_size)
+        kind = (self.layer.window_mask(0, 1, window_size), self.num_tokens)
         if kind not in self._masks:
             self._masks[kind] = self.layer.live_rows(self._position, self.num_tokens, window_size)[None]
         return self._masks[kind]
@@ -91,25 +92,24 @@ class TracedLayer:
     ) -> mx.array | None:
         """As :meth:`BridgedKVCache.attend_fetched`."""
         layer = self.layer
-        live = self.make_mask(1)
-        seen = live if mask is None else mask
+        seen = self.make_mask(1) if mask is None else mask
         assert isinstance(seen, mx.array)
         backend = layer.backend_for(query)
-        if backend is None or sinks is not None:
-            options = {"cache": None, "scale": scale, "mask": seen, "sinks": sinks}
-            return hook.mlx_lm_attention(query, key, value, **options)
-        # Without a window the kernel finds the last row by the position.
-        whole = layer.window is None and seen is live
-        return attend_fused(
-            scaled_query(query, scale),
-            layer.cache,
-            layer.scale,
-            self._position if whole else mx.array(self.num_tokens - 1, mx.int32),
-            quant_bit=layer.quant_bit,
-            quant_group=layer.quant_group,
-            mask=None if whole else seen,
-            backend=backend,
-        )
+        if backend is None:
+            return hook.mlx_lm_attention(query, key, value, cache=None, scale=scale, mask=seen, sinks=sinks)
+        options: dict[str, Any] = {"scale": scale, "sinks": sinks, "backend": backend}
+        meaning = self._meaning(seen)
+        if meaning is None:  # any row may be seen: the mask alone decides
+            return layer.attend_fused(query, self.num_tokens - 1, mask=seen, **options)
+        return layer.attend_fused(query, self._position, window=meaning.window, keep=meaning.keep, **options)
+
+    def _meaning(self, mask: mx.array) -> WindowMask | None:
+        """What a mask of this step says of this layer's rows; None: it is another one."""
+        own = self.layer.window_mask(0, 1)
+        for (meaning, rows), known in self._masks.items():
+            if known is mask and rows == self.num_tokens and replace(meaning, window=own.window) == own:
+                return meaning
+        return None
 
     @property
     def keys(self) -> mx.array:

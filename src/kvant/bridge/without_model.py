@@ -9,7 +9,8 @@ from mlx_lm.models.cache import KVCache as MlxLmKVCache
 
 from kvant.bridge import hook
 from kvant.bridge.cache import BridgedCache, Layer
-from kvant.bridge.layers import BridgedChunkCache, BridgedKVCache, BridgedWindowCache, StateCache
+from kvant.bridge.layers import BridgedChunkCache, BridgedKVCache, BridgedWindowCache
+from kvant.bridge.state_layer import StateCache
 from kvant.cache.layer_format import LayerFormat, parse_stored
 from kvant.cache.snapshot_header import SnapshotHeader
 from kvant.cache.without_model import check_reservation, layer_options

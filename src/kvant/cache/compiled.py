@@ -1,6 +1,7 @@
 """What a compiled decode step sees of a layer's cache."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -20,7 +21,7 @@ class CompiledCacheView:
         cache: appended to.
         offset: integer array, () for all sequences or (B,): where the new token goes, below the cache's max_seq_len.
         num_tokens: tokens to read, more than any ``offset`` and at most max_seq_len. Those past a sequence's new one
-            are ignored. The fused kernel reads up to the new one in any case. Of a window all rows are read.
+            are ignored. The fused kernel reads up to the new one in any case. Of a window any row may be read.
     """
 
     cache: QuantizedKVCache
@@ -40,24 +41,27 @@ class CompiledCacheView:
         mask: mx.array | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """As :meth:`QuantizedKVCache.attend` for S = 1, without a mask or sinks."""
+        """As :meth:`QuantizedKVCache.attend` for S = 1, without a mask."""
         assert mask is None
-        assert sinks is None
-        ring, tokens = None, self.num_tokens
-        if isinstance(self.cache, WindowKVCache):
-            ring, tokens = (self.cache.place(self.offset), self.cache.live(self.offset)), self.cache.num_rows
-        output, *self.cache.arrays[:] = append_and_attend_static(
+        cache, tokens = self.cache, self.num_tokens
+        ring: dict[str, Any] = {}
+        if isinstance(cache, WindowKVCache):
+            tokens = cache.num_rows
+            ring = {"row": cache.place(self.offset), "window": cache.window, "keep": cache.keep}
+            ring["live"] = cache.live(self.offset.reshape(-1, 1))
+        output, *cache.arrays[:] = append_and_attend_static(
             query,
             key,
             value,
             self.offset,
-            self.cache.cache,
-            self.cache.scale,
+            cache.cache,
+            cache.scale,
             tokens=tokens,
-            quant_bit=self.cache.quant_bit,
-            quant_group=self.cache.quant_group,
+            quant_bit=cache.quant_bit,
+            quant_group=cache.quant_group,
             bias_split=self.bias_split,
-            backend=self.cache.backend_for(query),
-            ring=ring,
+            sinks=sinks,
+            backend=cache.backend_for(query),
+            **ring,
         )
         return output

@@ -12,6 +12,10 @@ from kvant.cache.pages import PAGE_SIZE, Pages, pages_for
 from kvant.cache.prefix import PrefixIndex
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
+from kvant.operators.dispatch import resolve
+from kvant.operators.kernels.attend import unsupported_reason
+from kvant.operators.kernels.launch import Backend
+from kvant.operators.probe import KernelUse
 
 
 @dataclass(slots=True)
@@ -34,19 +38,21 @@ class PageTable:
         return self.first // PAGE_SIZE * PAGE_SIZE
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PoolLayer:
     """A layer's rows.
 
     Attributes:
         format: of its tokens.
         bias_split: the biases that tokens are stored without.
+        backend: runs the fused kernel for steps of up to 8 new tokens a sequence; None: every step is unfused.
         arrays: values (2, K, T, D'), and where they are quantized scales (2, K, T, D/G). Nothing else may hold them, or
             a slice of them: MLX would copy the whole array at the next append.
     """
 
     format: LayerFormat
     bias_split: BiasSplit | None
+    backend: Backend | None = None
     arrays: list[mx.array] = field(default_factory=list)
 
     def allocate(self, num_pages: int) -> None:
@@ -75,6 +81,7 @@ class PagedLayers:
         pages: of each of these layers.
         prefix: the pages that new sequences may share.
         promised: pages that sequences may have, with a window.
+        copies: whether a shared page is copied before it is written to. Not while what it holds is written again.
     """
 
     def __init__(self, window: int | None, layers: Sequence[PoolLayer], num_pages: int, step_size: int) -> None:
@@ -84,6 +91,7 @@ class PagedLayers:
         self.pages = Pages(num_pages)
         self.prefix = PrefixIndex(self.pages)
         self.promised = 0
+        self.copies = True
         self._ring = ring_pages(window, step_size)
 
     def limit(self, max_tokens: int) -> int:
@@ -164,6 +172,12 @@ class PagedLayers:
             self.pages.release(table.pages)
             table.first, table.pages = 0, []
 
+    def empty(self, table: PageTable) -> None:
+        """Become a table of no tokens. Without a window it keeps its pages, shared ones too."""
+        if self.window is not None:
+            self.pages.release(table.pages)
+            table.first, table.pages = 0, []
+
     def begin_at(self, table: PageTable, first: int, length: int) -> None:
         """Give an empty table pages of its own for ``length`` tokens. Those from ``first`` on are to be written.
 
@@ -193,7 +207,7 @@ class PagedLayers:
         ]
         counts = Counter(table.pages[number] for table, number, _ in written)
         shared = [page for page in counts if self.pages.refcount(page) > 1]
-        if not shared:
+        if not shared or not self.copies:
             return
         if self._copies(counts, shared) > self._room:
             for page in shared:  # a page that only the index holds besides is no longer shared
@@ -252,6 +266,34 @@ class PagedLayers:
             mx.eval(held)  # before the write: MLX would copy the whole array for it
             for array, part in zip(layer.arrays, held, strict=True):
                 array[:, :, to : to + rows] = part
+
+
+def backend_of(own: LayerFormat, kernels: str | None, dtype: mx.Dtype, num_heads: int | None) -> Backend | None:
+    """What runs the fused kernel for a layer's tokens; None: it is unfused.
+
+    Args:
+        dtype: of queries.
+        num_heads: H; None: not known.
+
+    Raises:
+        ValueError, RuntimeError: as :func:`kvant.operators.dispatch.resolve`.
+    """
+    reason = unsupported_reason(
+        (1, 1, 1, own.head_dim), quant_bit=own.quant_bit, quant_group=own.quant_group, value_dim=own.value_head_dim
+    )
+    use = KernelUse(
+        own.head_dim,
+        own.value_head_dim,
+        dtype,
+        own.quant_bit,
+        own.quant_group,
+        DTYPES[own.scale_dtype or "F16"],
+        None if num_heads is None else num_heads // own.num_kv_heads,
+        None if own.split_pairs is None else len(own.split_pairs),
+        paged=True,
+        options=() if own.window is None else (("window", own.window),),
+    )
+    return resolve(kernels, reason, [use])
 
 
 def ring_pages(window: int | None, step_size: int) -> float:

@@ -7,11 +7,13 @@ import mlx.core as mx
 
 from kvant.cache.layer import AttentionCache
 from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
-from kvant.cache.pages import runs
+from kvant.cache.pages import pages_for, runs
 from kvant.cache.pool_sequence import PoolSequence, PoolState
 from kvant.operators.bias_split import BiasSplit
+from kvant.operators.kernels.attend import MAX_NEW_TOKENS
 from kvant.operators.masks import window_mask
 from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
+from kvant.operators.paged_kernel import StepPages, step_pages
 from kvant.operators.validation import check_tokens
 from kvant.threads import Turn
 
@@ -202,6 +204,7 @@ class PoolLayerView:
             quant_group=own.quant_group,
             bias_split=self.bias_split,
             sinks=sinks,
+            backend=self.layer.backend,
         )
 
 
@@ -216,7 +219,17 @@ def _place(part: PagedLayers, tables: Sequence[PageTable], lengths: Sequence[int
         read.append(runs(table.pages, seen - start, end - start))
         narrow = part.window is not None and end - seen > part.window
         masks.append(window_mask(new_tokens, end - seen, part.window) if narrow and part.window else None)
+    is_fused = new_tokens <= MAX_NEW_TOKENS and any(layer.backend is not None for layer in part.layers)
+    pages = _pages(part, tables, lengths, new_tokens) if is_fused else None
     if len(new) == 1:
-        return PagedRows(new[0], read, first, masks)
+        return PagedRows(new[0], read, first, masks, pages)
     rows = [row for own in new for run in own for row in range(*run)]
-    return PagedRows(mx.array(rows, mx.int32), read, first, masks)
+    return PagedRows(mx.array(rows, mx.int32), read, first, masks, pages)
+
+
+def _pages(part: PagedLayers, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int) -> StepPages:
+    """:func:`_place` for the fused kernel."""
+    starts = [table.start for table in tables]
+    counts = [length + new_tokens - start for length, start in zip(lengths, starts, strict=True)]
+    pages = [table.pages[: pages_for(count)] for table, count in zip(tables, counts, strict=True)]
+    return step_pages(pages, starts, lengths, max(counts), part.window)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import mlx.core as mx
 
@@ -16,9 +16,11 @@ from kvant.operators.cached_attention import stored_tokens
 from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import both_masks
+from kvant.operators.probe import KernelUse
 from kvant.operators.rotary import Rotary
 from kvant.operators.validation import check_tokens
 
+MaskOrNone = TypeVar("MaskOrNone", mx.array, mx.array | None)
 SLACK = 16  # tokens past the window that stay readable: what can be trimmed, and appended in one write
 
 
@@ -72,18 +74,14 @@ class WindowKVCache(QuantizedKVCache):
             raise ValueError("rotary is None; a bias split needs to know how keys turn")
         self.window: int = window
         self.keep, self.slack = keep, slack
-        super().__init__(max_seq_len, num_kv_heads, head_dim, **options)
+        super().__init__(max_seq_len, num_kv_heads, head_dim, bias_split=bias_split, **options)
         self._rotary = rotary
         self._pending: list[tuple[slice, int, list[mx.array]]] = []  # sequences, their start, tokens as stored
         # Rows hold other positions in each sequence, so each has a rotation of its own, in the order of its rows.
-        self._splits: list[BiasSplit] = []
-        self._turned = False
+        pairs = 0 if bias_split is None else len(bias_split.pairs)
+        self._rotation = mx.zeros((len(self.lengths), 2, pairs, self.num_rows))
         if bias_split is not None:
-            self.bias_split = bias_split
-            self._turned = bool(bias_split.pairs)  # what nobody reads would be a chain of arrays, one a token
-            shape = (2, len(bias_split.pairs), self.num_rows)
-            self._splits = [replace(bias_split, rotation=mx.zeros(shape)) for _ in self.lengths]
-            mx.eval([split.rotation for split in self._splits], bias_split.key_bias, bias_split.value_bias)
+            mx.eval(self._rotation, bias_split.key_bias, bias_split.value_bias)
 
     @property
     def num_rows(self) -> int:
@@ -98,8 +96,9 @@ class WindowKVCache(QuantizedKVCache):
     @property
     def nbytes(self) -> int:
         """Bytes the cache holds now, with its bias tables."""
-        shared = sum(split.key_bias.nbytes + split.value_bias.nbytes for split in self._splits[:1])
-        return sum(a.nbytes for a in self.arrays) + shared + sum(split.rotation.nbytes for split in self._splits)
+        split = self.bias_split
+        shared = [] if split is None else [split.key_bias, split.value_bias]
+        return sum(array.nbytes for array in (*self.arrays, *shared, self._rotation))
 
     def attend(
         self,
@@ -122,15 +121,20 @@ class WindowKVCache(QuantizedKVCache):
         self.check_shape(B, K, D)
         self.reserve(S)
         self.settle()
-        new = self._stored(key, value, self.backend_for(query))
-        outputs = []
-        for part in self._parts():
-            own_mask = mask[part] if mask is not None and mask.ndim == 4 and mask.shape[0] > 1 else mask
-            outputs.append(self._attend(part, query[part], [x[part] for x in new], own_mask, sinks))
+        backend = self.backend_for(query)
+        new = self._stored(key, value, backend)
+        if backend is not None and not any(self._waits(length, S) for length in self.lengths):
+            output = self._attend_fused(query, new, mask, sinks, backend)
+        else:
+            outputs = [
+                self._attend(part, query[part], [x[part] for x in new], _of_part(mask, part), sinks)
+                for part in self._parts()
+            ]
+            output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         if not self.sequences.shared:
             self.sequences.commit(S)
             self.settle()
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        return output
 
     def append(self, key: mx.array, value: mx.array) -> list[mx.array]:
         """As :meth:`QuantizedKVCache.append`, of sequences of one length. Rows are in the order of the ring.
@@ -162,7 +166,10 @@ class WindowKVCache(QuantizedKVCache):
         return mx.where(offset < self.keep, offset, self.keep + (offset - self.keep) % self._ring)
 
     def live(self, offset: mx.array) -> mx.array:
-        """Which rows the query at a position () sees when its own is written: (num_rows,), as :meth:`place`."""
+        """Which rows the query at a position () sees when its own is written: (num_rows,), as :meth:`place`.
+
+        For positions (B, 1) it is (B, num_rows).
+        """
         return self._seen(self._positions(offset + 1, self.num_rows), offset, self.window)
 
     @property
@@ -193,7 +200,7 @@ class WindowKVCache(QuantizedKVCache):
         """See :class:`kvant.cache.KVCache`."""
         made = super().fork()
         made._pending = []
-        made._splits = [replace(split, rotation=copied(split.rotation)) for split in self._splits]
+        made._rotation = copied(self._rotation)
         return made
 
     def settle(self) -> None:
@@ -209,7 +216,10 @@ class WindowKVCache(QuantizedKVCache):
         """Give the memory back. The cache cannot be used after it."""
         super().release()
         self._pending = []
-        self._splits = []
+        self._rotation = mx.zeros((0,))
+
+    def _kernel_uses(self, use: KernelUse) -> list[KernelUse]:
+        return [replace(use, options=(("window", self.window), ("keep", self.keep)))]
 
     @property
     def _ring(self) -> int:
@@ -231,24 +241,30 @@ class WindowKVCache(QuantizedKVCache):
         )
 
     def _append(self, part: slice, new: list[mx.array]) -> list[mx.array]:
+        """Append to sequences of one length. Returns what new queries may see, as it is stored."""
         start, S = self.lengths[part.start], new[0].shape[3]
         if self._waits(start, S):
             self._pending.append((part, start, new))
             held = [array[0, part, :, :, : min(start, self.num_rows)] for array in self.arrays]
             return [mx.concatenate([a, b], axis=3) for a, b in zip(held, new, strict=True)]
+        self._write_at_once(part, new)
+        return [array[0, part, :, :, : min(start + S, self.num_rows)] for array in self.arrays]
+
+    def _write_at_once(self, part: slice, new: list[mx.array]) -> None:
+        """Write new tokens of sequences of one length before their step is committed."""
+        start, S = self.lengths[part.start], new[0].shape[3]
         if start + S > self.num_rows:
             for b in range(part.start, part.stop):
                 self.sequences.wrote(b, start + S)
         self._write(part, new, start, S)
-        return [array[0, part, :, :, : min(start + S, self.num_rows)] for array in self.arrays]
 
     def _write(self, part: slice, new: Sequence[mx.array], start: int, count: int) -> None:
         """Write the first ``count`` tokens, the first at position ``start``; those that later ones replace are left."""
         for row, first, n in self._runs(start, start + count):
             for array, tokens in zip(self.arrays, new, strict=True):
                 array[0, part, :, :, row : row + n] = tokens[:, :, :, first : first + n]
-            for split in self._splits[part] if self._turned else ():
-                split.rotation[..., row : row + n] = self._rotation(start + first, start + first + n)
+            if self._rotation.size:  # what nobody reads would be a chain of arrays, one a token
+                self._rotation[part, ..., row : row + n] = self._turns(start + first, start + first + n)
 
     def _runs(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Row, first token and number of the tokens that lie side by side, of those at positions start to end."""
@@ -264,6 +280,41 @@ class WindowKVCache(QuantizedKVCache):
             yield row, position - start, n
             position += n
 
+    def _attend_fused(
+        self, query: mx.array, new: list[mx.array], mask: mx.array | None, sinks: mx.array | None, backend: Backend
+    ) -> mx.array:
+        """Append and attend, of all sequences in one launch: the kernel finds a position's row by the ring's rule."""
+        S = query.shape[2]
+        for part in self._parts():
+            self._write_at_once(part, [x[part] for x in new])
+        split = self.bias_split
+        return attend_fused(
+            query,
+            self.cache,
+            self.scale,
+            mx.array(self.lengths, mx.int32),
+            quant_bit=self.quant_bit,
+            quant_group=self.quant_group,
+            mask=None if mask is None else self._by_row(mask, S),
+            window=self.window,
+            keep=self.keep,
+            rows=min(self.offset + S, self.num_rows),
+            sinks=sinks,
+            bias_split=None if split is None else replace(split, rotation=self._rotation),
+            backend=backend,
+        )
+
+    def _by_row(self, mask: mx.array, new_tokens: int) -> mx.array:
+        """A mask of all tokens with a column for each row, of every sequence where their lengths differ."""
+        rows = min(self.offset + new_tokens, self.num_rows)
+        masks = []
+        for part in self._parts():
+            positions = self._positions(self.lengths[part.start] + new_tokens, rows)
+            masks.append(mx.take(_of_part(mask, part), mx.maximum(positions, 0), axis=-1))
+        if len(masks) == 1:
+            return masks[0]
+        return mx.concatenate([own.reshape(*[1] * (4 - own.ndim), *own.shape) for own in masks])
+
     def _attend(
         self,
         part: slice,
@@ -272,41 +323,29 @@ class WindowKVCache(QuantizedKVCache):
         mask: mx.array | None,
         sinks: mx.array | None,
     ) -> mx.array:
-        """Append and attend, of sequences of one length."""
+        """Append and attend without the kernel, of sequences of one length."""
         start, S = self.lengths[part.start], query.shape[2]
-        waits = self._waits(start, S)
         seen = self._mask(start, S, self.window)
         if mask is not None:
             positions = self._row_positions(start, S)
             mask = mx.take(mask, mx.maximum(positions, 0), axis=-1)
             seen = both_masks(self._visible(start, S, self.window), mask)
         stored = self._append(part, new)
-        split = None
-        if self._splits:
-            split = self._splits[part.start]
-            if waits:
-                held = split.rotation[..., : min(start, self.num_rows)]
-                split = replace(split, rotation=mx.concatenate([held, self._rotation(start, start + S)], axis=2))
-        backend = self.backend_for(query)
-        if backend is not None and not waits and sinks is None and len(query) == len(self.lengths):
-            return attend_fused(
-                query,
-                self.cache,
-                self.scale,
-                mx.array(min(start + S, self.num_rows) - S, mx.int32),
-                quant_bit=self.quant_bit,
-                quant_group=self.quant_group,
-                is_causal=seen is None,
-                mask=seen,
-                bias_split=split,
-                backend=backend,
-            )
+        split = self.bias_split
+        if split is not None:
+            rotation = self._rotation[part.start]
+            if self._waits(start, S):
+                held = rotation[..., : min(start, self.num_rows)]
+                rotation = mx.concatenate([held, self._turns(start, start + S)], axis=2)
+            split = replace(split, rotation=rotation)
         keys, values = self.read(stored, query.dtype)
         return attend_tokens(query, keys, values, is_causal=seen is None, mask=seen, bias_split=split, sinks=sinks)
 
-    def _rotation(self, start: int, end: int) -> mx.array:
+    def _turns(self, start: int, end: int) -> mx.array:
+        """The columns of a rotation for positions start to end."""
         assert self._rotary is not None
-        return rotation_table(self._rotary, self._splits[0].pairs, end, start)
+        assert self.bias_split is not None
+        return rotation_table(self._rotary, self.bias_split.pairs, end, start)
 
     def _mask(self, start: int, new_tokens: int, window: int) -> mx.array | None:
         end = start + new_tokens
@@ -338,3 +377,8 @@ class WindowKVCache(QuantizedKVCache):
         last = end - 1
         ring = last - (last - row) % self._ring  # keep cancels out
         return mx.where(row < self.keep, mx.where(row < end, row, -1), mx.where(ring < self.keep, -1, ring))
+
+
+def _of_part(mask: MaskOrNone, part: slice) -> MaskOrNone:
+    """The mask of some sequences."""
+    return mask[part] if mask is not None and mask.ndim == 4 and mask.shape[0] > 1 else mask

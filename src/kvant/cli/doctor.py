@@ -78,6 +78,11 @@ def _print(found: "Diagnosis") -> None:
         for result in wrong:
             line(f"wrong: {result.case}: {result.problem}")
         line(f"kernel against unfused operator: {len(found.kernels) - len(wrong)} of {len(found.kernels)} cases agree")
+    if found.uses:
+        failing = [result for result in found.uses if result.problem is not None]
+        for use in failing:
+            line(f"wrong: the kernel does not run: {use.problem}")
+        line(f"kernel as caches use it: {len(found.uses) - len(failing)} of {len(found.uses)} formats run")
     ahead = found.look_ahead
     if ahead is not None:
         faster = (

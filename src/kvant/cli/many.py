@@ -1,6 +1,5 @@
 """What --prompts-file and --n have in common: a pool that is planned, reserved and printed before it answers."""
 
-import os
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ from kvant.engine.feeding import CHUNK
 from kvant.engine.limits import pool_reservation
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import ContextError
-from kvant.operators.dispatch import VARIABLE
 from kvant.sizes import format_bytes
 from kvant.tools.plan import MemoryPlan, split_pairs
 
@@ -57,7 +55,7 @@ def reserve_pool(
 
     Raises:
         ContextError: the pool does not fit into this machine; the error says with how many at once it would.
-        BadValueError: a format that the model's layers cannot have, or kernels that cannot read a pool.
+        BadValueError: a format that the model's layers cannot have, or a kernel forced that does not take it.
         ModelError: a model that answers one prompt at a time.
     """
     rows = at_once if deterministic else min(at_once, len(needs))
@@ -81,7 +79,7 @@ def reserve_pool(
             quant_bit=chosen.kv_bits,
             quant_group=chosen.kv_group_size,
             bias_split=chosen.kv_bias_split,
-            kernels=run.kernels or os.environ.get(VARIABLE) or None,
+            kernels=run.kernels,
             max_seq_len=max(needs),
             prefill_step_size=step_size,
         )

@@ -46,6 +46,7 @@ def serve(
     kv_bits: options.KvBits = 8,
     kv_group_size: options.KvGroupSize = None,
     kv_bias_split: options.KvBiasSplit = True,
+    kernels: options.Kernels = None,
     prefill_step_size: options.PrefillStepSize = 512,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="An answer is the same whatever runs beside it; slower.")
@@ -93,6 +94,7 @@ def serve(
         kv_bits=kv_bits,
         kv_group_size=kv_group_size,
         kv_bias_split=kv_bias_split,
+        kernels=kernels,
         max_kv_size=max_kv_size,
         prefill_step_size=prefill_step_size,
         wired=wired,
@@ -117,6 +119,7 @@ def serve(
         kv_bits=kv_bits,
         kv_group_size=options.check_kv_format(kv_bits, kv_group_size),
         kv_bias_split=kv_bias_split,
+        kernels=kernels,
         prefill_step_size=prefill_step_size,
         deterministic=deterministic,
         max_queue=max_queue,

@@ -10,6 +10,7 @@ import mlx.core as mx
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.engine.decoding import BatchDecoder, Step, pick
+from kvant.engine.fallback import repeated_unfused
 from kvant.engine.feeding import CHUNK, PromptFeeder
 from kvant.engine.limits import check_count
 from kvant.engine.request import CheckedRequest, FinishReason, Request, Token, check_request
@@ -217,10 +218,14 @@ class Scheduler:
 
     def _feed(self, work: Work, room: int) -> None:
         """Feed a chunk of a prompt, of ``room`` tokens at most. After the last one its answers begin."""
-        try:
+
+        def feed() -> mx.array | None:
             if self._queued is not None:
                 mx.eval(self._queued.logits)  # or MLX would copy the arrays that it reads
-            logits = self._feeder.feed_chunk(work, room)
+            return self._feeder.feed_chunk(work, room)
+
+        try:
+            logits = repeated_unfused(feed, self._pool, self._bring_back)
             if logits is None:
                 return
             answers = self._feeder.begin_answers(work)
@@ -238,32 +243,45 @@ class Scheduler:
         computed. It is queued when this one's tokens were read: before that it would find the pool's arrays in use, and
         MLX would copy them.
         """
-        step, self._queued = self._queued, None
         if not self._running:
+            self._queued = None
             return
-        answers = list(self._running) if step is None else step.answers
+        answers = list(self._running) if self._queued is None else self._queued.answers
         try:
-            if step is None:
-                step = self._decoder.begin(answers, mx.array([answer.tokens[-1] for answer in answers]))
-            step.batch.commit(ids=[answer.tokens[-1:] for answer in answers])
-            # The answers of a prompt that is being fed are to be in the next step.
-            following = None if self._prompt is not None else self._decoder.begin_after(step, self._running)
-            if step.sampled is None:
-                mx.eval(step.logits)
-            else:
-                picked = step.sampled.read()
+            step, picked, following = repeated_unfused(self._computed, self._pool, self._bring_back)
         except Exception as error:
             for answer in answers:
                 self._end(answer.work, "error", answer.work.open, error)
             return
+        self.steps += 1
+        self._take(pick(step.logits, step.answers) if picked is None else picked, step.answers)
+        self._queued = following if self._running else None
+
+    def _computed(self) -> tuple[Step, list[Picked] | None, Step | None]:
+        """A step, committed, the tokens that were sampled in it, and the next step where it could be begun."""
+        step, self._queued = self._queued, None
+        if step is None:
+            answers = list(self._running)
+            step = self._decoder.begin(answers, mx.array([answer.tokens[-1] for answer in answers]))
+        step.batch.commit(ids=[answer.tokens[-1:] for answer in step.answers])
+        # The answers of a prompt that is being fed are to be in the next step.
+        following = None if self._prompt is not None else self._decoder.begin_after(step, self._running)
+        picked = None
+        if step.sampled is None:
+            mx.eval(step.logits)
+        else:
+            picked = step.sampled.read()
         if following is not None and following.sampled is not None:
             mx.async_eval(following.sampled.arrays)
-        self.steps += 1
-        if step.sampled is None:
-            self._take(pick(step.logits, answers), answers)
-        else:
-            self._take(picked, answers)
-        self._queued = following if self._running else None
+        return step, picked, following
+
+    def _bring_back(self) -> None:
+        """Have every sequence as it was before the step that failed: without the token that was handed out last."""
+        self._queued = None
+        lengths = {answer.sequence: len(answer.tokens) - 1 for answer in self._running}
+        if self._prompt is not None:
+            lengths[self._prompt.sequences[0]] = self._prompt.sequences[0].length
+        self._pool.bring_back(lengths, self._feeder.feed_again)
 
     def _take(self, picked: Sequence[Picked | Exception], answers: Sequence[Answer]) -> None:
         """Hand out the next token of each answer."""

@@ -10,7 +10,7 @@ from kvant.cache import ModelCache, QuantizedKVCache, WindowKVCache
 from kvant.cache.identity import Identity
 from kvant.cache.pool import Pool, pool_bytes
 from kvant.models.config import ModelConfig
-from kvant.models.pool import check_kernels, longest_sequence, pool_formats
+from kvant.models.pool import longest_sequence, pool_formats
 from kvant.models.reservation import check_memory, default_reservation
 from kvant.operators.rotary import Rotary
 from kvant.threads import check_process
@@ -68,6 +68,7 @@ class DecoderCaches:
             "quant_group": quant_group,
             "dtype": self.dtype,
             "kernels": kernels,
+            "num_heads": config.num_attention_heads,
         }
         cache = ModelCache(
             [_layer_cache(config, layer.self_attn, max_seq_len, bias_split, options) for layer in self.layers]
@@ -92,17 +93,16 @@ class DecoderCaches:
         Args:
             tokens: of all sequences together. Whole pages of 128 are made of them, and a page is one sequence's.
             sequences: that can be open at once.
-            quant_bit, quant_group, bias_split: as in :meth:`make_cache`.
-            kernels: "unfused" or None. The fused kernel does not read pages; forcing it is refused.
+            quant_bit, quant_group, bias_split, kernels: as in :meth:`make_cache`.
             max_seq_len: tokens that one sequence can have; None: all of the pool's, at most the model's context.
             prefill_step_size: new tokens of one sequence in a step, at most.
 
         Raises:
-            ValueError: a size below 1, a cache format that the model cannot have, or kernels="fused".
+            ValueError: a size below 1, a cache format that the model cannot have, a kernel forced that cannot be used.
+            RuntimeError: a forced kernel that failed its self-check on this device.
             ContextError: more than this machine's memory; nothing was allocated.
         """
         check_process()
-        check_kernels(kernels)
         for name, number in (("tokens", tokens), ("sequences", sequences), ("prefill_step_size", prefill_step_size)):
             if type(number) is not int or number < 1:
                 raise ValueError(f"{name} is {number!r}; expected a positive int")
@@ -122,12 +122,16 @@ class DecoderCaches:
         check_memory(tokens, pool_bytes(formats, **sizes))
         splits = [bias.split(self.config, max_seq_len) for bias in split]
         stored: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "bias_split": bias_split}
+        stored["kernels"] = kernels
         return Pool(
             formats,
             splits or [None] * len(formats),
             **sizes,
             make_cache=partial(self.make_cache, **stored),
             identity=self.identity,
+            kernels=kernels,
+            dtype=self.dtype,
+            num_heads=self.config.num_attention_heads,
         )
 
 

@@ -1,6 +1,5 @@
 """A decoder's pool: the format of its layers, its bytes, and whether a batch is of one for this model."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,7 +9,6 @@ from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, stored_dtype
 from kvant.cache.pool import pool_bytes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.models.config import ModelConfig
-from kvant.operators.dispatch import VARIABLE
 from kvant.operators.quantization import check_quantization
 
 
@@ -89,17 +87,6 @@ def pool_size(
 def longest_sequence(config: ModelConfig, tokens: int, max_seq_len: int | None) -> int:
     """Tokens that a sequence of a pool can have: ``max_seq_len``, or all of the pool's, at most the context."""
     return min(tokens, config.max_position_embeddings or tokens) if max_seq_len is None else max_seq_len
-
-
-def check_kernels(kernels: str | None) -> None:
-    """Raise a ValueError where the fused kernel is forced, by the argument or by the environment."""
-    for name, wanted in (("kernels", kernels), (VARIABLE, os.environ.get(VARIABLE) or None)):
-        if wanted == "fused":
-            raise ValueError(f"{name} is 'fused'; a pool's pages are read by the unfused operator alone")
-        if wanted not in (None, "unfused"):
-            raise ValueError(f"{name} is {wanted!r}; expected 'unfused' or nothing")
-        if wanted is not None:
-            return
 
 
 def check_batch(batch: PoolBatch, config: ModelConfig) -> PoolBatch:

@@ -42,22 +42,28 @@ def append_and_attend(
         start: tokens already cached: an int for all sequences, or B ints, one each.
         mask: as :func:`kvant.operators.attention.attend_tokens` takes it, for the longest sequence. A shorter one reads
             its first columns only.
-        sinks: as ``attend_tokens`` takes them, without a backend.
+        sinks: as ``attend_tokens`` takes them.
         backend: where the fused kernel runs. It must support the call
             (:func:`kvant.operators.kernels.attend.unsupported_reason`). None: the unfused operator.
 
     Returns:
         (B, H, S, D) in the query's dtype.
     """
-    options: dict[str, Any] = {"is_alibi": is_alibi, "mask": mask, "bias_split": bias_split}
+    options: dict[str, Any] = {"is_alibi": is_alibi, "mask": mask, "bias_split": bias_split, "sinks": sinks}
     write_tokens(key, value, start, cache, scale, quant_bit=quant_bit, quant_group=quant_group, backend=backend)
-    if backend is not None:
-        offset = mx.array(start, mx.int32)
-        return attend_fused(
-            query, cache, scale, offset, quant_bit=quant_bit, quant_group=quant_group, backend=backend, **options
-        )
     S = key.shape[2]
-    options["sinks"] = sinks
+    if backend is not None:
+        return attend_fused(
+            query,
+            cache,
+            scale,
+            mx.array(start, mx.int32),
+            quant_bit=quant_bit,
+            quant_group=quant_group,
+            rows=(start if isinstance(start, int) else max(start)) + S,
+            backend=backend,
+            **options,
+        )
     if isinstance(start, int):
         if S == 1 and scale is not None:
             stored = [first_rows(cache, start + S), scale[0, :, :, :, : start + S]]

@@ -27,8 +27,12 @@ def append_and_attend_static(
     quant_bit: int,
     quant_group: int,
     bias_split: BiasSplit | None,
+    sinks: mx.array | None = None,
     backend: Backend | None = None,
-    ring: tuple[mx.array, mx.array] | None = None,
+    row: mx.array | None = None,
+    live: mx.array | None = None,
+    window: int | None = None,
+    keep: int = 0,
 ) -> tuple[mx.array, ...]:
     """``append_and_attend`` for one new token, as a function of arrays that returns new arrays.
 
@@ -40,13 +44,17 @@ def append_and_attend_static(
         key, value: (B, K, 1, D).
         offset: integers, the position of the new token: () for all sequences, or (B,), one each.
         tokens: cached tokens to read, more than ``offset``. The fused kernel reads ``offset`` instead.
-        ring: of a cache whose rows are a ring, the row () of the new token, and which of the T rows it sees (T,).
+        sinks: as :func:`kvant.operators.attention.attend_tokens` takes them.
+        row: of a ring, where the new token goes: as ``offset``.
+        live: of a ring, which of the T rows the new token sees: (T,), or (B, T). The fused kernel finds them by
+            ``window`` and ``keep``.
+        window, keep: of a ring, the last and the first tokens that a query sees.
 
     Returns:
         (B, H, 1, D) in the query's dtype, the new cache, and the new scale where one was given.
     """
-    row, live = (offset, None) if ring is None else ring
     stored = [cache] if scale is None else [cache, scale]
+    row = offset if row is None else row
     updated = append_tokens(key, value, row, stored, quant_bit=quant_bit, quant_group=quant_group, backend=backend)
     cache, scale = updated[0], updated[1] if scale is not None else None
     if backend is not None:
@@ -54,18 +62,20 @@ def append_and_attend_static(
             query,
             cache,
             scale,
-            offset if live is None else mx.array(tokens - 1),
+            offset,
             quant_bit=quant_bit,
             quant_group=quant_group,
-            mask=None if live is None else live[None],
+            window=window,
+            keep=keep,
             bias_split=bias_split,
+            sinks=sinks,
             backend=backend,
         )
         return output, *updated
     keys, values = read_tokens(tokens, cache, scale, quant_bit=quant_bit, dtype=query.dtype)
     if live is None:
         live = mx.arange(tokens) <= offset.reshape(-1, 1)  # (B or 1, T)
-    return attend_live_tokens(query, keys, values, live, bias_split=bias_split), *updated
+    return attend_live_tokens(query, keys, values, live, bias_split=bias_split, sinks=sinks), *updated
 
 
 def append_tokens(
@@ -95,7 +105,13 @@ def append_tokens(
 
 
 def attend_live_tokens(
-    query: mx.array, key: mx.array, value: mx.array, live: mx.array, *, bias_split: BiasSplit | None = None
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    live: mx.array,
+    *,
+    bias_split: BiasSplit | None = None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """Attention of one query over the live ones of T tokens. The operations do not depend on which are live. Unchecked.
 
@@ -103,7 +119,7 @@ def attend_live_tokens(
         query: (B, H, 1, D).
         key, value: (B, K, T, D). Tokens that are not live have no effect, even where they hold NaN.
         live: boolean with at least one True: (T,) for all sequences, or (B, T), one each.
-        bias_split: as in :func:`attend_tokens`.
+        bias_split, sinks: as in :func:`attend_tokens`.
 
     Returns:
         (B, H, 1, D) in the query's dtype.
@@ -116,7 +132,11 @@ def attend_live_tokens(
     key, value = (mx.where(mask.swapaxes(2, 3), x, mx.zeros_like(x)) for x in (key, value))
     if bias_split is not None and bias_split.pairs:
         mask = mx.where(mask, score_bias(query, bias_split, T), -math.inf)
-    output = mx.fast.scaled_dot_product_attention(query, key, value, scale=1 / math.sqrt(D), mask=mask)
-    if bias_split is not None:
+    if sinks is not None:
+        sinks = sinks.astype(query.dtype)
+        if bias_split is not None:  # as in attend_tokens
+            value = value + bias_split.value_bias[:, None]
+    output = mx.fast.scaled_dot_product_attention(query, key, value, scale=1 / math.sqrt(D), mask=mask, sinks=sinks)
+    if bias_split is not None and sinks is None:
         output = output + value_bias_of(bias_split, query.shape[1])
     return output.astype(dtype)

@@ -15,6 +15,8 @@ import mlx.core as mx
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, bias_weights
 from kvant.operators.cached_attention import float_tokens, stored_tokens
+from kvant.operators.kernels.launch import Backend
+from kvant.operators.paged_kernel import StepPages, attend_pages
 
 # Bytes of keys and values as float32 that are made at once, of one sequence at least.
 READ_BYTES = 16 * 1024 * 1024
@@ -32,12 +34,14 @@ class PagedRows:
         runs: the rows that are read, in the order of positions, the new ones included.
         first: the position of the first row that is read.
         masks: (S, rows) boolean, True where a query sees a row; None: it sees all up to its own.
+        pages: the same for the fused kernel; None: it does not take the step.
     """
 
     new: list[Run] | mx.array
     runs: list[list[Run]]
     first: list[int]
     masks: list[mx.array | None]
+    pages: StepPages | None = None
 
 
 def append_and_attend_paged(
@@ -51,6 +55,7 @@ def append_and_attend_paged(
     quant_group: int,
     bias_split: BiasSplit | None = None,
     sinks: mx.array | None = None,
+    backend: Backend | None = None,
 ) -> mx.array:
     """Causal attention of S new tokens of each sequence to its rows, once they are written. Changes ``arrays``.
 
@@ -60,13 +65,28 @@ def append_and_attend_paged(
         key, value: (R, K, S, D) and (R, K, S, Dv).
         bias_split: the biases that keys and values lack. Position j is at column j of its rotation.
         sinks: as :func:`kvant.operators.attention.attend_tokens` takes them.
+        backend: where the fused kernel runs, which must take the layer's tokens
+            (:func:`kvant.operators.kernels.attend.unsupported_reason`). None: the unfused operator.
 
     Returns:
         (R, H, S, Dv) in the query's dtype.
     """
-    B = len(rows.runs)
-    write_rows(key[:B], value[:B], arrays, rows.new, quant_bit=quant_bit, quant_group=quant_group)
-    return attend_rows(query, arrays, rows, quant_bit=quant_bit, bias_split=bias_split, sinks=sinks)
+    B, pages = len(rows.runs), rows.pages
+    own = None if pages is None else backend
+    write_rows(key[:B], value[:B], arrays, rows.new, quant_bit=quant_bit, quant_group=quant_group, backend=own)
+    if own is None or pages is None:
+        return attend_rows(query, arrays, rows, quant_bit=quant_bit, bias_split=bias_split, sinks=sinks)
+    return attend_pages(
+        query,
+        arrays,
+        pages,
+        quant_bit=quant_bit,
+        quant_group=quant_group,
+        value_head_dim=value.shape[3],
+        bias_split=bias_split,
+        sinks=sinks,
+        backend=own,
+    )
 
 
 def attend_rows(
@@ -107,20 +127,29 @@ def write_rows(
     *,
     quant_bit: int,
     quant_group: int,
+    backend: Backend | None = None,
 ) -> None:
-    """Quantize keys (B, K, S, D) and values (B, K, S, Dv) and write them in place: one operation an array and run."""
-    new = stored_tokens(key, value, arrays, quant_bit=quant_bit, quant_group=quant_group)
+    """Quantize keys (B, K, S, D) and values (B, K, S, Dv) and write them in place.
+
+    That is one operation an array, or an array and run.
+
+    ``backend``: as :func:`kvant.operators.cached_attention.stored_tokens` has it.
+    """
+    new = stored_tokens(key, value, arrays, quant_bit=quant_bit, quant_group=quant_group, backend=backend)
     for array, part in zip(arrays, new, strict=True):
+        if not isinstance(rows, mx.array):
+            put_rows(array, part.squeeze(0), rows)  # [0] would be a gather
+            continue
+        # In words of four bytes: Metal writes fewer one by one, with an atomic exchange of all four each.
+        words = mx.uint32 if array.shape[-1] * array.dtype.size % 4 == 0 else array.dtype
         # (B, 2, K, S, last) -> (2, K, B * S, last)
-        part = part[0] if part.shape[0] == 1 else part.transpose(1, 2, 0, 3, 4).flatten(2, 3)
-        put_rows(array, part, rows)
+        tokens = mx.view(part, words).transpose(1, 2, 0, 3, 4).flatten(2, 3)
+        put = mx.put_along_axis(mx.view(array, words), rows[None, None, :, None], tokens, axis=2)
+        array[:] = mx.view(put, array.dtype)
 
 
-def put_rows(array: mx.array, tokens: mx.array, rows: list[Run] | mx.array) -> None:
+def put_rows(array: mx.array, tokens: mx.array, rows: Sequence[Run]) -> None:
     """Write tokens (2, K, rows, last) in place; MLX copies the whole array where anything else holds it."""
-    if isinstance(rows, mx.array):
-        array[:, :, rows] = tokens
-        return
     done = 0
     for first, end in rows:
         array[:, :, first:end] = tokens[:, :, done : done + end - first]

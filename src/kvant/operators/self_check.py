@@ -10,6 +10,7 @@ from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.cached_attention import append_and_attend, read_sequences, stored_tokens, write_tokens
 from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, MAX_NEW_TOKENS
 from kvant.operators.kernels.launch import Backend
+from kvant.operators.probe import first_words
 from kvant.operators.quantization import FLOAT_DTYPES, multiply_scale, quantized_dtype
 from kvant.operators.ragged import attend_sequences
 from kvant.operators.rotary import Rotary
@@ -197,7 +198,7 @@ def self_check(backend: Backend) -> str | None:
         try:
             problem = Trial(case).agreement(backend).problem
         except Exception as error:  # a kernel that does not compile raises when it runs
-            problem = " ".join(str(error).split())[:500] or type(error).__name__
+            problem = first_words(error)
         if problem is not None:
             return f"{case}: {problem}"
     return None

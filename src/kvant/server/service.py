@@ -186,7 +186,8 @@ def make_pool(settings: Settings, model: LanguageModel) -> Pool:
     Raises:
         ModelError: a model whose layers cannot use one.
         ContextError: more tokens than the model's context.
-        ValueError: a cache format that the model cannot have.
+        ValueError: a cache format that the model cannot have, a kernel forced that cannot be used.
+        RuntimeError: a forced kernel that failed its self-check on this device.
     """
     context = model.config.max_position_embeddings
     tokens = settings.max_kv_size or min(DEFAULT_MAX_KV_SIZE, context or DEFAULT_MAX_KV_SIZE)
@@ -198,6 +199,7 @@ def make_pool(settings: Settings, model: LanguageModel) -> Pool:
         quant_bit=settings.kv_bits,
         quant_group=settings.kv_group_size,
         bias_split=settings.kv_bias_split,
+        kernels=settings.kernels,
         max_seq_len=tokens,
         prefill_step_size=settings.prefill_step_size,
     )

@@ -56,7 +56,7 @@ class Settings:
         port: 0: any that is free.
         sequences: answers at once.
         max_kv_size: tokens of one sequence; None: the smaller of 4096 and the model's context.
-        kv_bits, kv_group_size, kv_bias_split, prefill_step_size: of the pool.
+        kv_bits, kv_group_size, kv_bias_split, kernels, prefill_step_size: of the pool.
         deterministic: an answer does not depend on those beside it.
         max_queue: requests that may wait.
         template_variables: for the chat template of every conversation; a request's own go before them.
@@ -78,6 +78,7 @@ class Settings:
     kv_bits: int = 8
     kv_group_size: int = 32
     kv_bias_split: bool = True
+    kernels: str | None = None
     prefill_step_size: int = 512
     deterministic: bool = False
     max_queue: int = 64

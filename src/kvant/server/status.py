@@ -82,6 +82,7 @@ async def props(request: Request) -> Response:
                 "kv_bits": settings.kv_bits,
                 "kv_group_sizes": groups,
                 "kv_bias_split": any(layer.format.split_pairs is not None for layer in pool.layers),
+                "kernels": "unfused" if pool.backend is None else "fused",
             },
             "engine": {
                 "prefill_step_size": settings.prefill_step_size,

@@ -8,6 +8,8 @@ import mlx.core as mx
 import pytest
 
 from kvant.cache import QuantizedKVCache
+from kvant.cache.compiled import CompiledCacheView
+from kvant.cache.window import WindowKVCache
 from kvant.operators.cached_attention import append_and_attend
 from kvant.operators.compiled_attention import append_and_attend_static
 from kvant.operators.kernels import attend as kernels
@@ -23,9 +25,7 @@ LAUNCHES = {
     "DynamicSliceUpdate": 2,  # gpu/primitives.cpp: compute_dynamic_offset (metal/slicing.cpp), then the copy
     "Concatenate": 2,  # metal/slicing.cpp: a copy of each of two arrays
     "AsType": 1,  # gpu/primitives.cpp: a copy
-    "Add": 1,
-    "Arange": 1,
-    "Gather": 1,
+    **dict.fromkeys(("Add", "Arange", "Gather", "Less", "Remainder", "Select", "Subtract"), 1),
     # They hand on the same bytes (gpu/primitives.cpp, common/common.cpp).
     **dict.fromkeys(("Broadcast", "ExpandDims", "Reshape", "Slice", "Squeeze", "View"), 0),
 }
@@ -79,7 +79,7 @@ def test_a_compiled_step_is_five_launches_a_layer(offset: list[int], bits: int) 
         return append_and_attend_static(query, key, value, offset, *arrays, tokens=ROWS, **options)
 
     traced = _traced(step, _tokens(H), _tokens(K), _tokens(K), mx.array(offset), *_cache(bits))
-    assert _without_offset(traced) == [*APPEND, *PUT, *ATTEND]
+    assert traced == [*APPEND, *PUT, *ATTEND]
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -103,7 +103,7 @@ def test_a_step_is_five_launches_a_layer(start: int | tuple[int, ...]) -> None:
 
     traced = _traced(step, _tokens(H), _tokens(K), _tokens(K), *_cache(8))
     write = ["SliceUpdate", "SliceUpdate"] if isinstance(start, int) else PUT
-    assert _without_offset(traced) == [*APPEND, *write, *ATTEND]
+    assert traced == [*APPEND, *write, *ATTEND]
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -118,6 +118,28 @@ def test_several_new_tokens_at_offsets_of_their_own_take_two_launches_more() -> 
 
     traced = _traced(step, _tokens(H, 4), _tokens(K, 4), _tokens(K, 4), *_cache(8))
     assert sorted(traced) == sorted(["Arange", "Add", *APPEND, *PUT, *ATTEND])
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("window", [None, 100], ids=["full", "ring"])
+def test_layers_find_the_row_of_a_ring_together(window: int | None) -> None:
+    """That is five operations on one number in a step, whatever the number of layers."""
+    caches = [
+        QuantizedKVCache(ROWS, K, D, batch=B) if window is None else WindowKVCache(ROWS, K, D, batch=B, window=window)
+        for _ in range(3)
+    ]
+
+    def step(query: mx.array, key: mx.array, value: mx.array, offset: mx.array, *arrays: mx.array) -> list[mx.array]:
+        outputs = []
+        for cache, own in zip(caches, zip(arrays[::2], arrays[1::2], strict=True), strict=True):
+            cache.backend, cache.arrays[:] = "metal", own
+            outputs.append(CompiledCacheView(cache, offset, ROWS).attend(query, key, value))
+        return outputs + [array for cache in caches for array in cache.arrays]
+
+    arrays = [array for cache in caches for array in cache.arrays]
+    traced = _traced(step, _tokens(H), _tokens(K), _tokens(K), mx.array([7]), *arrays)
+    row = [] if window is None else ["Less", "Subtract", "Remainder", "Add", "Select"]
+    assert sorted(traced) == sorted([*row, *3 * [*APPEND, *PUT, *ATTEND]])
 
 
 def test_attention_in_kernels_is_two_launches_and_quantizing_one() -> None:
@@ -139,10 +161,5 @@ def test_mlx_gets_the_text_without_comments(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(mx.fast, "metal_kernel", given.update)
     launch_module._kernel.__wrapped__(name, "metal")
     text = given["header"] + given["source"]
-    assert "kvant_larger" in text
+    assert "KVANT_UNROLL\nfor (" in text
     assert not any(mark in text for mark in ("//", "/*", "\n\n", "\n "))
-
-
-def _without_offset(launches: list[str]) -> list[str]:
-    """Without the copy of an offset for all sequences, which a batch's attention takes."""
-    return [name for name in launches if name != "copied"]

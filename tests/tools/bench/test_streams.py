@@ -106,8 +106,18 @@ def test_the_engines_of_streams() -> None:
     found = stream_specs(["kvant", "mlx-lm:float32"], [8, 0], None, 64)
     labels = ["kvant 8-bit", "kvant full", "kvant 8-bit, one by one", "kvant full, one by one", "mlx-lm float32"]
     assert [spec.label for spec in found] == labels
-    with pytest.raises(ValueError, match="the fused kernel does not read a pool's pages"):
-        stream_specs(["kvant:fused"], [8], None, 64)
+    found = stream_specs(["kvant:fused"], [8], None, 64)
+    assert [spec.label for spec in found] == ["kvant 8-bit fused", "kvant 8-bit fused, one by one"]
+
+
+def test_kernels_are_the_pools(fused_calls: list[Any]) -> None:
+    """On a GPU."""
+    tokens = []
+    for kernels, is_fused in (("unfused", False), ("fused", True)):
+        engine = Kvant(EngineSpec("kvant", 0, kernels=kernels), find_model("pocket"), 512)
+        tokens.append(list(engine.streams(PROMPTS, TOKENS)))
+        assert bool(fused_calls) == is_fused
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize(

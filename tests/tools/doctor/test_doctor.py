@@ -20,6 +20,8 @@ from kvant.cli import app as application
 from kvant.cli.app import make_app
 from kvant.operators import self_check
 from kvant.operators.kernels import attend, launch
+from kvant.operators.kernels.attend import HEAD_DIMS
+from kvant.operators.probe import KernelUse
 from kvant.operators.self_check import SELF_CHECK
 from kvant.tools import machine
 from kvant.tools.doctor import diagnosis, kernels, look_ahead
@@ -132,6 +134,7 @@ def host_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "this_machine", lambda: machine_with(2**34, "gpu"))
     monkeypatch.setattr(kernels, "random_cases", lambda count, seed: [])
     monkeypatch.setattr(kernels, "REPEATS", 1)
+    monkeypatch.setattr(kernels, "probe_failure", lambda use, backend: None)
     monkeypatch.setattr(look_ahead, "STEPS", 1)
     monkeypatch.setattr(look_ahead, "WARM_UP", 1)
     monkeypatch.setattr(look_ahead, "ROUNDS", 1)
@@ -157,6 +160,32 @@ def test_a_kernel_that_is_right(host_gpu: None, capsys: pytest.CaptureFixture[st
         assert result["unfused_ms"] > 0
     assert found["paths"][0]["path"] == "fused (metal)"
     assert "passed its self-check" in found["paths"][0]["reason"]
+
+
+@host_pytest_skip
+def test_a_format_that_the_kernel_does_not_run_for(
+    host_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failure(use: KernelUse, backend: str) -> str | None:
+        return f"{use}, 3 queries of a kv head: too large" if (use.head_dim, use.quant_bit) == (256, 4) else None
+
+    monkeypatch.setattr(kernels, "probe_failure", failure)
+    monkeypatch.setattr(kernels, "SELF_CHECK", ())
+    code, text = doctor(capsys, "--json")
+    assert code == 1
+    found = json.loads(text)
+    assert found["healthy"] is False
+    assert len(found["uses"]) == len(HEAD_DIMS) * 6
+    failing = [result["problem"] for result in found["uses"] if result["problem"] is not None]
+    said = [
+        f"heads of 256, 4 bits g32, {dtype}, 3 queries of a kv head: too large" for dtype in ("float16", "bfloat16")
+    ]
+    assert failing == said
+    code, text = doctor(capsys)
+    assert code == 1
+    for line in said:
+        assert f"wrong: the kernel does not run: {line}" in text
+    assert f"kernel as caches use it: {len(found['uses']) - 2} of {len(found['uses'])} formats run" in text
 
 
 def _off(run: Callable[..., list[mx.array]]) -> Callable[..., list[mx.array]]:

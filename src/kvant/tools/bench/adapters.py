@@ -78,7 +78,11 @@ class Kvant:
             return
         pages = sum(pages_for(len(prompt) + max_tokens) for prompt in prompts)
         pool = self._model.make_pool(
-            pages * PAGE_SIZE, sequences=len(prompts), prefill_step_size=self._prefill_step_size, **options
+            pages * PAGE_SIZE,
+            sequences=len(prompts),
+            prefill_step_size=self._prefill_step_size,
+            kernels=self._spec.kernels,
+            **options,
         )
         scheduler = Scheduler(self._model, pool, max_batch=len(prompts))
         numbers = {Request(prompt, max_tokens): number for number, prompt in enumerate(prompts)}

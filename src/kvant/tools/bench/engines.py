@@ -99,8 +99,6 @@ def stream_specs(
     """
     kvant = [name for name in names if name.partition(":")[0] == "kvant"]
     specs = engine_specs(kvant, kv_bits, kv_group_size, head_dim)
-    if any(spec.kernels == "fused" for spec in specs):
-        raise ValueError("kvant:fused does not serve several streams: the fused kernel does not read a pool's pages")
     others = engine_specs([name for name in names if name not in kvant], [0], None, head_dim)
     return [*specs, *(replace(spec, one_by_one=True) for spec in specs), *others]
 

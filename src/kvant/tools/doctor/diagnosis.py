@@ -7,14 +7,14 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
 from kvant import blas
 from kvant.operators.dispatch import VARIABLE, gpu_backend
-from kvant.tools.doctor.kernels import KernelResult, try_kernels
+from kvant.tools.doctor.kernels import KernelResult, UseResult, try_kernels, try_uses
 from kvant.tools.doctor.look_ahead import LookAhead, measure_look_ahead
 from kvant.tools.doctor.paths import OperatorPath, operator_paths
 from kvant.tools.machine import Environment, Machine, environment, this_machine
@@ -25,7 +25,7 @@ NO_GPU = (
     "the fused kernel: there is no GPU that MLX uses, so it has not run here. kvant's tests run its Metal text on the "
     "host, thread by thread (docs/host-run.md), which says nothing of its speed or of a GPU's own compiler"
 )
-OTHER_SHAPES = "the fused kernel in a model's own shapes: it is compiled for each when it is first used"
+OTHER_SHAPES = "the fused kernel in a model's own shapes: it is tried with them when a cache is made"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class Diagnosis:
         look_ahead: None if generation failed.
         problem: why generation failed; None: it did not.
         unchecked: checks that are not possible on this machine.
+        uses: whether the fused kernel runs as caches use it; empty without a GPU.
     """
 
     environment: Environment
@@ -50,11 +51,13 @@ class Diagnosis:
     look_ahead: LookAhead | None
     problem: str | None
     unchecked: list[str]
+    uses: list[UseResult] = field(default_factory=list)
 
     @property
     def healthy(self) -> bool:
         """Whether nothing that was tried failed."""
-        return self.problem is None and all(result.problem is None for result in self.kernels)
+        problems = [self.problem, *(result.problem for result in self.kernels), *(use.problem for use in self.uses)]
+        return not any(problems)
 
     @property
     def to_do(self) -> list[str]:
@@ -95,10 +98,11 @@ def diagnose(progress: Callable[[int, int], None]) -> Diagnosis:
     paths = operator_paths()
     backend = gpu_backend()
     kernels = [] if backend is None else try_kernels(backend, progress)
+    uses = [] if backend is None else try_uses(backend, progress)
     look_ahead = problem = None
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "the fused kernel failed", RuntimeWarning)  # told in full here
+            warnings.filterwarnings("ignore", "the fused kernel ", RuntimeWarning)  # told in full here
             look_ahead = measure_look_ahead()
     except RuntimeError as error:  # the kernel that is asked for failed its self-check, or a driver did
         problem = " ".join(str(error).split())
@@ -112,6 +116,7 @@ def diagnose(progress: Callable[[int, int], None]) -> Diagnosis:
         look_ahead=look_ahead,
         problem=problem,
         unchecked=[NO_GPU if backend is None else OTHER_SHAPES],
+        uses=uses,
     )
 
 

@@ -3,14 +3,20 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from statistics import median
 
+import mlx.core as mx
+
 from kvant.errors import one_line
+from kvant.operators.kernels.attend import HEAD_DIMS
 from kvant.operators.kernels.launch import Backend
+from kvant.operators.probe import KernelUse, probe_failure
 from kvant.operators.self_check import SELF_CHECK, KernelCase, Trial, random_cases
 
 RANDOM_CASES, SEED = 12, 6
 REPEATS = 5
+DTYPES = (mx.float16, mx.bfloat16)  # that models are computed in on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,24 @@ class KernelResult:
     problem: str | None
     fused_ms: float | None
     unfused_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class UseResult:
+    """Whether the kernel runs at all as a cache of some format uses it. ``problem``: why not; None: it does."""
+
+    use: str
+    problem: str | None
+
+
+def try_uses(backend: Backend, progress: Callable[[int, int], None]) -> list[UseResult]:
+    """Every head dimension and width in groups of 32, in each dtype; ``progress`` as in :func:`try_kernels`."""
+    uses = [KernelUse(D, D, dtype, bits, 32) for D, dtype, bits in product(HEAD_DIMS, DTYPES, (8, 4, 0))]
+    results: list[UseResult] = []
+    for use in uses:
+        progress(len(results), len(uses))
+        results.append(UseResult(str(use), probe_failure(use, backend)))
+    return results
 
 
 def try_kernels(backend: Backend, progress: Callable[[int, int], None]) -> list[KernelResult]:
