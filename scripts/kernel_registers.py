@@ -1,6 +1,8 @@
-"""Prints what the fused kernel's CUDA text takes, compiled by nvcc for sm_90: registers, spills and shared memory.
+"""Prints what the fused kernel's CUDA text takes, compiled by nvcc for sm_90: registers, spills, stack, shared memory.
 
 python scripts/kernel_registers.py
+
+The first pass twice: with as many queries a simdgroup as on CUDA, and as on Metal, whose threads have 128 registers.
 """
 
 import sys
@@ -14,8 +16,7 @@ from compile_cuda import compile_cuda, recording
 
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.fused_attention import attend_fused
-from kvant.operators.kernels import launch
-from kvant.operators.kernels.attend import quantize_tokens
+from kvant.operators.kernels import attend, launch
 
 TOKENS, GROUP = 32768, 32
 
@@ -91,13 +92,14 @@ def run(shape: Shape, backend: launch.Backend, tokens: int = TOKENS) -> None:
     )
     if shape.bits:
         new = (mx.zeros((1, K, S, of), mx.bfloat16) for of in (D, shape.Dv or D))
-        quantize_tokens(*new, quant_bit=shape.bits, quant_group=group, scale_dtype=mx.float16, backend=backend)
+        attend.quantize_tokens(*new, quant_bit=shape.bits, quant_group=group, scale_dtype=mx.float16, backend=backend)
 
 
-def texts(shape: Shape) -> dict[str, str]:
-    """The CUDA text of a shape's kernels, by the functions' names."""
+def texts(shape: Shape, registers: launch.Backend = "cuda") -> dict[str, str]:
+    """The CUDA text of a shape's kernels, by the functions' names. registers: for whose queries are distributed."""
     found: dict[str, str] = {}
-    with patch.object(mx.fast, "cuda_kernel", recording(found)):
+    queries = patch.dict(attend.QUERIES, cuda=attend.QUERIES[registers])
+    with patch.object(mx.fast, "cuda_kernel", recording(found)), queries:
         launch._kernel.cache_clear()  # kernels already made put their text elsewhere
         run(shape, "cuda")
         launch._kernel.cache_clear()
@@ -105,16 +107,18 @@ def texts(shape: Shape) -> dict[str, str]:
 
 
 def main() -> int:
-    """A line a kernel; 1 where one spills."""
-    spilled = False
+    """A line a kernel; 1 where one has anything in memory."""
+    in_memory = False
     for name, shape in SHAPES.items():
-        for text in texts(shape).values():
-            for kernel in compile_cuda(text):
-                kind = kernel.kernel.split("_")[3]
-                print(f"{name:40} {kind:8} {kernel.registers:4} registers {kernel.spill_bytes:4} B spilled", end=" ")
-                print(f"{kernel.shared_bytes:6} B shared")
-                spilled |= kernel.spill_bytes > 0
-    return int(spilled)
+        for registers in ("cuda", "metal"):
+            for function, text in texts(shape, registers).items():
+                (kernel,) = compile_cuda(text)
+                kind = function.split("_")[3]
+                if kind == "attend" or registers == "cuda":
+                    print(f"{name:42} {kind:8} {registers:6}", kernel.registers, "registers", end=" ")
+                    print(f"{kernel.spill_bytes} B spilled {kernel.stack_bytes} B stack {kernel.shared_bytes} B shared")
+                    in_memory |= kernel.spill_bytes + kernel.stack_bytes > 0
+    return int(in_memory)
 
 
 if __name__ == "__main__":

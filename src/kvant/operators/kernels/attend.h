@@ -228,15 +228,18 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
     }
 
     // Sums over the lanes of a group. A lane hands on one half of the scores and keeps the other, until it has its own.
+    // In this form no score stays in memory: clang wants no branch behind the inner loop, nvcc a constant end of it.
     KVANT_UNROLL
     for (int other = LANES / 2; SCORES * other >= LANES; other /= 2) {
         const int half = SCORES * other / LANES;
         const bool upper = (lane_chunk & other) != 0;
         KVANT_UNROLL
-        for (int n = 0; n < half; n++) {
-            const float a = score[n];  // read before one is chosen: the choice of a place would keep the array in memory
-            const float b = score[half + n];
-            score[n] = (upper ? b : a) + simd_shuffle_xor(upper ? a : b, uint(other));
+        for (int n = 0; n < SCORES / 2; n++) {
+            if (n < half) {
+                const float a = score[n];  // read before one is chosen: the choice of a place would keep the array in memory
+                const float b = score[half + n];
+                score[n] = (upper ? b : a) + simd_shuffle_xor(upper ? a : b, uint(other));
+            }
         }
     }
     KVANT_UNROLL
