@@ -13,9 +13,8 @@ import mlx.nn as nn
 import pytest
 from support.checkpoints import load_reference, qwen2_config, reference_model, save_checkpoint
 from support.completions import served  # noqa: F401, a fixture
-from support.fused_path import checked_gpu, gpu, launches  # noqa: F401, fixtures
+from support.fused_path import checked_gpu, fused_calls, gpu, launches  # noqa: F401, fixtures
 from support.metal_host import summary
-from support.paged_double import double_gpu  # noqa: F401, a fixture
 from support.pull_machine import files, hub, listed, machine, pulling  # noqa: F401, fixtures
 
 from kvant.engine.load import POCKET, find_model

@@ -11,11 +11,11 @@ import pytest
 from mlx_lm.models import base, llama, llama4_text
 from mlx_lm.models import cache as mlx_lm_cache
 from support.numbers import relative_error
-from support.tiny_models import build
+from support.tiny_models import SERVED, build
 
 from kvant.bridge import hook, make_model_cache
-from kvant.bridge.layers import BridgedKVCache
-from kvant.operators.kernels import launch
+from kvant.bridge.layers import BridgedKVCache, BridgedWindowCache
+from kvant.operators.kernels import attend, launch
 
 PROMPT = [(7 + 31 * i) % 97 for i in range(30)]
 
@@ -96,13 +96,12 @@ def test_attention_is_mlx_lms(bits: int, new: int, mask: str, with_sinks: bool) 
     assert relative_error(given, expected) < 1e-5
 
 
-@pytest.mark.parametrize("bits", [0, 8, 4])
-@pytest.mark.parametrize(("widths", "group"), [((80, 80), 16), ((192, 128), 32), ((512, 512), 32)])
+@pytest.mark.parametrize(("bits", "widths", "group"), [(4, (80, 80), 16), (8, (192, 128), 32), (0, (512, 512), 32)])
 @pytest.mark.parametrize("mask", ["none", "causal", "boolean", "added", "window"])
 def test_the_kernel_s_attention_is_mlx_lms(
     bits: int, widths: tuple[int, int], group: int, mask: str, launches: list[Any]
 ) -> None:
-    """The same through the kernel's text, run on the host, for widths of Gemma 4, Phi-2 and MiMo; with sinks."""
+    """The same through the kernel's text, run on the host, for widths of Phi-2, MiMo and Gemma 4; with sinks."""
     (D, Dv), new = widths, 3
     layer = BridgedKVCache(64, 2, D, value_head_dim=Dv, quant_bit=bits, quant_group=group, dtype=mx.float32)
     for count in (20, new):
@@ -125,29 +124,64 @@ def test_the_kernel_s_attention_is_mlx_lms(
     assert relative_error(given, expected) < 1e-5
 
 
+def test_another_layer_s_mask_is_an_array(launches: list[Any]) -> None:
+    """It may have columns for other tokens: that of a ring of 25 rows for a ring at another position, or for all 25
+    tokens of a layer without a window."""
+    other = BridgedWindowCache(64, 2, 64, window=9)
+    _fetched(other, 40)
+    for layer, held in ((BridgedWindowCache(64, 2, 64, window=9), 42), (BridgedKVCache(64, 2, 64), 24)):
+        _fetched(layer, held)
+        mask = other.make_mask(1, window_size=9)
+        key, value = _fetched(layer, 1)
+        query = _normal(3, 1, 6, 1, 64)
+        launches.clear()
+        given = hook.attention(query, key, value, cache=layer, scale=0.125, mask=mask)
+        ((_, inputs), _) = launches
+        assert _input(inputs, "mask").size == 25
+        expected = mx.fast.scaled_dot_product_attention(query, mx.array(key), mx.array(value), scale=0.125, mask=mask)
+        assert relative_error(given, expected) < 1e-5
+
+
+def test_a_ring_that_fills_needs_no_other_instance(checked_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would be compiled in the middle of a text."""
+    layer, run, instances = BridgedWindowCache(64, 2, 64, window=9), attend.launch, set()
+
+    def recorded(name: str, *given: Any, template: dict[str, Any], **rest: Any) -> list[mx.array]:
+        if name == "attend":
+            instances.add(tuple(template.items()))
+        return run(name, *given, template=template, **rest)
+
+    monkeypatch.setattr(attend, "launch", recorded)
+    for _ in range(30):
+        mask = layer.make_mask(1, window_size=9)
+        mx.eval(hook.attention(_normal(3, 1, 6, 1, 64), *_fetched(layer, 1), cache=layer, scale=0.125, mask=mask))
+    assert len(instances) == 1
+
+
+def test_tokens_that_wait_are_read_where_they_are(launches: list[Any]) -> None:
+    """The last query alone, after more tokens than a ring has room for: they are not in its rows yet."""
+    layer = BridgedWindowCache(128, 2, 64, window=9)
+    _fetched(layer, 30)
+    key, value = _fetched(layer, 30)
+    assert layer._pending
+    query, mask = _normal(3, 1, 6, 1, 64), mx.arange(key.shape[2]) >= key.shape[2] - 9
+    given = hook.attention(query, key, value, cache=layer, scale=0.125, mask=mask[None])
+    expected = mx.fast.scaled_dot_product_attention(query, mx.array(key), mx.array(value), scale=0.125, mask=mask[None])
+    assert relative_error(given, expected) < 1e-5
+
+
 def _input(inputs: list[mx.array], name: str) -> mx.array:
     return dict(zip(launch.INPUTS["attend"], inputs, strict=True))[name]
 
 
-# Widths that the kernel takes. Windows of 8; gpt-oss and MiMo have sinks, Gemma a scale that is not 1 / sqrt(D); two of
-# Gemma 4's layers read what others keep.
-SERVED: dict[str, dict[str, Any]] = {
-    "gpt_oss": {"head_dim": 64},
-    "gemma3_text": {"head_dim": 256},
-    "gemma4_text": {"head_dim": 64, "global_head_dim": 512},
-    "mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128, "swa_head_dim": 192, "swa_v_head_dim": 128},
-}
-
-
-@pytest.mark.parametrize("name", SERVED)
-@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize(("name", "bits"), [(name, bits) for name, (_, each) in SERVED.items() for bits in each])
 def test_the_kernel_serves_architectures(name: str, bits: int, launches: list[Any]) -> None:
     """Every layer's attention of up to 8 new tokens, without a mask: against mlx-lm's model with its own cache, and
     the unfused operator where tokens are quantized or forgotten."""
-    model, _ = build(name, **SERVED[name])
+    model, _ = build(name, **SERVED[name][0])
     fused, unfused = (make_model_cache(model, 64, quant_bit=bits, kernels=kernels) for kernels in ("fused", "unfused"))
     theirs = mlx_lm_cache.make_prompt_cache(model)
-    for tokens in (PROMPT[:6], [5], [6, 7, 8], PROMPT[:20], [9], [10, 11, 12, 13, 14], None, [1, 2], [3]):
+    for tokens in (PROMPT[:6], [5], PROMPT[:20], [6, 7, 8, 9, 10], None, [3]):
         if tokens is None:
             assert fused.trim(4) == unfused.trim(4) == 4
             theirs = None
@@ -169,7 +203,7 @@ def test_the_kernel_serves_architectures(name: str, bits: int, launches: list[An
 
 def test_a_mask_is_known_in_mlx_lms_loop_too(launches: list[Any]) -> None:
     """There every layer counts for itself, and one makes the mask of all."""
-    model, _ = build("gpt_oss", **SERVED["gpt_oss"])
+    model, _ = build("gpt_oss", **SERVED["gpt_oss"][0])
     cache, theirs = kvant.make_prompt_cache(model, 64, kv_bits=0), mlx_lm_cache.make_prompt_cache(model)
     for tokens in (PROMPT, [5], [6, 7]):
         launches.clear()
@@ -256,6 +290,8 @@ def test_rows_that_the_kernel_serves_are_not_computed(launches: list[Any]) -> No
     mx.eval(output)
     assert launches[-1][0] == "combine"
     assert mx.get_peak_memory() - resting < key.nbytes / 2
+    expected = mx.fast.scaled_dot_product_attention(query, mx.array(key), mx.array(value), scale=0.125)
+    assert relative_error(output, expected) < 1e-5
 
 
 def test_a_prefill_makes_no_score_matrix() -> None:

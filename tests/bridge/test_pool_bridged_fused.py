@@ -10,9 +10,15 @@ from support.numbers import relative_error
 from support.tiny_models import CONFIGS, build
 
 from kvant.bridge.config import BridgedConfig
+from kvant.bridge.layers import Mask
 from kvant.bridge.model import BridgedModel
 from kvant.bridge.pool import BridgedPool
+from kvant.bridge.pool_layer import PooledLayer, StepRows
+from kvant.cache.layer_format import LayerFormat
+from kvant.cache.paged_layers import PoolLayer
 from kvant.cache.pool import PoolSequence
+from kvant.operators.paged_attention import PagedRows
+from kvant.operators.paged_kernel import step_pages
 
 PROMPTS = [[(7 + 31 * i + 5 * b) % 97 for i in range(length)] for b, length in enumerate((3, 126, 20))]
 TEXTS = [[(3 * i + 11 * b) % 97 for i in range(11)] for b in range(len(PROMPTS))]
@@ -62,12 +68,12 @@ def _logits(model: BridgedModel, pool: BridgedPool, which: Sequence[int], rows: 
     ("name", "layers"), [("gpt_oss", 4), ("gemma3_text", 4), ("gemma3n", 6), ("qwen3_next", 2), ("deepseek_v2", 3)]
 )
 def test_steps_are_mlx_lms_and_the_unfused_pools(
-    name: str, layers: int, double_gpu: Calls, monkeypatch: pytest.MonkeyPatch
+    name: str, layers: int, fused_calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sinks; a scale of its own; windows of layers that keep all tokens, shared layers; states beside; two widths."""
     model = _bridged(name, monkeypatch)
     given = _logits(model, _pool(model), range(3), rows=4)
-    assert [shape[2] for shape in double_gpu] == [S for S in (3, *STEPS) for _ in range(layers)]  # 3: a prompt
+    assert [shape[2] for shape in fused_calls] == [S for S in (3, *STEPS) for _ in range(layers)]  # 3: a prompt
     for b, (prompt, text) in enumerate(zip(PROMPTS, TEXTS, strict=True)):
         cache = mlx_lm_cache.make_prompt_cache(model.module)
         model.module(mx.array([prompt]), cache=cache)
@@ -78,18 +84,62 @@ def test_steps_are_mlx_lms_and_the_unfused_pools(
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma3n"])
-def test_a_sequence_is_the_same_in_any_company(name: str, double_gpu: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_is_the_same_in_any_company(name: str, fused_calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step of one row too, where mlx-lm's models ask for other masks."""
     model = _bridged(name, monkeypatch)
     together = _logits(model, _pool(model), range(3), rows=3)
     for number in range(3):
-        fused = len(double_gpu)
+        fused = len(fused_calls)
         alone = _logits(model, _pool(model), [number], rows=1)
         assert relative_error(alone[0], together[number]) < 1e-5
-        assert len(double_gpu) > fused
+        assert len(fused_calls) > fused
 
 
-def test_which_layers_are_fused(double_gpu: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def _step(lengths: tuple[int, ...], S: int, window: int | None = None, *, is_fused: bool = True) -> StepRows:
+    """A step of sequences whose rows begin with what the first new token sees."""
+    first = [0 if window is None else max(0, length - window + 1) for length in lengths]
+    runs = [[(0, length + S - seen)] for length, seen in zip(lengths, first, strict=True)]
+    pages = step_pages([[0]] * len(lengths), first, lengths, max(lengths) + S, window) if is_fused else None
+    return StepRows(PagedRows([], runs, first, [None] * len(lengths), pages), window, lengths, S)
+
+
+def _window(step: StepRows, mask: Mask) -> object:
+    """The window that the kernel is given for a mask; "unknown": it is not called."""
+    pages = step.seen_pages(mask)
+    return "unknown" if pages is None else pages.window
+
+
+def test_what_a_mask_shows() -> None:
+    """What mlx-lm's models hand back of make_mask, and masks of their own."""
+    for S in (1, 3):
+        whole, narrow = _step((30, 5), S), _step((30, 5), S, 8)
+        assert [_window(whole, whole.mask(window)) for window in (None, 8, 100)] == [None, 8, None]
+        assert [_window(narrow, narrow.mask(window)) for window in (8, 5, 100)] == [8, 5, 8]
+        assert _window(narrow, narrow.mask(12)) == (8 if S == 1 else "unknown")  # more than was fetched
+        assert _window(whole, narrow.mask(8)) == _window(whole, mx.array(whole.mask(8))) == "unknown"
+        assert _window(whole, "causal") == "unknown"
+        assert [_window(each, None) for each in (whole, narrow)] == ([None, 8] if S == 1 else ["unknown"] * 2)
+        unfused = _step((30, 5), S, is_fused=False)
+        assert _window(unfused, unfused.mask(None)) == "unknown"
+    for length, window, expected in ((30, None, None), (4, 8, 8), (30, 8, "unknown")):
+        one = _step((length,), 3, window)
+        assert _window(one, "causal") == expected  # all that was fetched: that is more than the window at last
+        assert _window(one, one.mask_of_one(5)) == 5
+
+
+def test_a_query_of_fewer_tokens_than_the_step_is_unfused(fused_calls: Calls) -> None:
+    own = LayerFormat("quantized", 2, 64, 64, dtype="F32")
+    layer = PoolLayer(own, None, "metal", [mx.random.normal((2, 2, 128, 64))])
+    step = _step((30, 5), 3)
+    pooled, query = PooledLayer(layer, step, mx.array([30, 5])), mx.random.normal((2, 4, 3, 64))
+    options: dict[str, Any] = {"scale": 0.1, "mask": step.mask(None), "sinks": None}
+    assert pooled.attend_fetched(query, query, query, **options) is not None
+    assert fused_calls == [query.shape]
+    pooled.attend_fetched(query[:, :, 2:], query, query, **options)
+    assert len(fused_calls) == 1
+
+
+def test_which_layers_are_fused(fused_calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _bridged("qwen3", monkeypatch)
     assert _pool(model).backend == "metal"
     assert _pool(model, kernels="unfused").backend is None

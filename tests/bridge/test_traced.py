@@ -7,10 +7,12 @@ import mlx.core as mx
 import pytest
 from support.bridged_compiled_runs import BITS, MODELS, REFUSED, STEPS
 from support.numbers import relative_error
-from support.tiny_models import build
+from support.tiny_models import SERVED, build
 from support.without_compiler import printed_by
 
-from kvant.bridge import make_model_cache
+from kvant.bridge import hook, make_model_cache
+from kvant.bridge.layers import BridgedKVCache, BridgedWindowCache
+from kvant.bridge.traced import TracedLayer
 from kvant.operators.kernels.launch import INPUTS
 
 PROMPT = [(7 + 31 * i) % 97 for i in range(30)]
@@ -66,28 +68,18 @@ def _without_compilation() -> Iterator[None]:
     mx.enable_compile()
 
 
-# Widths that the kernel takes; windows of 8, but for llama's; sinks; values narrower than keys; layers that share keys.
-SERVED: dict[str, dict[str, Any]] = {
-    "llama": {"head_dim": 64},
-    "gpt_oss": {"head_dim": 64},
-    "gemma4_text": {"head_dim": 64, "global_head_dim": 512},
-    "mimo_v2_flash": {"head_dim": 192, "v_head_dim": 128, "swa_head_dim": 192, "swa_v_head_dim": 128},
-}
-
-
 @pytest.mark.usefixtures("_without_compilation")
-@pytest.mark.parametrize("name", SERVED)
-@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize(("name", "bits"), [(name, bits) for name, (_, each) in SERVED.items() for bits in each])
 def test_through_the_kernel(name: str, bits: int, launches: list[Any]) -> None:
     """The kernel's text, run on the host, with an offset that is an array and no mask. Rows past it hold NaN at 0
     bits."""
-    model, _ = build(name, **SERVED[name])
+    model, _ = build(name, **SERVED[name][0])
     cache = make_model_cache(model, 64, quant_bit=bits)
     plain = make_model_cache(model, 64, quant_bit=bits, kernels="unfused")
     if not bits:
         for layer in cache.layers:
             layer.arrays[0] = mx.full(layer.arrays[0].shape, float("nan"), mx.float32)
-    for tokens in (PROMPT[:6], *([token] for token in PROMPT[:5]), PROMPT, *([token] for token in PROMPT[:3])):
+    for tokens in (PROMPT[:6], [5], [6], PROMPT, [7], [8]):
         inputs = mx.array([tokens])
         for each in (cache, plain):
             each.begin(inputs)
@@ -104,6 +96,34 @@ def test_through_the_kernel(name: str, bits: int, launches: list[Any]) -> None:
         assert relative_error(given, expected) < (2e-2 if bits else 1e-4)
         for each in (cache, plain):
             each.commit()
+
+
+@pytest.mark.usefixtures("_without_compilation")
+@pytest.mark.parametrize("kind", ["all", "ring"])
+@pytest.mark.parametrize("mask", ["none", "own", "narrow", "other"])
+def test_its_masks_through_the_kernel(kind: str, mask: str, launches: list[Any]) -> None:
+    """Those of the step are a window to the kernel; any other is an array."""
+    options: dict[str, Any] = {"quant_bit": 0, "dtype": mx.float32}
+    layer = BridgedKVCache(64, 2, 64, **options)
+    if kind == "ring":
+        layer = BridgedWindowCache(64, 2, 64, window=9, **options)
+    query, key, value = (mx.random.normal((1, heads, 31, 64), key=mx.random.key(heads)) for heads in (6, 2, 3))
+    value = value[:, :2]
+    layer.update_and_fetch(key[:, :, :30], value[:, :, :30])
+    view = TracedLayer(layer, mx.array(30), 64, {})
+    masks = {"none": None, "own": view.make_mask(1), "narrow": view.make_mask(1, window_size=5)}
+    rows = view.make_mask(1)
+    masks["other"] = rows & (mx.arange(rows.shape[1]) != 3)
+    fetched = view.update_and_fetch(key[:, :, 30:], value[:, :, 30:])
+    mx.eval(fetched)
+    launches.clear()
+    options = {"scale": 0.3, "sinks": mx.random.normal((6,))}
+    given = hook.attention(query[:, :, 30:], *fetched, cache=view, mask=masks[mask], **options)
+    ((_, inputs), _) = launches
+    assert (dict(zip(INPUTS["attend"], inputs, strict=True))["mask"].size > 1) is (mask == "other")
+    seen = rows if mask == "none" else masks[mask]
+    expected = mx.fast.scaled_dot_product_attention(query[:, :, 30:], *map(mx.array, fetched), mask=seen, **options)
+    assert relative_error(given, expected) < 1e-5
 
 
 @pytest.mark.usefixtures("_without_compilation")

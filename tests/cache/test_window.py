@@ -353,12 +353,13 @@ def test_an_abandoned_step_takes_from_the_slack() -> None:
 
 
 # New tokens, how many of them each sequence keeps. Rings of 2 + 12 + 7 rows wrap; lengths part.
-RAGGED = [(9, (9, 9)), (3, (3, 3)), (1, (1, 1)), (40, (40, 40)), (4, (4, 1)), (1, (1, 1)), (2, (0, 2)), (3, (1, 1))]
-MIXED = [("", False), ("split", False), ("sinks", True), ("split sinks", True), ("split sinks", False)]
+# Two lengths further apart than the slack have other positions in the same rows.
+RAGGED = [(9, (9, 4)), (3, (3, 3)), (40, (40, 22)), (1, (1, 1)), (4, (4, 1)), (2, (0, 2)), (3, (3, 3))]
+# Sinks take no instance of the kernel of their own.
+MIXED = [(0, "sinks", False), (8, "split sinks", False), (4, "split", False), (8, "sinks", True), (4, "split", True)]
 
 
-@pytest.mark.parametrize("bits", [0, 8, 4])
-@pytest.mark.parametrize(("extras", "masked"), MIXED)
+@pytest.mark.parametrize(("bits", "extras", "masked"), MIXED)
 def test_the_fused_kernel_agrees(
     bits: int, extras: str, masked: bool, launches: list[tuple[str, list[mx.array]]]
 ) -> None:
@@ -383,7 +384,27 @@ def test_the_fused_kernel_agrees(
         assert len(attends) == (new <= 8)
         assert all((_input(inputs, "mask").size > 1) is masked for inputs in attends)
         assert relative_error(*outputs) < TOLERANCE
-    assert caches[0].lengths == (59, 58)
+    assert caches[0].lengths == (60, 36)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_long_sequence_beside_a_short_one(window: int | None, checked_gpu: None) -> None:
+    """The kernel is told how many rows there are: those of the longest, more than one threadgroup reads."""
+    rng = np.random.default_rng(7)
+    held, new = ([_normal(rng, 2, heads, n, 64) for heads in (H, K, K)] for n in (190, 1))
+    outputs = []
+    for kernels in ("fused", "unfused"):
+        options: dict[str, Any] = {"batch": 2, "kernels": kernels, "dtype": mx.float32}
+        layer = QuantizedKVCache(200, K, 64, **options)
+        if window is not None:
+            layer = WindowKVCache(200, K, 64, window=window, **options)
+        cache = ModelCache([layer])
+        cache.begin(mx.zeros((2, 190), mx.int32))
+        mx.eval(layer.attend(*held))
+        cache.commit((190, 10), ids=[[0] * 190, [0] * 10])
+        cache.begin(mx.zeros((2, 1), mx.int32))
+        outputs.append(layer.attend(*new))
+    assert relative_error(*outputs) < TOLERANCE
 
 
 def test_a_step_that_waits_is_unfused(launches: list[tuple[str, list[mx.array]]]) -> None:

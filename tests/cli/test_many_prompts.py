@@ -81,12 +81,12 @@ def test_deterministic_alone_and_in_company(path: str, tmp_path: Path) -> None:
     assert call(*flags, "--seed", "4", QUESTION, "-q", "-m", "30", "--n", "2").stdout.endswith(f"\n\n{single.stdout}")
 
 
-def test_kernels_are_the_pools(path: str, double_gpu: list[Any]) -> None:
-    """On a GPU. The double's answers are the unfused operator's."""
+def test_kernels_are_the_pools(path: str, fused_calls: list[Any]) -> None:
+    """On a GPU. The stand-in's answers are the unfused operator's."""
     unfused = call(*FLAGS, "--prompts-file", path, "--kernels", "unfused")
-    assert (unfused.returncode, double_gpu) == (0, [])
+    assert (unfused.returncode, fused_calls) == (0, [])
     assert call(*FLAGS, "--prompts-file", path).stdout == unfused.stdout
-    assert double_gpu
+    assert fused_calls
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_props_say_what_is_in_force(server: Running) -> None:
 
 
 @pytest.mark.parametrize(("kernels", "backend"), [(None, "metal"), ("fused", "metal"), ("unfused", None)])
-def test_kernels_are_the_pools(pocket: Any, double_gpu: list[Any], kernels: str | None, backend: str | None) -> None:
+def test_kernels_are_the_pools(pocket: Any, fused_calls: list[Any], kernels: str | None, backend: str | None) -> None:
     """On a GPU."""
     assert make_pool(Settings(sequences=1, max_kv_size=128, kernels=kernels), pocket[0]).backend == backend
 

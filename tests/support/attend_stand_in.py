@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.operators.cached_attention import float_tokens
+from kvant.operators.kernels.attend import PAGE_SIZE
 
 
 def attend(
@@ -27,6 +28,8 @@ def attend(
     sinks: mx.array | None = None,
     window: int | None = None,
     keep: int = 0,
+    pages: mx.array | None = None,
+    first: mx.array | None = None,
     rows: int | None = None,
     key_bias: mx.array | None = None,
     pairs: tuple[int, ...] = (),
@@ -35,8 +38,24 @@ def attend(
     backend: str,
     **others: Any,
 ) -> mx.array:
-    """As :func:`kvant.operators.kernels.attend.attend`, of rows that lie in one piece, without ALiBi and softcap."""
+    """As :func:`kvant.operators.kernels.attend.attend`, without ALiBi and softcap; of pages without masks too."""
     assert not any(value is not None and value != () and value != 0.0 for value in others.values()), others
+    if pages is not None:
+        assert first is not None
+        assert (is_causal, mask, keep) == (True, None, 0)
+        given: dict[str, Any] = {
+            "quant_bit": quant_bit,
+            "quant_group": quant_group,
+            "value_dim": value_dim,
+            "score_scale": score_scale,
+            "sinks": sinks,
+            "window": window,
+            "key_bias": key_bias,
+            "pairs": pairs,
+            "value_bias": value_bias,
+            "backend": backend,
+        }
+        return _attend_pages(query, cache, scale, offset, pages, first, rows, rotation, given)
     B, H, S, D = query.shape
     R = cache.shape[4] if rows is None else rows
     stored = [array[0, :B, :, :, :R] for array in (cache, scale) if array is not None]
@@ -84,3 +103,34 @@ def attend(
     if value_bias is not None:
         output = output + mx.repeat(value_bias, H // K, axis=0)[:, None] * shares.sum(axis=-1, keepdims=True)
     return output.astype(query.dtype)
+
+
+def _attend_pages(
+    query: mx.array,
+    cache: mx.array,
+    scale: mx.array | None,
+    offset: mx.array,
+    pages: mx.array,
+    first: mx.array,
+    rows: int | None,
+    rotation: mx.array | None,
+    given: dict[str, Any],
+) -> mx.array:
+    """Each sequence alone: only its own rows are read, and its numbers do not depend on the others."""
+    B, _, S, _ = query.shape
+    assert len(pages) == B
+    assert offset.shape == first.shape == (max(8, B),)
+    assert pages.shape[1] >= 8
+    assert pages.dtype == first.dtype == offset.dtype == mx.int32
+    starts, lengths = first.tolist()[:B], offset.tolist()[:B]
+    counts = [length + S - start for length, start in zip(lengths, starts, strict=True)]
+    assert rows in (None, max(counts))
+    outputs = []
+    for b, (start, count, table) in enumerate(zip(starts, counts, pages.tolist(), strict=True)):
+        index = mx.array([table[row // PAGE_SIZE] * PAGE_SIZE + row % PAGE_SIZE for row in range(count)])
+        own, own_scale = (None if array is None else array[:, :, index][None, None] for array in (cache, scale))
+        assert own is not None
+        turned = None if rotation is None else rotation[..., start : start + count]
+        # Places count from the first row: windows and causality are differences.
+        outputs.append(attend(query[b : b + 1], own, own_scale, mx.array(count - S), rotation=turned, **given))
+    return mx.concatenate(outputs)

@@ -9,6 +9,7 @@ import ctypes
 import json
 import shutil
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from kvant.engine.load import find_model
 from kvant.engine.run import Run
 from kvant.engine.step import CompiledStep
 from kvant.models import Decoder, load_decoder
+from kvant.operators import dispatch, fused_attention
 from support.counts import count
+from support.failing_kernel import FailingKernel
 from support.fused_path import pretend_gpu
 
 NO_FUSE = 2
@@ -118,6 +121,31 @@ def fused(model: Decoder, bits: int, expected: list[int]) -> list[Any]:
     return [given == expected[:tokens], CountedStep.last.compilations, grown]
 
 
+def failing(model: Decoder, how: str) -> list[Any]:
+    """A run through a kernel that fails when the step is traced for the second time, which is for the 100th token.
+
+    Whether tokens, and those of a second run in the same cache, are as without the kernel; the warnings; compilations.
+    """
+    prompts = [PROMPT + PROMPT[:57], [5, 6, 7] * 4]  # 256 tokens are reached with 99 more
+    found = []
+    for kernels in ("unfused", None):
+        cache = model.make_cache(512, kernels=kernels)
+        layers = len(cache.fused_layers)
+        fused_attention.attend = kernel = FailingKernel(how, layers + 3)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found.append([[t for t, _ in Run(model, p, cache, max_tokens=120, compiled=True)] for p in prompts])
+    return [found[0] == found[1], kernel.calls, [str(warning.message) for warning in caught]]
+
+
+class BucketStep(CountedStep):
+    """A step that is traced again in its next bucket, with the fused kernel too."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._reads_all = False
+
+
 def main() -> None:
     """Everything that is checked."""
     library = ctypes.CDLL(str(Path(mx.__file__).parent / "lib" / "libmlx.so"))
@@ -159,6 +187,11 @@ def main() -> None:
     pretend_gpu()
     found["fused windowed"] = windowed(plain)
     found["fused"] = {bits: fused(model, bits, tokens) for bits, tokens in eager.items()}
+    running.CompiledStep = BucketStep  # type: ignore[misc]
+    found["failing"] = {}
+    for how in ("build", "eval"):
+        dispatch._given_up, dispatch._warned = None, False
+        found["failing"][how] = failing(model, how)
     print(json.dumps(found))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvant.operators import dispatch, fused_attention
+from kvant.operators import dispatch, fused_attention, probe
 from kvant.operators.kernels import attend, launch
 from kvant.operators.quantization import quantize
 from support import attend_stand_in
@@ -25,9 +25,16 @@ def host_kernel(name: str, backend: str) -> Callable[..., list[mx.array]]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A GPU with Metal, in a process that has not looked at it yet and has no wish of its own."""
+    """A GPU with Metal, in a process that has not looked at it yet and has no wish of its own.
+
+    What a cache needs of the kernel is not tried when it is made: tests/operators/test_probe.py does.
+    """
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
     monkeypatch.setattr(dispatch, "gpu_backend", lambda: "metal")
+    monkeypatch.setattr(dispatch, "probe_failure", lambda use, backend: None)
+    monkeypatch.setattr(dispatch, "_warned", False)
+    monkeypatch.setattr(dispatch, "_given_up", None)
+    monkeypatch.setattr(probe, "_tried", {})
     _forget()
     yield
     _forget()
@@ -54,10 +61,26 @@ def launches(checked_gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
     return seen
 
 
+@pytest.fixture
+def fused_calls(gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shape of each query that the kernel is given, on a GPU whose kernels are MLX's operations."""
+    seen: list[tuple[int, ...]] = []
+
+    def recorded(query: mx.array, *arguments: Any, **options: Any) -> mx.array:
+        seen.append(query.shape)
+        return attend_stand_in.attend(query, *arguments, **options)
+
+    monkeypatch.setattr(dispatch, "self_check_failure", lambda backend: None)
+    monkeypatch.setattr(fused_attention, "attend", recorded)
+    monkeypatch.setattr(attend, "launch", unfused_append)
+    return seen
+
+
 def pretend_gpu() -> None:
     """For the rest of the process there is a GPU, whose kernels are MLX's operations: these can be part of a graph."""
     dispatch.gpu_backend = lambda: "metal"
     dispatch.self_check_failure = lambda backend: None
+    dispatch.probe_failure = lambda use, backend: None
     fused_attention.attend = attend_stand_in.attend
     attend.launch = unfused_append
 
@@ -77,5 +100,4 @@ def unfused_append(
 
 
 def _forget() -> None:
-    for kept in (dispatch.self_check_failure, dispatch._warn):
-        getattr(kept, "cache_clear", lambda: None)()
+    getattr(dispatch.self_check_failure, "cache_clear", lambda: None)()

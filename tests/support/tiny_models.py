@@ -20,6 +20,15 @@ from mlx import nn
 from mlx.utils import tree_map_with_path
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("architectures.json").read_text("utf-8"))
+# Changes after which the fused kernel takes an architecture, two query heads to a kv head, and the bits to try. Windows
+# are of 8; gpt-oss and MiMo have sinks, Gemma a scale that is not 1 / sqrt(D). Two of Gemma 4's layers read what others
+# keep. MiMo's values are narrower than its keys.
+SERVED: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "gpt_oss": ({"head_dim": 64}, (0, 8)),
+    "gemma3_text": ({"head_dim": 64, "num_key_value_heads": 2}, (0,)),
+    "gemma4_text": ({"head_dim": 64, "global_head_dim": 512}, (0,)),
+    "mimo_v2_flash": ({"head_dim": 192, "v_head_dim": 128, "swa_head_dim": 192, "swa_v_head_dim": 128}, (0, 4)),
+}
 EMBEDDING_GAIN, MATRIX_GAIN, VECTOR_NOISE = 0.3, 1.7, 0.1
 
 

@@ -16,6 +16,7 @@ from kvant.operators.attention import attend_tokens
 from kvant.operators.cached_attention import first_rows
 from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels.launch import Backend
+from kvant.operators.probe import KernelUse
 
 Mask = mx.array | str | None
 
@@ -316,6 +317,9 @@ class BridgedChunkCache(BridgedWindowCache):
     def start_position(self) -> int:
         """The first token that the next step's queries may see: of the chunk that its first one is in."""
         return self.sequences.offset // self.window * self.window
+
+    def _kernel_uses(self, use: KernelUse) -> list[KernelUse]:
+        return [replace(use, mask=True)]
 
     def row_of(self, position: mx.array) -> mx.array:
         """Chunks are read in order, from a row that Python computes."""

@@ -50,6 +50,11 @@ class BridgedSequence(PoolSequence):
     def states(self, states: list[Arrays]) -> None:
         self._states = states
 
+    @property
+    def arrays(self) -> list[mx.array]:
+        """The arrays of its states."""
+        return [array for state in self.states for array in state if array is not None]
+
     def can_trim_to(self, num_tokens: int) -> bool:
         """As :meth:`PoolSequence.can_trim_to`. A state goes back to nothing alone."""
         return super().can_trim_to(num_tokens) and (not self._empty or num_tokens == 0 or num_tokens >= self.length)
@@ -238,7 +243,8 @@ def make_pool(
         formats = _formats(found, sizes["max_seq_len"], bits, quant_group)
         check_memory(sizes["tokens"], sum(pool_needs(found, sizes, quant_bit=bits, quant_group=quant_group)))
         own_cache = partial(make_cache, quant_bit=bits, quant_group=quant_group, kernels=kernels)
-        return BridgedPool(found, formats, **sizes, make_cache=own_cache, identity=identity, kernels=kernels)
+        own: dict[str, Any] = {"make_cache": own_cache, "identity": identity, "kernels": kernels, "dtype": dtype}
+        return BridgedPool(found, formats, **sizes, **own)
 
     small = {"tokens": len(TRIED) * Pool.page_size, "sequences": len(TRIED), "max_seq_len": 64, "prefill_step_size": 32}
     attends_apart = _try(model, name, made(0, small, "unfused"), AGREE if dtype == mx.float32 else AGREE_HALF)

@@ -15,6 +15,7 @@ from kvant.operators.bias_split import BiasSplit
 from kvant.operators.dispatch import resolve
 from kvant.operators.kernels.attend import unsupported_reason
 from kvant.operators.kernels.launch import Backend
+from kvant.operators.probe import KernelUse
 
 
 @dataclass(slots=True)
@@ -80,6 +81,7 @@ class PagedLayers:
         pages: of each of these layers.
         prefix: the pages that new sequences may share.
         promised: pages that sequences may have, with a window.
+        copies: whether a shared page is copied before it is written to. Not while what it holds is written again.
     """
 
     def __init__(self, window: int | None, layers: Sequence[PoolLayer], num_pages: int, step_size: int) -> None:
@@ -89,6 +91,7 @@ class PagedLayers:
         self.pages = Pages(num_pages)
         self.prefix = PrefixIndex(self.pages)
         self.promised = 0
+        self.copies = True
         self._ring = ring_pages(window, step_size)
 
     def limit(self, max_tokens: int) -> int:
@@ -169,6 +172,12 @@ class PagedLayers:
             self.pages.release(table.pages)
             table.first, table.pages = 0, []
 
+    def empty(self, table: PageTable) -> None:
+        """Become a table of no tokens. Without a window it keeps its pages, shared ones too."""
+        if self.window is not None:
+            self.pages.release(table.pages)
+            table.first, table.pages = 0, []
+
     def begin_at(self, table: PageTable, first: int, length: int) -> None:
         """Give an empty table pages of its own for ``length`` tokens. Those from ``first`` on are to be written.
 
@@ -198,7 +207,7 @@ class PagedLayers:
         ]
         counts = Counter(table.pages[number] for table, number, _ in written)
         shared = [page for page in counts if self.pages.refcount(page) > 1]
-        if not shared:
+        if not shared or not self.copies:
             return
         if self._copies(counts, shared) > self._room:
             for page in shared:  # a page that only the index holds besides is no longer shared
@@ -259,8 +268,12 @@ class PagedLayers:
                 array[:, :, to : to + rows] = part
 
 
-def backend_of(own: LayerFormat, kernels: str | None) -> Backend | None:
+def backend_of(own: LayerFormat, kernels: str | None, dtype: mx.Dtype, num_heads: int | None) -> Backend | None:
     """What runs the fused kernel for a layer's tokens; None: it is unfused.
+
+    Args:
+        dtype: of queries.
+        num_heads: H; None: not known.
 
     Raises:
         ValueError, RuntimeError: as :func:`kvant.operators.dispatch.resolve`.
@@ -268,7 +281,19 @@ def backend_of(own: LayerFormat, kernels: str | None) -> Backend | None:
     reason = unsupported_reason(
         (1, 1, 1, own.head_dim), quant_bit=own.quant_bit, quant_group=own.quant_group, value_dim=own.value_head_dim
     )
-    return resolve(kernels, reason)
+    use = KernelUse(
+        own.head_dim,
+        own.value_head_dim,
+        dtype,
+        own.quant_bit,
+        own.quant_group,
+        DTYPES[own.scale_dtype or "F16"],
+        None if num_heads is None else num_heads // own.num_kv_heads,
+        None if own.split_pairs is None else len(own.split_pairs),
+        paged=True,
+        options=() if own.window is None else (("window", own.window),),
+    )
+    return resolve(kernels, reason, [use])
 
 
 def ring_pages(window: int | None, step_size: int) -> float:

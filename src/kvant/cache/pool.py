@@ -1,8 +1,10 @@
 """One reservation for many sequences: the keys and values of all layers, in pages of 128 rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import ClassVar
+
+import mlx.core as mx
 
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import DTYPES, LayerFormat
@@ -14,6 +16,7 @@ from kvant.cache.pool_sequence import PoolSequence, PoolState, close
 from kvant.cache.prefix import digests, root
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
+from kvant.operators.dispatch import is_forced
 from kvant.operators.kernels.launch import Backend
 from kvant.sizes import format_bytes
 from kvant.threads import check_process
@@ -49,6 +52,8 @@ class Pool(PoolState):
         make_cache: Callable[[int], ModelCache],
         identity: Identity | None = None,
         kernels: str | None = None,
+        dtype: mx.Dtype = mx.float16,
+        num_heads: int | None = None,
     ) -> None:
         """Allocate the pool.
 
@@ -63,7 +68,10 @@ class Pool(PoolState):
             make_cache: makes a cache for so many tokens of one sequence, in the same format.
             identity: of the model; None: not known.
             kernels: "unfused" or "fused" forces how attention is computed, as in :class:`kvant.cache.QuantizedKVCache`.
-                A step of more than 8 new tokens a sequence, as in a prefill, is always unfused.
+                A step of more than 8 new tokens a sequence, as in a prefill, is always unfused. What the pool needs of
+                the kernel runs once now.
+            dtype: of queries.
+            num_heads: H; None: not known.
 
         Raises:
             ValueError: a size below 1; a kernel forced for a format that it does not support, or without a GPU.
@@ -75,7 +83,8 @@ class Pool(PoolState):
                 raise ValueError(f"{name} is {number!r}; expected a positive int")
         check_process()
         layers = [
-            PoolLayer(own, split, backend_of(own, kernels)) for own, split in zip(formats, bias_splits, strict=True)
+            PoolLayer(own, split, backend_of(own, kernels, dtype, num_heads))
+            for own, split in zip(formats, bias_splits, strict=True)
         ]
         parts = []
         # In the order of the layers; where none keeps rows, pages still count tokens.
@@ -85,6 +94,7 @@ class Pool(PoolState):
             for layer in of_part:
                 layer.allocate(num_pages)
             parts.append(PagedLayers(window, of_part, num_pages, prefill_step_size))
+        self.kernels = kernels
         super().__init__(
             layers,
             parts,
@@ -104,6 +114,11 @@ class Pool(PoolState):
         own = self.layers[0].format
         bits = f"{own.quant_bit} bits" if own.quant_bit else own.dtype
         return f"{format_bytes(self.nbytes)} at {bits} for {self.max_sequences} sequences: {', '.join(kinds)}"
+
+    @property
+    def fused_layers(self) -> list[PoolLayer]:
+        """The layers that use the fused kernel, unless it was asked for."""
+        return [] if is_forced(self.kernels) else [layer for layer in self.layers if layer.backend is not None]
 
     @property
     def backend(self) -> Backend | None:
@@ -186,6 +201,47 @@ class Pool(PoolState):
             ValueError: no sequence, one twice, one of another pool, or fewer rows than sequences.
         """
         return PoolBatch(self, sequences, rows)
+
+    def bring_back(
+        self, lengths: Mapping[PoolSequence, int], feed: Callable[[PoolSequence, list[int]], object]
+    ) -> None:
+        """Have the first tokens of sequences again, after a step that failed.
+
+        MLX changes the arrays in place. Where a change was not computed, they have lost what they held: all sequences
+        are fed again then, into new arrays. What only later requests would have shared is gone.
+
+        Args:
+            lengths: of every sequence that is open and not empty, how many of its tokens it is to hold.
+            feed: appends tokens to a sequence and commits them.
+        """
+        try:
+            mx.eval([sequence.arrays for sequence in lengths], [layer.arrays for layer in self.layers])
+            for sequence, length in lengths.items():
+                sequence.trim_to(length)
+        except Exception:
+            lost = True
+        else:
+            lost = False
+        if lost:  # behind the handler: the error's traceback may hold arrays
+            self._refill(lengths, feed)
+
+    def _refill(self, lengths: Mapping[PoolSequence, int], feed: Callable[[PoolSequence, list[int]], object]) -> None:
+        ids = [sequence.ids[:length] for sequence, length in lengths.items()]
+        for sequence in lengths:
+            sequence.empty()
+        for part in self.parts:
+            part.prefix.clear()
+        for layer in self.layers:
+            layer.arrays[:] = [mx.zeros(array.shape, array.dtype) for array in layer.arrays]
+        mx.eval([layer.arrays for layer in self.layers])  # allocated when the last of the old ones is gone
+        try:
+            for part in self.parts:
+                part.copies = False  # sequences that share a page write the same to it
+            for sequence, own in zip(lengths, ids, strict=True):
+                feed(sequence, own)
+        finally:
+            for part in self.parts:
+                part.copies = True
 
     @property
     def _main(self) -> PagedLayers:

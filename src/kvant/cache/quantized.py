@@ -9,6 +9,7 @@ from kvant.operators.cached_attention import append_and_attend, float_tokens, wr
 from kvant.operators.dispatch import resolve
 from kvant.operators.kernels.attend import unsupported_reason
 from kvant.operators.kernels.launch import Backend
+from kvant.operators.probe import KernelUse
 from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization, quantized_dtype
 from kvant.operators.validation import check_tokens
 from kvant.threads import check_process
@@ -23,6 +24,7 @@ class QuantizedKVCache(SavedRows, KVCache):
     Attributes:
         head_dim, value_head_dim, quant_bit, quant_group, bias_split: as given.
         backend: runs the fused kernel for the calls it supports; None: every call is unfused.
+        kernels: as given.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class QuantizedKVCache(SavedRows, KVCache):
         scale_dtype: mx.Dtype = mx.float16,
         bias_split: BiasSplit | None = None,
         kernels: str | None = None,
+        num_heads: int | None = None,
     ) -> None:
         """Allocate the cache.
 
@@ -51,17 +54,19 @@ class QuantizedKVCache(SavedRows, KVCache):
             batch: B, sequences side by side, each with a length of its own.
             quant_bit: 8, 4, or 0 for no quantization.
             quant_group: elements of D that share one scale; it divides the width of values too.
-            dtype: of keys and values at 0 bits; not used otherwise.
+            dtype: of queries, and of keys and values at 0 bits.
             scale_dtype: float16 or float32.
             bias_split: the biases that keys and values come without; its table is as long as the cache.
             kernels: "unfused" or "fused" forces how attention is computed. None: the environment variable
                 KVANT_KERNELS decides; without it, a GPU uses the fused kernel. The choice holds for the cache's life.
-                A call of more than 8 new tokens, as in a prefill, is always unfused.
+                A call of more than 8 new tokens, as in a prefill, is always unfused. What the cache needs of the kernel
+                runs once now; where that fails, the cache is unfused.
+            num_heads: H; None: not known. The kernel is then tried in more shapes.
 
         Raises:
             ValueError: a size below 1, a group that does not divide D, an unsupported bit or dtype; a kernel forced for
                 a format that it does not support, or where there is no GPU.
-            RuntimeError: a forced kernel that failed its self-check on this device.
+            RuntimeError: a forced kernel that failed its self-check on this device, or does not run there.
         """
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
         for name, number in (
@@ -85,7 +90,21 @@ class QuantizedKVCache(SavedRows, KVCache):
         self.quant_bit = quant_bit
         self.quant_group = quant_group
         self.bias_split = bias_split
-        self.backend = resolve(kernels, self._unsupported_reason((batch, num_kv_heads, 1, head_dim)))
+        self.kernels = kernels
+        heads = None if num_heads is None else num_heads // num_kv_heads
+        uses = self._kernel_uses(
+            KernelUse(
+                head_dim,
+                value_head_dim,
+                dtype,
+                quant_bit,
+                quant_group,
+                scale_dtype,
+                heads,
+                None if bias_split is None else len(bias_split.pairs),
+            )
+        )
+        self.backend = resolve(kernels, self._unsupported_reason((batch, num_kv_heads, 1, head_dim)), uses)
         sides, width = (2, head_dim) if head_dim == value_head_dim else (1, head_dim + value_head_dim)
         shape = (1, batch, sides, num_kv_heads, self.num_rows)
         # A list, not two attributes: mx.compile captures a container, and puts new arrays into it.
@@ -217,6 +236,10 @@ class QuantizedKVCache(SavedRows, KVCache):
         """Give the memory back. The cache cannot be used after it."""
         self.sequences.reset()
         self.arrays.clear()
+
+    def _kernel_uses(self, use: KernelUse) -> list[KernelUse]:
+        """How its calls use the kernel, which depends on the kind of cache: ``use``, or more than that."""
+        return [use]
 
     def _unsupported_reason(self, query_shape: tuple[int, ...]) -> str | None:
         if not self.value_head_dim:

@@ -16,6 +16,7 @@ from kvant.operators.cached_attention import stored_tokens
 from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import both_masks
+from kvant.operators.probe import KernelUse
 from kvant.operators.rotary import Rotary
 from kvant.operators.validation import check_tokens
 
@@ -73,14 +74,13 @@ class WindowKVCache(QuantizedKVCache):
             raise ValueError("rotary is None; a bias split needs to know how keys turn")
         self.window: int = window
         self.keep, self.slack = keep, slack
-        super().__init__(max_seq_len, num_kv_heads, head_dim, **options)
+        super().__init__(max_seq_len, num_kv_heads, head_dim, bias_split=bias_split, **options)
         self._rotary = rotary
         self._pending: list[tuple[slice, int, list[mx.array]]] = []  # sequences, their start, tokens as stored
         # Rows hold other positions in each sequence, so each has a rotation of its own, in the order of its rows.
         pairs = 0 if bias_split is None else len(bias_split.pairs)
         self._rotation = mx.zeros((len(self.lengths), 2, pairs, self.num_rows))
         if bias_split is not None:
-            self.bias_split = bias_split
             mx.eval(self._rotation, bias_split.key_bias, bias_split.value_bias)
 
     @property
@@ -217,6 +217,9 @@ class WindowKVCache(QuantizedKVCache):
         super().release()
         self._pending = []
         self._rotation = mx.zeros((0,))
+
+    def _kernel_uses(self, use: KernelUse) -> list[KernelUse]:
+        return [replace(use, options=(("window", self.window), ("keep", self.keep)))]
 
     @property
     def _ring(self) -> int:

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -10,6 +10,7 @@ import mlx.core as mx
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.engine.decoding import BatchDecoder, Step, pick
+from kvant.engine.fallback import repeated_unfused
 from kvant.engine.feeding import CHUNK, PromptFeeder
 from kvant.engine.limits import check_count
 from kvant.engine.request import CheckedRequest, FinishReason, Request, Token, check_request
@@ -217,10 +218,14 @@ class Scheduler:
 
     def _feed(self, work: Work, room: int) -> None:
         """Feed a chunk of a prompt, of ``room`` tokens at most. After the last one its answers begin."""
-        try:
+
+        def feed() -> mx.array | None:
             if self._queued is not None:
                 mx.eval(self._queued.logits)  # or MLX would copy the arrays that it reads
-            logits = self._feeder.feed_chunk(work, room)
+            return self._feeder.feed_chunk(work, room)
+
+        try:
+            logits = repeated_unfused(feed, self._pool, self._bring_back)
             if logits is None:
                 return
             answers = self._feeder.begin_answers(work)
@@ -238,32 +243,52 @@ class Scheduler:
         computed. It is queued when this one's tokens were read: before that it would find the pool's arrays in use, and
         MLX would copy them.
         """
-        step, self._queued = self._queued, None
         if not self._running:
+            self._queued = None
             return
-        answers = list(self._running) if step is None else step.answers
+        answers = list(self._running) if self._queued is None else self._queued.answers
+
+        def start_over() -> None:  # without the tokens that were handed out last, which the step may have committed
+            self._bring_back({answer.sequence: len(answer.tokens) - 1 for answer in self._running})
+
         try:
-            if step is None:
-                step = self._decoder.begin(answers, mx.array([answer.tokens[-1] for answer in answers]))
-            step.batch.commit(ids=[answer.tokens[-1:] for answer in answers])
-            # The answers of a prompt that is being fed are to be in the next step.
-            following = None if self._prompt is not None else self._decoder.begin_after(step, self._running)
-            if step.sampled is None:
-                mx.eval(step.logits)
-            else:
-                picked = step.sampled.read()
+            step, picked, following = repeated_unfused(self._computed, self._pool, start_over)
         except Exception as error:
             for answer in answers:
                 self._end(answer.work, "error", answer.work.open, error)
             return
+        self.steps += 1
+        self._queued = following
+        self._take(pick(step.logits, step.answers) if picked is None else picked, step.answers)
+        if not self._running:
+            self._queued = None
+
+    def _computed(self) -> tuple[Step, list[Picked] | None, Step | None]:
+        """A step, committed, the tokens that were sampled in it, and the next step where it could be begun."""
+        step, self._queued = self._queued, None
+        if step is None:
+            answers = list(self._running)
+            step = self._decoder.begin(answers, mx.array([answer.tokens[-1] for answer in answers]))
+        step.batch.commit(ids=[answer.tokens[-1:] for answer in step.answers])
+        # The answers of a prompt that is being fed are to be in the next step.
+        following = None if self._prompt is not None else self._decoder.begin_after(step, self._running)
+        picked = None
+        if step.sampled is None:
+            mx.eval(step.logits)
+        else:
+            picked = step.sampled.read()
         if following is not None and following.sampled is not None:
             mx.async_eval(following.sampled.arrays)
-        self.steps += 1
-        if step.sampled is None:
-            self._take(pick(step.logits, answers), answers)
-        else:
-            self._take(picked, answers)
-        self._queued = following if self._running else None
+        return step, picked, following
+
+    def _bring_back(self, lengths: Mapping[PoolSequence, int] | None = None) -> None:
+        """Have every sequence as it was before a step that failed; ``lengths``: of those that were longer since."""
+        self._queued = None
+        held = [answer.sequence for answer in self._running]
+        if self._prompt is not None:
+            held.append(self._prompt.sequences[0])
+        before = {sequence: sequence.length for sequence in held} | dict(lengths or {})
+        self._pool.bring_back(before, self._feeder.feed_again)
 
     def _take(self, picked: Sequence[Picked | Exception], answers: Sequence[Answer]) -> None:
         """Hand out the next token of each answer."""
@@ -308,8 +333,12 @@ class Scheduler:
                 return None, None
             # mlx-lm's caches hold the last token too.
             if sequence.length < min(len(answer.tokens), sequence.max_tokens):
-                batch = self._pool.batch([sequence])
-                mx.eval(self._model.feed(mx.array([answer.tokens[-1:]]), batch))
+                batch, last = self._pool.batch([sequence]), mx.array([answer.tokens[-1:]])
+                repeated_unfused(
+                    lambda: mx.eval(self._model.feed(last, batch)),
+                    self._pool,
+                    lambda: self._bring_back({sequence: sequence.length}),
+                )
                 batch.commit(ids=[answer.tokens[-1:]])
             self._share_all(sequence)
             given = None if checked.cache is None else checked.cache.max_seq_len

@@ -68,6 +68,7 @@ class DecoderCaches:
             "quant_group": quant_group,
             "dtype": self.dtype,
             "kernels": kernels,
+            "num_heads": config.num_attention_heads,
         }
         cache = ModelCache(
             [_layer_cache(config, layer.self_attn, max_seq_len, bias_split, options) for layer in self.layers]
@@ -129,6 +130,8 @@ class DecoderCaches:
             make_cache=partial(self.make_cache, **stored),
             identity=self.identity,
             kernels=kernels,
+            dtype=self.dtype,
+            num_heads=self.config.num_attention_heads,
         )
 
 

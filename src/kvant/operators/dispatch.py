@@ -2,16 +2,20 @@
 
 import os
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
 import mlx.core as mx
 
 from kvant.operators.kernels.launch import Backend
+from kvant.operators.probe import KernelUse, probe_failure
 from kvant.operators.self_check import self_check
 
 KERNELS = ("unfused", "fused")
 VARIABLE = "KVANT_KERNELS"
+_given_up: str | None = None  # why nothing is fused any more in this process
+_warned = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +26,7 @@ class Choice:
         backend: runs the fused kernel. None: the unfused operator is used.
         reason: for people.
         forced: "fused" was asked for.
-        failed: the kernel failed its self-check.
+        failed: the kernel failed its self-check, or in a run of this process.
     """
 
     backend: Backend | None
@@ -31,29 +35,53 @@ class Choice:
     failed: bool = False
 
 
-def resolve(kernels: str | None = None, unsupported_reason: str | None = None) -> Backend | None:
+def resolve(
+    kernels: str | None = None, unsupported_reason: str | None = None, uses: Iterable[KernelUse] = ()
+) -> Backend | None:
     """The backend that runs the fused kernel. None: use the unfused operator.
 
     ``kernels`` forces one; without it the environment variable KVANT_KERNELS does. Otherwise it is the kernel on a GPU
-    where it passes its self-check. The check runs at the first call; a failure is one RuntimeWarning.
+    where it passes its self-check, and runs as it will be used. The check runs at the first call. A process is told of
+    one failure, by a RuntimeWarning.
 
     Args:
         kernels: "unfused", "fused" or None.
         unsupported_reason: from ``kernels.attend.unsupported_reason``. None: the kernel takes the call.
+        uses: how a cache will call the kernel. Each is tried now.
 
     Raises:
         ValueError: another word than "unfused" or "fused"; "fused" without a GPU, or for a call that the kernel does
             not take.
-        RuntimeError: "fused" where the kernel failed its self-check.
+        RuntimeError: "fused" where the kernel failed its self-check, or does not run as it will be used.
     """
     choice = choose(kernels)
     if choice.failed:
-        _warn(choice.reason)
-    if unsupported_reason is None or choice.backend is None:
-        return choice.backend
-    if choice.forced:
-        raise ValueError(f"the fused kernel is asked for, but does not take {unsupported_reason}")
-    return None
+        _warn_once(choice.reason)
+    if choice.backend is None:
+        return None
+    if unsupported_reason is not None:
+        if choice.forced:
+            raise ValueError(f"the fused kernel is asked for, but does not take {unsupported_reason}")
+        return None
+    for use in uses:
+        if (problem := probe_failure(use, choice.backend)) is not None:
+            if choice.forced:
+                raise RuntimeError(f"the fused kernel is asked for, but does not run here: {problem}")
+            _warn_once(f"the fused kernel does not run here: {problem}")
+            return None
+    return choice.backend
+
+
+def is_forced(kernels: str | None) -> bool:
+    """Whether the fused kernel is asked for, so that nothing else may take its place."""
+    return (kernels or os.environ.get(VARIABLE)) == "fused"
+
+
+def give_up(reason: str) -> None:
+    """Have what is made from now on in this process unfused: the kernel failed in a run. One warning says so."""
+    global _given_up
+    _given_up = f"the fused kernel failed in a run: {reason}"
+    _warn_once(_given_up)
 
 
 def choose(kernels: str | None = None, name: str = "kernels") -> Choice:
@@ -72,13 +100,14 @@ def choose(kernels: str | None = None, name: str = "kernels") -> Choice:
         if wanted is not None:
             raise ValueError(f"{asked}; {reason}")
         return Choice(None, reason)
-    failure = self_check_failure(backend)
-    if failure is None:
+    failure, problem = self_check_failure(backend), _given_up
+    if failure is not None:
+        problem = f"the fused kernel failed its self-check with {backend}: {failure}"
+    if problem is None:
         return Choice(backend, f"it passed its self-check on this GPU, with {backend}", forced=wanted is not None)
-    reason = f"the fused kernel failed its self-check with {backend}: {failure}"
     if wanted is not None:
-        raise RuntimeError(f"{asked}; {reason}")
-    return Choice(None, reason, failed=True)
+        raise RuntimeError(f"{asked}; {problem}")
+    return Choice(None, problem, failed=True)
 
 
 def gpu_backend() -> Backend | None:
@@ -96,11 +125,13 @@ def self_check_failure(backend: Backend) -> str | None:
     return self_check(backend)
 
 
-@cache
-def _warn(reason: str) -> None:
-    warnings.warn(
-        f"{reason}; attention is computed by the unfused operator instead. `kvant doctor` says more; "
-        f"{VARIABLE}=unfused leaves the kernel alone, without this warning",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+def _warn_once(reason: str) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"{reason}; attention is computed by the unfused operator instead. `kvant doctor` says more; "
+            f"{VARIABLE}=unfused leaves the kernel alone, without this warning",
+            RuntimeWarning,
+            stacklevel=3,
+        )

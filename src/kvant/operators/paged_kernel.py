@@ -9,15 +9,19 @@ from kvant.operators.bias_split import BiasSplit
 from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels.launch import Backend
 
+# MLX puts an input of fewer numbers into Metal's constant memory, which is another kernel to compile.
+LEAST = 8
+
 
 @dataclass(frozen=True, slots=True)
 class StepPages:
     """The pages of B sequences in one step, made once for all layers that share them.
 
     Attributes:
-        table: (B, N) int32, each one's pages in the order of positions, 0 where it has fewer than N.
-        first: (B,) int32, the position of the first row of each one's first page.
-        offset: (B,) int32, tokens before the new ones.
+        table: (B, N) int32, each one's pages in the order of positions, 0 where it has fewer than N. N is 8 or more.
+        first: int32, the position of the first row of each one's first page, B or 8 numbers, whichever is more.
+        offset: the same of tokens before the new ones.
+        sequences: B.
         rows: from the first page's first row to the last new token, of the sequence that has most.
         window: tokens that a query sees, its own included; None: all up to its own.
     """
@@ -25,6 +29,7 @@ class StepPages:
     table: mx.array
     first: mx.array
     offset: mx.array
+    sequences: int
     rows: int
     window: int | None
 
@@ -33,11 +38,11 @@ def step_pages(
     pages: Sequence[Sequence[int]], first: Sequence[int], offset: Sequence[int], rows: int, window: int | None
 ) -> StepPages:
     """:class:`StepPages` of lists; ``pages`` has those of each sequence that the step reads or writes."""
-    N = max(map(len, pages))
+    B, N = len(pages), max(LEAST, *map(len, pages))
     table = [[*own, *[0] * (N - len(own))] for own in pages]
-    return StepPages(
-        mx.array(table, mx.int32), mx.array(list(first), mx.int32), mx.array(list(offset), mx.int32), rows, window
-    )
+    more = [0] * (LEAST - B)
+    firsts, offsets = mx.array([*first, *more], mx.int32), mx.array([*offset, *more], mx.int32)
+    return StepPages(mx.array(table, mx.int32), firsts, offsets, B, rows, window)
 
 
 def attend_pages(
@@ -67,7 +72,7 @@ def attend_pages(
         (R, H, S, Dv) in the query's dtype.
     """
     R, _, _, D = query.shape
-    B = len(pages.offset)
+    B = pages.sequences
     output = attend_fused(
         query[:B],
         arrays[0],

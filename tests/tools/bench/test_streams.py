@@ -110,13 +110,13 @@ def test_the_engines_of_streams() -> None:
     assert [spec.label for spec in found] == ["kvant 8-bit fused", "kvant 8-bit fused, one by one"]
 
 
-def test_kernels_are_the_pools(double_gpu: list[Any]) -> None:
+def test_kernels_are_the_pools(fused_calls: list[Any]) -> None:
     """On a GPU."""
     tokens = []
     for kernels, is_fused in (("unfused", False), ("fused", True)):
         engine = Kvant(EngineSpec("kvant", 0, kernels=kernels), find_model("pocket"), 512)
         tokens.append(list(engine.streams(PROMPTS, TOKENS)))
-        assert bool(double_gpu) == is_fused
+        assert bool(fused_calls) == is_fused
     assert tokens[0] == tokens[1]
 
 

@@ -7,16 +7,19 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
 from kvant import blas
+from kvant.operators import dispatch
 from kvant.operators.dispatch import VARIABLE, gpu_backend
-from kvant.tools.doctor.kernels import KernelResult, try_kernels
+from kvant.tools.doctor.compiling import Compiling, measure_compiling
+from kvant.tools.doctor.kernels import KernelResult, UseResult, try_kernels, try_uses
 from kvant.tools.doctor.look_ahead import LookAhead, measure_look_ahead
 from kvant.tools.doctor.paths import OperatorPath, operator_paths
+from kvant.tools.doctor.queries import QueriesMeasured, measure_queries
 from kvant.tools.machine import Environment, Machine, environment, this_machine
 
 SLOWER = 1.1  # times; less is the noise of a measurement
@@ -25,7 +28,7 @@ NO_GPU = (
     "the fused kernel: there is no GPU that MLX uses, so it has not run here. kvant's tests run its Metal text on the "
     "host, thread by thread (docs/host-run.md), which says nothing of its speed or of a GPU's own compiler"
 )
-OTHER_SHAPES = "the fused kernel in a model's own shapes: it is compiled for each when it is first used"
+OTHER_SHAPES = "the fused kernel in a model's own shapes: it is tried with them when a cache is made"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,9 @@ class Diagnosis:
         look_ahead: None if generation failed.
         problem: why generation failed; None: it did not.
         unchecked: checks that are not possible on this machine.
+        uses: whether the fused kernel runs as caches use it; empty without a GPU.
+        compiling: what the self-check's compilation took; None: there was none, or it failed.
+        queries: how many queries a simdgroup of the fused kernel holds; None: the kernel does not run here.
     """
 
     environment: Environment
@@ -50,11 +56,16 @@ class Diagnosis:
     look_ahead: LookAhead | None
     problem: str | None
     unchecked: list[str]
+    uses: list[UseResult] = field(default_factory=list)
+    compiling: Compiling | None = None
+    queries: QueriesMeasured | None = None
 
     @property
     def healthy(self) -> bool:
         """Whether nothing that was tried failed."""
-        return self.problem is None and all(result.problem is None for result in self.kernels)
+        problems = [self.problem, *(result.problem for result in self.kernels), *(use.problem for use in self.uses)]
+        measured = self.queries is None or self.queries.problem is None
+        return measured and not any(problems)
 
     @property
     def to_do(self) -> list[str]:
@@ -80,6 +91,10 @@ class Diagnosis:
         found: dict[str, Any] = asdict(self) | {"healthy": self.healthy, "to_do": self.to_do}
         if self.look_ahead is not None:
             found["look_ahead"]["faster"] = self.look_ahead.faster
+        if self.compiling is not None:
+            found["compiling"]["compile_ms"] = self.compiling.compile_ms
+        if self.queries is not None:
+            found["queries"]["ratio"] = self.queries.ratio
         for result in found["kernels"]:
             if result["error"] is not None and not math.isfinite(result["error"]):
                 result["error"] = None
@@ -92,13 +107,18 @@ def diagnose(progress: Callable[[int, int], None]) -> Diagnosis:
     Raises:
         ValueError: KVANT_KERNELS is unknown, or asks for what cannot run here.
     """
-    paths = operator_paths()
     backend = gpu_backend()
+    compiling = None if backend is None else measure_compiling(backend)  # first: what it measures happens once
+    paths = operator_paths()
+    queries = None
+    if backend is not None and dispatch.self_check_failure(backend) is None:
+        queries = measure_queries(backend, progress)
     kernels = [] if backend is None else try_kernels(backend, progress)
+    uses = [] if backend is None else try_uses(backend, progress)
     look_ahead = problem = None
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "the fused kernel failed", RuntimeWarning)  # told in full here
+            warnings.filterwarnings("ignore", "the fused kernel ", RuntimeWarning)  # told in full here
             look_ahead = measure_look_ahead()
     except RuntimeError as error:  # the kernel that is asked for failed its self-check, or a driver did
         problem = " ".join(str(error).split())
@@ -112,6 +132,9 @@ def diagnose(progress: Callable[[int, int], None]) -> Diagnosis:
         look_ahead=look_ahead,
         problem=problem,
         unchecked=[NO_GPU if backend is None else OTHER_SHAPES],
+        uses=uses,
+        compiling=compiling,
+        queries=queries,
     )
 
 
