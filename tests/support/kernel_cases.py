@@ -18,7 +18,7 @@ from kvant.operators.bias_split import BiasSplit
 from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels import attend as attend_module
 from kvant.operators.kernels import launch as launch_module
-from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, PAGE_SIZE, SPLIT_ROWS, threadgroup_shape
+from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, PAGE_SIZE, QUERIES, SPLIT_ROWS, threadgroup_shape
 from support import oracle
 from support.counts import count
 from support.metal_host import FORWARD, REVERSE, on_host
@@ -357,6 +357,7 @@ def run(
             first=None if drawn.pages is None else mx.array(case.firsts, mx.int32),
             rows=max(len(case.positions(b)) for b in range(case.batch)) if case.knows_rows else None,
             bias_split=split,
+            queries=QUERIES[case.backend],  # whatever is recorded for this machine
             backend=case.backend,
         )
 
