@@ -24,7 +24,7 @@ from support.kernel_cases import (
     runs,
 )
 from support.metal_host import host_pytest_skip
-from support.operator_cases import OUTPUT_TOLERANCE
+from support.operator_cases import OUTPUT_TOLERANCE, check_output
 
 from kvant.operators.attention import attend_tokens
 from kvant.operators.kernels.attend import (
@@ -158,6 +158,18 @@ def test_a_nan_that_counts_for_one_query_alone(side: int, mask: str) -> None:
     found = np.isnan(np.array(run(case, drawn)))
     np.testing.assert_array_equal(found, np.isnan(np.array(unfused)))
     assert found[0, 0].any(axis=-1).tolist() == [side == 1 or mask != "none", True]
+
+
+@pytest.mark.parametrize("mask", ["bool", "float"])
+def test_new_tokens_share_a_mask(mask: str) -> None:
+    """A row for all of them, as a model may give one for padding: the kernel does not look behind it."""
+    case = KernelCase(batch=2, new_tokens=3, mask=mask, mask_rank=4, dtype="float32", seed=4)
+    drawn = draw(case)
+    assert drawn.mask is not None
+    shared = drawn.mask[:, :1, :1]
+    own = np.repeat(shared, case.new_tokens, axis=2)
+    output = run(case, replace(drawn, mask=shared))
+    check_output(output, expected(case, replace(drawn, mask=own)), case.dtype)
 
 
 def test_large_scores_do_not_overflow() -> None:
