@@ -19,6 +19,7 @@ from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels import attend as attend_module
 from kvant.operators.kernels import launch as launch_module
 from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, PAGE_SIZE, QUERIES, SPLIT_ROWS, threadgroup_shape
+from kvant.operators.kernels.queries import CHOICES
 from support import oracle
 from support.counts import count
 from support.metal_host import FORWARD, REVERSE, on_host
@@ -66,6 +67,7 @@ class KernelCase:
     score_scale: float | None = None
     pairs: int | None = None  # None: no bias split
     backend: str = "metal"
+    most_queries: int | None = None  # of a simdgroup; None: the backend's default
     splits: int | None = 4
     knows_rows: bool = False  # the caller says how many rows the longest sequence has
 
@@ -106,7 +108,8 @@ class KernelCase:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         width = max(self.head_dim, self.values)
-        return threadgroup_shape(self.ratio * self.new_tokens, self.pairs or 0, self.backend, width)
+        most = self.most_queries
+        return threadgroup_shape(self.ratio * self.new_tokens, self.pairs or 0, self.backend, width, most)
 
     @property
     def lanes(self) -> int:
@@ -357,7 +360,7 @@ def run(
             first=None if drawn.pages is None else mx.array(case.firsts, mx.int32),
             rows=max(len(case.positions(b)) for b in range(case.batch)) if case.knows_rows else None,
             bias_split=split,
-            queries=QUERIES[case.backend],  # whatever is recorded for this machine
+            queries=case.most_queries or QUERIES[case.backend],  # whatever is recorded for this machine
             backend=case.backend,
         )
 
@@ -475,6 +478,7 @@ def drawn_calls(seed: int, calls: int) -> list[KernelCase]:
     while not values or not fits(values):
         values = {name: choices[rng.integers(len(choices))] for name, choices in OPTIONS.items()}
     case = case_of(values, seed)
+    case = replace(case, most_queries=CHOICES[case.backend][seed % 2])
     cases = []
     for _ in range(calls):
         window = None if case.window is None else int(rng.integers(1, 200))

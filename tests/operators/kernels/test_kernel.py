@@ -35,6 +35,7 @@ from kvant.operators.kernels.attend import (
     threadgroup_shape,
     unsupported_reason,
 )
+from kvant.operators.kernels.queries import CHOICES
 
 pytestmark = host_pytest_skip
 
@@ -106,12 +107,13 @@ def test_any_number_of_query_heads(backend: str) -> None:
 
 def test_a_threadgroup_fits_metal() -> None:
     """All queries have a place; at most 256 threads; at most 32 KiB of bias weights and partial sums."""
-    for queries, D, backend in product(range(1, 130), HEAD_DIMS, QUERIES):
+    numbers = [(backend, most) for backend, choices in CHOICES.items() for most in choices]
+    for queries, D, (backend, most) in product(range(1, 130), HEAD_DIMS, numbers):
         for pairs in (0, 1, 13, D // 4, 3 * D // 8, D // 2):
-            query_tiles, query_groups, simdgroups, each = threadgroup_shape(queries, pairs, backend, D)
+            query_tiles, query_groups, simdgroups, each = threadgroup_shape(queries, pairs, backend, D, most)
             assert query_tiles * query_groups * each >= queries
             assert (query_tiles - 1) * query_groups * each < queries
-            assert each <= QUERIES[backend]
+            assert each <= most
             assert each.bit_count() == 1
             assert 32 * query_groups * simdgroups <= 256
             sharers = 2 if each * D > 1024 else 4
