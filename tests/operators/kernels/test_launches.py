@@ -14,6 +14,8 @@ from kvant.operators.cached_attention import append_and_attend
 from kvant.operators.compiled_attention import append_and_attend_static
 from kvant.operators.kernels import attend as kernels
 from kvant.operators.kernels import launch as launch_module
+from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
+from kvant.operators.paged_kernel import step_pages
 
 # Launches of an operation whose arrays are row contiguous, by MLX 0.32 (the file is under mlx/backend/). In a write the
 # old array is donated, which costs none (set_copy_output_data in common/copy.h): nothing else holds a cache's arrays,
@@ -27,24 +29,33 @@ LAUNCHES = {
     "AsType": 1,  # gpu/primitives.cpp: a copy
     **dict.fromkeys(("Add", "Arange", "Gather", "Less", "Remainder", "Select", "Subtract"), 1),
     # They hand on the same bytes (gpu/primitives.cpp, common/common.cpp).
-    **dict.fromkeys(("Broadcast", "ExpandDims", "Reshape", "Slice", "Squeeze", "View"), 0),
+    **dict.fromkeys(("Broadcast", "ExpandDims", "Reshape", "Flatten", "Slice", "Squeeze", "Transpose", "View"), 0),
 }
 B, H, K, D, ROWS = 2, 14, 2, 64, 1024
 
 
 def _traced(function: Callable[..., Any], *arrays: mx.array) -> list[str]:
-    """The launches of the operations traced, by name. A kernel's input that a broadcast repeats is a copy: "copied"."""
+    """The launches of the operations traced, by name. "copied": of an array whose elements are in another order.
+
+    It is copied for a kernel, and where two axes of more than one element become one.
+    """
     records: list[dict[str, Any]] = []
     mx.export_function(records.append, function, *arrays)
     launches: list[str] = []
-    repeated = set()
+    apart = set()  # arrays that are not row contiguous
     for record in (record for record in records if record["type"] == "primitive"):
-        name = record["name"]
-        inputs = [array for array, _, _ in record["inputs"]]
-        if name == "Broadcast" and math.prod(record["outputs"][0][1]) > math.prod(record["inputs"][0][1]):
-            repeated.add(record["outputs"][0][0])
+        name, arguments = record["name"], record["arguments"]
+        inputs = [(array, shape) for array, shape, _ in record["inputs"]]
+        output, output_shape, _ = record["outputs"][0]
+        if name == "Transpose" or (name == "Broadcast" and math.prod(output_shape) > math.prod(inputs[0][1])):
+            apart.add(output)
         if name == "CustomKernel":
-            launches += ["copied"] * len(repeated.intersection(inputs))
+            launches += ["copied" for array, _ in inputs if array in apart]
+        if name == "Flatten" and inputs[0][0] in apart:
+            merged = inputs[0][1][arguments[0] : arguments[1] + 1]
+            launches += ["copied"] if sum(size > 1 for size in merged) > 1 else []
+        elif LAUNCHES[name] == 0 and inputs[0][0] in apart:
+            apart.add(output)
         launches += [name] * LAUNCHES[name]
     return launches
 
@@ -140,6 +151,25 @@ def test_layers_find_the_row_of_a_ring_together(window: int | None) -> None:
     traced = _traced(step, _tokens(H), _tokens(K), _tokens(K), mx.array([7]), *arrays)
     row = [] if window is None else ["Less", "Subtract", "Remainder", "Add", "Select"]
     assert sorted(traced) == sorted([*row, *3 * [*APPEND, *PUT, *ATTEND]])
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("new_tokens", [1, 4])
+def test_a_step_of_a_pool_s_sequences_is_five_launches_a_layer(new_tokens: int) -> None:
+    """Several new tokens of each take a copy of values and one of scales more: sequences lie outside of heads there."""
+    pages = step_pages([[3], [5, 1]], [0, 0], [9, 140], 256, None)
+    runs = [[(384, 393 + new_tokens)], [(640, 768), (128, 140 + new_tokens)]]
+    new = mx.array([row for own in runs for row in range(own[-1][1] - new_tokens, own[-1][1])])
+    rows = PagedRows(new, runs, [0, 0], [None, None], pages)
+
+    def step(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> list[mx.array]:
+        held = list(arrays)
+        options: dict[str, Any] = {"quant_bit": 8, "quant_group": 32, "backend": "metal"}
+        return [append_and_attend_paged(query, key, value, held, rows, **options), *held]
+
+    arrays = [mx.zeros((2, K, ROWS, D), mx.int8), mx.zeros((2, K, ROWS, D // 32), mx.float16)]
+    traced = _traced(step, *(_tokens(heads, new_tokens) for heads in (H, K, K)), *arrays)
+    assert sorted(traced) == sorted([*APPEND, *PUT, *ATTEND, *(["copied"] * 2 if new_tokens > 1 else [])])
 
 
 def test_attention_in_kernels_is_two_launches_and_quantizing_one() -> None:

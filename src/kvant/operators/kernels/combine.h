@@ -1,7 +1,7 @@
 // Second pass: adds up the splits of a query. One threadgroup for each query; its simdgroups take splits in turns.
 //
 // Inputs: partial (B, H, S, splits, DIM), sums, max_scores (B, H, S, splits), and offset, first, settings of the first
-// pass; sinks (H,) float, scores that add nothing, or minus infinity (1,); value_bias (K, DIM) float or zero (1, 1).
+// pass; sinks (H,), scores that add nothing, or minus infinity (1,); value_bias (K, DIM) float or zero (1, 1).
 // Output: out (B, H, S, DIM) T.
 
 constexpr int PARTS = (DIM + 31) / 32;  // elements of a lane
@@ -22,7 +22,7 @@ const KvantRows rows = KvantRows::of(
     settings[KVANT_KEEP], settings[KVANT_SPLITS]);
 const size_t first_split = size_t(query) * partial_shape[3];
 
-const float sink = sinks[head % sinks_shape[0]];
+const float sink = float(sinks[head % sinks_shape[0]]);
 float top = max(-3.402823466e+38f, sink);
 for (int split = lane; split < rows.used; split += 32) {
     top = max(top, max_scores[first_split + split]);
