@@ -132,9 +132,8 @@ def rows_of(call: KernelCall, shape: Shape, registers: launch.Backend = "metal")
     """Rows that a simdgroup handles in a pass of its loop, divided by the simdgroups that read the same rows."""
     alone = replace(call, text=call.text.replace("settings[KVANT_SHARING]", "1"))  # no other takes rows between its own
     _, rows = main_loop(optimized_call(alone, UNROLLED))
-    tiles, groups, _, _ = threadgroup_shape(
-        shape.H // shape.K * shape.S, shape.pairs, registers, max(shape.D, shape.Dv)
-    )
+    width, most = max(shape.D, shape.Dv), shape.queries or None
+    tiles, groups, _, _ = threadgroup_shape(shape.H // shape.K * shape.S, shape.pairs, registers, width, most)
     return rows() / groups / tiles
 
 
