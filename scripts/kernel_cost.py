@@ -65,7 +65,7 @@ class Device:
     large: bool = False
 
 
-# Cores and bandwidth as Apple announced them; M1's bandwidth is its LPDDR4X-4266's on 128 bits. Clocks: metal-benchmarks
+# Cores and bandwidth as Apple announced them; M1's bandwidth: LPDDR4X-4266 on 128 bits. Clocks: metal-benchmarks
 # for M1 and M2, hmc-tech.com for M3 and M4, of which its pages give 1.470 and 1.578.
 DEVICES = {
     "M1": Device(8, 1.278, 68.25),
