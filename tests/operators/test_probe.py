@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.metal_host import host_pytest_skip
 
 from kvant.bridge.layers import BridgedChunkCache
 from kvant.cache import QuantizedKVCache, WindowKVCache
+from kvant.engine.fallback import fused_layers
 from kvant.models.checkpoint import load_decoder
 from kvant.operators import dispatch, probe
 from kvant.operators.bias_split import BiasSplit
@@ -93,11 +95,13 @@ def test_a_ring_and_a_bias_split_are_tried_too(launched: Launches) -> None:
     assert launched.of("combine", "value_bias small") == {(False,)}
 
 
-def test_a_pool_is_tried_with_few_and_many_sequences_and_pages(launched: Launches) -> None:
+def test_a_pool_is_tried_with_page_tables_as_it_has_them(launched: Launches) -> None:
     use = probe.KernelUse(64, 64, mx.float16, 8, 32, heads=4, paged=True)
     assert probe.probe_failure(use, "metal") is None
     small = launched.of("attend", "PAGE", "offset small", "first small", "pages small")
-    assert small == {(128, True, True, True), (128, True, True, False), (128, False, False, False)}
+    assert small == {(128, False, False, False)}
+    assert probe.probe_failure(replace(use, paged=False), "metal") is None
+    assert launched.of("attend", "PAGE", "offset small") == {(128, False), (0, True)}
 
 
 def test_chunks_have_a_mask(launched: Launches) -> None:
@@ -119,7 +123,7 @@ def test_layers_that_are_alike_are_tried_once(
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
     model = load_decoder(make_checkpoint(num_hidden_layers=24, **sizes)[0])
     cache = model.make_cache(16, bias_split=False)
-    assert len(cache.fused_layers) == 24
+    assert len(fused_layers(cache)) == 24
     once = MAX_NEW_TOKENS
     assert [name for name, _ in launched].count("attend") == once
     model.make_cache(32, bias_split=False)
@@ -194,6 +198,5 @@ def test_the_kernel_itself_runs_on_the_host(checked_gpu: None, monkeypatch: pyte
     monkeypatch.setattr(launch, "_kernel", host_kernel)
     for name, few in (("ROWS", 128), ("KV_HEADS", 1), ("MAX_NEW_TOKENS", 1)):
         monkeypatch.setattr(probe, name, few)
-    monkeypatch.setattr(probe, "_tables", lambda use: [(2, 1)] if paged else [(1, 0)])
     use = probe.KernelUse(64, 64, mx.float16, 8, 32, heads=4, pairs=2, mask=not paged, paged=paged)
     assert probe.probe_failure(use, "metal") is None
