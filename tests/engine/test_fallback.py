@@ -117,6 +117,25 @@ def test_a_prompt_is_fed_again(
     assert seen == [(0, 12), (11, 12), (0, 12), (11, 12), (12, 12)]
 
 
+@pytest.mark.parametrize("how", ["build", "eval"])
+def test_the_last_token_is_kept(pocket: tuple[Decoder, Any], fail: Fail, how: str) -> None:
+    """mlx-lm's caches hold the last token too: it is fed behind the answer."""
+    model, _ = pocket
+    found = []
+    for kernels in ("unfused", None):
+        kernel, cache = fail(how, 10**6), model.make_cache(512, kernels=kernels)
+        run = Run(model, PROMPT, cache, max_tokens=5)
+        list(run)
+        kernel.first = kernel.calls + 2
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.keep_last()
+        assert len(caught) == (kernels is None)
+        assert cache.offset == len(PROMPT) + 5
+        found.append(answer(model, cache, [5, 6, 7] * 4))
+    assert found[0] == found[1]
+
+
 def test_a_conversation_goes_on(pocket: tuple[Decoder, Any], fail: Fail) -> None:
     model, tokenizer = pocket
 
