@@ -18,7 +18,7 @@ def goals(recording: dict[str, Any]) -> list[dict[str, Any]]:
         result["bits"]: result
         for result in recording["results"]
         if (result["shape"], result["context"], result["path"]) == (*GOAL, "fused") and recording["kind"] == "gpu"
-        if recording["dtype"] == "bfloat16"
+        if recording["dtype"] == "bfloat16" and not result["detail"]
     }
     found = []
     for bits, most in GOAL_RATIOS.items():
@@ -96,6 +96,7 @@ def draw(recording: dict[str, Any], path: Path) -> None:
                 low, middle, high = ([r["ms"][name] for r in own] for name in ("minimum", "median", "maximum"))
                 axes.fill_between(places, low, high, color=color, alpha=0.15, linewidth=0)
                 dashes = "--" if own and own[0]["path"] == "unfused" and "fused" in recording["paths"] else "-"
+                dashes = ":" if own and own[0]["detail"] else dashes
                 (lines[label],) = axes.plot(
                     places, middle, dashes, color=color, linewidth=1.6, marker="o", markersize=3
                 )

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ from mlx_lm.models.base import quantized_scaled_dot_product_attention
 from kvant.cache import QuantizedKVCache
 from kvant.operators.attention import attend_tokens
 from kvant.operators.cached_attention import read_tokens, write_tokens
-from kvant.operators.kernels.attend import attend
+from kvant.operators.kernels.attend import PAGE_SIZE, attend
 
 SHAPES = {  # query heads, kv heads, head_dim, layers
     "qwen2.5-0.5b": (14, 2, 64, 24),
@@ -37,6 +38,7 @@ class Variant:
 
     Attributes:
         path: unfused, fused, mlx or mlx-lm.
+        detail: how it differs from another of the same path; empty: it does not.
         layers: the arrays of each.
         attend: (query (1, H, 1, D), a layer's arrays) -> (1, H, 1, D).
         stored: a layer's arrays -> keys and values (1, K, T, D) as they are stored, float32.
@@ -49,6 +51,7 @@ class Variant:
     layers: list[Arrays]
     attend: Callable[[mx.array, Arrays], mx.array]
     stored: Callable[[Arrays], Sequence[mx.array]]
+    detail: str = ""
 
     @property
     def token_bytes(self) -> int:
@@ -59,7 +62,8 @@ class Variant:
     @property
     def label(self) -> str:
         """The name, with the path where there are two."""
-        return f"{self.name} {self.path}" if self.path in PATHS else self.name
+        named = f"{self.name} {self.path}" if self.path in PATHS else self.name
+        return f"{named}, {self.detail}" if self.detail else named
 
 
 def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -> list[Variant]:
@@ -109,17 +113,11 @@ def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -
     for bits in plan["bits"]:
         group = plan["group"] if bits else 1
 
-        def fused(query: mx.array, arrays: Arrays, bits: int = bits, group: int = group) -> mx.array:
+        form = {"quant_bit": bits, "quant_group": group, "backend": plan["backend"]}
+
+        def fused(query: mx.array, arrays: Arrays, form: dict[str, Any] = form, **options: Any) -> mx.array:
             cache, *scales = arrays
-            return attend(
-                query,
-                cache,
-                scales[0] if scales else None,
-                offset,
-                quant_bit=bits,
-                quant_group=group,
-                backend=plan["backend"],
-            )
+            return attend(query, cache, scales[0] if scales else None, offset, **form, **options)
 
         def stored(arrays: Arrays, bits: int = bits, kind: mx.Dtype = dtype) -> tuple[mx.array, mx.array]:
             cache, *scales = arrays
@@ -136,6 +134,9 @@ def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -
             QuantizedKVCache(room, kv_heads, head_dim, quant_bit=bits, quant_group=group, dtype=dtype)
             for _ in range(layers)
         ]
+        ways = [(path, "", fused if path == "fused" else unfused) for path in plan["paths"]]
+        if "fused" in plan["paths"]:
+            ways += [("fused", f"{n} queries", partial(fused, queries=n)) for n in plan["queries"]]
         variants += [
             Variant(
                 name=f"kvant {bits}-bit",
@@ -143,14 +144,40 @@ def make_variants(shape: str, context: int, layers: int, plan: dict[str, Any]) -
                 bits=bits,
                 group=group if bits else None,
                 layers=[cache.arrays for cache in caches],
-                attend=fused if path == "fused" else unfused,
+                attend=attend_one,
                 stored=exact,
+                detail=detail,
             )
-            for path in plan["paths"]
+            for path, detail, attend_one in ways
         ]
     for layer in range(layers):
         _fill(variants, layer, room, kv_heads, head_dim, dtype, plan["seed"])
+    if plan["paged"] and "fused" in plan["paths"]:
+        plain = [variant for variant in variants if (variant.path, variant.detail) == ("fused", "")]
+        variants += [_paged(variant, room // PAGE_SIZE, plan["seed"]) for variant in plain]
     return variants
+
+
+def _paged(variant: Variant, pages: int, seed: int) -> Variant:
+    """The fused kernel over the same keys and values in a pool, whose pages lie in no order."""
+    order = mx.random.permutation(pages, key=mx.random.key(seed))  # page i of the pool is page order[i] of the sequence
+    table = mx.argsort(order).astype(mx.int32)[None]
+    first = mx.zeros(1, mx.int32)
+
+    def moved(array: mx.array, numbers: mx.array) -> mx.array:
+        """The pages of (..., rows, last) in another order."""
+        rows = pages * PAGE_SIZE
+        parts = mx.unflatten(array[..., :rows, :], -2, (pages, PAGE_SIZE))
+        return mx.contiguous(mx.take(parts, numbers, axis=-3).flatten(-3, -2))
+
+    def stored(arrays: Arrays) -> Sequence[mx.array]:
+        return variant.stored([moved(array, table[0])[None, None] for array in arrays])
+
+    # (1, 1, 2, K, MaxS, last) -> (2, K, rows, last)
+    layers = [[moved(array[0, 0], order) for array in arrays] for arrays in variant.layers]
+    mx.eval(layers, table, first)
+    attend_pages = partial(variant.attend, pages=table, first=first)
+    return replace(variant, layers=layers, attend=attend_pages, stored=stored, detail="pages")
 
 
 def _fill(

@@ -35,6 +35,7 @@ from attention_variants import DTYPES, PATHS, SHAPES, SPARE, Arrays, Variant, ch
 
 from kvant.errors import KvantError
 from kvant.operators.dispatch import gpu_backend
+from kvant.operators.kernels.queries import CHOICES, queries_here
 from kvant.tools.bench.bandwidth import COPY_BYTES, copy_bandwidth_gb_s
 from kvant.tools.drawing import check_plot_path
 from kvant.tools.machine import environment, this_machine
@@ -160,6 +161,7 @@ def _results(
                 "layers": layers,
                 "variant": variant.label,
                 "path": variant.path,
+                "detail": variant.detail,
                 "bits": variant.bits,
                 "group": variant.group,
                 "ms": asdict(Spread(median(ms), min(ms), max(ms), len(ms))),
@@ -179,6 +181,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shapes", default=",".join(SHAPES), help="default: all of %(default)s")
     parser.add_argument("--bits", default="0,8,4", help="of a cached element; default %(default)s")
     parser.add_argument("--paths", help="unfused, fused or both; default: fused on a GPU, unfused on a CPU")
+    parser.add_argument(
+        "--queries", help="also the fused kernel with so many queries a simdgroup, such as 4,2; default: none"
+    )
+    parser.add_argument("--paged", action="store_true", help="also the fused kernel over a pool's pages")
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of activations and plain caches; default bfloat16, on a CPU float32"
     )
@@ -215,6 +221,12 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"{name} is {given}; expected some of {', '.join(map(str, allowed))}, each once")
     if "fused" in paths and where is None:
         raise ValueError("--paths has fused, but the default device is a CPU: the kernel needs a GPU")
+    for name, given in (("--queries", options.queries), ("--paged", options.paged)):
+        if given and "fused" not in paths:
+            raise ValueError(f"{name} is of the fused kernel; --paths is {','.join(paths)}")
+    queries = _numbers("--queries", options.queries) if options.queries else []
+    if where is not None and not set(queries) <= set(CHOICES[where]):
+        raise ValueError(f"--queries is {options.queries!r}; expected some of {CHOICES[where]}")
     contexts = _numbers("--contexts", options.contexts or CONTEXTS[kind])
     if options.rounds < 1 or (options.memory_gb is not None and not options.memory_gb > 0):
         raise ValueError("--rounds and --memory-gb are to be above 0")
@@ -235,6 +247,9 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
         "contexts": contexts,
         "bits": bits,
         "paths": paths,
+        "queries": queries,
+        "queries_used": None if where is None else queries_here(where).number,
+        "paged": options.paged,
         "dtype": options.dtype or ("bfloat16" if kind == "gpu" else "float32"),
         "group": options.group,
         "mlx_lm_group": options.mlx_lm_group,
@@ -262,7 +277,8 @@ def _layers(shape: str, context: int, plan: dict[str, Any]) -> tuple[int, int]:
     width = DTYPES[plan["dtype"]].size
     layers = max(1, min(most, CHAIN_BYTES[plan["kind"]] // (elements * width)))
     held = width + sum(bits / 8 + 2 * width / plan["mlx_lm_group"] for bits in plan["bits"] if bits)
-    held += sum(bits / 8 + 2 / plan["group"] if bits else width for bits in plan["bits"])
+    own = sum(bits / 8 + 2 / plan["group"] if bits else width for bits in plan["bits"])
+    held += own * (2 if plan["paged"] else 1)
     made = 16  # dequantized keys and values, their products, a kv head in float64
     return layers, int(elements * (layers * held + made))
 

@@ -93,8 +93,10 @@ def test_no_folders_import_each_other() -> None:
 
 
 def test_operators_know_no_model_and_no_file() -> None:
+    """But the record of what was measured on this device."""
     for path in (ROOT / "operators").rglob("*.py"):
-        assert _imports(path) <= {"operators"}
+        record = {"errors", "files"} if path.name == "queries.py" else set()
+        assert _imports(path) <= {"operators"} | record
 
 
 def test_public_names() -> None:

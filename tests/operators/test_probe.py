@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +94,12 @@ def test_a_ring_and_a_bias_split_are_tried_too(launched: Launches) -> None:
     assert launched.of("combine", "value_bias small") == {(False,)}
 
 
-def test_a_pool_is_tried_with_page_tables_as_it_has_them(launched: Launches) -> None:
+def test_a_pool_is_tried_as_its_steps_are(launched: Launches) -> None:
+    """They hand on no small array, however few sequences and pages there are."""
     use = probe.KernelUse(64, 64, mx.float16, 8, 32, heads=4, paged=True)
     assert probe.probe_failure(use, "metal") is None
     small = launched.of("attend", "PAGE", "offset small", "first small", "pages small")
     assert small == {(128, False, False, False)}
-    assert probe.probe_failure(replace(use, paged=False), "metal") is None
-    assert launched.of("attend", "PAGE", "offset small") == {(128, False), (0, True)}
 
 
 def test_chunks_have_a_mask(launched: Launches) -> None:

@@ -11,7 +11,7 @@ import attention_variants
 import bench_attention
 import mlx.core as mx
 import pytest
-from support.metal_host import host_pytest_skip, on_host
+from support.metal_host import FORWARD, host_pytest_skip, on_host
 
 from kvant.operators.kernels import launch as launching
 
@@ -119,6 +119,8 @@ def test_a_wrong_variant_is_not_timed(
         (["--bits", "3"], "--bits is [3]; expected some of 0, 8, 4"),
         (["--paths", "fused"], "--paths has fused, but the default device is a CPU"),
         (["--paths", "slow"], "--paths is ['slow']; expected some of unfused, fused"),
+        (["--queries", "4"], "--queries is of the fused kernel; --paths is unfused"),
+        (["--paged"], "--paged is of the fused kernel; --paths is unfused"),
         (["--group", "48"], "--group is 48; expected a divisor"),
         (["--mlx-lm-group", "16"], "--mlx-lm-group is 16; expected 32 or 64"),
         (["--rounds", "0"], "--rounds"),
@@ -138,11 +140,13 @@ def test_what_cannot_be_is_one_line(
 
 
 def _recording(kind: str, dtype: str, eight: float, four: float, share: float) -> dict[str, Any]:
-    case = {"shape": "qwen3-4b", "context": 32768, "path": "fused"}
+    case = {"shape": "qwen3-4b", "context": 32768, "path": "fused", "detail": ""}
     results = [
+        case | {"bits": 8, "ratio": {"median": 9.0}, "copy_share": 0.0, "detail": "pages"},
         case | {"bits": 8, "ratio": {"median": eight}, "copy_share": share},
         case | {"bits": 4, "ratio": {"median": four}, "copy_share": 0.1},
         case | {"bits": 8, "ratio": {"median": 9.0}, "copy_share": 0.0, "path": "unfused"},
+        case | {"bits": 8, "ratio": {"median": 9.0}, "copy_share": 0.0, "detail": "4 queries"},
         case | {"bits": 8, "ratio": {"median": 9.0}, "copy_share": 0.0, "context": 1024},
     ]
     return {"kind": kind, "dtype": dtype, "results": results}
@@ -163,20 +167,50 @@ def test_goals() -> None:
 def test_the_fused_path_on_the_host(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The kernel's Metal text, run by the host: the same rows as the other variants, in tables and JSON."""
     make = launching._kernel
-    monkeypatch.setattr(launching, "_kernel", cache(lambda name, backend: on_host(make(name, backend))))
+    templates: list[dict[str, Any]] = []
+
+    def kernel(name: str, backend: str) -> Any:
+        def run(*, template: list[tuple[str, Any]], **rest: Any) -> list[mx.array]:
+            templates.append(dict(template))
+            return host(name, backend)(template=template, **rest)
+
+        return run
+
+    host = cache(lambda name, backend: on_host(make(name, backend), orders=(FORWARD,)))
+    monkeypatch.setattr(launching, "_kernel", kernel)
     monkeypatch.setattr(bench_attention, "gpu_backend", lambda: "metal")
-    code, out, err = _run(capsys, "--contexts", "70", "--bits", "8", "--paths", "fused,unfused", "--json")
+    flags = ["--paths", "fused,unfused", "--queries", "4,2", "--paged"]
+    code, out, err = _run(capsys, "--contexts", "200", "--bits", "8", *flags, "--json")
     assert code == 0, err
-    results = {result["variant"]: result for result in json.loads(out)["results"]}
-    assert list(results) == ["MLX float32", "mlx-lm 8-bit", "kvant 8-bit fused", "kvant 8-bit unfused"]
-    fused, unfused = results["kvant 8-bit fused"], results["kvant 8-bit unfused"]
-    assert fused["error"]["own_cache"] < 1e-5
-    assert fused["error"]["unquantized"] == pytest.approx(unfused["error"]["unquantized"], rel=1e-3)
+    recording = json.loads(out)
+    assert (recording["queries_used"], recording["queries"], recording["paged"]) == (4, [4, 2], True)
+    results = {result["variant"]: result for result in recording["results"]}
+    kinds = ["fused", "unfused", "fused, 4 queries", "fused, 2 queries", "fused, pages"]
+    assert list(results) == ["MLX float32", "mlx-lm 8-bit", *(f"kvant 8-bit {kind}" for kind in kinds)]
+    unfused = results["kvant 8-bit unfused"]
+    for kind in kinds:
+        result = results[f"kvant 8-bit {kind}"]
+        assert result["error"]["own_cache"] < 1e-5
+        assert result["error"]["unquantized"] == pytest.approx(unfused["error"]["unquantized"], rel=1e-3)
+        assert result["cache_bytes"] == unfused["cache_bytes"]
+    first = {(template["QUERIES"], template["PAGE"]) for template in templates if "QUERIES" in template}
+    assert first == {(4, 0), (2, 0), (4, 128)}
+    code, _, err = _usage(capsys, "--paths", "fused", "--queries", "3")
+    assert (code, "--queries is '3'; expected some of (4, 2)" in err) == (2, True)
+
+
+def _usage(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        bench_attention.main(arguments)
+    printed = capsys.readouterr()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, printed.out, printed.err
 
 
 def test_a_compiled_chain_is_the_same() -> None:
     """As on a GPU, where the chain is compiled; MLX's attention and mlx-lm's products have nothing to join."""
     plan = {"dtype": "float32", "bits": [8], "paths": ["unfused"], "kind": "cpu", "backend": None, "seed": 0}
+    plan |= {"queries": [], "paged": False}
     variants = attention_variants.make_variants("qwen2.5-0.5b", 8, 2, plan | {"group": 32, "mlx_lm_group": 64})
     query = mx.random.normal((1, 14, 1, 64), key=mx.random.key(9))
     for variant in variants[:2]:

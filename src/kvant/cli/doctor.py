@@ -1,7 +1,7 @@
 """``kvant doctor``: the machine, the path of every operator, and a check of the fused kernel."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,6 +57,7 @@ def _print(found: "Diagnosis") -> None:
     line(f"BLAS: {environment.blas}")
     line(f"compiler: {found.compiler}")
     console.print(_table(("operator", "path", "why"), ((p.operator, p.path, p.reason) for p in found.paths)))
+    _print_kernel(found, line)
     if found.kernels:
         columns = ("kernel against unfused", "error", "allowed", "ms", "unfused ms")
         console.print(
@@ -98,6 +99,26 @@ def _print(found: "Diagnosis") -> None:
         line(f"not checked here: {text}")
     for text in found.to_do or ["nothing"]:
         line(f"to do: {text}")
+
+
+def _print_kernel(found: "Diagnosis", line: Callable[[str], None]) -> None:
+    """What the fused kernel takes to compile, and how many queries a simdgroup of it holds."""
+    if found.compiling is not None:
+        compiled = found.compiling
+        line(
+            f"kernel, compiled for the self-check: {compiled.instances} instances in {compiled.compile_ms:.0f} ms "
+            f"(first run {compiled.first_ms:.0f} ms, again {compiled.again_ms:.0f} ms)"
+        )
+    if found.queries is None:
+        return
+    first, second = found.queries.numbers
+    for case in found.queries.cases:
+        line(f"{case.case}: {first} queries a simdgroup {case.first_ms:.3f} ms, {second} {case.second_ms:.3f} ms")
+    if found.queries.ratio is not None:
+        line(f"{second} queries a simdgroup take {found.queries.ratio:.2f} of the time of {first}")
+    if found.queries.problem is not None:
+        line(f"wrong: measuring queries of a simdgroup: {found.queries.problem}")
+    line(f"kernel, queries a simdgroup: {found.queries.used}, {found.queries.reason}")
 
 
 def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> "Table":

@@ -14,9 +14,9 @@ import mlx.core as mx
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.cached_attention import stored_tokens
 from kvant.operators.fused_attention import attend_fused
-from kvant.operators.kernels.attend import MAX_NEW_TOKENS
+from kvant.operators.kernels.attend import MAX_NEW_TOKENS, PAGE_SIZE
 from kvant.operators.kernels.launch import Backend
-from kvant.operators.paged_kernel import LEAST
+from kvant.operators.paged_kernel import step_pages
 from kvant.operators.quantization import quantized_dtype
 
 KV_HEADS = 4
@@ -103,8 +103,11 @@ def _run(use: KernelUse, heads: int, S: int, backend: Backend) -> list[mx.array]
     options: dict[str, Any] = dict(use.options)
     if use.value_dim != D:
         options["value_dim"] = use.value_dim
+    offset = mx.array([ROWS - S], mx.int32)
     if use.paged:
-        options |= {"pages": mx.zeros((1, LEAST), mx.int32), "first": mx.zeros(LEAST, mx.int32), "rows": ROWS}
+        pages = step_pages([list(range(ROWS // PAGE_SIZE))], [0], [ROWS - S], ROWS, None)
+        options |= {"pages": pages.table, "first": pages.first, "rows": pages.rows}
+        offset = pages.offset
     if use.mask:
         options["mask"] = mx.ones((S, ROWS), mx.bool_)
     if use.pairs is not None:
@@ -118,7 +121,7 @@ def _run(use: KernelUse, heads: int, S: int, backend: Backend) -> list[mx.array]
         mx.zeros((1, heads * K, S, D), use.dtype),
         stored[0],
         stored[1] if bits else None,
-        mx.full(LEAST if use.paged else 1, ROWS - S, mx.int32),
+        offset,
         quant_bit=bits,
         quant_group=group,
         backend=backend,

@@ -1,18 +1,22 @@
-"""Compares the fused kernel with the unfused operator, on the device that runs the kernel."""
+"""Compares the fused kernel with plain attention on the CPU, on the device that runs the kernel."""
 
+import math
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 
-from kvant.operators.bias_split import BiasSplit, rotation_table
-from kvant.operators.cached_attention import append_and_attend, read_sequences, stored_tokens, write_tokens
-from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, MAX_NEW_TOKENS
+from kvant.operators.bias_split import BiasSplit, rotated_bias, rotation_table
+from kvant.operators.cached_attention import append_and_attend, float_tokens, stored_tokens, write_tokens
+from kvant.operators.fused_attention import attend_fused
+from kvant.operators.kernel_case import SELF_CHECK, KernelCase
+from kvant.operators.kernels.attend import PAGE_SIZE
 from kvant.operators.kernels.launch import Backend
+from kvant.operators.masks import alibi_slopes
 from kvant.operators.probe import first_words
-from kvant.operators.quantization import FLOAT_DTYPES, multiply_scale, quantized_dtype
-from kvant.operators.ragged import attend_sequences
+from kvant.operators.quantization import multiply_scale, quantized_dtype
 from kvant.operators.rotary import Rotary
 
 # Of an output, relative to 1 + its expected magnitude: a few roundings of its dtype.
@@ -20,58 +24,6 @@ TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 # A GPU may divide with an error of some ulps. A quotient halfway between two integers may then round to the other one.
 MAX_STEPS_OFF = 1.1  # in scales. The last tenth is for the scale's own rounding
 MAX_SHARE_OFF = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class KernelCase:
-    """A call: B sequences with ``offset`` cached and S new tokens, H query heads and K kv heads of D elements.
-
-    Attributes:
-        shorter: each sequence has this many cached tokens fewer than the one before, at least none.
-        pairs: rotary pairs of a bias split. None: no bias split.
-    """
-
-    B: int
-    H: int
-    K: int
-    D: int
-    S: int
-    offset: int
-    max_seq_len: int
-    quant_bit: int
-    quant_group: int
-    dtype: mx.Dtype
-    shorter: int = 0
-    is_alibi: bool = False
-    pairs: tuple[int, ...] | None = None
-    seed: int = 0
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Cached tokens of each sequence."""
-        return tuple(max(0, self.offset - self.shorter * b) for b in range(self.B))
-
-    def __str__(self) -> str:
-        batch = f"{self.B} x " if self.B > 1 else ""
-        kind = f"{self.quant_bit} bits g{self.quant_group}" if self.quant_bit else "floats"
-        kinds = (
-            ("several lengths", self.shorter),
-            ("ALiBi", self.is_alibi),
-            ("bias split", self.pairs is not None),
-        )
-        extras = [name for name, on in kinds if on]
-        dtype = str(self.dtype).removeprefix("mlx.core.")
-        heads = f"{self.H}/{self.K} heads of {self.D}"
-        return ", ".join([f"{batch}{self.offset}+{self.S} tokens", heads, kind, dtype, *extras])
-
-
-SELF_CHECK = (
-    # Offsets inside a split, and inside one step of a threadgroup.
-    KernelCase(1, 14, 2, 64, 1, 301, 1100, 8, 32, mx.float16, pairs=(5, 31), seed=1),
-    KernelCase(2, 8, 2, 128, 3, 70, 515, 4, 32, mx.bfloat16, shorter=33, seed=2),
-    KernelCase(1, 4, 4, 64, 1, 129, 300, 8, 64, mx.float32, seed=3),
-    KernelCase(1, 16, 2, 128, 1, 600, 1024, 0, 32, mx.float16, seed=4),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,95 +42,137 @@ class Agreement:
 
 
 class Trial:
-    """A case's arrays. Positions from a sequence's offset on hold NaN, so an output that reads them is NaN."""
+    """A case's arrays. Rows that hold no token hold NaN, so an output that reads them is NaN."""
 
     def __init__(self, case: KernelCase) -> None:
         self.case = case
-        B, K, D, T = case.B, case.K, case.D, case.offset
-        keys = mx.random.split(mx.random.key(case.seed), 7)
+        B, H, K, D, S, T = case.B, case.H, case.K, case.D, case.S, case.offset
+        Dv = self.value_dim = case.value_dim or D
+        keys = mx.random.split(mx.random.key(case.seed), 9)
         with mx.stream(mx.cpu):  # the same numbers wherever it is asked
 
-            def normal(i: int, *shape: int) -> mx.array:
-                return mx.random.normal(shape, key=keys[i]).astype(case.dtype)
+            def normal(i: int, *shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+                return mx.random.normal(shape, key=keys[i]).astype(dtype)
 
-            self.query = normal(0, B, case.H, case.S, D)
-            self.key, self.value = normal(1, B, K, case.S, D), normal(2, B, K, case.S, D)
-            shape, poison = (1, B, 2, K, case.max_seq_len), float("nan")
-            self.scale: mx.array | None = None
-            if case.quant_bit:
-                stored = D // 2 if case.quant_bit == 4 else D
-                self.cache = mx.zeros((*shape, stored), quantized_dtype(case.quant_bit))
-                self.scale = mx.full((*shape, D // case.quant_group), poison, mx.float16)
-            else:
-                self.cache = mx.full((*shape, D), poison, case.dtype)
+            self.query = normal(0, B, H, S, D, dtype=case.dtype)
+            self.key, self.value = (normal(1 + i, B, K, S, w, dtype=case.dtype) for i, w in enumerate((D, Dv)))
+            self.pages = self._make_pages()
+            self.arrays = self._make_arrays()
+            self.offset = mx.array(case.offsets if case.shorter else case.offset, mx.int32)
             if T:
-                past = normal(3, B, K, T, D), normal(4, B, K, T, D)
-                write_tokens(*past, 0, self.cache, self.scale, quant_bit=case.quant_bit, quant_group=case.quant_group)
-                floats = self.cache if self.scale is None else self.scale
+                past = tuple(normal(3 + i, B, K, T, width, dtype=case.dtype) for i, width in enumerate((D, Dv)))
+                stored = self._stored(past[0], past[1])
                 for b, offset in enumerate(case.offsets):
-                    floats[0, b, :, :, offset:] = poison
+                    held = [position for position in case.positions(b) if position < offset]
+                    if held:
+                        self._put(b, [part[b][:, :, mx.array(held)] for part in stored], held)
+            self.mask = self.sinks = None
+            if case.has_mask:
+                columns = max(len(case.positions(b)) for b in range(B))
+                self.mask = normal(5, 1, H, S, columns)
+                self.mask = mx.where(self.mask < -1, -math.inf, self.mask)
+            if case.has_sinks:
+                self.sinks = normal(6, H)
             self.bias_split: BiasSplit | None = None
             if case.pairs is not None:
-                table = rotation_table(Rotary.plain(D, 1e6), case.pairs, case.max_seq_len)
-                key_bias = mx.random.normal((K, 2, len(case.pairs)), key=keys[5]) * 10
-                self.bias_split = BiasSplit(key_bias, case.pairs, table, mx.random.normal((K, D), key=keys[6]))
-                mx.eval(key_bias, table, self.bias_split.value_bias)
-            mx.eval(self.query, self.key, self.value, self.cache, *([] if self.scale is None else [self.scale]))
+                table = rotation_table(Rotary.plain(D, 1e6), case.pairs, max(T + S, case.max_seq_len))  # by position
+                self.bias_split = BiasSplit(normal(7, K, 2, len(case.pairs)) * 10, case.pairs, table, normal(8, K, Dv))
+            mx.eval(self.query, self.key, self.value, self.arrays, self.mask, self.sinks)
 
-    def run(self, backend: Backend | None) -> mx.array:
-        """Append the new tokens and attend, by the kernel or, with None, by the unfused operator. Evaluated."""
-        case = self.case
-        output = append_and_attend(
-            self.query,
-            self.key,
-            self.value,
-            case.offsets if case.shorter else case.offset,
-            self.cache,
-            self.scale,
-            is_alibi=case.is_alibi,
-            quant_bit=case.quant_bit,
-            quant_group=case.quant_group,
-            bias_split=self.bias_split,
-            backend=backend,
-        )
-        mx.eval(output, self.cache, *([] if self.scale is None else [self.scale]))
+    def run(self, backend: Backend | None, queries: int | None = None) -> mx.array:
+        """Append the new tokens and attend, by the kernel or, with None, by the unfused operator. Evaluated.
+
+        ``queries`` of a simdgroup as :func:`kvant.operators.kernels.attend.attend` takes them.
+        """
+        case, cache, scale = self.case, self.arrays[0], self.arrays[1] if self.case.quant_bit else None
+        start = case.offsets if case.shorter else case.offset
+        form: dict[str, Any] = {"quant_bit": case.quant_bit, "quant_group": case.quant_group, "backend": backend}
+        terms: dict[str, Any] = {"is_alibi": case.is_alibi, "mask": self.mask, "sinks": self.sinks}
+        if backend is None:
+            form["bias_split"] = self.bias_split
+            output = append_and_attend(self.query, self.key, self.value, start, cache, scale, **form, **terms)
+        else:
+            if case.is_paged or case.is_ring:
+                new = stored_tokens(self.key, self.value, self.arrays, **form)
+                for b, offset in enumerate(case.offsets):
+                    self._put(b, [part[b] for part in new], range(offset, offset + case.S))
+            else:
+                write_tokens(self.key, self.value, start, cache, scale, **form)
+            output = attend_fused(
+                self.query,
+                cache,
+                scale,
+                self.offset,
+                value_dim=case.value_dim,
+                score_scale=case.score_scale,
+                softcap=case.softcap,
+                window=case.window,
+                keep=case.keep,
+                pages=None if self.pages is None else mx.array(self.pages, mx.int32),
+                first=mx.array([case.first(b) for b in range(case.B)], mx.int32) if case.is_paged else None,
+                bias_split=self._bias_by_column(),
+                queries=queries,
+                **form,
+                **terms,
+            )
+        mx.eval(output, self.arrays)
         mx.synchronize()  # a kernel's failure is raised here or when it was queued
         return output
 
-    def agreement(self, backend: Backend) -> Agreement:
-        """Run the kernel. Compare the tokens it stored, and its output, with the unfused operator's on the CPU.
+    def agreement(self, backend: Backend, queries: int | None = None) -> Agreement:
+        """Run the kernel. Compare the tokens it stored, and its output, with what the CPU makes of them.
 
-        Not on the GPU: some multiply float32 matrices with fewer bits.
+        Not the GPU: some multiply float32 matrices with fewer bits.
         """
         case = self.case
-        given = self.run(backend)
+        given = self.run(backend, queries).astype(mx.float32)
         with mx.stream(mx.cpu):
-            sequences = read_sequences(
-                [offset + case.S for offset in case.offsets],
-                self.cache,
-                self.scale,
-                quant_bit=case.quant_bit,
-                dtype=case.dtype,
-            )
-            expected = attend_sequences(
-                self.query, sequences, is_alibi=case.is_alibi, bias_split=self.bias_split
-            ).astype(mx.float32)
-            error = _number((mx.abs(given.astype(mx.float32) - expected) / (1 + mx.abs(expected))).max())
+            expected = mx.stack([self._expected(b) for b in range(case.B)])
+            error = _number((mx.abs(given - expected) / (1 + mx.abs(expected))).max())
             problem = self._stored_problem()
         tolerance = TOLERANCE[case.dtype]
         if problem is None and not error <= tolerance:  # true for NaN too
             problem = f"the output is off by {error:.2g}; expected at most {tolerance:g}"
         return Agreement(error, tolerance, problem)
 
+    def _expected(self, b: int) -> mx.array:
+        """Attention of sequence b to its rows, written out: (H, S, Dv) float32."""
+        case = self.case
+        H, K, S, D = case.H, case.K, case.S, case.D
+        held = case.positions(b)
+        position = mx.array(held)
+        stored = [part[None] for part in self._rows(b, held)]
+        key, value = float_tokens(stored, quant_bit=case.quant_bit, dtype=mx.float32, key_dim=D)  # (1, K, T, D or Dv)
+        if (split := self.bias_split) is not None:
+            turned = replace(split, rotation=split.rotation[..., position])
+            key, value = key + rotated_bias(turned, D, len(held)), value + split.value_bias[:, None]
+        queries = self.query[b].astype(mx.float32).reshape(K, H // K * S, D)
+        scale = D**-0.5 if case.score_scale is None else case.score_scale
+        scores = (scale * queries @ key[0].swapaxes(-1, -2)).reshape(H, S, -1)
+        if case.softcap:
+            scores = case.softcap * mx.tanh(scores / case.softcap)
+        at = case.offsets[b] + mx.arange(S)[:, None]
+        if case.is_alibi:
+            scores = scores + mx.array(alibi_slopes(H))[:, None, None] * (position - at)
+        if self.mask is not None:
+            scores = scores + self.mask[0, :, :, : len(held)]
+        seen = position <= at
+        if case.window is not None:
+            seen = seen & ((position > at - case.window) | (position < case.keep))
+        scores = mx.where(seen, scores, -math.inf)
+        sink = mx.full(H, -math.inf) if self.sinks is None else self.sinks
+        scores = mx.concatenate([scores, mx.broadcast_to(sink[:, None, None], (H, S, 1))], axis=-1)
+        scores = mx.where((scores > -math.inf).any(axis=-1, keepdims=True), scores, 0.0)  # of no token: nothing
+        weights = mx.where(seen, mx.softmax(scores, axis=-1)[..., :-1], 0.0)
+        return (weights.reshape(K, H // K * S, -1) @ value[0]).reshape(H, S, -1)
+
     def _stored_problem(self) -> str | None:
         """The difference in the new tokens as the kernel stored them; None: there is none."""
         case = self.case
-        stored = [  # (B, 2, K, S, D' or D/G)
-            mx.stack([x[0, b, :, :, offset : offset + case.S] for b, offset in enumerate(case.offsets)])
-            for x in (self.cache, self.scale)
-            if x is not None
-        ]
-        expected = stored_tokens(self.key, self.value, stored, quant_bit=case.quant_bit, quant_group=case.quant_group)
+        ends = [(offset, offset + case.S) for offset in case.offsets]
+        own = [self._rows(b, range(*end)) for b, end in enumerate(ends)]
+        stored = [mx.stack(list(parts)) for parts in zip(*own, strict=True)]  # (B, 2, K, S, D' or D/G)
+        expected = self._stored(self.key, self.value)
         if not case.quant_bit:
             return None if mx.array_equal(stored[0], expected[0]).item() else "the new tokens were not stored unchanged"
         given, wanted = (  # (B, 2, K, S, D/G, G)
@@ -191,44 +185,85 @@ class Trial:
             return None
         return f"stored values are off by up to {most:.2g} scales, {share:.1%} of them"
 
+    # ---- rows --------------------------------------------------------------------------------------------------------
 
-def self_check(backend: Backend) -> str | None:
-    """Run the kernel on a few small cases. Returns the first problem, an exception included; None: there is none."""
+    def _make_pages(self) -> list[list[int]] | None:
+        """The pages of each sequence, in no order. Behind them is one that nobody has: what is not to be read.
+
+        Eight numbers or more, as a pool has them.
+        """
+        if not self.case.is_paged:
+            return None
+        counts = [-(-len(self.case.positions(b)) // PAGE_SIZE) for b in range(self.case.B)]
+        numbers = list(range(sum(counts)))
+        random.Random(self.case.seed).shuffle(numbers)
+        own = [[numbers.pop() for _ in range(count)] for count in counts]
+        return [pages + [sum(counts)] * (max(8, 1 + max(counts)) - len(pages)) for pages in own]
+
+    def _make_arrays(self) -> list[mx.array]:
+        """The cache, and its scale where there is one, of NaN."""
+        case = self.case
+        sides, width = (2, case.D) if case.value_dim is None else (1, case.D + case.value_dim)
+        if self.pages is None:
+            shape: tuple[int, ...] = (1, case.B, sides, case.K, case.max_seq_len)
+        else:
+            shape = (sides, case.K, (1 + max(map(max, self.pages))) * PAGE_SIZE)
+        if not case.quant_bit:
+            return [mx.full((*shape, width), math.nan, case.dtype)]
+        quantized = mx.zeros((*shape, width * case.quant_bit // 8), quantized_dtype(case.quant_bit))
+        return [quantized, mx.full((*shape, width // case.quant_group), math.nan, mx.float16)]
+
+    def _stored(self, key: mx.array, value: mx.array) -> list[mx.array]:
+        """Tokens as the unfused operator stores them."""
+        case = self.case
+        return stored_tokens(key, value, self.arrays, quant_bit=case.quant_bit, quant_group=case.quant_group)
+
+    def _places(self, b: int, positions: Sequence[int]) -> mx.array:
+        """Where positions of sequence b are on the axis of rows."""
+        rows = [self.case.row(b, position) for position in positions]
+        if self.pages is not None:
+            rows = [self.pages[b][row // PAGE_SIZE] * PAGE_SIZE + row % PAGE_SIZE for row in rows]
+        return mx.array(rows)
+
+    def _put(self, b: int, parts: Sequence[mx.array], positions: Sequence[int]) -> None:
+        """Write (2, K, positions, D' or D/G)."""
+        places = self._places(b, positions)
+        for array, part in zip(self.arrays, parts, strict=True):
+            own = array if self.pages is not None else array[0, b]
+            own[:, :, places] = part
+            if self.pages is None:
+                array[0, b] = own
+
+    def _rows(self, b: int, positions: Sequence[int]) -> list[mx.array]:
+        """Read them: (2, K, positions, D' or D/G)."""
+        places = self._places(b, positions)
+        return [(array if self.pages is not None else array[0, b])[:, :, places] for array in self.arrays]
+
+    def _bias_by_column(self) -> BiasSplit | None:
+        """The bias split, its rotation as the kernel reads it: by position with pages, otherwise by row."""
+        case, split = self.case, self.bias_split
+        if split is None or not case.is_ring:
+            return split
+        tables = []
+        for b in range(case.B):
+            held = case.positions(b)
+            tables.append(split.rotation[..., mx.array(held + [0] * (case.max_seq_len - len(held)))])
+        return replace(split, rotation=mx.stack(tables))
+
+
+def self_check(backend: Backend, queries: int | None = None) -> str | None:
+    """Run the kernel on a few small cases. Returns the first problem, an exception included; None: there is none.
+
+    ``queries`` of a simdgroup as :func:`kvant.operators.kernels.attend.attend` takes them.
+    """
     for case in SELF_CHECK:
         try:
-            problem = Trial(case).agreement(backend).problem
+            problem = Trial(case).agreement(backend, queries).problem
         except Exception as error:  # a kernel that does not compile raises when it runs
             problem = first_words(error)
         if problem is not None:
             return f"{case}: {problem}"
     return None
-
-
-def random_cases(count: int, seed: int) -> Iterator[KernelCase]:
-    """Cases of every kind the kernel takes. The same seed gives the same cases."""
-    draw = random.Random(seed)
-    for _ in range(count):
-        K, ratio, D = draw.choice((1, 2, 4, 8)), draw.choice((1, 2, 4, 7, 8)), draw.choice(HEAD_DIMS)
-        S = draw.choice((1, 1, 1, draw.randint(2, MAX_NEW_TOKENS)))
-        max_seq_len = draw.randint(S, 6000)
-        is_alibi = draw.random() < 0.2
-        pairs = tuple(draw.sample(range(D // 2), draw.randint(0, 6))) if draw.random() < 0.4 else None
-        yield KernelCase(
-            B=draw.choice((1, 1, 2, 4)),
-            H=K * ratio,
-            K=K,
-            D=D,
-            S=S,
-            offset=draw.randint(0, max_seq_len - S),
-            max_seq_len=max_seq_len,
-            quant_bit=draw.choice((8, 4, 0)),
-            quant_group=draw.choice([g for g in GROUPS if D % g == 0]),
-            dtype=draw.choice(FLOAT_DTYPES),
-            is_alibi=is_alibi,
-            pairs=pairs,
-            seed=draw.getrandbits(32),
-            shorter=draw.choice((0, draw.randint(1, 500))),
-        )
 
 
 def _number(x: mx.array) -> float:

@@ -4,8 +4,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -19,12 +20,13 @@ import kvant
 from kvant.cli import app as application
 from kvant.cli.app import make_app
 from kvant.operators import self_check
+from kvant.operators.kernel_case import SELF_CHECK
 from kvant.operators.kernels import attend, launch
+from kvant.operators.kernels import queries as records
 from kvant.operators.kernels.attend import HEAD_DIMS
 from kvant.operators.probe import KernelUse
-from kvant.operators.self_check import SELF_CHECK
 from kvant.tools import machine
-from kvant.tools.doctor import diagnosis, kernels, look_ahead
+from kvant.tools.doctor import diagnosis, kernels, look_ahead, queries
 from kvant.tools.machine import machine_with
 
 
@@ -123,9 +125,19 @@ def test_the_flag() -> None:
 
 
 @pytest.fixture
-def host_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def host_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """The doctor sees a GPU, whose kernel runs on the host. It tries a few small cases and generates little."""
-    small = tuple(replace(case, offset=9 + case.shorter, max_seq_len=64) for case in SELF_CHECK)
+    monkeypatch.setattr(launch, "instances", set())
+    monkeypatch.setattr(records, "user_cache", lambda: tmp_path / "cache")
+    records.queries_here.cache_clear()
+    monkeypatch.setattr(queries, "SHAPES", ((4, 1, 64),))
+    monkeypatch.setattr(queries, "BITS", (8,))
+    monkeypatch.setattr(queries, "ROWS", 128)
+    monkeypatch.setattr(queries, "CASE_BYTES", 1)
+    monkeypatch.setattr(queries, "ROUNDS", 1)
+    small = tuple(
+        replace(case, offset=9 + case.shorter, max_seq_len=64 + case.shorter, H=2 * case.K, S=1) for case in SELF_CHECK
+    )
     for module in (kernels, self_check):
         monkeypatch.setattr(module, "SELF_CHECK", count(small, SELF_CHECK))
     monkeypatch.setattr(launch, "_kernel", host_kernel)
@@ -139,6 +151,8 @@ def host_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(look_ahead, "WARM_UP", 1)
     monkeypatch.setattr(look_ahead, "ROUNDS", 1)
     monkeypatch.setattr(look_ahead, "PROMPT", list(range(3, 12)))  # more than the kernel takes at once
+    yield
+    records.queries_here.cache_clear()
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -148,7 +162,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 
 
 @host_pytest_skip
-def test_a_kernel_that_is_right(host_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kernel_that_is_right(host_gpu: None, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, text = doctor(capsys, "--json")
     assert code == 0
     found = json.loads(text)
@@ -157,9 +171,23 @@ def test_a_kernel_that_is_right(host_gpu: None, capsys: pytest.CaptureFixture[st
         assert result["problem"] is None
         assert 0 <= result["error"] <= result["tolerance"]
         assert result["fused_ms"] > 0
-        assert result["unfused_ms"] > 0
+    assert [result["unfused_ms"] is None for result in found["kernels"]] == [False, True, True, False]
     assert found["paths"][0]["path"] == "fused (metal)"
     assert "passed its self-check" in found["paths"][0]["reason"]
+    assert found["compiling"]["instances"] == 10
+    assert found["compiling"]["first_ms"] > 0
+    assert found["queries"]["numbers"] == [4, 2]
+    assert found["queries"]["problem"] is None
+    assert found["queries"]["ratio"] == pytest.approx(
+        found["queries"]["cases"][0]["second_ms"] / found["queries"]["cases"][0]["first_ms"]
+    )
+    assert (tmp_path / "cache" / "fused-kernel.json").exists()
+    code, text = doctor(capsys)
+    assert code == 0
+    assert "kernel, compiled" not in text  # in this process it is already
+    assert "4/1 heads of 64, 8 bits, 1 x 128 rows: 4 queries a simdgroup " in text
+    assert "2 queries a simdgroup take " in text
+    assert f"measured on this device: {tmp_path}" in text
 
 
 @host_pytest_skip
@@ -208,7 +236,7 @@ def _broken(run: Callable[..., list[mx.array]]) -> Callable[..., list[mx.array]]
 
 
 @host_pytest_skip
-@pytest.mark.parametrize(("change", "wrong", "said"), [(_off, 2, "off by"), (_broken, 4, "Unable to build metal")])
+@pytest.mark.parametrize(("change", "wrong", "said"), [(_off, 1, "off by"), (_broken, 4, "Unable to build metal")])
 @pytest.mark.parametrize("forced", [False, True])
 def test_a_kernel_that_is_wrong(
     host_gpu: None,

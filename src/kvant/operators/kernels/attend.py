@@ -8,14 +8,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.operators.kernels.launch import Backend, launch
+from kvant.operators.kernels.launch import SMALL, Backend, launch
+from kvant.operators.kernels.queries import CHOICES, queries_here
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 GROUPS = (8, 16, 32, 64, 128)
 MAX_NEW_TOKENS = 8
 PAGE_SIZE = 128  # rows of a pool's page
-# Queries of a simdgroup. Each takes 16 registers or more; Apple's GPUs have 128 a thread, NVIDIA's 255.
-QUERIES = {"metal": 4, "cuda": 8}
+QUERIES = {backend: most for backend, (most, _) in CHOICES.items()}  # of a simdgroup, unless others are faster
 MAX_QUERY_GROUPS = 8  # 256 threads a threadgroup. At this register count Apple's GPUs run at most 384
 BIAS_WEIGHTS = 2048  # floats of threadgroup memory for the split-off bias: 8 KiB of Metal's 32
 SPLIT_ROWS = 64  # of a split, at least: fewer are not worth a threadgroup
@@ -47,6 +47,7 @@ def attend(
     pairs: tuple[int, ...] = (),
     rotation: mx.array | None = None,
     value_bias: mx.array | None = None,
+    queries: int | None = None,
     backend: Backend,
 ) -> mx.array:
     """Attention of S new tokens that the cache already holds. Unchecked: see :func:`unsupported_reason`.
@@ -74,6 +75,7 @@ def attend(
         key_bias, pairs, rotation, value_bias: the fields of a :class:`kvant.operators.bias_split.BiasSplit`. A
             column of ``rotation`` is a row of the sequence, with ``pages`` a position; (B, 2, P, columns) where
             they differ.
+        queries: of a simdgroup, at most; None: as is faster on this device (:mod:`kvant.operators.kernels.queries`).
 
     Returns:
         (B, H, S, Dv) in the query's dtype; zeros for a query whose every token is masked. A sequence's numbers do not
@@ -83,7 +85,9 @@ def attend(
     Dv = value_dim or D
     K, max_rows = cache.shape[-3:-1]
     most = max_rows if pages is None else pages.shape[1] * PAGE_SIZE
-    query_tiles, query_groups, simdgroups, queries = threadgroup_shape(H // K * S, len(pairs), backend, max(D, Dv))
+    query_tiles, query_groups, simdgroups, own_queries = threadgroup_shape(
+        H // K * S, len(pairs), backend, max(D, Dv), queries or queries_here(backend).number
+    )
     wanted = num_splits(K * query_tiles)
     splits = min(wanted, -(-min(most, rows or most) // SPLIT_ROWS))
     causal = is_causal or bool(slopes)
@@ -120,7 +124,7 @@ def attend(
             "C": cache.dtype,
             "BITS": quant_bit,
             "GROUP": quant_group if quant_bit else 8,
-            "QUERIES": queries,
+            "QUERIES": own_queries,
             "PAGE": 0 if pages is None else PAGE_SIZE,
             "BIAS": BIAS_WEIGHTS if pairs else 0,
             "ALIBI": bool(slopes),
@@ -140,8 +144,8 @@ def attend(
             offset,
             first,
             _constant(settings, mx.int32),
-            _constant((float("-inf"),), mx.float32) if sinks is None else sinks,
-            _constant(((0.0,),), mx.float32) if value_bias is None else value_bias,
+            _constant((float("-inf"),) * SMALL, mx.float32) if sinks is None else sinks,
+            _constant(((0.0,) * SMALL,), mx.float32) if value_bias is None else value_bias,
         ],
         template={"T": query.dtype, "DIM": Dv, "MAX_SIMDGROUPS": COMBINE_SIMDGROUPS},
         grid=(B * H * S, 1, 1),
@@ -204,8 +208,13 @@ def num_splits(heads: int) -> int:
     return max(1, THREADGROUPS // heads)
 
 
-def threadgroup_shape(queries: int, pairs: int, backend: Backend, width: int) -> tuple[int, int, int, int]:
+def threadgroup_shape(
+    queries: int, pairs: int, backend: Backend, width: int, most_of_simdgroup: int | None = None
+) -> tuple[int, int, int, int]:
     """How the queries of a kv head (query heads times new tokens) are distributed. ``width``: of a key or value.
+
+    Args:
+        most_of_simdgroup: queries; None: the backend's default.
 
     Returns:
         query_tiles: threadgroups that read the same tokens, each for its own queries; 1 for up to 32 queries on Metal.
@@ -213,7 +222,8 @@ def threadgroup_shape(queries: int, pairs: int, backend: Backend, width: int) ->
         simdgroups: of a query group; each reads its own tokens.
         queries: of a query group, a power of two.
     """
-    each = QUERIES[backend] if width <= 256 else QUERIES[backend] // 2  # a lane has 16 elements of 512
+    each = most_of_simdgroup or QUERIES[backend]
+    each = each if width <= 256 else each // 2  # a lane has 16 elements of 512
     most = each * MAX_QUERY_GROUPS
     if pairs:
         most = min(most, BIAS_WEIGHTS // (2 * pairs) // each * each)

@@ -1,5 +1,6 @@
 """The kernels' text, and MLX's two ways of running it."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import resources
@@ -17,7 +18,10 @@ INPUTS = {
     "combine": ("partial", "sums", "max_scores", "offset", "first", "settings", "sinks", "value_bias"),
     "append": ("key", "value"),
 }
+SMALL = 8  # elements. MLX hands smaller inputs to Metal's kernels as constants, in another text
 OUTPUTS = {"attend": ("partial", "sums", "max_scores"), "combine": ("out",), "append": ("quantized", "scales")}
+# What this process has launched or traced: texts that MLX compiles once each.
+instances: set[tuple[Any, ...]] = set()
 
 
 def launch(
@@ -41,6 +45,7 @@ def launch(
         threads: threads of a threadgroup.
         outputs: shape and dtype of each output.
     """
+    instances.add((name, *template.items(), *((array.dtype, array.size < SMALL) for array in inputs)))
     return _kernel(name, backend)(
         inputs=list(inputs),
         template=list(template.items()),
@@ -63,6 +68,13 @@ def _kernel(name: str, backend: Backend) -> Kernel:
         source=_code(f"{name}.h"),
     )
     return kernel
+
+
+@cache
+def text_digest(backend: Backend) -> str:
+    """Of all that makes the first pass fast or slow: its text, and how it is launched."""
+    files = (f"{backend}.h", "load.h", "rows.h", "attend.h", "attend.py")
+    return hashlib.sha256("".join(map(_text, files)).encode()).hexdigest()
 
 
 def _code(file: str) -> str:

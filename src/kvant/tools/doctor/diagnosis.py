@@ -13,10 +13,13 @@ from typing import Any
 import mlx.core as mx
 
 from kvant import blas
+from kvant.operators import dispatch
 from kvant.operators.dispatch import VARIABLE, gpu_backend
+from kvant.tools.doctor.compiling import Compiling, measure_compiling
 from kvant.tools.doctor.kernels import KernelResult, UseResult, try_kernels, try_uses
 from kvant.tools.doctor.look_ahead import LookAhead, measure_look_ahead
 from kvant.tools.doctor.paths import OperatorPath, operator_paths
+from kvant.tools.doctor.queries import QueriesMeasured, measure_queries
 from kvant.tools.machine import Environment, Machine, environment, this_machine
 
 SLOWER = 1.1  # times; less is the noise of a measurement
@@ -40,6 +43,8 @@ class Diagnosis:
         problem: why generation failed; None: it did not.
         unchecked: checks that are not possible on this machine.
         uses: whether the fused kernel runs as caches use it; empty without a GPU.
+        compiling: what the self-check's compilation took; None: there was none, or it failed.
+        queries: how many queries a simdgroup of the fused kernel holds; None: the kernel does not run here.
     """
 
     environment: Environment
@@ -52,12 +57,15 @@ class Diagnosis:
     problem: str | None
     unchecked: list[str]
     uses: list[UseResult] = field(default_factory=list)
+    compiling: Compiling | None = None
+    queries: QueriesMeasured | None = None
 
     @property
     def healthy(self) -> bool:
         """Whether nothing that was tried failed."""
         problems = [self.problem, *(result.problem for result in self.kernels), *(use.problem for use in self.uses)]
-        return not any(problems)
+        measured = self.queries is None or self.queries.problem is None
+        return measured and not any(problems)
 
     @property
     def to_do(self) -> list[str]:
@@ -83,6 +91,10 @@ class Diagnosis:
         found: dict[str, Any] = asdict(self) | {"healthy": self.healthy, "to_do": self.to_do}
         if self.look_ahead is not None:
             found["look_ahead"]["faster"] = self.look_ahead.faster
+        if self.compiling is not None:
+            found["compiling"]["compile_ms"] = self.compiling.compile_ms
+        if self.queries is not None:
+            found["queries"]["ratio"] = self.queries.ratio
         for result in found["kernels"]:
             if result["error"] is not None and not math.isfinite(result["error"]):
                 result["error"] = None
@@ -95,8 +107,12 @@ def diagnose(progress: Callable[[int, int], None]) -> Diagnosis:
     Raises:
         ValueError: KVANT_KERNELS is unknown, or asks for what cannot run here.
     """
-    paths = operator_paths()
     backend = gpu_backend()
+    compiling = None if backend is None else measure_compiling(backend)  # first: what it measures happens once
+    paths = operator_paths()
+    queries = None
+    if backend is not None and dispatch.self_check_failure(backend) is None:
+        queries = measure_queries(backend, progress)
     kernels = [] if backend is None else try_kernels(backend, progress)
     uses = [] if backend is None else try_uses(backend, progress)
     look_ahead = problem = None
@@ -117,6 +133,8 @@ def diagnose(progress: Callable[[int, int], None]) -> Diagnosis:
         problem=problem,
         unchecked=[NO_GPU if backend is None else OTHER_SHAPES],
         uses=uses,
+        compiling=compiling,
+        queries=queries,
     )
 
 

@@ -9,10 +9,11 @@ from statistics import median
 import mlx.core as mx
 
 from kvant.errors import one_line
+from kvant.operators.kernel_case import SELF_CHECK, KernelCase, random_cases
 from kvant.operators.kernels.attend import HEAD_DIMS
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.probe import KernelUse, probe_failure
-from kvant.operators.self_check import SELF_CHECK, KernelCase, Trial, random_cases
+from kvant.operators.self_check import Trial
 
 RANDOM_CASES, SEED = 12, 6
 REPEATS = 5
@@ -26,7 +27,8 @@ class KernelResult:
     Attributes:
         error: the output's largest, relative to 1 + the expected magnitude; None: the kernel did not run.
         problem: what is wrong; None: nothing.
-        fused_ms, unfused_ms: medians of the call, its launch and its end included; None: the kernel did not run.
+        fused_ms, unfused_ms: medians of the call, its launch and its end included; None: it did not run. The unfused
+            operator has no pages, rings, softcaps and scales of their own.
     """
 
     case: str
@@ -69,7 +71,7 @@ def _try(case: KernelCase, backend: Backend) -> KernelResult:
     try:
         trial = Trial(case)
         found = trial.agreement(backend)
-        times: dict[Backend | None, list[float]] = {backend: [], None: []}
+        times: dict[Backend | None, list[float]] = {backend: []} | ({None: []} if case.has_unfused else {})
         for repeat in range(1 + REPEATS):
             for path, own in times.items():
                 started = time.perf_counter()
@@ -79,5 +81,10 @@ def _try(case: KernelCase, backend: Backend) -> KernelResult:
     except Exception as error:  # of a compiler or a driver: any
         return KernelResult(str(case), None, None, one_line(error), None, None)
     return KernelResult(
-        str(case), found.error, found.tolerance, found.problem, median(times[backend]), median(times[None])
+        str(case),
+        found.error,
+        found.tolerance,
+        found.problem,
+        median(times[backend]),
+        median(times[None]) if case.has_unfused else None,
     )
