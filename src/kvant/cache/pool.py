@@ -82,7 +82,7 @@ class Pool(PoolState):
                 raise ValueError(f"{name} is {number!r}; expected a positive int")
         check_process()
         layers = [
-            PoolLayer(own, split, backend_of(own, kernels, dtype, num_heads), kernels)
+            PoolLayer(own, split, backend_of(own, kernels, dtype, num_heads), kernels=kernels)
             for own, split in zip(formats, bias_splits, strict=True)
         ]
         parts = []
