@@ -7,7 +7,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_logits_processors
-from support import attend_stand_in
 from support.batches import ids_of, run_all, scheduler_of
 from support.failing_kernel import WORDS, FailingKernel
 from support.metal_host import host_pytest_skip
@@ -44,7 +43,7 @@ def fail(fused_calls: Any, monkeypatch: pytest.MonkeyPatch) -> Fail:
     """A function that puts a failing kernel in place."""
 
     def put(how: str, first: int) -> FailingKernel:
-        kernel = FailingKernel(how, first, attend_stand_in.attend)
+        kernel = FailingKernel(how, first)
         monkeypatch.setattr(fused_attention, "attend", kernel)
         monkeypatch.setattr(dispatch, "_warned", False)
         monkeypatch.setattr(dispatch, "_given_up", None)
