@@ -1,9 +1,12 @@
-"""Prints what the fused kernel's CUDA text takes, compiled by nvcc for sm_90: registers, spills and shared memory.
+"""Prints what the fused kernel's CUDA text takes, compiled by nvcc for sm_90: registers, spills, stack, shared memory.
 
 python scripts/kernel_registers.py
+
+The first pass twice: with as many queries a simdgroup as on CUDA, and as on Metal, whose threads have 128 registers.
 """
 
 import sys
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import kvant.blas  # noqa: F401  # isort: skip  (before MLX: it loads a faster one)
@@ -13,61 +16,109 @@ from compile_cuda import compile_cuda, recording
 
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.fused_attention import attend_fused
-from kvant.operators.kernels import launch
-from kvant.operators.kernels.attend import quantize_tokens
+from kvant.operators.kernels import attend, launch
 
 TOKENS, GROUP = 32768, 32
-# B, H, K, S, D, bits, pairs of the bias split
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A call: H query heads on K kv heads, D head_dim, bits of the cache, S new tokens, pairs of the bias split.
+
+    Dv: width of values that lie beside keys; 0: they are apart, and D wide. The rest are options of `attend`.
+    """
+
+    H: int
+    K: int
+    D: int
+    bits: int
+    S: int = 1
+    pairs: int = 0
+    Dv: int = 0
+    paged: bool = False
+    window: int = 0
+    sinks: bool = False
+    softcap: float = 0.0
+    alibi: bool = False
+    mask: bool = False
+
+
 SHAPES = {
-    "Qwen2.5-0.5B 14/2/64, int8": (1, 14, 2, 1, 64, 8, 0),
-    "Qwen2.5-0.5B 14/2/64, int8, 8 pairs": (1, 14, 2, 1, 64, 8, 8),
-    "Qwen2.5-7B 28/4/128, int8": (1, 28, 4, 1, 128, 8, 0),
-    "Qwen2.5-7B 28/4/128, int4": (1, 28, 4, 1, 128, 4, 0),
-    "Qwen3-4B 32/8/128, int8": (1, 32, 8, 1, 128, 8, 0),
-    "Qwen3-4B 32/8/128, int4": (1, 32, 8, 1, 128, 4, 0),
-    "Qwen3-4B 32/8/128, bfloat16": (1, 32, 8, 1, 128, 0, 0),
-    "Qwen3-4B 32/8/128, int8, 8 new tokens": (1, 32, 8, 8, 128, 8, 0),
-    "64/8/256, int4": (1, 64, 8, 1, 256, 4, 0),
+    "Qwen2.5-0.5B 14/2/64, int8": Shape(14, 2, 64, 8),
+    "Qwen2.5-0.5B 14/2/64, int4": Shape(14, 2, 64, 4),
+    "Qwen2.5-0.5B 14/2/64, int8, 8 pairs": Shape(14, 2, 64, 8, pairs=8),
+    "Qwen2.5-7B 28/4/128, int8": Shape(28, 4, 128, 8),
+    "Qwen2.5-7B 28/4/128, int4": Shape(28, 4, 128, 4),
+    "Qwen3-4B 32/8/128, int8": Shape(32, 8, 128, 8),
+    "Qwen3-4B 32/8/128, int4": Shape(32, 8, 128, 4),
+    "Qwen3-4B 32/8/128, bfloat16": Shape(32, 8, 128, 0),
+    "Qwen3-4B 32/8/128, int8, pages": Shape(32, 8, 128, 8, paged=True),
+    "Qwen3-4B 32/8/128, int8, 8 new tokens": Shape(32, 8, 128, 8, S=8),
+    "gpt-oss-20b 64/8/64, int8, window, sinks": Shape(64, 8, 64, 8, window=128, sinks=True),
+    "Gemma 2 16/8/256, int8, window, softcap": Shape(16, 8, 256, 8, window=4096, softcap=50.0),
+    "Gemma 4 8/1/512, int8": Shape(8, 1, 512, 8),
+    "Gemma 4 8/1/512, int4, pages": Shape(8, 1, 512, 4, paged=True),
+    "32/32/80, int4, 8 new tokens": Shape(32, 32, 80, 4, S=8),
+    "16/1/192, values 128, int8": Shape(16, 1, 192, 8, Dv=128),
+    "64/8/256, int4": Shape(64, 8, 256, 4),
 }
 
 
-def texts(shape: tuple[int, ...]) -> dict[str, str]:
-    """The CUDA text of a shape's kernels, by the functions' names."""
-    B, H, K, S, D, bits, pairs = shape
-    width, dtype = {8: (D, mx.int8), 4: (D // 2, mx.uint8), 0: (D, mx.bfloat16)}[bits]
-    new = mx.zeros((B, K, S, D), mx.bfloat16)
+def run(shape: Shape, backend: launch.Backend, tokens: int = TOKENS) -> None:
+    """One call of attention and one of the append, with bfloat16 queries and a cache of `tokens` rows."""
+    H, K, S, D, pairs = shape.H, shape.K, shape.S, shape.D, shape.pairs
+    width = D + shape.Dv
+    stored, dtype = {8: (width, mx.int8), 4: (width // 2, mx.uint8), 0: (width, mx.bfloat16)}[shape.bits]
+    lead = [1 if shape.Dv else 2, K, tokens] if shape.paged else [1, 1, 1 if shape.Dv else 2, K, tokens]
+    group = GROUP if D % GROUP == 0 else 16
+    split = BiasSplit(mx.zeros((K, 2, pairs)), tuple(range(pairs)), mx.zeros((2, pairs, tokens)), mx.zeros((K, D)))
+    attend_fused(
+        mx.zeros((1, H, S, D), mx.bfloat16),
+        mx.zeros((*lead, stored), dtype),
+        mx.zeros((*lead, width // group), mx.float16) if shape.bits else None,
+        mx.array([0]),
+        quant_bit=shape.bits,
+        quant_group=group,
+        value_dim=shape.Dv or None,
+        bias_split=split if pairs else None,
+        pages=mx.zeros((1, tokens // 128), mx.int32) if shape.paged else None,
+        first=mx.array([0]) if shape.paged else None,
+        window=shape.window or None,
+        sinks=mx.zeros((H,)) if shape.sinks else None,
+        softcap=shape.softcap,
+        is_alibi=shape.alibi,
+        mask=mx.zeros((S, tokens)) if shape.mask else None,
+        backend=backend,
+    )
+    if shape.bits:
+        new = (mx.zeros((1, K, S, of), mx.bfloat16) for of in (D, shape.Dv or D))
+        attend.quantize_tokens(*new, quant_bit=shape.bits, quant_group=group, scale_dtype=mx.float16, backend=backend)
+
+
+def texts(shape: Shape, registers: launch.Backend = "cuda") -> dict[str, str]:
+    """The CUDA text of a shape's kernels, by the functions' names. registers: for whose queries are distributed."""
     found: dict[str, str] = {}
-    with patch.object(mx.fast, "cuda_kernel", recording(found)):
+    queries = patch.dict(attend.QUERIES, cuda=attend.QUERIES[registers])
+    with patch.object(mx.fast, "cuda_kernel", recording(found)), queries:
         launch._kernel.cache_clear()  # kernels already made put their text elsewhere
-        attend_fused(
-            mx.zeros((B, H, S, D), mx.bfloat16),
-            mx.zeros((1, B, 2, K, TOKENS, width), dtype),
-            mx.zeros((1, B, 2, K, TOKENS, D // GROUP), mx.float16) if bits else None,
-            mx.array([0]),
-            quant_bit=bits,
-            quant_group=GROUP,
-            bias_split=BiasSplit(
-                mx.zeros((K, 2, pairs)), tuple(range(pairs)), mx.zeros((2, pairs, TOKENS)), mx.zeros((K, D))
-            ),
-            backend="cuda",
-        )
-        if bits:
-            quantize_tokens(new, new, quant_bit=bits, quant_group=GROUP, scale_dtype=mx.float16, backend="cuda")
+        run(shape, "cuda")
         launch._kernel.cache_clear()
     return found
 
 
 def main() -> int:
-    """A line a kernel; 1 where one spills."""
-    spilled = False
+    """A line a kernel; 1 where one has anything in memory."""
+    in_memory = False
     for name, shape in SHAPES.items():
-        for text in texts(shape).values():
-            for kernel in compile_cuda(text):
-                kind = kernel.kernel.split("_")[3]
-                print(f"{name:40} {kind:8} {kernel.registers:4} registers {kernel.spill_bytes:4} B spilled", end=" ")
-                print(f"{kernel.shared_bytes:6} B shared")
-                spilled |= kernel.spill_bytes > 0
-    return int(spilled)
+        for registers in ("cuda", "metal"):
+            for function, text in texts(shape, registers).items():
+                (kernel,) = compile_cuda(text)
+                kind = function.split("_")[3]
+                if kind == "attend" or registers == "cuda":
+                    print(f"{name:42} {kind:8} {registers:6}", kernel.registers, "registers", end=" ")
+                    print(f"{kernel.spill_bytes} B spilled {kernel.stack_bytes} B stack {kernel.shared_bytes} B shared")
+                    in_memory |= kernel.spill_bytes + kernel.stack_bytes > 0
+    return int(in_memory)
 
 
 if __name__ == "__main__":

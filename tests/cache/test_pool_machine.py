@@ -28,19 +28,19 @@ WINDOWS: dict[str, tuple[int | None, ...]] = {"all": (None, None), "mixed": (Non
 
 
 @cache
-def _model(kind: str) -> Decoder:
+def _model(kind: str, head_dim: int) -> Decoder:
     with tempfile.TemporaryDirectory() as folder:
-        return tiny_model(Path(folder), WINDOWS[kind])
+        return tiny_model(Path(folder), WINDOWS[kind], hidden_size=4 * head_dim)
 
 
 class _Machine(RuleBasedStateMachine):
     """Sequences of one pool. What each holds is known twice."""
 
-    kind, bits = "all", 0
+    kind, bits, head_dim = "all", 0, 16
 
     @initialize(pages=st.integers(6, 40), bias=st.booleans())
     def make(self, pages: int, bias: bool) -> None:
-        self.model = _model(self.kind)
+        self.model = _model(self.kind, self.head_dim)
         self.pool = self.model.make_pool(
             pages * PAGE,
             sequences=MOST,
@@ -220,8 +220,20 @@ class _Machine(RuleBasedStateMachine):
     ("kind", "bits"), count([("all", 0), ("mixed", 8), ("windows", 4)], list(product(WINDOWS, (0, 8, 4))))
 )
 def test_any_order_of_what_a_pool_can_do(kind: str, bits: int) -> None:
-    case = type(f"Machine_{kind}_{bits}", (_Machine,), {"kind": kind, "bits": bits}).TestCase
+    _run(kind, bits, 16, count(3, 40))
+
+
+@pytest.mark.parametrize(("kind", "bits"), count([("mixed", 8)], list(product(WINDOWS, (0, 8, 4)))))
+def test_any_order_with_the_fused_kernel(kind: str, bits: int, fused_calls: list[Any]) -> None:
+    """Its stand-in. Steps of one and three tokens are fused, and the last few of a prompt."""
+    _run(kind, bits, 64, count(1, 40))
+    assert fused_calls
+
+
+def _run(kind: str, bits: int, head_dim: int, examples: int) -> None:
+    own = {"kind": kind, "bits": bits, "head_dim": head_dim}
+    case = type(f"Machine_{kind}_{bits}_{head_dim}", (_Machine,), own).TestCase
     case.settings = settings(
-        max_examples=count(3, 40), stateful_step_count=count(20, 50), deadline=None, derandomize=count(True, False)
+        max_examples=examples, stateful_step_count=count(20, 50), deadline=None, derandomize=count(True, False)
     )
     case().runTest()

@@ -93,11 +93,12 @@ def test_a_ring_and_a_bias_split_are_tried_too(launched: Launches) -> None:
     assert launched.of("combine", "value_bias small") == {(False,)}
 
 
-def test_a_pool_is_tried_with_few_and_many_sequences_and_pages(launched: Launches) -> None:
+def test_a_pool_is_tried_as_its_steps_are(launched: Launches) -> None:
+    """They hand on no small array, however few sequences and pages there are."""
     use = probe.KernelUse(64, 64, mx.float16, 8, 32, heads=4, paged=True)
     assert probe.probe_failure(use, "metal") is None
     small = launched.of("attend", "PAGE", "offset small", "first small", "pages small")
-    assert small == {(128, True, True, True), (128, True, True, False), (128, False, False, False)}
+    assert small == {(128, False, False, False)}
 
 
 def test_chunks_have_a_mask(launched: Launches) -> None:
@@ -194,6 +195,5 @@ def test_the_kernel_itself_runs_on_the_host(checked_gpu: None, monkeypatch: pyte
     monkeypatch.setattr(launch, "_kernel", host_kernel)
     for name, few in (("ROWS", 128), ("KV_HEADS", 1), ("MAX_NEW_TOKENS", 1)):
         monkeypatch.setattr(probe, name, few)
-    monkeypatch.setattr(probe, "_tables", lambda use: [(2, 1)] if paged else [(1, 0)])
     use = probe.KernelUse(64, 64, mx.float16, 8, 32, heads=4, pairs=2, mask=not paged, paged=paged)
     assert probe.probe_failure(use, "metal") is None

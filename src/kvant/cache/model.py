@@ -224,13 +224,10 @@ class ModelCache(SavedCache, Sequence[KVCache]):
         with self.turn:
             self.reset()
             layers = [layer for layer in self.layers if isinstance(layer, QuantizedKVCache)]
-            sizes = [[(array.shape, array.dtype) for array in layer.arrays] for layer in layers]
-            for layer in layers:  # all of them, before any is made: what is lost may be held by each
+            for layer in layers:
                 layer.settle()
-                layer.arrays.clear()
-            for layer, own in zip(layers, sizes, strict=True):
-                layer.arrays.extend(mx.zeros(shape, dtype) for shape, dtype in own)
-                mx.eval(layer.arrays)
+                layer.arrays[:] = [mx.zeros(array.shape, array.dtype) for array in layer.arrays]
+            mx.eval([layer.arrays for layer in layers])  # allocated when the last of the old ones is gone
 
     def release(self) -> None:
         """Give the memory back. The cache cannot be used after it."""

@@ -229,12 +229,11 @@ class Pool(PoolState):
         ids = [sequence.ids[:length] for sequence, length in lengths.items()]
         for sequence in lengths:
             sequence.empty()
-        for layer in self.layers:  # all of them, before any is made: what is lost may be held by each
-            layer.arrays.clear()
         for part in self.parts:
             part.prefix.clear()
-            for layer in part.layers:
-                layer.allocate(part.pages.num)
+        for layer in self.layers:
+            layer.arrays[:] = [mx.zeros(array.shape, array.dtype) for array in layer.arrays]
+        mx.eval([layer.arrays for layer in self.layers])  # allocated when the last of the old ones is gone
         try:
             for part in self.parts:
                 part.copies = False  # sequences that share a page write the same to it

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -247,15 +247,21 @@ class Scheduler:
             self._queued = None
             return
         answers = list(self._running) if self._queued is None else self._queued.answers
+
+        def start_over() -> None:  # without the tokens that were handed out last, which the step may have committed
+            self._bring_back({answer.sequence: len(answer.tokens) - 1 for answer in self._running})
+
         try:
-            step, picked, following = repeated_unfused(self._computed, self._pool, self._bring_back)
+            step, picked, following = repeated_unfused(self._computed, self._pool, start_over)
         except Exception as error:
             for answer in answers:
                 self._end(answer.work, "error", answer.work.open, error)
             return
         self.steps += 1
+        self._queued = following
         self._take(pick(step.logits, step.answers) if picked is None else picked, step.answers)
-        self._queued = following if self._running else None
+        if not self._running:
+            self._queued = None
 
     def _computed(self) -> tuple[Step, list[Picked] | None, Step | None]:
         """A step, committed, the tokens that were sampled in it, and the next step where it could be begun."""
@@ -275,13 +281,14 @@ class Scheduler:
             mx.async_eval(following.sampled.arrays)
         return step, picked, following
 
-    def _bring_back(self) -> None:
-        """Have every sequence as it was before the step that failed: without the token that was handed out last."""
+    def _bring_back(self, lengths: Mapping[PoolSequence, int] | None = None) -> None:
+        """Have every sequence as it was before a step that failed; ``lengths``: of those that were longer since."""
         self._queued = None
-        lengths = {answer.sequence: len(answer.tokens) - 1 for answer in self._running}
+        held = [answer.sequence for answer in self._running]
         if self._prompt is not None:
-            lengths[self._prompt.sequences[0]] = self._prompt.sequences[0].length
-        self._pool.bring_back(lengths, self._feeder.feed_again)
+            held.append(self._prompt.sequences[0])
+        before = {sequence: sequence.length for sequence in held} | dict(lengths or {})
+        self._pool.bring_back(before, self._feeder.feed_again)
 
     def _take(self, picked: Sequence[Picked | Exception], answers: Sequence[Answer]) -> None:
         """Hand out the next token of each answer."""
@@ -326,8 +333,12 @@ class Scheduler:
                 return None, None
             # mlx-lm's caches hold the last token too.
             if sequence.length < min(len(answer.tokens), sequence.max_tokens):
-                batch = self._pool.batch([sequence])
-                mx.eval(self._model.feed(mx.array([answer.tokens[-1:]]), batch))
+                batch, last = self._pool.batch([sequence]), mx.array([answer.tokens[-1:]])
+                repeated_unfused(
+                    lambda: mx.eval(self._model.feed(last, batch)),
+                    self._pool,
+                    lambda: self._bring_back({sequence: sequence.length}),
+                )
                 batch.commit(ids=[answer.tokens[-1:]])
             self._share_all(sequence)
             given = None if checked.cache is None else checked.cache.max_seq_len

@@ -14,8 +14,9 @@ import mlx.core as mx
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.cached_attention import stored_tokens
 from kvant.operators.fused_attention import attend_fused
-from kvant.operators.kernels.attend import MAX_NEW_TOKENS
+from kvant.operators.kernels.attend import MAX_NEW_TOKENS, PAGE_SIZE
 from kvant.operators.kernels.launch import Backend
+from kvant.operators.paged_kernel import step_pages
 from kvant.operators.quantization import quantized_dtype
 
 KV_HEADS = 4
@@ -69,7 +70,7 @@ def probe_failure(use: KernelUse, backend: Backend) -> str | None:
     """
     key = (use, backend)
     if key not in _tried:
-        calls = product([use.heads] if use.heads else ANY_HEADS, range(1, MAX_NEW_TOKENS + 1), _tables(use))
+        calls = product([use.heads] if use.heads else ANY_HEADS, range(1, MAX_NEW_TOKENS + 1))
         _tried[key] = next(filter(None, (_failure(use, *call, backend) for call in calls)), None)
     return _tried[key]
 
@@ -79,37 +80,34 @@ def first_words(error: Exception) -> str:
     return " ".join(str(error).split())[:500] or type(error).__name__
 
 
-def _tables(use: KernelUse) -> list[tuple[int, int]]:
-    """The shapes of page tables: sequences, and pages of each. None, either or both have 8 elements or more."""
-    return [(1, 4), (1, 8), (8, 4)] if use.paged else [(1, 0)]
-
-
-def _failure(use: KernelUse, heads: int, new_tokens: int, table: tuple[int, int], backend: Backend) -> str | None:
+def _failure(use: KernelUse, heads: int, new_tokens: int, backend: Backend) -> str | None:
     try:
-        mx.eval(_run(use, heads, new_tokens, table, backend))
+        mx.eval(_run(use, heads, new_tokens, backend))
         mx.synchronize()  # a failure is raised here, or when it was queued
     except Exception as error:  # of a compiler or a driver: any
         return f"{use}, {heads * new_tokens} queries of a kv head: {first_words(error)}"
     return None
 
 
-def _run(use: KernelUse, heads: int, S: int, table: tuple[int, int], backend: Backend) -> list[mx.array]:
+def _run(use: KernelUse, heads: int, S: int, backend: Backend) -> list[mx.array]:
     """Append and attend once, to all rows."""
     D, K, bits, group = use.head_dim, KV_HEADS, use.quant_bit, use.quant_group
-    B, _ = table
     sides, width = (2, D) if use.value_dim == D else (1, D + use.value_dim)
     shape = (sides, K, ROWS) if use.paged else (1, 1, sides, K, ROWS)
     stored = [
         mx.zeros((*shape, width // 2 if bits == 4 else width), quantized_dtype(bits) if bits else use.dtype),
         *([mx.zeros((*shape, width // group), use.scale_dtype)] if bits else []),
     ]
-    key, value = (mx.zeros((B, K, S, dim), use.dtype) for dim in (D, use.value_dim))
+    key, value = (mx.zeros((1, K, S, dim), use.dtype) for dim in (D, use.value_dim))
     appended = stored_tokens(key, value, stored, quant_bit=bits, quant_group=group, backend=backend)
     options: dict[str, Any] = dict(use.options)
     if use.value_dim != D:
         options["value_dim"] = use.value_dim
+    offset = mx.array([ROWS - S], mx.int32)
     if use.paged:
-        options |= {"pages": mx.zeros(table, mx.int32), "first": mx.zeros(B, mx.int32), "rows": ROWS}
+        pages = step_pages([list(range(ROWS // PAGE_SIZE))], [0], [ROWS - S], ROWS, None)
+        options |= {"pages": pages.table, "first": pages.first, "rows": pages.rows}
+        offset = pages.offset
     if use.mask:
         options["mask"] = mx.ones((S, ROWS), mx.bool_)
     if use.pairs is not None:
@@ -120,10 +118,10 @@ def _run(use: KernelUse, heads: int, S: int, table: tuple[int, int], backend: Ba
             mx.zeros((K, use.value_dim)),
         )
     output = attend_fused(
-        mx.zeros((B, heads * K, S, D), use.dtype),
+        mx.zeros((1, heads * K, S, D), use.dtype),
         stored[0],
         stored[1] if bits else None,
-        mx.full(B, ROWS - S, mx.int32),
+        offset,
         quant_bit=bits,
         quant_group=group,
         backend=backend,

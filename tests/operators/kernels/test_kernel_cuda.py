@@ -4,16 +4,20 @@ import shutil
 
 import pytest
 from compile_cuda import compile_cuda
-from kernel_registers import SHAPES, texts
+from kernel_registers import SHAPES, Shape, texts
 from support.counts import count
 
-EVERYTHING = (1, 14, 2, 3, 96, 8, 5)  # several query groups, several new tokens, a bias split, a head of 96
+FEW = ("Qwen3-4B 32/8/128, int4", "Gemma 4 8/1/512, int4, pages")
+# Several query groups, several new tokens, every option.
+EVERYTHING = Shape(
+    *(14, 2, 96, 8), S=3, pairs=5, paged=True, window=64, sinks=True, softcap=30.0, alibi=True, mask=True
+)
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_one_text_for_both_languages(name: str) -> None:
     found = texts(SHAPES[name])
-    assert len(found) == (3 if SHAPES[name][5] else 2)
+    assert len(found) == (3 if SHAPES[name].bits else 2)
     for text in found.values():
         assert "#define KVANT_DEVICE\n" in text
         for metal in ("as_type", "[[", "metal::", "device ", "thread "):
@@ -22,14 +26,17 @@ def test_one_text_for_both_languages(name: str) -> None:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed; scripts/kernel_registers.py says more")
 @pytest.mark.parametrize(
-    "shape", [EVERYTHING, SHAPES["Qwen3-4B 32/8/128, int4"], SHAPES["Qwen3-4B 32/8/128, bfloat16"]]
+    "shape",
+    count([EVERYTHING, *(SHAPES[n] for n in FEW)], [EVERYTHING, *SHAPES.values()]),
+    ids=str,
 )
-def test_nvcc_takes_it_and_nothing_spills(shape: tuple[int, ...]) -> None:
+def test_nvcc_keeps_everything_in_registers(shape: Shape) -> None:
     found = list(texts(shape).values())
     if shape != EVERYTHING:  # the other two kernels hardly differ
-        found = count(found[:1], found)
+        found = count(found[:1], [*found, *texts(shape, "metal").values()])
     for text in found:
         (kernel,) = compile_cuda(text)
         assert kernel.spill_bytes == 0, kernel
+        assert kernel.stack_bytes == 0, kernel
         assert kernel.registers <= 255
         assert kernel.shared_bytes <= 48 * 1024

@@ -25,7 +25,7 @@ VARIABLE = "KVANT_HOST_CXX"
 SOURCES = Path(__file__).parent / "cpp"
 COMPILE_LIMIT_S = 300
 
-_LANGUAGE = [
+LANGUAGE = [
     "-x",
     "c++",
     "-std=c++17",
@@ -66,13 +66,13 @@ def find_compiler() -> Compiler:
     """The compiler that makes kernels to run. Raises NoCompiler."""
     wanted = os.environ.get(VARIABLE, "")
     if wanted == "ziglang":
-        return _ziglang()
+        return find_ziglang()
     clang = shutil.which(wanted or "clang")
     if clang and (found := _clang(clang)):
         return found
     if wanted:
         raise NoCompiler(f"{VARIABLE} is {wanted!r}; expected `ziglang` or a clang that links AddressSanitizer")
-    return _ziglang()
+    return find_ziglang()
 
 
 def _clang(path: str) -> Compiler | None:
@@ -87,7 +87,7 @@ def _clang(path: str) -> Compiler | None:
 
 
 @cache
-def _ziglang() -> Compiler:
+def find_ziglang() -> Compiler:
     spec = find_spec("ziglang")
     if spec is None or spec.origin is None:
         raise NoCompiler(
@@ -102,11 +102,11 @@ def _ziglang() -> Compiler:
 
 def check_spaces(name: str, text: str) -> None:
     """Compiles the text with real address spaces. Raises CompileFailed."""
-    compiler = _ziglang()
+    compiler = find_ziglang()
     path = _cached(compiler, text, ["spaces"], ".checked")
     if not path.exists():
         clang = [compiler.command[0], "clang"]  # a quarter of the time of `zig cc -c`
-        _make(path, name, text, [[*clang, *_LANGUAGE, *_KERNEL, "-fsyntax-only", "{source}"]])
+        _make(path, name, text, [[*clang, *LANGUAGE, *_KERNEL, "-fsyntax-only", "{source}"]])
 
 
 def kernel_library(compiler: Compiler, name: str, text: str) -> Path:
@@ -114,7 +114,7 @@ def kernel_library(compiler: Compiler, name: str, text: str) -> Path:
     reports = [*_REPORTED, *(_WITH_RUNTIME if compiler.kind == "clang" else _WITHOUT_RUNTIME)]
     checks = ["-fsanitize=address", *(part for option in reports for part in ("-mllvm", option))]
     checks += [_UNDEFINED, "-fno-sanitize-trap=all", "-fno-sanitize-recover=all"]
-    flags = [*_LANGUAGE, *_KERNEL, _SINGLE, *_machine(), "-O1", "-gline-tables-only", "-fPIC", *checks]
+    flags = [*LANGUAGE, *_KERNEL, _SINGLE, *_machine(), "-O1", "-gline-tables-only", "-fPIC", *checks]
     path = _cached(compiler, text, flags, ".so")
     if not path.exists():
         compile_it = [*compiler.command, *flags, "-c", "{source}", "-o", "{object}"]
@@ -125,7 +125,7 @@ def kernel_library(compiler: Compiler, name: str, text: str) -> Path:
 
 def worker_program(compiler: Compiler) -> Path:
     """The program that runs kernel libraries."""
-    flags = [*_LANGUAGE, "-O2", "-g", "-rdynamic", *(["-fsanitize=address"] if compiler.kind == "clang" else [])]
+    flags = [*LANGUAGE, "-O2", "-g", "-rdynamic", *(["-fsanitize=address"] if compiler.kind == "clang" else [])]
     path = _cached(compiler, "worker", flags, ".worker")
     if not path.exists():
         command = [*compiler.command, *flags, str(SOURCES / "worker.cpp"), "-o", "{target}", "-ldl"]

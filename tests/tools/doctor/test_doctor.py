@@ -266,7 +266,7 @@ def test_a_kernel_that_is_wrong(
     assert code == 1
     assert text.count("wrong: ") == wrong + forced
     assert said in text
-    assert f"{4 - wrong} of 4 cases agree" in text
+    assert f"{4 - wrong} of 4 agree" in text
 
 
 @host_pytest_skip

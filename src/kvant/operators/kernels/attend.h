@@ -228,8 +228,9 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
     }
 
     // Sums over the lanes of a group. A lane hands on one half of the scores and keeps the other, until it has its own.
+    // In this form no score stays in memory: clang wants no branch behind the inner loop, nvcc a constant end of it.
     KVANT_UNROLL
-    for (int other = LANES / 2; other > 0; other /= 2) {
+    for (int other = LANES / 2; SCORES * other >= LANES; other /= 2) {
         const int half = SCORES * other / LANES;
         const bool upper = (lane_chunk & other) != 0;
         KVANT_UNROLL
@@ -240,9 +241,10 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
                 score[n] = (upper ? b : a) + simd_shuffle_xor(upper ? a : b, uint(other));
             }
         }
-        if (half == 0) {
-            score[0] += simd_shuffle_xor(score[0], uint(other));
-        }
+    }
+    KVANT_UNROLL
+    for (int other = REPEAT / 2; other > 0; other /= 2) {
+        score[0] += simd_shuffle_xor(score[0], uint(other));
     }
 
     float top = max_score;
