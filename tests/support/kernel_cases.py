@@ -3,7 +3,8 @@
 B batch, S new tokens, T cached tokens read, H query heads, K kv heads, D head_dim, G group size, P rotary pairs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -17,7 +18,7 @@ from kvant.operators.bias_split import BiasSplit
 from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels import attend as attend_module
 from kvant.operators.kernels import launch as launch_module
-from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, PAGE_SIZE, SPLIT_ROWS, threadgroup_shape
+from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, PAGE_SIZE, QUERIES, SPLIT_ROWS, threadgroup_shape
 from support import oracle
 from support.counts import count
 from support.metal_host import FORWARD, REVERSE, on_host
@@ -66,6 +67,7 @@ class KernelCase:
     pairs: int | None = None  # None: no bias split
     backend: str = "metal"
     splits: int | None = 4
+    knows_rows: bool = False  # the caller says how many rows the longest sequence has
 
     @property
     def num_heads(self) -> int:
@@ -107,15 +109,19 @@ class KernelCase:
         return threadgroup_shape(self.ratio * self.new_tokens, self.pairs or 0, self.backend, width)
 
     @property
+    def lanes(self) -> int:
+        """That share a row."""
+        chunks = max(self.head_dim, self.values) // 8
+        return next(lanes for lanes in (8, 16, 32) if chunks <= lanes or lanes == 32)
+
+    @property
     def step(self) -> int:
         """Rows that a threadgroup reads between two updates of the maximum."""
         _, _, simdgroups, queries = self.shape
-        chunks = max(self.head_dim, self.values) // 8
-        lanes = next(lanes for lanes in (8, 16, 32) if chunks <= lanes or lanes == 32)
         bits = self.quant_bit or {"float32": 32}.get(self.cache_dtype, 16)
-        words = -(-self.head_dim // 8 // lanes) * bits // 4
+        words = -(-self.head_dim // 8 // self.lanes) * bits // 4
         unroll = 1 if words > 8 else 2 if words > 4 or queries > 4 else 4
-        return simdgroups * (32 // lanes) * unroll
+        return simdgroups * (32 // self.lanes) * unroll
 
     def row(self, b: int, position: int) -> int:
         """The row of a position of sequence b; below 0: there is none."""
@@ -293,8 +299,14 @@ def kernels_on_host(
     """In this context launches are host runs of Metal's text, in these thread orders.
 
     forbidden: for an input of the first pass, where it must not be read. The second finds poison in empty splits.
-    texts: a file's text in place of its own, by name.
+    texts: a file's text in place of its own, by name. Loops are not unrolled: that takes a compiler twice the time, and
+    changes no number.
     """
+
+    def plain(file: str) -> str:
+        """A file's text without what a compiler is told of loops."""
+        own = (texts or {}).get(file) or text(file)
+        return re.sub(r"(#define KVANT_UNROLL\w*) .*", r"\1", own)
 
     def kernel(name: str, backend: str) -> Any:
         make = make_kernel(name, "metal")  # anew: the text may be another
@@ -308,7 +320,7 @@ def kernels_on_host(
     make_kernel, text = launch_module._kernel.__wrapped__, launch_module._text
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch_module, "_kernel", kernel)
-        patch.setattr(launch_module, "_text", lambda file: (texts or {}).get(file) or text(file))
+        patch.setattr(launch_module, "_text", plain)
         yield
 
 
@@ -343,8 +355,9 @@ def run(
             score_scale=case.score_scale,
             pages=None if drawn.pages is None else mx.array(drawn.pages),
             first=None if drawn.pages is None else mx.array(case.firsts, mx.int32),
-            rows=max(len(case.positions(b)) for b in range(case.batch)) if case.seed % 2 else None,
+            rows=max(len(case.positions(b)) for b in range(case.batch)) if case.knows_rows else None,
             bias_split=split,
+            queries=QUERIES[case.backend],  # whatever is recorded for this machine
             backend=case.backend,
         )
 
@@ -408,11 +421,6 @@ def instances(seed: int = 6) -> list[KernelCase]:
     rng = np.random.default_rng(seed)
     names = list(OPTIONS)
 
-    def fits(values: Mapping[str, Any]) -> bool:
-        group, widths = values.get("format", (0, 0))[1], values.get("widths", (128, 128))
-        causal = values.get("is_causal", True) or values.get("place", "rows") in ("rows", "pages")
-        return causal and (not group or not any(width % group for width in widths))
-
     def pairs_of(values: Mapping[str, Any]) -> set[tuple[str, Any, str, Any]]:
         return {(a, values[a], b, values[b]) for a, b in combinations(names, 2)}
 
@@ -432,15 +440,135 @@ def instances(seed: int = 6) -> list[KernelCase]:
                 best = values
         missing -= pairs_of(best)
         chosen.append(best)
+    return [case_of(values, number) for number, values in enumerate(chosen)]
+
+
+def fits(values: Mapping[str, Any]) -> bool:
+    """Groups divide keys and values; a window is causal."""
+    group, widths = values.get("format", (0, 0))[1], values.get("widths", (128, 128))
+    causal = values.get("is_causal", True) or values.get("place", "rows") in ("rows", "pages")
+    return causal and (not group or not any(width % group for width in widths))
+
+
+def case_of(values: Mapping[str, Any], seed: int) -> KernelCase:
+    """The instance of a value of each option. 0 rows: as many as its ring has."""
+    own = dict(values)
+    (bits, group), (head_dim, value_dim), where = own.pop("format"), own.pop("widths"), own.pop("place")
+    return KernelCase(
+        seed=seed,
+        max_tokens=0 if "ring" in where else 1,
+        quant_bit=bits,
+        quant_group=group,
+        head_dim=head_dim,
+        value_dim=value_dim if value_dim != head_dim else 0,
+        layout="pages" if "pages" in where else "rows",
+        keep=3 if "keeps" in where else 0,
+        window=20 if where not in ("rows", "pages") else None,
+        **own,
+    )
+
+
+def drawn_calls(seed: int, calls: int) -> list[KernelCase]:
+    """Calls of an instance by chance, of sizes, lengths and windows by chance."""
+    rng = np.random.default_rng(seed)
+    values: dict[str, Any] = {}
+    while not values or not fits(values):
+        values = {name: choices[rng.integers(len(choices))] for name, choices in OPTIONS.items()}
+    case = case_of(values, seed)
     cases = []
-    for number, values in enumerate(chosen):
-        (bits, group), (head_dim, value_dim) = values.pop("format"), values.pop("widths")
-        where, width = values.pop("place"), value_dim if value_dim != head_dim else 0
-        own: dict[str, Any] = {"quant_bit": bits, "quant_group": group, "head_dim": head_dim, "value_dim": width}
-        own |= {"layout": "pages" if "pages" in where else "rows", "keep": 3 if "keeps" in where else 0}
-        own |= {"window": 20 if where not in ("rows", "pages") else None}
-        cases.append(KernelCase(seed=number, max_tokens=0 if "ring" in where else 1, **own, **values))
+    for _ in range(calls):
+        window = None if case.window is None else int(rng.integers(1, 200))
+        keep = 0 if not case.keep else int(rng.integers(0, 9))
+        num_kv_heads = int(rng.integers(1, 4))
+        each = max(case.head_dim, case.values) * case.ratio * case.new_tokens * num_kv_heads
+        offset = int(rng.integers(0, max(1, min(400, 2 * MOST_WORK // each))))
+        tokens = offset + case.new_tokens
+        ring = keep + (window or 0) + case.new_tokens - 1 + int(rng.integers(9))
+        cases.append(
+            replace(
+                case,
+                seed=int(rng.integers(1 << 30)),
+                batch=int(rng.integers(1, max(2, min(5, 2 * MOST_WORK // (each * tokens))))),
+                num_kv_heads=num_kv_heads,
+                offset=offset,
+                shorter=int(rng.choice([0, 1, 50])),
+                max_tokens=tokens + int(rng.integers(9)) if case.max_tokens else min(tokens, ring),
+                window=window,
+                keep=keep,
+                mask_rank=int(rng.integers(2, 5)),
+                splits=int(rng.choice([1, 2, 3, 5, 8])),
+                knows_rows=bool(rng.integers(2)),
+            )
+        )
     return cases
+
+
+# In the gate these options meet each other in pairs; of the others every value is there.
+MEETING = (
+    "where",
+    "quant_bit",
+    "dtype",
+    "mask",
+    "is_alibi",
+    "biased",
+    "sinks",
+    "softcap",
+    "several",
+    "lanes",
+    "backend",
+)
+
+
+# What calls of the instances must also hold, each value of each: not only options, but shapes.
+TRAITS: dict[str, Callable[[KernelCase], Any]] = {
+    "batch": lambda case: case.batch,
+    "kv heads": lambda case: case.num_kv_heads,
+    "lengths in the batch": lambda case: len(set(case.offsets)),
+    "first tokens": lambda case: case.offset if case.offset < 2 else 2,
+    "query groups": lambda case: case.shape[1],
+    "queries of a group": lambda case: case.shape[3],
+    "several tiles": lambda case: case.shape[0] > 1,
+    "a tile with fewer queries": lambda case: np.prod(case.shape) // case.shape[2] > case.ratio * case.new_tokens,
+    "a split of one row": lambda case: (
+        case.window is None and case.num_keys > SPLIT_ROWS and case.num_keys % SPLIT_ROWS == 1
+    ),
+    "a split of several steps": lambda case: case.window is None and case.num_keys > 2 * SPLIT_ROWS * case.splits,
+    "a split of many steps": lambda case: (
+        case.window is None and case.num_keys >= SPLIT_ROWS and 2 * case.step < SPLIT_ROWS
+    ),
+    "a ring, and what it keeps": lambda case: (
+        case.keep if case.layout == "rows" and case.num_keys > case.max_tokens else None
+    ),
+    "a page that left the window": lambda case: case.firsts[0] > 0,
+}
+
+
+def meeting_values(case: KernelCase) -> set[tuple[Any, ...]]:
+    """What the gate's instances must hold together: pairs of values of ``MEETING``, and single values of the rest."""
+    window = "ring" if not case.max_tokens else case.window
+    made = {
+        "where": (case.layout, window, case.keep),
+        "biased": case.pairs is not None,
+        "several": case.new_tokens > 1,
+        "lanes": case.lanes,
+    }
+    own = {name: made[name] if name in made else getattr(case, name) for name in MEETING}
+    pairs = {(a, own[a], b, own[b]) for a, b in combinations(MEETING, 2)}
+    single = {"widths": (case.head_dim, case.values), "format": (case.quant_bit, case.quant_group)}
+    single |= {name: getattr(case, name) for name in OPTIONS.keys() - {"widths", "format", "place"}}
+    calls = {(name, trait(call)) for name, trait in TRAITS.items() for call in runs(case)}
+    return pairs | set(single.items()) | calls
+
+
+def gate_instances(cases: Sequence[KernelCase]) -> list[KernelCase]:
+    """As few of the instances as a greedy choice needs for what ``meeting_values`` names."""
+    values = {case: meeting_values(case) for case in cases}
+    missing = set().union(*values.values())
+    chosen: list[KernelCase] = []
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(values[case] & missing)))
+        missing -= values[chosen[-1]]
+    return chosen
 
 
 def runs(case: KernelCase) -> list[KernelCase]:
@@ -470,6 +598,7 @@ def runs(case: KernelCase) -> list[KernelCase]:
                 case,
                 seed=1000 * case.seed + offset,
                 offset=offset,
+                knows_rows=offset % 2 == 1,
                 shorter=0 if len(cases) % 2 else offset // 2 + 1,
                 max_tokens=min(tokens, ring) if is_ring else tokens + int(rng.choice([0, 1, 6])),
                 batch=batch,

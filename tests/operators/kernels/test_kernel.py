@@ -9,15 +9,28 @@ from itertools import product
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.kernel_cases import OPTIONS, KernelCase, check, draw, expected, instances, run, runs
+from support.counts import count
+from support.kernel_cases import (
+    OPTIONS,
+    TRAITS,
+    KernelCase,
+    check,
+    draw,
+    drawn_calls,
+    expected,
+    gate_instances,
+    instances,
+    run,
+    runs,
+)
 from support.metal_host import host_pytest_skip
-from support.operator_cases import OUTPUT_TOLERANCE
+from support.operator_cases import OUTPUT_TOLERANCE, check_output
 
+from kvant.operators.attention import attend_tokens
 from kvant.operators.kernels.attend import (
     BIAS_WEIGHTS,
     HEAD_DIMS,
     QUERIES,
-    SPLIT_ROWS,
     num_splits,
     threadgroup_shape,
     unsupported_reason,
@@ -25,7 +38,9 @@ from kvant.operators.kernels.attend import (
 
 pytestmark = host_pytest_skip
 
-INSTANCES = instances()
+ALL = instances()
+GATE = gate_instances(ALL)
+INSTANCES = count(GATE, ALL)  # a third in the gate, all in the long run
 
 
 @pytest.mark.parametrize("instance", INSTANCES, ids=lambda case: str(case.seed))
@@ -37,32 +52,36 @@ def test_attention_is_the_oracle_s(instance: KernelCase) -> None:
             raise AssertionError(f"{type(error).__name__} in {case}\n{error}") from error
 
 
+@pytest.mark.parametrize("seed", range(count(4, 400)))
+def test_calls_by_chance_are_the_oracle_s(seed: int) -> None:
+    """20 calls of 4 instances; in the long run 2,000 of 400."""
+    for case in drawn_calls(seed, 5):
+        try:
+            check(case)
+        except Exception as error:
+            raise AssertionError(f"{type(error).__name__} in {case}\n{error}") from error
+
+
 def test_the_cases_cover_what_they_say() -> None:
-    """Not only each value: splits of one row or several steps, several query groups, uneven tiles, rings that wrap."""
-    cases = [case for instance in INSTANCES for case in runs(instance)]
+    """The gate's part too: each value of each option, layouts with formats and masks, and the traits of calls."""
+    cases = [case for instance in GATE for case in runs(instance)]
     for name, values in OPTIONS.items():
         if name not in ("format", "widths", "place"):
             assert {getattr(case, name) for case in cases} == set(values), name
     assert {(case.quant_bit, case.quant_group) for case in cases} == set(OPTIONS["format"])
     assert {(case.head_dim, case.values) for case in cases} == set(OPTIONS["widths"])
-    assert {case.batch for case in cases} >= {1, 2, 4}
-    assert {case.num_kv_heads for case in cases} == {1, 2, 3}
-    assert {case.offset for case in cases} >= {0, 1}
-    assert {len(set(case.offsets)) for case in cases} >= {1, 2, 3}  # lengths in a batch
-    shapes = {case: case.shape for case in cases}
-    assert {query_groups for _, query_groups, _, _ in shapes.values()} >= {1, 2, 3, 4, 8}
-    assert {queries for *_, queries in shapes.values()} == {1, 2, 4, 8}
-    assert any(query_tiles > 1 for query_tiles, _, _, _ in shapes.values())
-    assert any(np.prod([*shapes[c]]) // shapes[c][2] > c.ratio * c.new_tokens for c in cases), (
-        "no tile with fewer queries"
-    )
-    plain = [case for case in cases if case.window is None]
-    assert any(case.num_keys % SPLIT_ROWS == 1 and case.num_keys > SPLIT_ROWS for case in plain), "no split of one row"
-    assert any(case.num_keys > 2 * SPLIT_ROWS * case.splits for case in plain), "no split of several steps"
-    assert any(2 * case.step < SPLIT_ROWS and case.num_keys >= SPLIT_ROWS for case in plain), "no split of many steps"
-    rings = [case for case in cases if case.window is not None and case.num_keys > case.max_tokens]
-    assert {bool(case.keep) for case in rings if case.layout == "rows"} == {True, False}
-    assert any(case.firsts[0] > 0 for case in cases), "no page that left the window"
+    assert len({(case.layout, case.mask) for case in cases}) == 2 * 3
+    assert len({(case.layout, case.quant_bit) for case in cases}) == 2 * 3
+    assert len({(case.mask, case.quant_bit) for case in cases}) == 3 * 3
+    found = {name: {trait(case) for case in cases} for name, trait in TRAITS.items()}
+    assert found.pop("batch") >= {1, 2, 4}
+    assert found.pop("kv heads") == {1, 2, 3}
+    assert found.pop("lengths in the batch") >= {1, 2, 3}
+    assert found.pop("first tokens") == {0, 1, 2}
+    assert found.pop("query groups") >= {1, 2, 3, 4, 8}
+    assert found.pop("queries of a group") == {1, 2, 4, 8}
+    assert found.pop("a ring, and what it keeps") == {None, 0, 3}
+    assert all(values == {False, True} for values in found.values()), found
 
 
 @pytest.mark.parametrize("num_keys", [1, 255, 256, 257, 1030])
@@ -114,6 +133,43 @@ def test_a_nan_is_not_hidden() -> None:
     output[1, 4:] = right[1, 4:]
     tolerance = OUTPUT_TOLERANCE["float32"]
     np.testing.assert_allclose(output, right, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "float"])
+@pytest.mark.parametrize("side", [0, 1], ids=["key", "value"])
+def test_a_nan_that_counts_for_one_query_alone(side: int, mask: str) -> None:
+    """A query is NaN where the unfused operator's is. The first of two does not see the second, or by a mask the third.
+
+    A key that is not seen yet does no harm. One that a mask leaves out does, and so does a value in any case: 0 times
+    NaN is NaN.
+    """
+    case = KernelCase(
+        ratio=1, num_kv_heads=1, offset=5, max_tokens=9, new_tokens=2, quant_bit=0, cache_dtype="float32", mask=mask
+    )
+    drawn = draw(case)
+    if drawn.mask is not None:
+        own = np.full((1, 1, 2, case.num_keys), mask == "bool", drawn.mask.dtype)
+        own[:, :, 0, 2] = False if mask == "bool" else -np.inf
+        drawn = replace(drawn, mask=own)
+    drawn.cache[0, 0, side, 0, 2 if mask != "none" else case.num_keys - 1, 7] = np.nan
+    key, value = (mx.array(drawn.cache[0, :, i, :, : case.num_keys]) for i in (0, 1))
+    given = None if drawn.mask is None else mx.array(drawn.mask)
+    unfused = attend_tokens(mx.array(drawn.query), key, value, mask=given)
+    found = np.isnan(np.array(run(case, drawn)))
+    np.testing.assert_array_equal(found, np.isnan(np.array(unfused)))
+    assert found[0, 0].any(axis=-1).tolist() == [side == 1 or mask != "none", True]
+
+
+@pytest.mark.parametrize("mask", ["bool", "float"])
+def test_new_tokens_share_a_mask(mask: str) -> None:
+    """A row for all of them, as a model may give one for padding: the kernel does not look behind it."""
+    case = KernelCase(batch=2, new_tokens=3, mask=mask, mask_rank=4, dtype="float32", seed=4)
+    drawn = draw(case)
+    assert drawn.mask is not None
+    shared = drawn.mask[:, :1, :1]
+    own = np.repeat(shared, case.new_tokens, axis=2)
+    output = run(case, replace(drawn, mask=shared))
+    check_output(output, expected(case, replace(drawn, mask=own)), case.dtype)
 
 
 def test_large_scores_do_not_overflow() -> None:
@@ -183,6 +239,23 @@ def test_a_sequence_s_numbers_do_not_depend_on_the_others() -> None:
         own = replace(drawn, query=drawn.query[b : b + 1], pages=drawn.pages[b : b + 1])
         own_case = replace(case, batch=1, offset=case.offsets[b], shorter=0)
         assert mx.array_equal(run(own_case, own)[0], both[b]).item()
+
+
+@pytest.mark.parametrize("layout", ["rows", "pages"])
+@pytest.mark.parametrize("window", [None, 150])
+def test_numbers_do_not_depend_on_whether_the_rows_are_known(layout: str, window: int | None) -> None:
+    """Bitwise: a caller that knows the longest sequence's rows starts fewer threadgroups, for the same splits."""
+    case = KernelCase(batch=2, offset=300, shorter=200, max_tokens=1500, layout=layout, window=window, splits=24)
+    drawn = draw(case)
+    assert mx.array_equal(run(replace(case, knows_rows=True), drawn), run(case, drawn)).item()
+
+
+def test_the_number_of_splits_changes_roundings_alone() -> None:
+    case = KernelCase(batch=2, offset=500, shorter=200, max_tokens=512, ratio=2, pairs=3, sinks=True, mask="float")
+    drawn = draw(case)
+    one, *several = (np.array(run(replace(case, splits=splits), drawn)) for splits in (1, 2, 3, 8))
+    for other in several:
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
 
 
 def test_inputs_are_left_alone() -> None:

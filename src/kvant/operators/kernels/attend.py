@@ -63,7 +63,7 @@ def attend(
         score_scale: of the scores; None: 1 / sqrt(D).
         softcap: scores become softcap * tanh(score / softcap); 0: they stay.
         slopes: (H,) of ALiBi, which is causal. Empty: no ALiBi.
-        mask: (S, T), (H, S, T) or (B, H, S, T), with 1 for H or B where they share it and T of the longest sequence.
+        mask: (S, T), (H, S, T) or (B, H, S, T), with 1 for B, H or S where they share it and T of the longest sequence.
             A boolean mask keeps where True; another is added. Column j is row j of a sequence.
         sinks: (H,) a score of each head that takes its share of the softmax and adds nothing.
         window: positions that a query sees, its own included, besides the first ``keep``; None: all. More tokens than
@@ -111,7 +111,7 @@ def attend(
             first,
             _constant(settings, mx.int32),
             _constant((D**-0.5 if score_scale is None else score_scale, softcap), mx.float32),
-            _constant(((((0.0,),),),), mx.float32) if mask is None else _added(mask),
+            _constant(((((0.0,),),),), mx.float32) if mask is None else _added(mask, S),
             key_bias if key_bias is not None and pairs else nothing,
             _constant(pairs or (0,), mx.int32),
             rotation if rotation.ndim == 4 else rotation[None],
@@ -234,9 +234,10 @@ def threadgroup_shape(
     return -(-queries // (query_groups * of_group)), query_groups, max(1, sharers // query_groups), of_group
 
 
-def _added(mask: mx.array) -> mx.array:
-    """The mask as (B or 1, H or 1, S, T) float32 that is added to the scores."""
+def _added(mask: mx.array, new_tokens: int) -> mx.array:
+    """The mask as (B or 1, H or 1, S, T) float32 that is added to the scores. Each new token gets a row of its own."""
     mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
+    mask = mx.broadcast_to(mask, (*mask.shape[:2], new_tokens, mask.shape[3]))
     return mx.where(mask, 0.0, -mx.inf) if mask.dtype == mx.bool_ else mask.astype(mx.float32)
 
 
