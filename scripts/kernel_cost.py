@@ -65,7 +65,8 @@ class Device:
     large: bool = False
 
 
-# Cores and bandwidth: Apple's announcements. Clocks: metal-benchmarks for M1 and M2, hmc-tech.com for M3 and M4.
+# Cores and bandwidth as Apple announced them; M1's bandwidth: LPDDR4X-4266 on 128 bits. Clocks: metal-benchmarks
+# for M1 and M2, hmc-tech.com for M3 and M4, of which its pages give 1.470 and 1.578.
 DEVICES = {
     "M1": Device(8, 1.278, 68.25),
     "M1 Max": Device(32, 1.296, 400, True),
@@ -132,9 +133,8 @@ def rows_of(call: KernelCall, shape: Shape, registers: launch.Backend = "metal")
     """Rows that a simdgroup handles in a pass of its loop, divided by the simdgroups that read the same rows."""
     alone = replace(call, text=call.text.replace("settings[KVANT_SHARING]", "1"))  # no other takes rows between its own
     _, rows = main_loop(optimized_call(alone, UNROLLED))
-    tiles, groups, _, _ = threadgroup_shape(
-        shape.H // shape.K * shape.S, shape.pairs, registers, max(shape.D, shape.Dv)
-    )
+    width, most = max(shape.D, shape.Dv), shape.queries or None
+    tiles, groups, _, _ = threadgroup_shape(shape.H // shape.K * shape.S, shape.pairs, registers, width, most)
     return rows() / groups / tiles
 
 

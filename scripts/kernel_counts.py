@@ -123,8 +123,8 @@ def classified(line: str) -> dict[str, int]:
         return {"multiply": lanes * (4 if wide else 1)}
     if operation in ("sitofp", "uitofp", "fptosi", "fptoui"):
         return {"convert": lanes}
-    if operation in ("sdiv", "udiv", "srem", "urem"):  # by a constant
-        return {"shift": lanes, "integer": lanes} if power_of_two(rest) else {"multiply": 2 * lanes, "shift": lanes}
+    if operation in ("sdiv", "udiv", "srem", "urem"):
+        return divided(rest.rsplit(", ", 1)[1])
     if operation == "fdiv":
         return {"divide": lanes, "float": lanes}
     if operation == "fpext":  # an instruction takes a half as it is; a bfloat has to be moved
@@ -138,9 +138,11 @@ def classified(line: str) -> dict[str, int]:
     raise RuntimeError(f"not understood: {line}")
 
 
-def power_of_two(rest: str) -> bool:
-    divisor = int(rest.rsplit(", ", 1)[1])
-    return divisor & (divisor - 1) == 0
+def divided(by: str) -> dict[str, int]:
+    """An integer's division: by a power of two, by another constant, or by a number known only as it runs."""
+    if not by.isdigit():
+        return {"divide": 1, "convert": 2, "multiply": 4, "integer": 6}
+    return {"multiply": 2, "shift": 1} if int(by) & (int(by) - 1) else {"shift": 1, "integer": 1}
 
 
 def size_of(rest: str) -> int:

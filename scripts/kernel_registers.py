@@ -6,7 +6,7 @@ The first pass twice: with as many queries a simdgroup as on CUDA, and as on Met
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import kvant.blas  # noqa: F401  # isort: skip  (before MLX: it loads a faster one)
@@ -25,7 +25,8 @@ TOKENS, GROUP = 32768, 32
 class Shape:
     """A call: H query heads on K kv heads, D head_dim, bits of the cache, S new tokens, pairs of the bias split.
 
-    Dv: width of values that lie beside keys; 0: they are apart, and D wide. The rest are options of `attend`.
+    Dv: width of values that lie beside keys; 0: they are apart, and D wide. queries: of a simdgroup, at most; 0: the
+    default. The rest are options of `attend`.
     """
 
     H: int
@@ -41,6 +42,7 @@ class Shape:
     softcap: float = 0.0
     alibi: bool = False
     mask: bool = False
+    queries: int = 0
 
 
 SHAPES = {
@@ -52,6 +54,7 @@ SHAPES = {
     "Qwen3-4B 32/8/128, int8": Shape(32, 8, 128, 8),
     "Qwen3-4B 32/8/128, int4": Shape(32, 8, 128, 4),
     "Qwen3-4B 32/8/128, bfloat16": Shape(32, 8, 128, 0),
+    "Qwen3-4B 32/8/128, int8, 2 queries": Shape(32, 8, 128, 8, queries=2),
     "Qwen3-4B 32/8/128, int8, pages": Shape(32, 8, 128, 8, paged=True),
     "Qwen3-4B 32/8/128, int8, 8 new tokens": Shape(32, 8, 128, 8, S=8),
     "gpt-oss-20b 64/8/64, int8, window, sinks": Shape(64, 8, 64, 8, window=128, sinks=True),
@@ -88,6 +91,7 @@ def run(shape: Shape, backend: launch.Backend, tokens: int = TOKENS) -> None:
         softcap=shape.softcap,
         is_alibi=shape.alibi,
         mask=mx.zeros((S, tokens)) if shape.mask else None,
+        queries=shape.queries or attend.QUERIES[backend],
         backend=backend,
     )
     if shape.bits:
@@ -98,10 +102,9 @@ def run(shape: Shape, backend: launch.Backend, tokens: int = TOKENS) -> None:
 def texts(shape: Shape, registers: launch.Backend = "cuda") -> dict[str, str]:
     """The CUDA text of a shape's kernels, by the functions' names. registers: for whose queries are distributed."""
     found: dict[str, str] = {}
-    queries = patch.dict(attend.QUERIES, cuda=attend.QUERIES[registers])
-    with patch.object(mx.fast, "cuda_kernel", recording(found)), queries:
+    with patch.object(mx.fast, "cuda_kernel", recording(found)):
         launch._kernel.cache_clear()  # kernels already made put their text elsewhere
-        run(shape, "cuda")
+        run(replace(shape, queries=shape.queries or attend.QUERIES[registers]), "cuda")
         launch._kernel.cache_clear()
     return found
 

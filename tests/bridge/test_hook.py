@@ -5,16 +5,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
+import architectures as table
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models import base, llama, llama4_text
 from mlx_lm.models import cache as mlx_lm_cache
+from support import attend_stand_in
+from support.counts import count
 from support.numbers import relative_error
 from support.tiny_models import SERVED, build
 
 from kvant.bridge import hook, make_model_cache
 from kvant.bridge.layers import BridgedKVCache, BridgedWindowCache
+from kvant.operators import dispatch, fused_attention
 from kvant.operators.kernels import attend, launch
 
 PROMPT = [(7 + 31 * i) % 97 for i in range(30)]
@@ -32,8 +36,8 @@ def _normal(seed: int, *shape: int) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed))
 
 
-def _fetched(layer: BridgedKVCache, count: int) -> tuple[mx.array, mx.array]:
-    return layer.update_and_fetch(_normal(1, 1, 2, count, 64), _normal(2, 1, 2, count, 64))
+def _fetched(layer: BridgedKVCache, tokens: int) -> tuple[mx.array, mx.array]:
+    return layer.update_and_fetch(_normal(1, 1, 2, tokens, 64), _normal(2, 1, 2, tokens, 64))
 
 
 def test_it_is_in_every_model_s_module() -> None:
@@ -104,9 +108,9 @@ def test_the_kernel_s_attention_is_mlx_lms(
     """The same through the kernel's text, run on the host, for widths of Phi-2, MiMo and Gemma 4; with sinks."""
     (D, Dv), new = widths, 3
     layer = BridgedKVCache(64, 2, D, value_head_dim=Dv, quant_bit=bits, quant_group=group, dtype=mx.float32)
-    for count in (20, new):
-        seen: Any = layer.make_mask(count, window_size=9)
-        key, value = layer.update_and_fetch(_normal(1, 1, 2, count, D), _normal(2, 1, 2, count, Dv))
+    for tokens in (20, new):
+        seen: Any = layer.make_mask(tokens, window_size=9)
+        key, value = layer.update_and_fetch(_normal(1, 1, 2, tokens, D), _normal(2, 1, 2, tokens, Dv))
     query = _normal(3, 1, 6, new, D) / 4
     masks: dict[str, Any] = {
         "none": None,
@@ -199,6 +203,45 @@ def test_the_kernel_serves_architectures(name: str, bits: int, launches: list[An
         assert relative_error(*logits) < (2e-2 if bits else 1e-4)  # rounding flips a quantized value now and then
         if not bits and theirs is not None:
             assert relative_error(logits[0], model(mx.array([tokens]), cache=theirs)) < 1e-4
+
+
+# Masks that the models make: of chunks, and of selected blocks.
+OWN_MASKS = {"llama4", "minimax_m3_vl"}
+# Attention of their own, or none at all.
+UNSEEN = {
+    *("bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "deepseek_v32", "gemma2", "glm4_moe_lite", "glm_moe_dsa"),
+    *("kimi_k25", "kimi_k3", "kimi_linear", "kimi_vl", "longcat_flash", "longcat_flash_ngram", "mistral4", "plamo"),
+    *("plamo2", "stablelm", "mamba", "mamba2", "rwkv7"),
+}
+# Windows of layers that keep all tokens; rings and shared layers; rings alone; a mask one wider than mlx-lm's ring.
+SOME = ["mistral3", "gemma3n", "recurrent_gemma", "plamo3", "qwen3_next", "gemma2", *sorted(OWN_MASKS)]
+
+
+@pytest.mark.parametrize("name", count(SOME, table.measured()))
+def test_which_masks_reach_the_kernel(name: str, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for it takes any width."""
+    masks = []
+
+    def attend_anything(*arrays: Any, **options: Any) -> mx.array:
+        masks.append(options.get("mask"))
+        return attend_stand_in.attend(*arrays, **options)
+
+    monkeypatch.setattr(fused_attention, "attend", attend_anything)
+    monkeypatch.setattr(attend, "HEAD_DIMS", range(1, 1025))
+    for check in ("self_check_failure", "probe_failure"):
+        monkeypatch.setattr(dispatch, check, lambda *_: None)
+    model, _ = build(name)
+    fused, unfused = (make_model_cache(model, 64, quant_bit=0, kernels=kernels) for kernels in (None, "unfused"))
+    for tokens in (PROMPT, [5], [6, 7, 8], [9]):
+        logits = []
+        for cache in (fused, unfused):
+            cache.begin(mx.array([tokens]))
+            logits.append(model(mx.array([tokens]), cache=cache))
+            mx.eval(logits[-1], cache.state)
+            cache.commit()
+        assert relative_error(*map(table.finite, logits)) < 1e-4
+    assert bool(masks) is (name not in UNSEEN)
+    assert any(mask is not None for mask in masks) is (name in OWN_MASKS)
 
 
 def test_a_mask_is_known_in_mlx_lms_loop_too(launches: list[Any]) -> None:

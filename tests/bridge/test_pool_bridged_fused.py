@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache
+from support.metal_host import host_pytest_skip
 from support.numbers import relative_error
 from support.tiny_models import CONFIGS, build
 
@@ -19,6 +20,8 @@ from kvant.cache.paged_layers import PoolLayer
 from kvant.cache.pool import PoolSequence
 from kvant.operators.paged_attention import PagedRows
 from kvant.operators.paged_kernel import step_pages
+
+pytestmark = host_pytest_skip
 
 PROMPTS = [[(7 + 31 * i + 5 * b) % 97 for i in range(length)] for b, length in enumerate((3, 126, 20))]
 TEXTS = [[(3 * i + 11 * b) % 97 for i in range(11)] for b in range(len(PROMPTS))]

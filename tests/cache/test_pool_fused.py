@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.batches import ids_of, run_all, scheduler_of
+from support.metal_host import host_pytest_skip
 from support.pool_oracle import OracleLayer, rows_of
 from support.pools import close, decode, prefill, tiny_model
 
@@ -20,6 +21,8 @@ from kvant.operators import dispatch
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.rotary import Rotary
 from kvant.sample_utils import make_sampler
+
+pytestmark = host_pytest_skip
 
 H, K, D, MOST = 4, 2, 64, 400
 ROTARY = Rotary.plain(D, 10000.0)

@@ -15,7 +15,9 @@ from support.kinds import Loaded
 from support.metal_host import host_pytest_skip
 
 from kvant.cache import ModelCache, QuantizedKVCache
+from kvant.engine import fallback
 from kvant.engine.conversation import Conversation
+from kvant.engine.fallback import fused_layers
 from kvant.engine.run import Run
 from kvant.engine.sampling import make_sampler
 from kvant.models import Decoder
@@ -64,17 +66,17 @@ def test_the_answer_goes_on(
     model, _ = pocket
     kernel = fail(how)
     cache = model.make_cache(512)
-    assert len(cache.fused_layers) == LAYERS
+    assert len(fused_layers(cache)) == LAYERS
     with pytest.warns(RuntimeWarning, match=f"failed in a run: .*{WORDS[how]}.*unfused operator instead") as caught:
         tokens = answer(model, cache, look_ahead=look_ahead)
     assert len(caught) == 1
     assert tokens == expected[0]
     assert HUNDREDTH <= kernel.calls <= HUNDREDTH + LAYERS
-    assert not cache.fused_layers
+    assert not fused_layers(cache)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert answer(model, cache, [5, 6, 7] * 4) == expected[1]  # what the cache holds is right
-        assert not model.make_cache(512).fused_layers  # the kernel was given up
+        assert not fused_layers(model.make_cache(512))  # the kernel was given up
 
 
 @pytest.mark.parametrize("kind", ["seeded", "global", "processed"])
@@ -96,7 +98,7 @@ def test_nothing_is_drawn_otherwise(pocket: tuple[Decoder, Any], fail: Fail, kin
     cache = model.make_cache(512)
     with pytest.warns(RuntimeWarning, match="failed in a run"):
         assert sampled(cache) == unfused
-    assert not cache.fused_layers
+    assert not fused_layers(cache)
 
 
 @pytest.mark.parametrize("how", ["build", "eval"])
@@ -113,6 +115,25 @@ def test_a_prompt_is_fed_again(
         tokens = answer(model, cache, prompt, prefill_step_size=11, progress=lambda *fed: seen.append(fed))
     assert tokens == expected[1]
     assert seen == [(0, 12), (11, 12), (0, 12), (11, 12), (12, 12)]
+
+
+@pytest.mark.parametrize("how", ["build", "eval"])
+def test_the_last_token_is_kept(pocket: tuple[Decoder, Any], fail: Fail, how: str) -> None:
+    """mlx-lm's caches hold the last token too: it is fed behind the answer."""
+    model, _ = pocket
+    found = []
+    for kernels in ("unfused", None):
+        kernel, cache = fail(how, 10**6), model.make_cache(512, kernels=kernels)
+        run = Run(model, PROMPT, cache, max_tokens=5)
+        list(run)
+        kernel.first = kernel.calls + 2
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.keep_last()
+        assert len(caught) == (kernels is None)
+        assert cache.offset == len(PROMPT) + 5
+        found.append(answer(model, cache, [5, 6, 7] * 4))
+    assert found[0] == found[1]
 
 
 def test_a_conversation_goes_on(pocket: tuple[Decoder, Any], fail: Fail) -> None:
@@ -148,7 +169,7 @@ def test_every_kind_of_cache_is_brought_back(
     def losing(inputs: mx.array, given: Any) -> mx.array:
         logits = type(model).next_logits(model, inputs, given)
         calls.append(inputs)
-        if len(calls) == 12 and cache.fused_layers:
+        if len(calls) == 12 and fused_layers(cache):
             logits = logits + cannot_be_evaluated()
             for layer in rows[len(rows) // 2 :]:
                 layer.arrays[0] = layer.arrays[0] + cannot_be_evaluated()
@@ -168,14 +189,14 @@ def test_the_memory_of_the_lost_cache_is_freed_first(
     fail("eval", LAYERS * 4 + 2)
     cache = model.make_cache(16_384)
     active = mx.get_active_memory()
-    renew, peaks = ModelCache.renew, []
+    renew, peaks = fallback._renew, []
 
-    def measured(self: ModelCache) -> None:
+    def measured(cache: ModelCache) -> None:
         mx.reset_peak_memory()
-        renew(self)
+        renew(cache)
         peaks.append(mx.get_peak_memory() - active)
 
-    monkeypatch.setattr(ModelCache, "renew", measured)
+    monkeypatch.setattr(fallback, "_renew", measured)
     with pytest.warns(RuntimeWarning, match="failed in a run"):
         list(Run(model, PROMPT, cache, max_tokens=10))
     gc.collect()
@@ -191,7 +212,7 @@ def test_an_interruption_is_not_a_failure(pocket: tuple[Decoder, Any], fail: Fai
     kernel.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         list(run)
-    assert len(cache.fused_layers) == LAYERS
+    assert len(fused_layers(cache)) == LAYERS
     assert cache.offset == len(PROMPT) + len(run.generated) - 1
 
 
@@ -228,7 +249,7 @@ def test_an_error_of_somebody_else_is_raised(pocket: tuple[Decoder, Any], fail: 
     assert len(calls) == (6 if kind is not ZeroDivisionError else 5)
     assert len(run.generated) == 3  # the fifth token is drawn before the fourth is handed out
     assert cache.offset == len(PROMPT) + 2
-    assert len(cache.fused_layers) == LAYERS
+    assert len(fused_layers(cache)) == LAYERS
     assert dispatch.choose().backend == "metal"
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_logits_processors
-from support import paged_double
 from support.batches import ids_of, run_all, scheduler_of
 from support.failing_kernel import WORDS, FailingKernel
 from support.metal_host import host_pytest_skip
@@ -40,11 +39,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 @pytest.fixture
-def fail(double_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Fail:
+def fail(fused_calls: Any, monkeypatch: pytest.MonkeyPatch) -> Fail:
     """A function that puts a failing kernel in place."""
 
     def put(how: str, first: int) -> FailingKernel:
-        kernel = FailingKernel(how, first, paged_double.attend)
+        kernel = FailingKernel(how, first)
         monkeypatch.setattr(fused_attention, "attend", kernel)
         monkeypatch.setattr(dispatch, "_warned", False)
         monkeypatch.setattr(dispatch, "_given_up", None)
@@ -98,7 +97,7 @@ def test_every_answer_goes_on(
     check_pages(pool, [])
 
 
-def test_states_are_computed_again(double_gpu: Any, fail: Fail, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_computed_again(fused_calls: Any, fail: Fail, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of linear layers, which go back to nothing alone, beside windows' and whole layers' rows."""
     monkeypatch.setitem(CONFIGS, "qwen3_next", CONFIGS["qwen3_next"] | {"head_dim": 64})
     model = BridgedModel(build("qwen3_next")[0], BridgedConfig("qwen3_next", 100_000, None), mx.float32)

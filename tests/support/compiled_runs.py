@@ -19,6 +19,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from kvant.engine import run as running
 from kvant.engine import sampling
+from kvant.engine.fallback import fused_layers
 from kvant.engine.load import find_model
 from kvant.engine.run import Run
 from kvant.engine.step import CompiledStep
@@ -130,7 +131,7 @@ def failing(model: Decoder, how: str) -> list[Any]:
     found = []
     for kernels in ("unfused", None):
         cache = model.make_cache(512, kernels=kernels)
-        layers = len(cache.fused_layers)
+        layers = len(fused_layers(cache))
         fused_attention.attend = kernel = FailingKernel(how, layers + 3)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

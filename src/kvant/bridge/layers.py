@@ -318,8 +318,8 @@ class BridgedChunkCache(BridgedWindowCache):
         """The first token that the next step's queries may see: of the chunk that its first one is in."""
         return self.sequences.offset // self.window * self.window
 
-    def _kernel_uses(self, use: KernelUse) -> list[KernelUse]:
-        return [replace(use, mask=True)]
+    def _as_used(self, use: KernelUse) -> KernelUse:
+        return replace(use, mask=True)
 
     def row_of(self, position: mx.array) -> mx.array:
         """Chunks are read in order, from a row that Python computes."""

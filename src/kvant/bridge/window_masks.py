@@ -1,6 +1,7 @@
 """What the masks say that bridged caches made: the fused kernel takes numbers in place of an array of them.
 
-mlx-lm's models ask one layer for a mask and use it in all layers of its kind.
+mlx-lm's models ask one layer for a mask and use it in all layers of its kind. None of them changes it in place, which
+would not be seen here (tests/bridge/test_hook.py tries all of them).
 """
 
 import weakref

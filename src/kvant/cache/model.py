@@ -11,7 +11,6 @@ from kvant.cache.layer import KVCache
 from kvant.cache.quantized import QuantizedKVCache
 from kvant.cache.saved_cache import SavedCache
 from kvant.cache.sequences import Sequences
-from kvant.operators.dispatch import is_forced
 from kvant.threads import Turn
 
 
@@ -101,12 +100,6 @@ class ModelCache(SavedCache, Sequence[KVCache]):
     def layers(self) -> tuple[KVCache, ...]:
         """All layers that hold something, in order."""
         return self._layers
-
-    @property
-    def fused_layers(self) -> list[QuantizedKVCache]:
-        """The layers that use the fused kernel, unless it was asked for."""
-        layers = [layer for layer in self.layers if isinstance(layer, QuantizedKVCache) and layer.backend is not None]
-        return [layer for layer in layers if not is_forced(layer.kernels)]
 
     @property
     def nbytes(self) -> int:
@@ -218,16 +211,6 @@ class ModelCache(SavedCache, Sequence[KVCache]):
     def reset(self) -> None:
         """Forget every token; the memory stays reserved."""
         self._sequences.reset()
-
-    def renew(self) -> None:
-        """Forget every token, in new arrays: of those that a failed step changed MLX may have lost the old ones."""
-        with self.turn:
-            self.reset()
-            layers = [layer for layer in self.layers if isinstance(layer, QuantizedKVCache)]
-            for layer in layers:
-                layer.settle()
-                layer.arrays[:] = [mx.zeros(array.shape, array.dtype) for array in layer.arrays]
-            mx.eval([layer.arrays for layer in layers])  # allocated when the last of the old ones is gone
 
     def release(self) -> None:
         """Give the memory back. The cache cannot be used after it."""

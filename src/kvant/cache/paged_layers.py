@@ -48,12 +48,14 @@ class PoolLayer:
         backend: runs the fused kernel for steps of up to 8 new tokens a sequence; None: every step is unfused.
         arrays: values (2, K, T, D'), and where they are quantized scales (2, K, T, D/G). Nothing else may hold them, or
             a slice of them: MLX would copy the whole array at the next append.
+        kernels: "fused" where the kernel was asked for.
     """
 
     format: LayerFormat
     bias_split: BiasSplit | None
     backend: Backend | None = None
     arrays: list[mx.array] = field(default_factory=list)
+    kernels: str | None = None
 
     def allocate(self, num_pages: int) -> None:
         """Allocate the arrays and touch them; they never grow."""

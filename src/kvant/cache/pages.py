@@ -78,16 +78,20 @@ class Pages:
 
 def runs(pages: Sequence[int], first: int, end: int) -> list[Run]:
     """The rows of tokens ``first`` to ``end`` where token 0 is at the first row of ``pages[0]``, neighbours joined."""
+    if first >= end:
+        return []
+    used = pages[first // PAGE_SIZE : pages_for(end)]
     found: list[Run] = []
-    token = first
-    while token < end:
-        row = pages[token // PAGE_SIZE] * PAGE_SIZE + token % PAGE_SIZE
-        count = min(PAGE_SIZE - token % PAGE_SIZE, end - token)
-        if found and found[-1][1] == row:
-            found[-1] = (found[-1][0], row + count)
-        else:
-            found.append((row, row + count))
-        token += count
+    begin = last = used[0]
+    for page in used[1:]:
+        if page != last + 1:
+            found.append((begin * PAGE_SIZE, (last + 1) * PAGE_SIZE))
+            begin = page
+        last = page
+    found.append((begin * PAGE_SIZE, (last + 1) * PAGE_SIZE))
+    # Of the first page and the last one, parts.
+    found[0] = (found[0][0] + first % PAGE_SIZE, found[0][1])
+    found[-1] = (found[-1][0], found[-1][1] - (-end % PAGE_SIZE))
     return found
 
 

@@ -16,7 +16,6 @@ from kvant.cache.pool_sequence import PoolSequence, PoolState, close
 from kvant.cache.prefix import digests, root
 from kvant.errors import ContextError
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.dispatch import is_forced
 from kvant.operators.kernels.launch import Backend
 from kvant.sizes import format_bytes
 from kvant.threads import check_process
@@ -83,7 +82,7 @@ class Pool(PoolState):
                 raise ValueError(f"{name} is {number!r}; expected a positive int")
         check_process()
         layers = [
-            PoolLayer(own, split, backend_of(own, kernels, dtype, num_heads))
+            PoolLayer(own, split, backend_of(own, kernels, dtype, num_heads), kernels=kernels)
             for own, split in zip(formats, bias_splits, strict=True)
         ]
         parts = []
@@ -94,7 +93,6 @@ class Pool(PoolState):
             for layer in of_part:
                 layer.allocate(num_pages)
             parts.append(PagedLayers(window, of_part, num_pages, prefill_step_size))
-        self.kernels = kernels
         super().__init__(
             layers,
             parts,
@@ -114,11 +112,6 @@ class Pool(PoolState):
         own = self.layers[0].format
         bits = f"{own.quant_bit} bits" if own.quant_bit else own.dtype
         return f"{format_bytes(self.nbytes)} at {bits} for {self.max_sequences} sequences: {', '.join(kinds)}"
-
-    @property
-    def fused_layers(self) -> list[PoolLayer]:
-        """The layers that use the fused kernel, unless it was asked for."""
-        return [] if is_forced(self.kernels) else [layer for layer in self.layers if layer.backend is not None]
 
     @property
     def backend(self) -> Backend | None:

@@ -22,9 +22,8 @@ class QuantizedKVCache(SavedRows, KVCache):
     copy the whole buffer at the next append.
 
     Attributes:
-        head_dim, value_head_dim, quant_bit, quant_group, bias_split: as given.
+        head_dim, value_head_dim, quant_bit, quant_group, bias_split, kernels: as given.
         backend: runs the fused kernel for the calls it supports; None: every call is unfused.
-        kernels: as given.
     """
 
     def __init__(
@@ -59,9 +58,8 @@ class QuantizedKVCache(SavedRows, KVCache):
             bias_split: the biases that keys and values come without; its table is as long as the cache.
             kernels: "unfused" or "fused" forces how attention is computed. None: the environment variable
                 KVANT_KERNELS decides; without it, a GPU uses the fused kernel. The choice holds for the cache's life.
-                A call of more than 8 new tokens, as in a prefill, is always unfused. What the cache needs of the kernel
-                runs once now; where that fails, the cache is unfused.
-            num_heads: H; None: not known. The kernel is then tried in more shapes.
+                A call of more than 8 new tokens, as in a prefill, is always unfused.
+            num_heads: H; None: not known. The kernel is tried now as it will be used, and then in more shapes.
 
         Raises:
             ValueError: a size below 1, a group that does not divide D, an unsupported bit or dtype; a kernel forced for
@@ -91,20 +89,9 @@ class QuantizedKVCache(SavedRows, KVCache):
         self.quant_group = quant_group
         self.bias_split = bias_split
         self.kernels = kernels
-        heads = None if num_heads is None else num_heads // num_kv_heads
-        uses = self._kernel_uses(
-            KernelUse(
-                head_dim,
-                value_head_dim,
-                dtype,
-                quant_bit,
-                quant_group,
-                scale_dtype,
-                heads,
-                None if bias_split is None else len(bias_split.pairs),
-            )
-        )
-        self.backend = resolve(kernels, self._unsupported_reason((batch, num_kv_heads, 1, head_dim)), uses)
+        heads, pairs = num_heads and num_heads // num_kv_heads, None if bias_split is None else len(bias_split.pairs)
+        use = KernelUse(head_dim, value_head_dim, dtype, quant_bit, quant_group, scale_dtype, heads, pairs)
+        self.backend = resolve(kernels, self._unsupported_reason((1, 1, 1, head_dim)), [self._as_used(use)])
         sides, width = (2, head_dim) if head_dim == value_head_dim else (1, head_dim + value_head_dim)
         shape = (1, batch, sides, num_kv_heads, self.num_rows)
         # A list, not two attributes: mx.compile captures a container, and puts new arrays into it.
@@ -237,9 +224,9 @@ class QuantizedKVCache(SavedRows, KVCache):
         self.sequences.reset()
         self.arrays.clear()
 
-    def _kernel_uses(self, use: KernelUse) -> list[KernelUse]:
-        """How its calls use the kernel, which depends on the kind of cache: ``use``, or more than that."""
-        return [use]
+    def _as_used(self, use: KernelUse) -> KernelUse:
+        """How this kind of cache uses the kernel."""
+        return use
 
     def _unsupported_reason(self, query_shape: tuple[int, ...]) -> str | None:
         if not self.value_head_dim:

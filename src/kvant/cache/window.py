@@ -218,8 +218,8 @@ class WindowKVCache(QuantizedKVCache):
         self._pending = []
         self._rotation = mx.zeros((0,))
 
-    def _kernel_uses(self, use: KernelUse) -> list[KernelUse]:
-        return [replace(use, options=(("window", self.window), ("keep", self.keep)))]
+    def _as_used(self, use: KernelUse) -> KernelUse:
+        return replace(use, options=(("window", self.window), ("keep", self.keep)))
 
     @property
     def _ring(self) -> int:

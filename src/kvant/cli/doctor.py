@@ -24,7 +24,7 @@ def doctor(
 ) -> None:
     """Describe the machine, say which way each operator goes and why, and check the fused kernel on a GPU.
 
-    The kernel's results are compared with the unfused operator's. A mismatch is exit code 1.
+    The kernel's results are compared with attention on the CPU. A mismatch is exit code 1.
     """
     with suppress(RuntimeError):  # a kernel that failed its self-check is what the diagnosis is about
         options.check_kernels()
@@ -59,7 +59,7 @@ def _print(found: "Diagnosis") -> None:
     console.print(_table(("operator", "path", "why"), ((p.operator, p.path, p.reason) for p in found.paths)))
     _print_kernel(found, line)
     if found.kernels:
-        columns = ("kernel against unfused", "error", "allowed", "ms", "unfused ms")
+        columns = ("kernel against attention on the CPU", "error", "allowed", "ms", "unfused ms")
         console.print(
             _table(
                 columns,
@@ -78,7 +78,7 @@ def _print(found: "Diagnosis") -> None:
         wrong = [result for result in found.kernels if result.problem is not None]
         for result in wrong:
             line(f"wrong: {result.case}: {result.problem}")
-        line(f"kernel against unfused operator: {len(found.kernels) - len(wrong)} of {len(found.kernels)} cases agree")
+        line(f"kernel against attention on the CPU: {len(found.kernels) - len(wrong)} of {len(found.kernels)} agree")
     if found.uses:
         failing = [result for result in found.uses if result.problem is not None]
         for use in failing:

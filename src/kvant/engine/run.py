@@ -1,6 +1,7 @@
 """One request on a cache: its prompt is fed in chunks, then token by token what was sampled."""
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Literal, TypeVar
 
 import mlx.core as mx
@@ -27,10 +28,8 @@ class Run:
     The step after a token is queued before the token is handed out, and committed when the next one is asked for.
     Whenever the caller has control, the cache holds what it held, the prompt, and every token handed out but the last;
     after an error too. An error before the first token leaves the cache as it was. A cache that cannot go back to what
-    it was, because a window or a state has moved on, is emptied instead.
-
-    Where the fused kernel fails, the step is repeated without it (:mod:`kvant.engine.fallback`). A sampler or processor
-    of the caller's is then called for the same token again.
+    it was, because a window or a state has moved on, is emptied instead. Where the fused kernel fails, the step is
+    repeated without it; a sampler or processor of the caller's is then called for the same token again.
 
     A cache serves one run at a time: once it was used otherwise, this run raises a RuntimeError.
 
@@ -150,12 +149,10 @@ class Run:
 
     def _start_over(self, held: int) -> None:
         """Bring the cache back to where a step began, or the prompt, of which some was fed to the ``held`` tokens."""
+        cache, kept = self._cache, held if self.logits is None else self._cache.offset
+        bring_back(cache, kept, lambda ids: prefill(self._model, ids, cache, step_size=self._step_size))
         self._step_function, self._decided = None, False  # it was traced with the layers as they were
-
-        def feed(ids: list[int]) -> None:
-            prefill(self._model, ids, self._cache, step_size=self._step_size)
-
-        bring_back(self._cache, held if self.logits is None else self._cache.offset, feed)
+        self._tokens = None if self._tokens is None else mx.array(cache.ids[0])
 
     def _next_token(self) -> tuple[int, mx.array]:
         token, logprobs = self._step()
@@ -177,12 +174,9 @@ class Run:
             if not self.finish_reason or cache.lengths != self._lengths or not room_after(self._model, cache, 0):
                 return
             if self._fed is None or cache.step is not self._fed:
-                last = mx.array([self.generated[-1:]])
-                repeated_unfused(
-                    lambda: mx.eval(self._model.feed(last, cache)),
-                    cache,
-                    lambda: self._start_over(cache.offset),
-                )
+                last, held = mx.array([self.generated[-1:]]), cache.offset
+                fed = partial(self._model.feed, last, cache)
+                repeated_unfused(lambda: mx.eval(fed()), cache, lambda: self._start_over(held))
             cache.commit(ids=[self.generated[-1:]])
 
     def _step(self) -> tuple[int, mx.array]:
@@ -196,15 +190,14 @@ class Run:
                         f"the cache holds token {max(ids)}; the model knows 0 to {model.config.vocab_size - 1}"
                     )
                 self._tokens = mx.array(ids)
-            self._next = self._sample(logits, self._tokens, cache.offset)
+            self._next = self._sample(logits, cache.offset)
             mx.async_eval(*self._next)
         elif cache.step is not None:  # else it was committed, and what followed is repeated
             cache.commit(ids=[self.generated[-1:]])
         token, logprobs = self._next
-        following, tokens = None, self._tokens
+        following = None
         if len(self.generated) + 1 < self._limit:
-            tokens = None if tokens is None else mx.concatenate([tokens, token])
-            following = self._feed(token, tokens)
+            following = self._feed(token)
             if self._look_ahead:
                 mx.async_eval(*following)
         token_id = int(token.item())  # type: ignore[arg-type]
@@ -213,7 +206,7 @@ class Run:
         if following is not None and not self._look_ahead:
             # The log-probabilities go with the token: kept lazily they would hold the cache's buffers.
             mx.async_eval(*following)
-        self._next, self._tokens, self._fed = following, tokens, cache.step
+        self._next, self._fed = following, cache.step
         return token_id, logprobs
 
     def _read_prompt(self) -> mx.array:
@@ -223,20 +216,19 @@ class Run:
             )
         return self.logits
 
-    def _feed(self, token: mx.array, tokens: mx.array | None) -> tuple[mx.array, mx.array]:
-        """Begin the step of a token (1,). Returns the token that follows and its log-probabilities, not evaluated.
-
-        ``tokens``: all so far, for the processors.
-        """
+    def _feed(self, token: mx.array) -> tuple[mx.array, mx.array]:
+        """Begin the step of a token (1,). Returns the token that follows and its log-probabilities, not evaluated."""
+        if self._tokens is not None:
+            self._tokens = mx.concatenate([self._tokens, token])
         if not self._decided and self._can_compile():
             processed = bool(self._processors)
             self._step_function = CompiledStep(self._model, self._cache, self._sampler, processed=processed)
         self._decided = True
         if self._step_function is None:
             logits = self._model.next_logits(token[None], self._cache)
-            return self._sample(logits, tokens, self._cache.offset + 1)
+            return self._sample(logits, self._cache.offset + 1)
         result = self._step_function(token)
-        return result if len(result) == 2 else self._sample(result[0], tokens, self._cache.offset + 1)
+        return result if len(result) == 2 else self._sample(result[0], self._cache.offset + 1)
 
     def _can_compile(self) -> bool:
         """Whether the step is to be compiled, and can be.
@@ -250,8 +242,8 @@ class Run:
             raise ValueError("compiled is True; the model's step through this cache is not the same for every token")
         return can
 
-    def _sample(self, logits: mx.array, tokens: mx.array | None, position: int) -> tuple[mx.array, mx.array]:
-        return sample(logits, tokens, self._sampler, self._processors, draw_key(self._sampler, position))
+    def _sample(self, logits: mx.array, position: int) -> tuple[mx.array, mx.array]:
+        return sample(logits, self._tokens, self._sampler, self._processors, draw_key(self._sampler, position))
 
 
 def prefill(

@@ -144,8 +144,10 @@ class Trial:
         stored = [part[None] for part in self._rows(b, held)]
         key, value = float_tokens(stored, quant_bit=case.quant_bit, dtype=mx.float32, key_dim=D)  # (1, K, T, D or Dv)
         if (split := self.bias_split) is not None:
-            turned = replace(split, rotation=split.rotation[..., position])
-            key, value = key + rotated_bias(turned, D, len(held)), value + split.value_bias[:, None]
+            value = value + split.value_bias[:, None]
+            if split.pairs:
+                turned = replace(split, rotation=split.rotation[..., position])
+                key = key + rotated_bias(turned, D, len(held))
         queries = self.query[b].astype(mx.float32).reshape(K, H // K * S, D)
         scale = D**-0.5 if case.score_scale is None else case.score_scale
         scores = (scale * queries @ key[0].swapaxes(-1, -2)).reshape(H, S, -1)
@@ -162,8 +164,8 @@ class Trial:
         scores = mx.where(seen, scores, -math.inf)
         sink = mx.full(H, -math.inf) if self.sinks is None else self.sinks
         scores = mx.concatenate([scores, mx.broadcast_to(sink[:, None, None], (H, S, 1))], axis=-1)
-        scores = mx.where((scores > -math.inf).any(axis=-1, keepdims=True), scores, 0.0)  # of no token: nothing
-        weights = mx.where(seen, mx.softmax(scores, axis=-1)[..., :-1], 0.0)
+        alive = (scores > -math.inf).any(axis=-1, keepdims=True)  # a query that sees nothing gives 0
+        weights = mx.where(alive, mx.softmax(mx.where(alive, scores, 0.0), axis=-1), 0.0)[..., :-1]
         return (weights.reshape(K, H // K * S, -1) @ value[0]).reshape(H, S, -1)
 
     def _stored_problem(self) -> str | None:

@@ -227,6 +227,16 @@ def test_random_cases_agree_on_the_host(checked_gpu: None, case: KernelCase) -> 
     assert found.error <= found.tolerance
 
 
+def test_a_query_that_sees_nothing_and_a_bias_split_without_pairs_agree(checked_gpu: None) -> None:
+    """Zeros are expected then, as the kernel gives them; the values' bias needs no pairs."""
+    small = replace(self_check.SELF_CHECK[3], pairs=(), B=1, offset=3, max_seq_len=8)
+    trial = self_check.Trial(small)
+    assert trial.agreement("metal").problem is None
+    trial.mask = mx.full(trial.mask.shape, -mx.inf)
+    assert trial.agreement("metal").problem is None
+    assert not trial.run("metal").any().item()
+
+
 def _never(*arguments: Any, **options: Any) -> list[mx.array]:
     raise AssertionError("the kernel was launched")
 

@@ -19,6 +19,7 @@ from support.metal_host import host_pytest_skip
 import kvant
 from kvant.cli import app as application
 from kvant.cli.app import make_app
+from kvant.cli.doctor import _print_kernel
 from kvant.operators import self_check
 from kvant.operators.kernel_case import SELF_CHECK
 from kvant.operators.kernels import attend, launch
@@ -265,7 +266,7 @@ def test_a_kernel_that_is_wrong(
     assert code == 1
     assert text.count("wrong: ") == wrong + forced
     assert said in text
-    assert f"{4 - wrong} of 4 cases agree" in text
+    assert f"{4 - wrong} of 4 agree" in text
 
 
 @host_pytest_skip
@@ -338,3 +339,19 @@ def test_it_says_what_to_do(
     assert len(found.to_do) == len(expected)
     assert all(said.startswith(text) for said, text in zip(found.to_do, expected, strict=True))
     assert found.as_json()["to_do"] == found.to_do
+
+
+def test_queries_that_could_not_be_measured_are_told_of() -> None:
+    measured = queries.QueriesMeasured((4, 2), [], 4, "the default: not measured on this device", "it is wrong")
+    found = diagnosis.Diagnosis(machine.environment(), machine_with(2**34, "gpu"), {}, "", [], [], None, None, [])
+    assert found.healthy
+    found = replace(found, queries=measured)
+    assert not found.healthy
+    assert "report the lines that say wrong; kvant goes on with 4 queries a simdgroup" in found.to_do
+    assert found.as_json()["queries"]["ratio"] is None
+    lines: list[str] = []
+    _print_kernel(found, lines.append)
+    assert lines == [
+        "wrong: measuring queries of a simdgroup: it is wrong",
+        "kernel, queries a simdgroup: 4, the default: not measured on this device",
+    ]

@@ -18,19 +18,25 @@ class Device:
     """Attention on it takes ``seconds[queries]``, the same or not with each call; its outputs are the query."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
+        self.now = self.queued = 0.0
         self.calls: list[int] = []
         self.checked: list[int] = []
         self.seconds: Callable[[int, int], float] = lambda number, D: 1.0
         self.output: Callable[[mx.array, int], mx.array] = lambda query, number: query
         self.problem: str | None = None
         monkeypatch.setattr(queries, "attend", self.attend)
+        monkeypatch.setattr(queries, "_run", self.run)
         monkeypatch.setattr(queries, "self_check", self.self_check)
 
     def attend(self, query: mx.array, *arrays: mx.array, queries: int, **options: Any) -> mx.array:
         self.calls.append(queries)
-        self.now += self.seconds(queries, query.shape[3])
+        self.queued += self.seconds(queries, query.shape[3])
         return self.output(query, queries)
+
+    def run(self, outputs: list[mx.array]) -> None:
+        """What was queued since the last time takes its time now."""
+        assert len(outputs) == queries.CALLS
+        self.now, self.queued = self.now + self.queued, 0.0
 
     def self_check(self, backend: str, queries: int) -> str | None:
         self.checked.append(queries)
@@ -38,6 +44,7 @@ class Device:
 
     def measure(self, backend: Any = "metal") -> QueriesMeasured:
         self.calls.clear()
+        self.queued = 0.0
         self.checked.clear()
         return measure_queries(backend, lambda done, total: None, lambda: self.now)
 
@@ -78,8 +85,9 @@ def test_the_faster_one_is_recorded_and_used(
     assert [case.first_ms for case in found.cases] == pytest.approx([1000.0] * 2 + [2000.0] * 4)
     assert found.ratio == pytest.approx(0.5)
     assert device.checked == [second]
-    own = [first, second]
-    assert device.calls == (own + (own + own[::-1]) * 4 + own) * 6  # once unmeasured, then in turns: 9 rounds
+    there, back = ([number] * queries.CALLS for number in (first, second))
+    rounds = (there + back + back + there) * 4 + there + back
+    assert device.calls == [first, second, *rounds] * 6  # once unmeasured, then in turns: 9 rounds
     assert queries_here(backend).number == second
     assert _recorded(folder) == {records.device_key(backend): records.new_record(backend, second)}
     queries_here.cache_clear()  # another process
@@ -90,7 +98,7 @@ def test_the_median_counts(device: Device) -> None:
     """A hiccup in some of the rounds changes nothing."""
 
     def seconds(number: int, D: int) -> float:
-        return 50.0 if len(device.calls) % 7 == 0 else 1.0
+        return 50.0 if len(device.calls) % 29 == 0 else 1.0
 
     device.seconds = seconds
     found = device.measure()

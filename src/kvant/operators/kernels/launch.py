@@ -1,6 +1,5 @@
 """The kernels' text, and MLX's two ways of running it."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import resources
@@ -73,6 +72,8 @@ def _kernel(name: str, backend: Backend) -> Kernel:
 @cache
 def text_digest(backend: Backend) -> str:
     """Of all that makes the first pass fast or slow: its text, and how it is launched."""
+    import hashlib  # here: it loads a library, and only a GPU needs it
+
     files = (f"{backend}.h", "load.h", "rows.h", "attend.h", "attend.py")
     return hashlib.sha256("".join(map(_text, files)).encode()).hexdigest()
 

@@ -63,9 +63,12 @@ class Diagnosis:
     @property
     def healthy(self) -> bool:
         """Whether nothing that was tried failed."""
+        return self._is_right and (self.queries is None or self.queries.problem is None)
+
+    @property
+    def _is_right(self) -> bool:
         problems = [self.problem, *(result.problem for result in self.kernels), *(use.problem for use in self.uses)]
-        measured = self.queries is None or self.queries.problem is None
-        return measured and not any(problems)
+        return not any(problems)
 
     @property
     def to_do(self) -> list[str]:
@@ -73,7 +76,9 @@ class Diagnosis:
         found = []
         timed = [result for result in self.kernels if result.fused_ms is not None and result.unfused_ms is not None]
         slower = sum(result.fused_ms > SLOWER * result.unfused_ms for result in timed)  # type: ignore[operator]
-        if not self.healthy:
+        if self.queries is not None and self.queries.problem is not None:
+            found.append(f"report the lines that say wrong; kvant goes on with {self.queries.used} queries a simdgroup")
+        if not self._is_right:
             asked = f"unset {VARIABLE}; " if os.environ.get(VARIABLE) == "fused" else ""
             found.append(f"{asked}without a wish kvant uses the unfused operator; report the lines that say wrong")
         elif slower > len(timed) / 2:
