@@ -594,7 +594,7 @@ SECOND_PASS = [
     combine(
         "split = simdgroup_index; split < rows.used", "split = simdgroup_index; split < simdgroups", EMPTY, NUMBERS
     ),
-    combine("split += simdgroups", "split += 2 * simdgroups", MANY, NUMBERS),
+    combine("split += simdgroups", "split += 2 * simdgroups", replace(MANY, score_scale=None), NUMBERS),
     combine("query / new_tokens % heads", "query % heads", replace(WIDE, sinks=True), NUMBERS),
     combine("query / new_tokens / heads", "query / heads", replace(WIDE, shorter=30), NUMBERS),
     combine("offset[batch % offset_shape[0]]", "offset[0]", RAGGED, NUMBERS),
