@@ -84,13 +84,19 @@ def test_nothing_is_drawn_otherwise(pocket: tuple[Decoder, Any], fail: Fail, kin
     """The same random numbers, whoever keeps them, and the same tokens before the processors."""
     model, _ = pocket
 
+    seen: list[list[int]] = []
+
+    def seeing(tokens: mx.array, logits: mx.array) -> mx.array:
+        seen.append(tokens.tolist())  # type: ignore[arg-type]
+        return logits
+
     def sampled(cache: ModelCache) -> list[int]:
         mx.random.seed(7)
         options: dict[str, Any] = {"sampler": make_sampler(2.0, 0.95, seed=5)}
         if kind == "global":
             options = {"sampler": mlx_lm_sampler(temp=2.0)}
         if kind == "processed":
-            options["logits_processors"] = make_logits_processors(None, 1.5, 20)
+            options["logits_processors"] = [*make_logits_processors(None, 1.5, 20), seeing]
         return [*answer(model, cache, **options), *mx.random.uniform(shape=(2,)).tolist()]  # type: ignore[misc]
 
     unfused = sampled(model.make_cache(512, kernels="unfused"))
@@ -99,6 +105,8 @@ def test_nothing_is_drawn_otherwise(pocket: tuple[Decoder, Any], fail: Fail, kin
     with pytest.warns(RuntimeWarning, match="failed in a run"):
         assert sampled(cache) == unfused
     assert not fused_layers(cache)
+    text = PROMPT + unfused[:TOKENS]
+    assert all(tokens == text[: len(tokens)] for tokens in seen)
 
 
 @pytest.mark.parametrize("how", ["build", "eval"])

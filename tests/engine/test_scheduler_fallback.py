@@ -81,7 +81,9 @@ def expected(tiny: Decoder) -> dict[bool, list[list[int]]]:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("how", "first"), [("build", 2), ("eval", 2), ("build", 23), ("eval", 23), ("eval", 50)])
+@pytest.mark.parametrize(
+    ("how", "first"), [("build", 2), ("eval", 2), ("build", 23), ("eval", 8), ("eval", 23), ("eval", 50)]
+)
 def test_every_answer_goes_on(
     tiny: Decoder, fail: Fail, expected: dict[bool, list[list[int]]], how: str, first: int, deterministic: bool
 ) -> None:
@@ -91,7 +93,7 @@ def test_every_answer_goes_on(
         found, pool = answered(tiny, None, deterministic=deterministic)
     assert len(caught) == 1
     assert found == expected[deterministic]
-    assert first <= kernel.calls < first + len(WINDOWS)
+    assert first <= kernel.calls < first + 2 * len(WINDOWS)  # the step that failed, and one that was built behind it
     assert pool.backend is None
     assert pool.num_free == pool.num_pages
     check_pages(pool, [])
