@@ -268,7 +268,7 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
         }
         if (MASK && seen) {
             const int masked = batch % mask_shape[0] * mask_shape[1] + query_head % mask_shape[1];
-            score[n] += mask[(masked * new_tokens + new_token) * mask_shape[3] + row];
+            score[n] += mask[size_t(masked * new_tokens + new_token) * mask_shape[3] + row];
         }
         score[n] = seen ? score[n] : kvant_float(0xff800000u);  // minus infinity
         top = max(top, score[n]);
