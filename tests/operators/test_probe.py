@@ -11,7 +11,7 @@ from mlx import nn
 from support.fused_path import host_kernel
 from support.metal_host import host_pytest_skip
 
-from kvant.bridge.layers import BridgedChunkCache
+from kvant.bridge.layers import BridgedChunkCache, BridgedKVCache, BridgedWindowCache
 from kvant.cache import QuantizedKVCache, WindowKVCache
 from kvant.engine.fallback import fused_layers
 from kvant.models.checkpoint import load_decoder
@@ -45,8 +45,10 @@ class Launches(list[Launch]):
         **sizes: Any,
     ) -> list[mx.array]:
         """A launch that computes nothing."""
-        small = {f"{each} small": x.size < 8 for each, x in zip(launch.INPUTS[name], inputs, strict=True)}
-        self.append((name, {**template, **sizes, **small}))
+        given = dict(zip(launch.INPUTS[name], inputs, strict=True))
+        seen = {f"{each} small": x.size < 8 for each, x in given.items()}
+        seen |= {f"{each} dtype": x.dtype for each, x in given.items()}
+        self.append((name, {**template, **sizes, **seen}))
         if (error := self.fails(name, template)) is not None:
             raise error
         return [mx.zeros(shape, dtype) for shape, dtype in outputs]
@@ -100,6 +102,20 @@ def test_a_pool_is_tried_as_its_steps_are(launched: Launches) -> None:
     assert probe.probe_failure(use, "metal") is None
     small = launched.of("attend", "PAGE", "offset small", "first small", "pages small")
     assert small == {(128, False, False, False)}
+
+
+def test_a_bridged_layer_may_have_sinks(launched: Launches) -> None:
+    """In the dtype of its queries; with them and without."""
+    tried = {(mx.float32, False), (mx.bfloat16, False)}
+    BridgedKVCache(64, 2, 64, dtype=mx.bfloat16)
+    assert launched.of("combine", "sinks dtype", "sinks small") == tried
+    launched.clear()
+    BridgedWindowCache(64, 2, 64, window=8, dtype=mx.bfloat16)
+    assert launched.of("combine", "sinks dtype", "sinks small") == tried
+    assert launched.of("attend", "WINDOW") == {(True,)}
+    launched.clear()
+    QuantizedKVCache(64, 2, 64, dtype=mx.bfloat16)
+    assert launched.of("combine", "sinks dtype") == {(mx.float32,)}
 
 
 def test_chunks_have_a_mask(launched: Launches) -> None:

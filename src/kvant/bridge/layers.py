@@ -66,6 +66,9 @@ class BridgedKVCache(QuantizedKVCache):
         made.begin()
         return made
 
+    def _as_used(self, use: KernelUse) -> KernelUse:
+        return replace(super()._as_used(use), sinks=True)  # as gpt-oss has them; which models do is not known here
+
     def begin(self) -> None:
         """Forget what a step appended that was not committed."""
         self._appended = 0

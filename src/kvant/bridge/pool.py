@@ -105,6 +105,7 @@ class BridgedPool(Pool):
         states: what a sequence has of each linear or convolution layer.
     """
 
+    may_have_sinks = True
     sequence_kind = BridgedSequence
 
     def __init__(self, found: Sequence[Entry], formats: Sequence[LayerFormat], **options: Any) -> None:

@@ -270,12 +270,15 @@ class PagedLayers:
                 array[:, :, to : to + rows] = part
 
 
-def backend_of(own: LayerFormat, kernels: str | None, dtype: mx.Dtype, num_heads: int | None) -> Backend | None:
+def backend_of(
+    own: LayerFormat, kernels: str | None, dtype: mx.Dtype, num_heads: int | None, may_have_sinks: bool
+) -> Backend | None:
     """What runs the fused kernel for a layer's tokens; None: it is unfused.
 
     Args:
         dtype: of queries.
         num_heads: H; None: not known.
+        may_have_sinks: whether attention may be given learned sinks.
 
     Raises:
         ValueError, RuntimeError: as :func:`kvant.operators.dispatch.resolve`.
@@ -292,6 +295,7 @@ def backend_of(own: LayerFormat, kernels: str | None, dtype: mx.Dtype, num_heads
         DTYPES[own.scale_dtype or "F16"],
         None if num_heads is None else num_heads // own.num_kv_heads,
         None if own.split_pairs is None else len(own.split_pairs),
+        sinks=may_have_sinks,
         paged=True,
         options=() if own.window is None else (("window", own.window),),
     )

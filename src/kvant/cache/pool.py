@@ -37,6 +37,7 @@ class Pool(PoolState):
     attends_apart = True
 
     page_size = PAGE_SIZE
+    may_have_sinks: ClassVar[bool] = False  # whether attention may be given learned sinks
     sequence_kind: ClassVar[type[PoolSequence]] = PoolSequence  # what sequence() makes
 
     def __init__(
@@ -82,7 +83,7 @@ class Pool(PoolState):
                 raise ValueError(f"{name} is {number!r}; expected a positive int")
         check_process()
         layers = [
-            PoolLayer(own, split, backend_of(own, kernels, dtype, num_heads), kernels=kernels)
+            PoolLayer(own, split, backend_of(own, kernels, dtype, num_heads, self.may_have_sinks), kernels=kernels)
             for own, split in zip(formats, bias_splits, strict=True)
         ]
         parts = []

@@ -35,6 +35,7 @@ class KernelUse:
         heads: query heads of a kv head, H/K; None: not known.
         pairs: rotary pairs of a bias split; None: there is none.
         mask: whether a mask is given.
+        sinks: whether learned sinks may be given, in the queries' dtype. Tried besides.
         paged: whether the cache is a pool.
         options: further arguments of :func:`kvant.operators.fused_attention.attend_fused`, by name; no arrays.
     """
@@ -48,6 +49,7 @@ class KernelUse:
     heads: int | None = None
     pairs: int | None = None
     mask: bool = False
+    sinks: bool = False
     paged: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -70,7 +72,8 @@ def probe_failure(use: KernelUse, backend: Backend) -> str | None:
     """
     key = (use, backend)
     if key not in _tried:
-        calls = product([use.heads] if use.heads else ANY_HEADS, range(1, MAX_NEW_TOKENS + 1))
+        heads = [use.heads] if use.heads else ANY_HEADS
+        calls = product(heads, range(1, MAX_NEW_TOKENS + 1), {False, use.sinks})
         _tried[key] = next(filter(None, (_failure(use, *call, backend) for call in calls)), None)
     return _tried[key]
 
@@ -80,16 +83,17 @@ def first_words(error: Exception) -> str:
     return " ".join(str(error).split())[:500] or type(error).__name__
 
 
-def _failure(use: KernelUse, heads: int, new_tokens: int, backend: Backend) -> str | None:
+def _failure(use: KernelUse, heads: int, new_tokens: int, sinks: bool, backend: Backend) -> str | None:
     try:
-        mx.eval(_run(use, heads, new_tokens, backend))
+        mx.eval(_run(use, heads, new_tokens, sinks, backend))
         mx.synchronize()  # a failure is raised here, or when it was queued
     except Exception as error:  # of a compiler or a driver: any
-        return f"{use}, {heads * new_tokens} queries of a kv head: {first_words(error)}"
+        extra = ", sinks" if sinks else ""
+        return f"{use}{extra}, {heads * new_tokens} queries of a kv head: {first_words(error)}"
     return None
 
 
-def _run(use: KernelUse, heads: int, S: int, backend: Backend) -> list[mx.array]:
+def _run(use: KernelUse, heads: int, S: int, sinks: bool, backend: Backend) -> list[mx.array]:
     """Append and attend once, to all rows."""
     D, K, bits, group = use.head_dim, KV_HEADS, use.quant_bit, use.quant_group
     sides, width = (2, D) if use.value_dim == D else (1, D + use.value_dim)
@@ -108,6 +112,8 @@ def _run(use: KernelUse, heads: int, S: int, backend: Backend) -> list[mx.array]
         pages = step_pages([list(range(ROWS // PAGE_SIZE))], [0], [ROWS - S], ROWS, None)
         options |= {"pages": pages.table, "first": pages.first, "rows": pages.rows}
         offset = pages.offset
+    if sinks:
+        options["sinks"] = mx.zeros(max(ANY_HEADS) * K, use.dtype)  # not small, as a model's heads are not
     if use.mask:
         options["mask"] = mx.ones((S, ROWS), mx.bool_)
     if use.pairs is not None:
