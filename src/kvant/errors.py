@@ -110,6 +110,10 @@ class EngineError(KvantError):
     """An engine that was closed, or whose thread failed."""
 
 
+class RanksError(KvantError):
+    """A run on several machines that cannot begin or go on."""
+
+
 class ArgumentError(ValueError):
     """A wrong argument. Each caller words it in its own names: a command in flags, an API in parameters.
 

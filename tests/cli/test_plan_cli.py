@@ -184,7 +184,7 @@ def test_remote(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     monkeypatch.setattr(weights, "remote_facts", lambda text: (asked.append(text), (raw, sizes))[1])
     code, out, _ = call(capsys, "plan", "owner/model@main", "--remote", "--json", "--device", "gpu", "--memory", "8GB")
     assert (code, asked) == (0, ["owner/model@main"])
-    assert json.loads(out)["bytes"]["weights"] == Checkpoint.from_facts(raw, untied).held_bytes(2)
+    assert json.loads(out)["bytes"]["weights"] == Checkpoint.from_facts(raw, untied).loading(on_cpu=False).held
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,6 @@ def test_the_percentiles_are_numpys_without_the_first_token() -> None:
             finish_reason="length", peak_memory=0.001,
         )  # fmt: skip
         run.add(response)
-    session: Any = SimpleNamespace(load_s=1.0, describe_cache=lambda: "small")
+    session: Any = SimpleNamespace(load_s=1.0, arranged=None, describe_cache=lambda: "small")
     median, p95 = np.percentile(latencies[1:], [50, 95])
     assert f"latency: median {median:.2f} ms, p95 {p95:.2f} ms a token" in run.lines(session)

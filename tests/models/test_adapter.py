@@ -33,6 +33,7 @@ from kvant.models import ModelConfig, load_decoder
 from kvant.models.adapted import AdaptedMatrix
 from kvant.models.adapter import Adapter
 from kvant.models.matrix import DenseMatrix
+from kvant.models.share import everything
 
 TOLERANCE = 1e-4  # of the largest logit
 IDS = [5, 290, 17, 3, 88, 141, 60, 7, 299, 1, 44, 230]
@@ -278,13 +279,13 @@ def test_keys_without_end(tmp_path: Path, deep: ModelConfig) -> None:
     """A name a key and layer took over 8 GB for 4 MB of them."""
     adapter = _adapter_of_one(tmp_path, [f"{i:x}" for i in range(400_000)])
     with _little_memory(100_000_000), pytest.raises(ModelError, match="400000 keys; expected at most 8402"):
-        Adapter(adapter, deep)
+        Adapter(adapter, deep, everything(deep))
 
 
 def test_as_many_keys_as_matrices(tmp_path: Path, deep: ModelConfig) -> None:
     adapter = _adapter_of_one(tmp_path, [Q, *(f"{i:x}" for i in range(8401))])
     with _little_memory(20_000_000):
-        assert Adapter(adapter, deep).take({Q: 16}, mx.float32) is not None
+        assert Adapter(adapter, deep, everything(deep)).take({Q: 16}, mx.float32) is not None
 
 
 def test_more_tensors_than_the_model_has(tmp_path: Path, deep: ModelConfig) -> None:
@@ -293,7 +294,7 @@ def test_more_tensors_than_the_model_has(tmp_path: Path, deep: ModelConfig) -> N
     header = {name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}
     (adapter / "adapters.safetensors").write_bytes(file_bytes(header, 0))
     with _little_memory(50_000_000), pytest.raises(CheckpointError, match="16805 tensors; expected at most 16804"):
-        Adapter(adapter, deep)
+        Adapter(adapter, deep, everything(deep))
 
 
 def _weights(adapter: Path) -> dict[str, mx.array]:

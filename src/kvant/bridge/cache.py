@@ -1,7 +1,7 @@
 """The key/value cache of a model of mlx-lm's: what mlx-lm's model expects at each place, in kvant's memory."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,7 +176,7 @@ class BridgedCache(ModelCache):
 
     def describe(self) -> list[str]:
         """What it is made of, a line for each kind of layer, and where a group is not the one asked for."""
-        kinds = Counter(_described(layer) for layer in self._bridged)
+        kinds = Counter(_described(layer) for layer in self._bridged if not layer.absent)
         lines = [f"{_counted(count)}: {kind}" for kind, count in kinds.items()]
         return [*lines, *self._notes]
 
@@ -211,7 +211,7 @@ def make_prompt_cache(
             f"model is a {type(model).__name__}; expected mlx-lm's own. A model of kvant.load has make_cache"
         )
     check_format({"max_kv_size": max_kv_size, "kv_group_size": kv_group_size, "batch": batch}, "kv_bits", kv_bits)
-    options = {"batch": batch, "quant_bit": kv_bits, "quant_group": kv_group_size}
+    options: dict[str, Any] = {"batch": batch, "quant_bit": kv_bits, "quant_group": kv_group_size}
     entries, layers = _make(probe(model, batch), max_kv_size, kernels=None, **options)
     # Each layer counts for itself. None goes back further than all of them can.
     limits = frozenset(limit for layer in layers for limit in layer.limits)
@@ -228,17 +228,23 @@ def make_model_cache(
     quant_bit: int = 8,
     quant_group: int = 32,
     kernels: str | None = None,
+    absent: Collection[int] = (),
 ) -> BridgedCache:
     """A cache of mlx-lm's model for kvant's loop; arguments and errors as :func:`make_prompt_cache` has them.
 
-    ``kernels``: as :class:`kvant.cache.QuantizedKVCache` has it.
+    Args:
+        kernels: as :class:`kvant.cache.QuantizedKVCache` has it.
+        absent: the numbers of the model's caches that hold nothing here, because another process computes their layers.
+            Offsets and masks are as in the others.
     """
     check_format({"max_seq_len": max_seq_len, "quant_group": quant_group, "batch": batch}, "quant_bit", quant_bit)
     options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
     found = probe(model, batch)
-    entries, layers = _make(found, max_seq_len, kernels=kernels, **options)
+    entries, layers = _make(found, max_seq_len, kernels=kernels, absent=absent, **options)
     layout = as_text(found) if batch == 1 else layout_of(model)  # the sizes of states go with the batch
-    groups = Counter(layer.quant_group for layer in layers if isinstance(layer, BridgedKVCache) and quant_bit)
+    groups = Counter(
+        layer.quant_group for layer in layers if isinstance(layer, BridgedKVCache) and quant_bit and not layer.absent
+    )
     notes = [
         f"groups of {group} in {_counted(count)}: {quant_group} does not divide every width there"
         for group, count in groups.items()
@@ -277,17 +283,25 @@ def entries_bytes(
 
 
 def _make(
-    found: Sequence[Entry], max_seq_len: int, *, batch: int, quant_bit: int, quant_group: int, kernels: str | None
+    found: Sequence[Entry],
+    max_seq_len: int,
+    *,
+    batch: int,
+    quant_bit: int,
+    quant_group: int,
+    kernels: str | None,
+    absent: Collection[int] = (),
 ) -> tuple[list[Any], list[Layer]]:
     """A cache for each place that a probe found in the model, and the layers of kvant's in them."""
     layers: list[Layer] = []
 
-    def one(leaf: Leaf) -> Any:
+    def one(leaf: Leaf, is_absent: bool) -> Any:
         if isinstance(leaf, Unused):
             return MlxLmKVCache()
         if isinstance(leaf, State):
-            layers.append(StateCache(ArraysCache(len(leaf.shapes)), max_seq_len, batch=batch, shapes=leaf.shapes))
-            return layers[-1].arrays
+            arrays = ArraysCache(len(leaf.shapes))
+            layers.append(StateCache(arrays, max_seq_len, batch=batch, shapes=leaf.shapes, absent=is_absent))
+            return arrays
         options: dict[str, Any] = {
             "batch": batch,
             "quant_bit": quant_bit,
@@ -302,15 +316,16 @@ def _make(
             kind, options["window"] = BridgedChunkCache, leaf.chunk
         elif leaf.window is not None:
             kind, options["window"], options["keep"] = BridgedWindowCache, leaf.window, leaf.keep
-        layers.append(kind(max_seq_len, leaf.num_kv_heads, leaf.key_dim, **options))
+        layers.append(kind(max_seq_len, 0 if is_absent else leaf.num_kv_heads, leaf.key_dim, **options))
         return layers[-1]
 
-    def entry(each: Entry) -> Any:
-        return CacheList(*map(one, each)) if isinstance(each, tuple) else one(each)
+    def entry(each: Entry, is_absent: bool) -> Any:
+        return CacheList(*(one(leaf, is_absent) for leaf in each)) if isinstance(each, tuple) else one(each, is_absent)
 
     options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
-    check_memory(max_seq_len, entries_bytes(found, max_seq_len, **options).total)
-    entries = [entry(each) for each in found]
+    own = [each for number, each in enumerate(found) if number not in absent]
+    check_memory(max_seq_len, entries_bytes(own, max_seq_len, **options).total)
+    entries = [entry(each, number in absent) for number, each in enumerate(found)]
     hook.install()
     return entries, layers
 

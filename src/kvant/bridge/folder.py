@@ -4,7 +4,7 @@ Nothing of the folder is executed. Modules are made lazily: an array is computed
 known to be right. What mlx-lm's code raises on the way becomes one line of kvant's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -57,18 +57,19 @@ def load_bridged(folder: Path, progress: Progress | None = None, adapter: Path |
     if on_cpu:
         compute_in_float32(model)
     dtype = main_dtype(model)
-    _evaluate(model, folder, progress or (lambda done, total: None))
+    evaluate(model, folder, progress)
     rotate_by_matrices(model)  # on a CPU
     return BridgedModel(model, config, dtype)
 
 
-def check_bridged(folder: Path, *, in_float32: bool = False) -> tuple[Module, BridgedConfig]:
+def check_bridged(folder: Path, *, in_float32: bool = False, whole: bool = True) -> tuple[Module, BridgedConfig]:
     """mlx-lm's model with the folder's weights, which fit it and of which none has been read.
 
     Args:
         folder: the model folder.
         in_float32: floats are cast before mlx-lm's class rearranges them. It adds 1 to the weights of some norms, which
             half precision would round.
+        whole: this machine is to hold all of them.
 
     Raises:
         ModelError, CheckpointError: as :func:`load_bridged`.
@@ -79,7 +80,8 @@ def check_bridged(folder: Path, *, in_float32: bool = False) -> tuple[Module, Br
     try:
         model, config = build(raw)
         tensors = TensorFiles(folder)
-        tensors.check({})  # the memory they take
+        if whole:
+            tensors.check_memory(tensors.nbytes)
         _take_weights(model, raw, tensors, in_float32)
     except ModelError as error:
         named = str(error).startswith(str(folder))
@@ -279,10 +281,12 @@ class _Float32Embedding(QuantizedEmbedding):
         return rows.astype(mx.float32)
 
 
-def _evaluate(model: Module, folder: Path, progress: Progress) -> None:
-    """Read the weights, layer by layer, so that only one is held in two forms."""
-    layers = by_layer(model)
+def evaluate(model: Module, folder: Path, progress: Progress | None, held: Collection[str] | None = None) -> None:
+    """Read the weights, those with the names ``held`` or all, layer by layer, so that only one is held in two forms."""
+    layers = [[own[name] for name in own if held is None or name in held] for own in by_layer(model).values()]
+    layers = [own for own in layers if own]
     with library_errors(CheckpointError, f"{folder}: MLX does not read its tensors"):
-        for done, own in enumerate(layers.values(), start=1):
-            mx.eval(list(own.values()))
-            progress(done, len(layers))
+        for done, own in enumerate(layers, start=1):
+            mx.eval(own)
+            if progress is not None:
+                progress(done, len(layers))

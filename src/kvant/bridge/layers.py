@@ -41,12 +41,14 @@ class BridgedKVCache(QuantizedKVCache):
 
     Attributes:
         shared: whether other layers of the model ask for what this one fetched.
+        absent: another process computes the layer. It has no kv heads here.
     """
 
     def __init__(self, *arguments: Any, shared: bool = False, **options: Any) -> None:
         """As the class of kvant's that it is; ``value_head_dim`` is 0 where only keys are kept."""
         super().__init__(*arguments, **options)
         self.shared = shared
+        self.absent = not self.arrays[0].shape[3]
         self._appended = 0  # tokens of a step that is not committed
         self._fetched: tuple[mx.array, mx.array] | None = None
 
@@ -113,6 +115,10 @@ class BridgedKVCache(QuantizedKVCache):
             self._fetched = fetched
         hook.remember(self, *fetched)
         return fetched
+
+    def pass_by(self, num_tokens: int) -> None:
+        """Note that another process appends so many tokens in this step: offset and limits are as if this one did."""
+        self._appended = num_tokens
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What was fetched last, for layers that share it."""
@@ -259,6 +265,12 @@ class BridgedKVCache(QuantizedKVCache):
 
 class BridgedWindowCache(BridgedKVCache, WindowKVCache):
     """A sliding window: in place of mlx-lm's rotating cache. Tokens are fetched in the order of the ring."""
+
+    def pass_by(self, num_tokens: int) -> None:
+        """As :meth:`BridgedKVCache.pass_by`."""
+        super().pass_by(num_tokens)
+        if not self._waits(self.sequences.offset, num_tokens):
+            self._note_written(slice(0, len(self.lengths)), self.sequences.offset + num_tokens)
 
     @property
     def buffers(self) -> list[mx.array]:

@@ -2,7 +2,7 @@
 
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +19,7 @@ from kvant.bridge.traced import can_trace
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
 from kvant.cache.pool_batch import PoolBatch
-from kvant.models.inputs import check_ids, check_offset
+from kvant.models.inputs import check_ids, check_offset, check_shape
 from kvant.models.reservation import default_reservation
 from kvant.operators.dispatch import resolve
 from kvant.threads import check_process
@@ -33,8 +33,10 @@ class BridgedModel:
         dtype: the dtype activations are computed in.
         module: mlx-lm's model.
         identity: digests of the files it was loaded from, for the snapshots of its caches; None: not known.
+        absent_caches: the numbers of mlx-lm's caches whose layers another process computes.
     """
 
+    absent_caches: frozenset[int] = frozenset()
     always_fuses = False
     last_token_alone = True  # mlx-lm's models give the logits of every position they are given
 
@@ -57,8 +59,7 @@ class BridgedModel:
             ValueError: also sequences of different lengths: mlx-lm's models have one offset for all.
         """
         check_process()
-        if inputs.ndim != 2 or 0 in inputs.shape:
-            raise ValueError(f"inputs has shape {tuple(inputs.shape)}; expected (B, S) token ids")
+        check_shape(inputs)
         check_ids(inputs, self.config.vocab_size)
         if cache is None:
             check_offset(offset, (0,) * inputs.shape[0])
@@ -145,7 +146,7 @@ class BridgedModel:
         if max_seq_len is None:
             max_seq_len = default_reservation(self.config)
         options = {"batch": batch, "quant_bit": quant_bit, "quant_group": quant_group}
-        cache = make_model_cache(self.module, max_seq_len, kernels=kernels, **options)
+        cache = make_model_cache(self.module, max_seq_len, kernels=kernels, absent=self.absent_caches, **options)
         cache.identity = self.identity
         self._layout = self._layout or cache.layout  # or the model would be probed once more
         return cache
@@ -237,16 +238,23 @@ def parameters(module: Module) -> dict[str, mx.array]:
     return dict(found)
 
 
-def bytes_read(model: Module, experts_used: int | None) -> int:
-    """Bytes of mlx-lm's model that a step of one token reads, ``experts_used`` of a layer's experts; None: all."""
-    total = _nbytes(model)
-    has_head = any(name.endswith("lm_head.weight") for name in parameters(model))
-    for module in model.modules():
+def bytes_read(model: Module, experts_used: int | None, held: Collection[str] | None = None) -> int:
+    """Bytes of mlx-lm's model that a step of one token reads.
+
+    Args:
+        experts_used: of a layer's experts; None: all.
+        held: the names of the arrays that count; None: all.
+    """
+    arrays = {name: array for name, array in parameters(model).items() if held is None or name in held}
+    total = sum(array.nbytes for array in arrays.values())
+    has_head = any(name.endswith("lm_head.weight") for name in arrays)
+    for path, module in model.named_modules():
+        own = sum(array.nbytes for name, array in parameters(module).items() if f"{path}.{name}" in arrays)
         if isinstance(module, Embedding | QuantizedEmbedding) and has_head:
-            total -= _nbytes(module)
+            total -= own
         elif isinstance(module, SwitchLinear | QuantizedSwitchLinear) and experts_used is not None:
             experts = module.weight.shape[0]
-            total -= _nbytes(module) * max(0, experts - experts_used) // experts
+            total -= own * max(0, experts - experts_used) // experts
     return total
 
 
@@ -257,7 +265,3 @@ def by_layer(module: Module) -> dict[str, dict[str, mx.array]]:
         number = re.search(r"\.\d+\.", name)
         layers.setdefault(name[: number.end()] if number else "", {})[name] = array
     return layers
-
-
-def _nbytes(module: Module) -> int:
-    return sum(array.nbytes for array in parameters(module).values())

@@ -74,14 +74,23 @@ def probe(model: Model, batch: int = 1) -> list[Entry]:
     Raises:
         ValueError: a cache that kvant has nothing to put in place of.
     """
-    made = mlx_lm_cache.make_prompt_cache(model)
-    probes = [_probe_of(cache, number) for number, cache in enumerate(made)]
-    model(mx.zeros((batch, PROBE_TOKENS), mx.int32), cache=probes)
+    probes, _ = called(model, batch)
     windows: dict[tuple[int, int], int] = {}
     for leaf in _leaves(probes):
         if isinstance(leaf, _Probe) and leaf.asked is not None and leaf.ring is not None:
             windows[leaf.ring] = max(leaf.asked, windows.get(leaf.ring, 0))
     return [_entry_of(found, windows) for found in probes]
+
+
+def called(model: Model, batch: int = 1) -> tuple[list[Any], mx.array]:
+    """The caches of a call of ``model`` that is never evaluated, which hold what they were given, and its logits.
+
+    Raises:
+        ValueError: as :func:`probe`.
+    """
+    made = mlx_lm_cache.make_prompt_cache(model)
+    probes = [_probe_of(cache, number) for number, cache in enumerate(made)]
+    return probes, model(mx.zeros((batch, PROBE_TOKENS), mx.int32), cache=probes)
 
 
 def leaves_of(entries: Iterable[Entry]) -> list[Leaf]:

@@ -20,10 +20,17 @@ class StateCache(KVCache):
 
     Attributes:
         arrays: what the model is given.
+        absent: another process computes the layer. It has no arrays here.
     """
 
     def __init__(
-        self, arrays: ArraysCache, max_seq_len: int, *, batch: int = 1, shapes: tuple[Stored | None, ...] = ()
+        self,
+        arrays: ArraysCache,
+        max_seq_len: int,
+        *,
+        batch: int = 1,
+        shapes: tuple[Stored | None, ...] = (),
+        absent: bool = False,
     ) -> None:
         """For empty ``arrays``; ``max_seq_len`` as the model's other layers have it.
 
@@ -32,6 +39,7 @@ class StateCache(KVCache):
         self._max_seq_len = max_seq_len
         super().__init__(batch)
         self.arrays = arrays
+        self.absent = absent
         self._shapes = shapes
         self._committed = list(arrays.cache)
         self._released = False

@@ -83,6 +83,7 @@ class PagedLayers:
         pages: of each of these layers.
         prefix: the pages that new sequences may share.
         promised: pages that sequences may have, with a window.
+        copied: page, page and number of rows of each copy since it was emptied; None: nobody wants to know.
         copies: whether a shared page is copied before it is written to. Not while what it holds is written again.
     """
 
@@ -94,6 +95,7 @@ class PagedLayers:
         self.prefix = PrefixIndex(self.pages)
         self.promised = 0
         self.copies = True
+        self.copied: list[tuple[int, int, int]] | None = None
         self._ring = ring_pages(window, step_size)
 
     def limit(self, max_tokens: int) -> int:
@@ -138,7 +140,7 @@ class PagedLayers:
         if rest:
             if len(made.pages) == whole:
                 made.pages += self._take(1)
-            self._copy(table.pages[whole], made.pages[whole], rest)
+            self.copy(table.pages[whole], made.pages[whole], rest)
         return made
 
     def copy_alike(self, table: PageTable, length: int, before: bytes, ids: Sequence[int]) -> int:
@@ -153,7 +155,7 @@ class PagedLayers:
         """
         page, count = self.prefix.most_alike(before, ids)
         if count:
-            self._copy(page, table.pages[length // PAGE_SIZE], count)
+            self.copy(page, table.pages[length // PAGE_SIZE], count)
         return count
 
     def close(self, table: PageTable) -> None:
@@ -223,7 +225,7 @@ class PagedLayers:
             if self.pages.refcount(page) > 1:
                 (own,) = self._take(1)
                 if rows:
-                    self._copy(page, own, rows)
+                    self.copy(page, own, rows)
                 table.pages[number] = own
                 self.pages.release([page])
 
@@ -260,8 +262,10 @@ class PagedLayers:
         """Pages needed so that each writer of a shared page has one of its own: the last holder needs none."""
         return sum(min(counts[page], self.pages.refcount(page) - 1) for page in shared)
 
-    def _copy(self, page: int, to: int, rows: int) -> None:
+    def copy(self, page: int, to: int, rows: int) -> None:
         """Copy the first rows of a page to another, in all layers."""
+        if self.copied is not None:
+            self.copied.append((page, to, rows))
         page, to = page * PAGE_SIZE, to * PAGE_SIZE
         for layer in self.layers:
             held = [mx.contiguous(array[:, :, page : page + rows]) for array in layer.arrays]

@@ -54,6 +54,7 @@ class Pool(PoolState):
         kernels: str | None = None,
         dtype: mx.Dtype = mx.float16,
         num_heads: int | None = None,
+        windows: Sequence[int | None] = (),
     ) -> None:
         """Allocate the pool.
 
@@ -72,6 +73,7 @@ class Pool(PoolState):
                 the kernel runs once now.
             dtype: of queries.
             num_heads: H; None: not known.
+            windows: of the whole model's layers, where ``formats`` are a rank's alone: pages are counted for all.
 
         Raises:
             ValueError: a size below 1; a kernel forced for a format that it does not support, or without a GPU.
@@ -88,7 +90,7 @@ class Pool(PoolState):
         ]
         parts = []
         # In the order of the layers; where none keeps rows, pages still count tokens.
-        for window in dict.fromkeys(own.window for own in formats) or [None]:
+        for window in dict.fromkeys(windows or [own.window for own in formats]) or [None]:
             of_part = [layer for layer in layers if layer.format.window == window]
             num_pages = _num_pages(window, tokens, sequences, prefill_step_size)
             for layer in of_part:

@@ -104,7 +104,7 @@ class PoolBatch:
             for number, part in enumerate(self.pool.parts):
                 tables = [sequence.tables[number] for sequence in self.sequences]
                 part.make_room(tables, lengths, S)
-                placed[part] = _place(part, tables, lengths, S)
+                placed[part] = place_rows(part, tables, lengths, S)
             self._placed = placed
             self.step = inputs
             for sequence in self.sequences:
@@ -208,7 +208,7 @@ class PoolLayerView:
         )
 
 
-def _place(part: PagedLayers, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int) -> PagedRows:
+def place_rows(part: PagedLayers, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int) -> PagedRows:
     """Where S new tokens of each sequence are written, and what their queries read."""
     first = [part.first_seen(length) for length in lengths]
     new, read = [], []
@@ -228,7 +228,7 @@ def _place(part: PagedLayers, tables: Sequence[PageTable], lengths: Sequence[int
 
 
 def _pages(part: PagedLayers, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int) -> StepPages:
-    """:func:`_place` for the fused kernel."""
+    """:func:`place_rows` for the fused kernel."""
     starts = [table.start for table in tables]
     counts = [length + new_tokens - start for length, start in zip(lengths, starts, strict=True)]
     pages = [table.pages[: pages_for(count)] for table, count in zip(tables, counts, strict=True)]

@@ -14,7 +14,7 @@ from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
 from kvant.cache.pages import PAGE_SIZE, runs
 from kvant.cache.prefix import digests, extended, root
 from kvant.cache.window import SLACK
-from kvant.errors import ContextError
+from kvant.errors import ContextError, SnapshotError
 from kvant.operators.paged_attention import put_rows, stored_rows
 from kvant.threads import Turn
 
@@ -32,7 +32,10 @@ class PoolState:
         prefill_step_size: new tokens of a sequence in one step, at most.
         make_cache: a cache for so many tokens of one sequence, in the pool's format.
         identity: of the model whose tokens it holds; None: not known.
+        divided: other ranks hold a part of the rows. A sequence takes no cache and gives none then.
     """
+
+    divided = False
 
     def __init__(
         self,
@@ -59,6 +62,15 @@ class PoolState:
     def has_windows(self) -> bool:
         """Whether the pages of some layers move along with their sequence, while it grows."""
         return any(part.window is not None for part in self.parts)
+
+    def check_whole(self) -> None:
+        """Refuse what needs all rows.
+
+        Raises:
+            SnapshotError: other ranks hold a part of them.
+        """
+        if self.divided:
+            raise SnapshotError("the pool is divided over several ranks: its sequences take no cache and give none")
 
     def check_opening(self, max_tokens: int) -> None:
         """Refuse a sequence that the pool is not made for, or one too many.
@@ -255,8 +267,10 @@ class PoolSequence:
             ValueError: tokens of another format or model, or a sequence that has tokens; nothing was taken.
             ContextError: more tokens than the sequence has room for, or no page to write in place of a shared one;
                 nothing was taken.
+            SnapshotError: the pool is divided over ranks.
             RuntimeError: another thread uses the pool or the cache, or the sequence was released.
         """
+        self.pool.check_whole()
         with self.pool.turn, cache.turn:
             length = cache.lengths[sequence]
             self.check_room(length)
@@ -305,8 +319,10 @@ class PoolSequence:
 
         Raises:
             ContextError: a reservation for fewer tokens than there are, or more than this machine's memory.
+            SnapshotError: the pool is divided over ranks.
             RuntimeError: another thread uses the pool, or the sequence was released.
         """
+        self.pool.check_whole()
         with self.pool.turn:
             self.check_open()
             made = self.pool.make_cache(self.max_tokens if max_seq_len is None else max_seq_len)

@@ -46,7 +46,7 @@ class QuantizedKVCache(SavedRows, KVCache):
 
         Args:
             max_seq_len: tokens it can hold.
-            num_kv_heads: K.
+            num_kv_heads: K; 0: another process has the keys and values, and nothing is allocated.
             head_dim: D.
             value_head_dim: the width of values, where it is not that of keys. Both lie side by side then. 0: there are
                 no values, and every call is unfused.
@@ -69,7 +69,7 @@ class QuantizedKVCache(SavedRows, KVCache):
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
         for name, number in (
             ("max_seq_len", max_seq_len),
-            ("num_kv_heads", num_kv_heads),
+            ("num_kv_heads", 1 if num_kv_heads == 0 else num_kv_heads),
             ("head_dim", head_dim),
             ("value_head_dim", value_head_dim or 1),
             ("batch", batch),

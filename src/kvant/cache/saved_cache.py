@@ -8,6 +8,7 @@ from kvant.cache import snapshot
 from kvant.cache.identity import Identity
 from kvant.cache.layer import KVCache
 from kvant.cache.sequences import Sequences
+from kvant.errors import SnapshotError
 from kvant.operators.rotary import Rotary
 from kvant.threads import Turn, check_process
 
@@ -63,6 +64,19 @@ class SavedCache(ABC):
         """The snapshot it was made of without a model, which none has been compared with yet; else None."""
         return self._sequences.unchecked
 
+    @property
+    def divided(self) -> bool:
+        """Whether other ranks hold a part of it. It cannot be saved, loaded or forked then. It can be set."""
+        return self._sequences.divided
+
+    @divided.setter
+    def divided(self, divided: bool) -> None:
+        self._sequences.divided = divided
+
+    def _check_whole(self) -> None:
+        if self.divided:
+            raise SnapshotError("the cache is divided over several ranks: it cannot be saved, loaded or forked")
+
     def check_source(self, identity: Identity | None, reference: "SavedCache | None" = None) -> None:
         """Compare a cache that was made without a model with the first model that uses it.
 
@@ -87,10 +101,11 @@ class SavedCache(ABC):
             metadata: what :meth:`load` is to return.
 
         Raises:
-            SnapshotError: it cannot be written; what was at ``path`` still is.
+            SnapshotError: it cannot be written, or is divided over ranks; what was at ``path`` still is.
             RuntimeError: another thread uses the cache, or it was released.
             ValueError: metadata that is no text.
         """
+        self._check_whole()
         with self.turn:
             self.reserve(0)
             snapshot.save(Path(path), self.layers, metadata=metadata or {})
@@ -105,9 +120,10 @@ class SavedCache(ABC):
 
         Raises:
             SnapshotError: a file that is no snapshot, is truncated or altered, or is of another model, format or
-                version. The message names what differs. The cache is empty then.
+                version. The message names what differs. The cache is empty then. Or it is divided over ranks.
             RuntimeError: another thread uses the cache, or it was released.
         """
+        self._check_whole()
         with self.turn:
             self.reset()
             self.reserve(0)
@@ -120,6 +136,7 @@ class SavedCache(ABC):
     def _forked(self) -> list[KVCache]:
         """Layers with the same tokens, of a cache of their own."""
         check_process()
+        self._check_whole()
         sequences, made = self._sequences.fork(), []
         for number, layer in enumerate(self.layers):
             layer.settle_committed()

@@ -21,6 +21,7 @@ class SavedSequences:
         layout: what a bridged model expects in its cache, as JSON; "": a decoder's.
         unchecked: the snapshot that the tokens come from, where no model has been compared with it; else None.
         speaker: the number of the layer that tells mlx-lm what concerns all of them; None: each does.
+        divided: other ranks hold a part of the tokens' keys and values.
     """
 
     identity: Identity | None = None
@@ -28,6 +29,7 @@ class SavedSequences:
     layout = ""
     unchecked: Path | None = None
     speaker: int | None = None
+    divided = False
 
     turn: Turn
     step: mx.array | None

@@ -253,10 +253,14 @@ class WindowKVCache(QuantizedKVCache):
     def _write_at_once(self, part: slice, new: list[mx.array]) -> None:
         """Write new tokens of sequences of one length before their step is committed."""
         start, S = self.lengths[part.start], new[0].shape[3]
-        if start + S > self.num_rows:
-            for b in range(part.start, part.stop):
-                self.sequences.wrote(b, start + S)
+        self._note_written(part, start + S)
         self._write(part, new, start, S)
+
+    def _note_written(self, part: slice, end: int) -> None:
+        """Note that rows of sequences hold tokens up to a position ``end``, whose step is not committed."""
+        if end > self.num_rows:
+            for b in range(part.start, part.stop):
+                self.sequences.wrote(b, end)
 
     def _write(self, part: slice, new: Sequence[mx.array], start: int, count: int) -> None:
         """Write the first ``count`` tokens, the first at position ``start``; those that later ones replace are left."""

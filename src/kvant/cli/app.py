@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import sys
 from importlib import import_module
 from io import TextIOWrapper
@@ -10,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.exceptions import TyperException
 
-from kvant.cli import config, interrupts, options
+from kvant.cli import config, interrupts, options, ranks
 from kvant.cli.options import BadValueError
 from kvant.cli.terminal import escaping_standard_error
 from kvant.errors import ArgumentError, KvantError, one_line, printable
@@ -32,10 +33,14 @@ COMMANDS = {
     "models": "List the models known by name, and those that were pulled.",
     "doctor": "Describe this machine, and check the fused kernel on a GPU.",
     "bench": "Measure every token's latency, engines side by side.",
+    "launch": "Run a command on several machines at once.",
     "config": "Show the config file, and what it sets.",
 }
 NAME = "kvant"
 GROUPS = ("bench",)
+LAUNCHER = "launch"  # what follows its own flags is another command
+LAUNCH_LINE = re.compile(rf"\s*\S+\s+{LAUNCHER}\s(.*?\s)?--\s+({NAME}\s+)?(?=\S+\s)", re.DOTALL)
+_said = ""  # the command's error
 TALKING = ("generate", "chat", "serve")  # they need a tokenizer
 
 
@@ -59,7 +64,8 @@ def make_app(arguments: list[str]) -> typer.Typer:
         if name in GROUPS:
             app.add_typer(module.app, name=name, short_help=summary)
         else:
-            app.command(name, short_help=summary)(getattr(module, name))
+            settings = {"allow_interspersed_args": name != LAUNCHER}
+            app.command(name, short_help=summary, context_settings=settings)(getattr(module, name))
     return app
 
 
@@ -95,6 +101,7 @@ def main() -> NoReturn:
             stream.reconfigure(errors="replace")
     with escaping_standard_error():
         code = _run()
+    ranks.end(code, _said)
     interrupts.finish()
     sys.exit(code)
 
@@ -103,6 +110,7 @@ def _run() -> int:
     """The command's exit code, its error printed."""
     try:
         # Its start takes as long as the imports beside which it starts.
+        ranks.begin(sys.argv[1:])
         process = TextProcess() if sys.argv[1:2] and sys.argv[1] in TALKING else None
         command = typer.main.get_command(make_app(sys.argv[1:] or _to_complete()))
         gc.freeze()
@@ -120,6 +128,8 @@ def _run() -> int:
         return _report(str(error), EXIT_FAILED)
     except (MemoryError, RuntimeError) as error:  # MLX's own, such as an allocation that failed
         return _report(f"failed: {one_line(error)}", EXIT_FAILED)
+    except SystemExit as ended:  # typer's: of a completed line, or where the reader of standard output has gone
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BrokenPipeError:  # the reader of standard output has gone; nothing is left to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
@@ -134,11 +144,23 @@ def _defaults() -> dict[str, dict[str, Any]]:
 
 
 def _to_complete() -> list[str]:
-    """The words of the line that a shell completes; none where it does not ask."""
-    line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or ""
-    return line.split()[1:] if f"_{NAME.upper()}_COMPLETE" in os.environ else []
+    """The words of the line that a shell completes; none where it does not ask.
+
+    A command that the launcher is given is completed as if it stood alone.
+    """
+    if f"_{NAME.upper()}_COMPLETE" not in os.environ:
+        return []
+    variable = "COMP_WORDS" if "COMP_WORDS" in os.environ else "_TYPER_COMPLETE_ARGS"
+    line = os.environ.get(variable, "")
+    if found := LAUNCH_LINE.match(line):
+        line = os.environ[variable] = f"{NAME} {line[found.end() :]}"
+        if "COMP_CWORD" in os.environ:
+            os.environ["COMP_CWORD"] = str(int(os.environ["COMP_CWORD"]) - len(found[0].split()) + 1)
+    return line.split()[1:]
 
 
 def _report(message: str, code: int) -> int:
-    print(f"kvant: error: {' '.join(message.split())}", file=sys.stderr)
+    global _said
+    _said = " ".join(message.split())
+    print(f"kvant: error: {_said}", file=sys.stderr)
     return code

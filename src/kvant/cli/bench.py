@@ -4,6 +4,7 @@ import json
 import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kvant.cli import bench_options, options, terminal
+from kvant.cli import bench_options, options, ranks, terminal
 from kvant.cli.options import BadValueError
 from kvant.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
+    from kvant.tools.bench.engines import EngineSpec
+    from kvant.tools.bench.here import OverRanks
     from kvant.tools.bench.recording import Header, Recording
 
 
@@ -87,6 +90,7 @@ def bench(
         bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")
     ] = False,
     prefill_step_size: options.PrefillStepSize = 512,
+    parallel: options.Parallel = None,
     streams: Annotated[
         str | None,
         typer.Option(
@@ -112,6 +116,8 @@ def bench(
 
     Each has a process of its own, they run in turns, with the same prompts, and generate --max-tokens tokens each,
     greedily. `compare A B` sets two recordings side by side.
+
+    Under `kvant launch` kvant is measured on all ranks together, in rank 0's own process.
     """
     if context.invoked_subcommand is not None:
         bench_options.refuse_all(context)
@@ -129,8 +135,10 @@ def bench(
     for name in server_model or []:
         options.check_text(server_model=name)
     options.check_kernels()  # the workers' environment is this process's
+    ranks.check_parallel(parallel)
+    if ranks.guard() is not None:
+        engine = bench_options.refuse_over_ranks(engine, random, streams, server or [])
     bench_options.check_seed(seed)
-    bench_options.check_files(output, plot)
     if plot is not None and max_tokens == 1:
         raise BadValueError("--plot draws the tokens after the first, but --max-tokens is 1")
     source = bench_options.source(model, random, weight_bits, weight_group_size, seed)
@@ -144,6 +152,11 @@ def bench(
     here = [] if only_servers else bench_options.specs(engine, kv_bits, kv_group_size, source.sizes, bool(counts))
     specs = here + servers
     baseline = bench_options.baseline(baseline, specs)
+    over_ranks = None
+    if ranks.guard() is not None:
+        tokens = max(contexts) + max_tokens
+        over_ranks = _load_over_ranks(source.name, here, prefill_step_size, parallel, tokens, quiet=quiet)
+    bench_options.check_files(output, plot)
 
     from kvant.tools.bench.prompts import random_prompts, word_prompts
     from kvant.tools.bench.recording import Recorder
@@ -171,7 +184,7 @@ def bench(
             recorder.write(_header(source.name, seed, baseline))
             plan = Plan(specs, folder, prefill_step_size, contexts, max_tokens, repeats, prompts, counts)
             try:
-                measure(plan, recorder, progress)
+                measure(plan, recorder, progress, over_ranks=over_ranks)
             finally:  # after an engine's failure or Ctrl-C too: the runs until then
                 if recorder.recording.runs or recorder.recording.streams:
                     _report(recorder.recording, plot, json_summaries)
@@ -193,6 +206,34 @@ def compare(
     console = terminal.console()
     console.print(f"A: {a}\nB: {b}\n", markup=False, highlight=False, soft_wrap=True)
     console.print(report.compare(*recordings))
+
+
+def _load_over_ranks(
+    model: str, specs: Sequence["EngineSpec"], prefill_step_size: int, parallel: str | None, tokens: int, *, quiet: bool
+) -> "OverRanks":
+    """The model on all ranks. Rank 0 goes on with it; another computes its part in here and ends with the run.
+
+    Args:
+        specs: the memory is planned with the widest of their caches.
+        tokens: of the longest sequence.
+    """
+    from kvant.cli.follow import follow
+    from kvant.cli.session import RunOptions, load_session
+    from kvant.tools.bench.here import OverRanks
+
+    bits, group = max(((spec.kv_bits or 0, spec.kv_group_size) for spec in specs), key=lambda found: found[0] or 16)
+    run = RunOptions(
+        model=model,
+        kv_bits=bits,
+        kv_group_size=group,
+        prefill_step_size=prefill_step_size,
+        parallel=parallel,
+        quiet=quiet,
+    )
+    follow(run)
+    session = load_session(run, max_kv_size=tokens)
+    assert session.arranged is not None
+    return OverRanks(session.model, ranks.connect(), session.arranged.parallel)
 
 
 def _header(model: str, seed: int, baseline: str) -> "Header":

@@ -198,6 +198,26 @@ def baseline(label: str | None, engines: Sequence[EngineSpec]) -> str:
     return label
 
 
+def refuse_over_ranks(
+    engines: Sequence[str] | None, shape: str | None, streams: str | None, servers: Sequence[str]
+) -> list[str]:
+    """The engines to measure on several ranks.
+
+    Raises:
+        BadValueError: what cannot be measured there.
+    """
+    where = "on several ranks bench measures kvant with one request at a time"
+    for name in engines or ():
+        if name.partition(":")[0] != "kvant":
+            raise BadValueError(f"--engine is {name!r}; {where}")
+    for flag, value in (("streams", streams), ("server", ", ".join(servers))):
+        if value:
+            raise BadValueError(f"--{flag} is {value}; {where}")
+    if shape is not None:
+        raise BadValueError(f"--random is {shape!r}; on several ranks expected a model folder that each of them has")
+    return list(engines or ("kvant",))
+
+
 def check_seed(seed: int) -> None:
     """Refuse a seed that a recording cannot hold."""
     from kvant.tools.bench.lines import WIDEST

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvant.cli import options, terminal
+from kvant.cli import options, ranks, terminal
 from kvant.cli.progress import LateProgress
 from kvant.sizes import format_bytes
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvant.tools.doctor import Diagnosis
+    from kvant.tools.doctor.ranks import RankDiagnosis
 
 
 def doctor(
@@ -25,7 +26,11 @@ def doctor(
     """Describe the machine, say which way each operator goes and why, and check the fused kernel on a GPU.
 
     The kernel's results are compared with attention on the CPU. A mismatch is exit code 1.
+
+    Under `kvant launch` it measures the connections of the ranks, and checks that they agree, instead.
     """
+    if ranks.guard() is not None:
+        raise typer.Exit(_check_group(json_object=json_object))
     with suppress(RuntimeError):  # a kernel that failed its self-check is what the diagnosis is about
         options.check_kernels()
     from kvant.tools.doctor import diagnose
@@ -38,6 +43,57 @@ def doctor(
         _print(found)
     if not found.healthy:
         raise typer.Exit(1)
+
+
+def _check_group(*, json_object: bool) -> int:
+    """Whether the ranks reach each other and agree, printed by rank 0. Returns the exit code."""
+    from kvant.tools.doctor.ranks import check_ranks
+
+    guard = ranks.guard()
+    assert guard is not None
+    found = check_ranks(ranks.connect(), guard)
+    ranks.wait_for_first()
+    assert found is not None
+    if json_object:
+        print(json.dumps(found.as_json(), indent=2, allow_nan=False))
+    else:
+        _print_group(found)
+    return int(not found.healthy)
+
+
+def _print_group(found: "RankDiagnosis") -> None:
+    console = terminal.console()
+
+    def line(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    rows = (
+        (
+            str(each.rank),
+            each.host,
+            f"{each.environment.device}, {each.environment.cores} cores",
+            format_bytes(each.memory_bytes),
+            each.environment.versions["mlx"],
+        )
+        for each in found.ranks
+    )
+    console.print(_table(("rank", "machine", "device", "memory", "MLX"), rows))
+    for each in found.ranks:
+        if each.round_trip_ms is not None:
+            other = (each.rank + 1) % len(found.ranks)
+            line(f"4 bytes from rank {each.rank} to rank {other} and back: {each.round_trip_ms:.3f} ms")
+    line(f"guard: all ranks have answered after {found.guard_ms:.2f} ms")
+    for step in found.steps:
+        line(
+            f"sums of a token of {step.shape}'s shape in tensor mode, {found.dtype}: {step.ms:.2f} ms "
+            f"({step.sums} sums, {format_bytes(step.bytes)})"
+        )
+    line(f"sum of {format_bytes(found.large_bytes)}: {found.large_ms:.1f} ms, {found.large_gb_per_s:.2f} GB/s")
+    for text in found.notes:
+        line(f"note: {text}")
+    for text in found.problems:
+        line(f"wrong: {text}")
+    line(f"the {len(found.ranks)} ranks {'agree' if found.healthy else 'do not agree'}")
 
 
 def _print(found: "Diagnosis") -> None:

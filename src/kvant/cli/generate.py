@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 import typer
 
 from kvant.cache.pages import PAGE_SIZE
-from kvant.cli import options
+from kvant.cli import options, ranks
 from kvant.cli import prompt_cache_file as cache_file
 from kvant.cli.answer_output import AnswerOutput
 from kvant.cli.defaults import OF_THE_TEMPLATE
+from kvant.cli.follow import follow
 from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
 from kvant.cli.prompt import check_first_word, read_prompt, split_arguments
@@ -115,6 +116,7 @@ def generate(
         run = replace(run, model=options.choose_model(context, model, run.model))
         if model is not None:
             check_first_word(model, "--prompts-file")
+        follow(run)
         from kvant.cli.lines import answer_lines  # with what a single prompt does not need
 
         answer_lines(
@@ -125,6 +127,8 @@ def generate(
     run = replace(run, model=options.choose_model(context, model, run.model))
     if model is not None and text is not None:
         check_first_word(model)
+    ranks.refuse(prompt_cache_file=prompt_cache_file)
+    follow(run)
     question = read_prompt(text, prompt)
     cache_file.check(prompt_cache_file)
     if together:  # how much is reserved depends on the prompt

@@ -19,6 +19,9 @@ SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
 
 _reacted = threading.Event()
 _patience = 0  # above 0: something may take as long as it needs
+_held = 0  # above 0: KeyboardInterrupt waits
+_waiting = False  # one does
+_at_deadline: list[Callable[[], None]] = []
 _restore: list[Callable[[], None]] = []  # what puts the terminal back before the process ends by itself
 
 
@@ -51,6 +54,25 @@ def patient() -> Iterator[None]:
 
 
 @contextmanager
+def held() -> Iterator[None]:
+    """Ctrl-C inside is a KeyboardInterrupt at the end: something is done whole or not at all. For the main thread."""
+    global _held, _waiting
+    _held += 1
+    try:
+        yield
+    finally:
+        _held -= 1
+        if _waiting and not _held:
+            _waiting = False
+            raise KeyboardInterrupt
+
+
+def at_deadline(act: Callable[[], None]) -> None:
+    """From here on ``act`` is done first where the process ends at the deadline. It may run in another thread."""
+    _at_deadline.append(act)
+
+
+@contextmanager
 def restoring(act: Callable[[], None]) -> Iterator[None]:
     """Inside, ``act`` is done where the process ends at the deadline. It may run in another thread."""
     _restore.append(act)
@@ -60,9 +82,19 @@ def restoring(act: Callable[[], None]) -> Iterator[None]:
         _restore.remove(act)
 
 
+def put_back() -> None:
+    """What :func:`restoring` asks for, now: another thread ends the process."""
+    for act in _restore:
+        act()
+
+
 def _interrupt(signum: int, frame: FrameType | None) -> None:
+    global _waiting
     _reacted.set()
-    raise KeyboardInterrupt
+    if _held:
+        _waiting = True
+    else:
+        raise KeyboardInterrupt
 
 
 def _watch(reading: int) -> None:
@@ -72,7 +104,7 @@ def _watch(reading: int) -> None:
         if not _reacted.wait(DEADLINE_S) and not _patience:
             if sys.stderr is not None and sys.stderr.isatty():
                 os.write(2, SHOW_CURSOR.encode())
-            for act in _restore:
+            for act in (*_at_deadline, *_restore):
                 act()
             os._exit(EXIT_INTERRUPTED)
         _reacted.clear()

@@ -7,15 +7,16 @@ from dataclasses import replace
 
 from kvant.cache.pool import Pool
 from kvant.cli import options
-from kvant.cli.fitting import describe, plan_for
+from kvant.cli.fitting import describe, named_format
 from kvant.cli.options import AUTO
-from kvant.cli.session import RunOptions, Session, named_format
+from kvant.cli.session import RunOptions, Session
 from kvant.engine.feeding import CHUNK
 from kvant.engine.limits import pool_reservation
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import ContextError
 from kvant.sizes import format_bytes
-from kvant.tools.plan import MemoryPlan, split_pairs
+from kvant.tools.machine import Machine
+from kvant.tools.plan import MemoryPlan
 
 
 def most_tokens(session: Session, run: RunOptions) -> int | None:
@@ -62,16 +63,18 @@ def reserve_pool(
     step_size = CHUNK if deterministic else run.prefill_step_size
     chosen = replace(session.settings, prefill_step_size=step_size, caches=caches)
 
-    def planned(count: int) -> MemoryPlan:
+    def planned(count: int) -> tuple[MemoryPlan, Machine]:
         settings = replace(chosen, sequences=count, pool_tokens=pool_reservation(needs, count))
-        longest = max(*needs, cached)
-        return plan_for(session.checkpoint, settings, longest, session.machine, split_pairs(session.model))
+        return session.plan_with(settings, max(*needs, cached))
 
-    made, limit = planned(rows), session.machine.limit_bytes
-    if made.total > limit:
-        fitting = bisect_right(range(1, rows), limit, key=lambda count: planned(count).total)
+    def missing(count: int) -> int:
+        made, machine = planned(count)
+        return made.total - machine.limit_bytes
+
+    if missing(rows) > 0:
+        fitting = bisect_right(range(1, rows), 0, key=missing)
         way = f"--sequences {fitting} would fit" if fitting else "a smaller --max-tokens or --kv-bits takes less"
-        raise ContextError(f"{describe(made, session.machine)}; {way}")
+        raise ContextError(f"{describe(*planned(rows))}; {way}")
     with named_format(session.settings):
         pool = session.model.make_pool(
             pool_reservation(needs, rows),

@@ -111,6 +111,15 @@ MaxKvSize = Annotated[
 Wired = Annotated[
     bool, typer.Option("--wired", help="Keep the planned memory from being paged out; on Macs only, macOS 15 or later.")
 ]
+PARALLEL: tuple[Literal["pipeline", "tensor"], ...] = ("pipeline", "tensor")  # the first that fits is proposed
+Parallel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(PARALLEL),
+        help="On several ranks (`kvant launch`): layers dealt to them, or every layer divided. Default: pipeline, or "
+        "tensor where it alone fits.",
+    ),
+]
 PrefillStepSize = Annotated[int, typer.Option(help="Prompt tokens fed at a time; smaller takes less memory.")]
 Raw = Annotated[
     bool, typer.Option("--raw", help="On a terminal, send control characters of the text as they are; it obeys them.")
@@ -278,6 +287,16 @@ def check_kv_format(kv_bits: int, kv_group_size: int | None) -> int:
         raise BadValueError(f"--kv-group-size is {kv_group_size}, but --kv-bits 0 does not quantize")
     check_counts(kv_group_size=kv_group_size)
     return DEFAULT_KV_GROUP_SIZE if kv_group_size is None else kv_group_size
+
+
+def check_parallel(parallel: str | None) -> Literal["pipeline", "tensor"] | None:
+    """A --parallel as it was written; one that is none is a usage error."""
+    for known in PARALLEL:
+        if parallel == known:
+            return known
+    if parallel is not None:
+        raise BadValueError(f"--parallel is {parallel!r}; expected {' or '.join(PARALLEL)}")
+    return None
 
 
 def check_kernels(kernels: str | None = None, name: str = "--kernels") -> None:

@@ -2,17 +2,21 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvant.cli import options, terminal
+from kvant.cli import ranks as processes
 from kvant.cli.fitting import plan_for, what_fits
 from kvant.cli.options import BadValueError
+from kvant.cli.parts import gather_machines
+from kvant.cli.rank_table import BITS, describe_weights, float_bits, plan_machines
 from kvant.engine.load import POCKET, find_adapter, find_model
-from kvant.errors import ArgumentError, ModelError
+from kvant.errors import ArgumentError, ModelError, RanksError
 from kvant.sizes import format_bytes
 from kvant.tools.convert.weight_format import WeightFormat
 from kvant.tools.machine import Device, Machine, default_device, machine_with, this_machine
@@ -21,15 +25,15 @@ from kvant.tools.plan import (
     Checkpoint,
     LongestContext,
     MemoryPlan,
+    Parallel,
     Settings,
     longest_context,
     read_facts,
     read_folder,
 )
 from kvant.tools.plan.plan import as_record
-from kvant.tools.plan.scratch import FLOAT32
 
-BITS = (0, 8, 4)  # of a cache whose longest context is told; 0 is the compute dtype's 16 or 32
+MAX_RANKS = 256
 DOES_NOT_FIT = 1
 
 
@@ -67,11 +71,19 @@ def plan(
     memory: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE",
+            metavar="SIZE[,SIZE..]",
             help="Plan for a machine with this much memory, such as 8GB (of 2^30 bytes each, as memory is sold), "
-            "instead of this one; with gpu for a Mac, whose GPU may use about 2/3 of it.",
+            "instead of this one; with gpu for a Mac, whose GPU may use about 2/3 of it. Of several machines one size "
+            "for all, or one for each.",
         ),
     ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Plan for so many machines, each like this one or as --memory says.")
+    ] = None,
+    hostfile: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Plan for the machines of MLX's host file, as --ranks does.")
+    ] = None,
+    parallel: options.Parallel = None,
     remote: Annotated[
         bool, typer.Option("--remote", help="Ask the hub for config.json and the sizes of the files; nothing else.")
     ] = False,
@@ -85,12 +97,28 @@ def plan(
     reserved = options.kv_size(max_kv_size)
     options.check_text(model=model, adapter_path=adapter_path)
     weight_format = _weight_format(weight_bits, weight_group_size)
-    machine = _machine(device, memory)
+    kind = options.check_parallel(parallel)
+    sizes = [] if memory is None else [_size(text) for text in memory.split(",")]
+    running = _running_ranks({"--ranks": ranks, "--hostfile": hostfile, "--memory": memory, "--device": device})
+    names = _hosts(hostfile, ranks)
+    count = len(running) or _count(ranks, names, sizes, kind)
+    machines = running or [_machine(device, size) for size in sizes] or [_machine(device, None)]
+    machine = machines[0]
     checkpoint = _checkpoint(model, remote)
     if weight_format is not None:
         checkpoint = checkpoint.quantized(weight_format.bits, weight_format.group_size)
     if adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(adapter_path))
+    if count is not None:
+        if len(machines) == 1:
+            machines *= count
+        note = "" if sizes or running else "all machines are taken to be like this one; --memory says what they have"
+        fits = plan_machines(
+            model, checkpoint, settings, reserved, machines, kind, names=names, note=note, as_json=as_json
+        )
+        if not fits:
+            raise typer.Exit(DOES_NOT_FIT)
+        return
     made = plan_for(checkpoint, settings, reserved, machine)
     longest = {
         bits: longest_context(
@@ -107,6 +135,23 @@ def plan(
         raise typer.Exit(DOES_NOT_FIT)
 
 
+def _running_ranks(flags: Mapping[str, object]) -> list[Machine]:
+    """The machines of the ranks that run this command, on rank 0; nothing: one process runs it.
+
+    Raises:
+        BadValueError: one of these flags is given, which say what machines there are.
+        Exit: this is another rank, and rank 0 has ended.
+    """
+    if processes.guard() is None:
+        return []
+    for flag, given in flags.items():
+        if given is not None:
+            raise BadValueError(f"{flag} is {given!r}; the ranks that run this command say what they have")
+    machines = gather_machines(this_machine())
+    processes.wait_for_first()
+    return machines
+
+
 def _weight_format(bits: int | None, group_size: int | None) -> WeightFormat | None:
     """What weights are to be planned as converted to; None: as they are."""
     if bits is None:
@@ -121,7 +166,45 @@ def _weight_format(bits: int | None, group_size: int | None) -> WeightFormat | N
         raise BadValueError(error.worded(lambda name: options.flag(f"weight_{name}"))) from error
 
 
-def _machine(device: str | None, memory: str | None) -> Machine:
+def _hosts(hostfile: str | None, ranks: int | None) -> list[str]:
+    """The names of a host file's machines; none: there is no file.
+
+    Raises:
+        BadValueError: no host file, or one beside --ranks.
+    """
+    if hostfile is None:
+        return []
+    if ranks is not None:
+        raise BadValueError(f"--ranks is {ranks}, and --hostfile names the machines; expected one of the two")
+    from kvant.ranks.hosts import read_hosts
+
+    try:
+        return [host.name for host in read_hosts(Path(hostfile)).hosts]
+    except RanksError as error:
+        raise BadValueError(f"--hostfile: {error}") from error
+
+
+def _count(ranks: int | None, names: Sequence[str], sizes: Sequence[int], parallel: Parallel | None) -> int | None:
+    """The number of machines; None: of one machine nothing was said.
+
+    Raises:
+        BadValueError: flags that do not go together.
+    """
+    if ranks is not None and not 2 <= ranks <= MAX_RANKS:
+        raise BadValueError(f"--ranks is {ranks}; expected 2 to {MAX_RANKS}")
+    count = ranks or len(names) or len(sizes)
+    if count < 2:
+        if names:
+            raise BadValueError("--hostfile names one machine; expected at least 2")
+        if parallel is not None:
+            raise BadValueError(f"--parallel {parallel} divides a model among ranks; --ranks says how many")
+        return None
+    if len(sizes) not in (0, 1, count):
+        raise BadValueError(f"--memory has {len(sizes)} sizes for {count} machines; expected one, or one for each")
+    return count
+
+
+def _machine(device: str | None, memory: int | None) -> Machine:
     """The machine to plan for.
 
     Raises:
@@ -131,7 +214,7 @@ def _machine(device: str | None, memory: str | None) -> Machine:
         raise BadValueError(f"--device is {device!r}; expected cpu or gpu")
     chosen: Device = default_device() if device is None else "cpu" if device == "cpu" else "gpu"
     if memory is not None:
-        return machine_with(_size(memory), chosen)
+        return machine_with(memory, chosen)
     try:
         return this_machine(chosen)
     except ValueError as error:
@@ -183,18 +266,6 @@ def _tensor_bytes(sizes: Mapping[str, int | None]) -> int | None:
     return sum(known) if known and len(known) == len(tensors) else None
 
 
-def _describe_weights(checkpoint: Checkpoint | BridgedCheckpoint, machine: Machine) -> str:
-    if isinstance(checkpoint, BridgedCheckpoint):
-        return checkpoint.described.format(_float_bits(checkpoint, machine))
-    quantization = checkpoint.config.quantization
-    head = "tied" if checkpoint.tied else "untied"
-    if quantization is not None and not quantization.has_biases:
-        return f"{quantization.mode}, {head}"
-    if quantization is not None:
-        return f"{quantization.bits} bits, groups of {quantization.group_size}, {head}"
-    return f"{_float_bits(checkpoint, machine)} bits, {head}"
-
-
 def _describe_experts(checkpoint: Checkpoint | BridgedCheckpoint, made: MemoryPlan) -> str:
     """All experts are held, and a token reads few."""
     if isinstance(checkpoint, BridgedCheckpoint):
@@ -213,11 +284,6 @@ def _describe_cache(made: MemoryPlan, bits: int) -> str:
     return f"{count} sequences of {made.max_kv_size} tokens at {bits} bits; one more would add {one}"
 
 
-def _float_bits(checkpoint: Checkpoint | BridgedCheckpoint, machine: Machine) -> int:
-    """Of a number as it is computed with, and of a cache that is not quantized."""
-    return 8 * (FLOAT32 if machine.device == "cpu" else checkpoint.float_bytes)
-
-
 def _record(
     model: str,
     checkpoint: Checkpoint | BridgedCheckpoint,
@@ -234,7 +300,7 @@ def _record(
         "machine": asdict(machine),
         "fits": made.total <= machine.limit_bytes,
         "longest_context": [
-            {"bits": bits or _float_bits(checkpoint, machine), **asdict(found)} for bits, found in longest.items()
+            {"bits": bits or float_bits(checkpoint, machine), **asdict(found)} for bits, found in longest.items()
         ],
     }
 
@@ -249,7 +315,7 @@ def _print_table(
     from rich.table import Table
 
     settings = made.settings
-    bits = settings.kv_bits or _float_bits(checkpoint, machine)
+    bits = settings.kv_bits or float_bits(checkpoint, machine)
     table = Table(title=f"{model} on a {machine.device.upper()}", title_justify="left", box=None, pad_edge=False)
     bridged = isinstance(checkpoint, BridgedCheckpoint)
     estimate = ", an estimate" if bridged or machine.device != "cpu" else ""
@@ -258,7 +324,7 @@ def _print_table(
     table.add_column(justify="right")
     table.add_column(overflow="fold")
     rows = [
-        ("weights", made.weights, _describe_weights(checkpoint, machine) + _describe_experts(checkpoint, made)),
+        ("weights", made.weights, describe_weights(checkpoint, machine) + _describe_experts(checkpoint, made)),
         ("cache", made.cache, _describe_cache(made, bits)),
         *([("state", made.state, "of linear layers, allocated at the first prefill")] if made.state else []),
         ("prefill scratch", made.scratch, f"{settings.prefill_step_size} tokens at a time{estimate}"),
@@ -285,6 +351,6 @@ def _print_table(
     each = "" if settings.sequences is None else f", each of {settings.sequences} sequences"
     console.print(f"longest context that fits{each}:")
     for cached, found in longest.items():
-        print_bits = cached or _float_bits(checkpoint, machine)
+        print_bits = cached or float_bits(checkpoint, machine)
         ended = {"memory": "", "the model's context": ", the model's own"}.get(found.ended_by, f", {found.ended_by}")
         console.print(f"  {print_bits:2} bits  {f'{found.tokens} tokens{ended}' if found.tokens else 'none'}")

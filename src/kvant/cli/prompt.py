@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvant.cli import options
+from kvant.cli import options, ranks
 from kvant.cli.options import BadValueError
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import ModelError, PromptError
@@ -74,7 +74,8 @@ def read_prompt(argument: str | None, option: str | None) -> str:
     if written == "-":
         prompt = _piped_text()
     else:
-        piped = "" if sys.stdin.isatty() else _piped_text().rstrip("\r\n")
+        whose = not sys.stdin.isatty() and ranks.reads_input()
+        piped = _piped_text().rstrip("\r\n") if whose else ""
         parts = [part for part in (piped, written) if part is not None and (part is written or part.strip())]
         if not parts:
             raise BadValueError("no prompt; give it as an argument, with --prompt, or pipe it into standard input")
@@ -85,7 +86,13 @@ def read_prompt(argument: str | None, option: str | None) -> str:
 
 
 def standard_input() -> bytes:
-    """All of it. Whoever inherits a pipe that nobody closes waits for ever, and is told so."""
+    """All of it. Whoever inherits a pipe that nobody closes waits for ever, and is told so.
+
+    Raises:
+        BadValueError: mlx.launch keeps it open.
+    """
+    if not ranks.reads_input():
+        raise BadValueError("standard input is mlx.launch's, which never ends it; expected a prompt, or `kvant launch`")
     with _said_if_it_lasts("waiting for the end of standard input; Ctrl-D ends it, `< /dev/null` leaves it out"):
         return sys.stdin.buffer.read()
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import mlx.core as mx
 import typer
 
 from kvant.cache.pages import PAGE_SIZE
-from kvant.cli import options, terminal
+from kvant.cli import options, ranks, terminal
+from kvant.cli.fitting import named_format
+from kvant.cli.follow import follow
 from kvant.cli.options import BadValueError
-from kvant.cli.session import RunOptions, load_session, named_format
+from kvant.cli.session import RunOptions, bound_memory, load_session
 from kvant.engine.load import POCKET
 from kvant.errors import KvantError
 from kvant.sizes import format_bytes
@@ -47,6 +48,7 @@ def serve(
     kv_group_size: options.KvGroupSize = None,
     kv_bias_split: options.KvBiasSplit = True,
     kernels: options.Kernels = None,
+    parallel: options.Parallel = None,
     prefill_step_size: options.PrefillStepSize = 512,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="An answer is the same whatever runs beside it; slower.")
@@ -95,6 +97,7 @@ def serve(
         kv_group_size=kv_group_size,
         kv_bias_split=kv_bias_split,
         kernels=kernels,
+        parallel=parallel,
         max_kv_size=max_kv_size,
         prefill_step_size=prefill_step_size,
         wired=wired,
@@ -109,6 +112,8 @@ def serve(
         raise BadValueError(
             "--prompt-cache-file: nobody knows in which chunks it was read, so not with --deterministic"
         )
+    ranks.refuse(prompt_cache_file=prompt_cache_file)
+    follow(run, bounded=True)
     settings = Settings(
         model=run.model,
         adapter_path=adapter_path,
@@ -159,7 +164,7 @@ def serve(
         settings = replace(
             settings, max_kv_size=planned.max_kv_size, template_variables=dict(session.template_variables)
         )
-        bound_memory(planned)
+        bound_memory(planned.arrays, planned.scratch)
         with named_format(session.settings):
             pool = make_pool(settings, session.model)
         warm_start(settings, session.model, pool, prompt_cache_file or ())
@@ -229,9 +234,3 @@ def describe_plan(planned: MemoryPlan) -> str:
     total = planned.total + parts["requests"]
     listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
     return f"{format_bytes(total)} planned at most: {listed}"
-
-
-def bound_memory(planned: MemoryPlan) -> None:
-    """Hold MLX to the plan: what it keeps for reuse counts, and goes before more than planned is taken."""
-    mx.set_cache_limit(planned.scratch)
-    mx.set_memory_limit(planned.arrays)

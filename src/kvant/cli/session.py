@@ -3,8 +3,7 @@
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,10 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.cache import ModelCache
-from kvant.cli import options
-from kvant.cli.fitting import plan_that_fits
+from kvant.cli import options, ranks
+from kvant.cli.fitting import named_format, plan_for, plan_that_fits
 from kvant.cli.options import BadValueError, KvSize
+from kvant.cli.parts import Arranged, arrange, loader
 from kvant.cli.progress import LateProgress
 from kvant.cli.sampling import describe_sampling, drawn_seed, in_force, model_sampling
 from kvant.cli.template import checked_variables, set_ends
@@ -22,8 +22,7 @@ from kvant.engine.draw import Sampler
 from kvant.engine.load import POCKET, find_adapter, find_model, load_folder
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.sampling import SamplingOptions
-from kvant.errors import ContextError
-from kvant.models import Decoder, LanguageModel
+from kvant.models import LanguageModel
 from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer
@@ -54,6 +53,7 @@ class RunOptions:
     max_kv_size: options.MaxKvSize = None
     kernels: options.Kernels = None
     prefill_step_size: options.PrefillStepSize = 512
+    parallel: options.Parallel = None
     wired: options.Wired = False
     raw: options.Raw = False
     quiet: options.Quiet = False
@@ -69,8 +69,14 @@ class RunOptions:
         options.check_stop(self.stop or ())
         options.check_text(**{"--extra-eos-token": "".join(self.extra_eos_token or ())})
         options.template_variables(self.chat_template_config)
+        options.check_parallel(self.parallel)
         if self.ignore_eos and self.extra_eos_token:
             raise BadValueError("--extra-eos-token ends a text, and --ignore-eos goes on past all that ends one")
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The flags by name: on several ranks all have to be the same."""
+        return {option.name: getattr(self, option.name) for option in options.flags(RunOptions)}
 
     def settings(self) -> Settings:
         """Of the cache and of reading the prompt."""
@@ -92,6 +98,7 @@ class Session:
         reserved: tokens that a sequence can have.
         state_bytes: of linear and convolution layers, beside keys and values: mlx-lm allocates them at the first
             prefill.
+        arranged: how the model is divided; None: it is in this process.
         sampling_line: for a person, what :meth:`sampling` gave last: every option in force and where it comes from.
     """
 
@@ -105,6 +112,7 @@ class Session:
     machine: Machine
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    arranged: Arranged | None = None
     reserved: int | None = field(default=None, init=False)
     state_bytes: int = field(default=0, init=False)
     sampling_line: str = field(default="", init=False)
@@ -122,12 +130,21 @@ class Session:
         Raises:
             ContextError: it does not fit into this machine, or into the model's context.
         """
+        if self.arranged is not None:
+            return self.arranged.own
         return plan_that_fits(self.checkpoint, self.settings, max_kv_size, self.machine, split_pairs(self.model))
+
+    def plan_with(self, settings: Settings, tokens: int) -> tuple[MemoryPlan, Machine]:
+        """The memory of other settings, whether it fits or not, and of which machine: of several the fullest."""
+        if self.arranged is not None:
+            return self.arranged.plan_with(settings, tokens)
+        pairs = split_pairs(self.model)
+        return plan_for(self.checkpoint, settings, tokens, self.machine, pairs), self.machine
 
     @property
     def cache_bytes(self) -> int:
         """Bytes reserved for keys and values in all layers; they never change."""
-        if isinstance(self.model, Decoder):
+        if type(self.cache) is ModelCache:
             return self.cache.nbytes
         from kvant.bridge.cache import BridgedCache  # there already: its cache is one
 
@@ -171,7 +188,7 @@ class Session:
 
     def describe_layers(self) -> list[str]:
         """Where layers differ, a line for each kind."""
-        if isinstance(self.model, Decoder):
+        if type(self.cache) is ModelCache:
             return []
         from kvant.bridge.cache import BridgedCache
 
@@ -246,6 +263,37 @@ def load_session(
     folder = find_model(run.model)
     if sampling is not None:
         in_force(sampling, model_sampling(folder, sampling), run.origins)
+    checkpoint, settings, machine = prepare(run, folder, sequences=sequences, requests=requests)
+    arranged = None
+    if ranks.guard() is None:
+        planned = plan_that_fits(checkpoint, settings, max_kv_size, machine)
+    else:
+        arranged = arrange(run.shared, folder, checkpoint, settings, max_kv_size, machine)
+        planned = arranged.own
+    tell(planned)
+    if run.wired:
+        wire(planned.total)
+    load_weights = None if arranged is None else loader(arranged)
+    with LateProgress("loading", quiet=run.quiet) as progress:
+        model, tokenizer = load_folder(
+            folder, progress.update, adapter_path=run.adapter_path, process=process, load_weights=load_weights
+        )
+    variables = checked_variables(tokenizer, run.chat_template_config)
+    set_ends(tokenizer, run.extra_eos_token or (), model.config.vocab_size, ignored=run.ignore_eos)
+    gc.freeze()  # the loaded objects stay: the collector need not look at them between tokens
+    load_s = time.perf_counter() - started
+    known = (folder, checkpoint, settings, machine, variables, run.origins, arranged)
+    return Session(model, tokenizer, load_s, run.model, *known)
+
+
+def prepare(
+    run: RunOptions, folder: Path, *, sequences: int | None = None, requests: int = 0
+) -> tuple[Checkpoint | BridgedCheckpoint, Settings, Machine]:
+    """What a plan is made of: what is known of the model in a folder, the settings and this machine.
+
+    Arguments and errors as those of :func:`load_session`.
+    """
+    ranks.check_parallel(run.parallel)
     checkpoint = read_folder(folder)
     if run.adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))
@@ -253,30 +301,7 @@ def load_session(
     if requests and machine.device == "cpu":
         source = f"{machine.limit_source}, less {format_bytes(requests)} for requests"
         machine = replace(machine, limit_bytes=machine.limit_bytes - requests, limit_source=source)
-    planned = plan_that_fits(checkpoint, settings, max_kv_size, machine)
-    tell(planned)
-    if run.wired:
-        wire(planned.total)
-    with LateProgress("loading", quiet=run.quiet) as progress:
-        model, tokenizer = load_folder(folder, progress.update, adapter_path=run.adapter_path, process=process)
-    variables = checked_variables(tokenizer, run.chat_template_config)
-    set_ends(tokenizer, run.extra_eos_token or (), model.config.vocab_size, ignored=run.ignore_eos)
-    gc.freeze()  # the loaded objects stay: the collector need not look at them between tokens
-    load_s = time.perf_counter() - started
-    return Session(model, tokenizer, load_s, run.model, folder, checkpoint, settings, machine, variables, run.origins)
-
-
-@contextmanager
-def named_format(settings: Settings) -> Iterator[None]:
-    """A ValueError in the block is of the cache's format: it becomes a BadValueError that begins with its flags."""
-    try:
-        yield
-    except ContextError:
-        raise
-    except ValueError as error:  # the plan checked the format itself
-        raise BadValueError(
-            f"--kv-bits {settings.kv_bits} --kv-group-size {settings.kv_group_size}: {error}"
-        ) from error
+    return checkpoint, settings, machine
 
 
 def wire(count: int) -> None:
@@ -290,3 +315,9 @@ def wire(count: int) -> None:
             f"--wired: only a Mac's GPU has memory to wire; MLX computes on the {default_device()} here"
         )
     mx.set_wired_limit(count)
+
+
+def bound_memory(arrays: int, scratch: int) -> None:
+    """Hold MLX to a plan's bytes: what it keeps for reuse counts, and goes before more than planned is taken."""
+    mx.set_cache_limit(scratch)
+    mx.set_memory_limit(arrays)

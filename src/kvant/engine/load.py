@@ -1,6 +1,6 @@
 """A model's name or folder to a decoder and a tokenizer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -16,6 +16,7 @@ from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer, begin_loading
 
 POCKET = "pocket"  # the embedded model's name
+LoadModel = Callable[[Path, Progress | None, Path | None], LanguageModel]
 
 
 @overload
@@ -94,6 +95,7 @@ def load_folder(
     *,
     adapter_path: str | Path | None = None,
     process: TextProcess | None = None,
+    load_weights: LoadModel | None = None,
 ) -> tuple[LanguageModel, Tokenizer]:
     """Load from a folder, the tokenizer beside the weights.
 
@@ -101,6 +103,7 @@ def load_folder(
         progress: as in :func:`load_model`.
         adapter_path: as in :func:`load`.
         process: for the tokenizer, where one was started already.
+        load_weights: in place of :func:`load_model`.
     """
     adapter = None if adapter_path is None else find_adapter(adapter_path)
     try:
@@ -108,7 +111,7 @@ def load_folder(
     except ModelError:
         check_model(folder)  # an error of the model itself is said first
         raise
-    model = load_model(folder, progress, adapter)
+    model = (load_weights or load_model)(folder, progress, adapter)
     model.identity = identify(folder, adapter)
     loaded = tokenizer()
     loaded.eos_token_ids = {*loaded.eos_token_ids, *model.config.eos_token_ids}

@@ -12,7 +12,8 @@ from kvant.files import read_json
 from kvant.models.architectures.table import Parameter
 from kvant.models.config import ModelConfig
 from kvant.models.parameters import matrices, parameters
-from kvant.models.tensors import TensorFiles
+from kvant.models.share import Share, Wanted, divides_inputs
+from kvant.models.tensors import Part, TensorFiles
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapters.safetensors"
 PARTS = {"lora": ("lora_a", "lora_b"), "dora": ("lora_a", "lora_b", "m")}  # by fine_tune_type
@@ -30,35 +31,47 @@ class LowRank:
         down: (in, r) float32.
         up: (r, out) float32, times the adapter's scale.
         magnitude: (out,) float32, DoRA's norm of each row; None: LoRA, rows stay as they are.
+        sums_squares: other ranks have other inputs of the same rows.
     """
 
     down: mx.array
     up: mx.array
     magnitude: mx.array | None
+    sums_squares: bool = False
 
 
 class Adapter:
-    """An adapter folder, read and checked whole. Each matrix takes its part once, when it is loaded."""
+    """An adapter folder, checked whole and read as far as it is wanted.
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
+    Each matrix takes its part once, when it is loaded.
+    """
+
+    def __init__(self, folder: Path, config: ModelConfig, wanted: Wanted) -> None:
         """Read ``adapter_config.json`` and ``adapters.safetensors``.
 
         Args:
             folder: as ``mlx_lm.lora`` writes it.
-            config: of the model the adapter is for.
+            config: of the whole model the adapter is for.
+            wanted: what is loaded of it.
 
         Raises:
             ModelError: no adapter folder, or one of another kind or format.
             CheckpointError: tensors that are missing, not the model's, of the wrong shape or dtype, or without effect.
         """
-        sizes = matrices(config)
-        settings = _read_settings(folder, config.hidden_size, len(sizes))
+        settings = _read_settings(folder, config.hidden_size, len(matrices(config)))
         tensors = TensorFiles(folder, [tensors_file(folder)])
-        self._low_ranks: dict[str, LowRank] = {}
-        for path, row in _targets(tensors, settings, config).items():
-            self._low_ranks[path] = _read_low_rank(tensors, path, row, sizes[path], settings)
-        if settings.kind == "lora" and not any(low.down.any() and low.up.any() for low in self._low_ranks.values()):
-            raise CheckpointError(f"{folder / TENSORS_FILE}: every lora_a or lora_b is zero; it would change nothing")
+        self._all_sum = wanted.all_sum
+        self._low_ranks = {
+            path: _read_low_rank(_Target(path, row, config, wanted.share), tensors, settings)
+            for path, (layer, row) in _targets(tensors, settings, config).items()
+            if wanted.has(config, row, layer)
+        }
+        if settings.kind == "lora":
+            changes = any(low.down.any() and low.up.any() for low in self._low_ranks.values())
+            if not self._all_sum(mx.array([float(changes)])).item():
+                raise CheckpointError(
+                    f"{folder / TENSORS_FILE}: every lora_a or lora_b is zero; it would change nothing"
+                )
 
     def fuse(self, path: str, weight: mx.array, dtype: mx.Dtype) -> mx.array:
         """The (out, in) floating-point matrix at ``path``, or the stack of experts', changed by the adapter.
@@ -70,7 +83,10 @@ class Adapter:
             return weight
         fused = weight.astype(mx.float32) + (low.down @ low.up).swapaxes(-1, -2)
         if low.magnitude is not None:
-            fused *= (low.magnitude / mx.linalg.norm(fused, axis=1))[:, None]
+            squares = mx.square(fused).sum(axis=1)
+            if low.sums_squares:
+                squares = self._all_sum(squares)
+            fused *= (low.magnitude * mx.rsqrt(squares))[:, None]
         fused = fused.astype(dtype)
         if not mx.isfinite(fused).all().item():
             raise CheckpointError(f"{path}: not finite with the adapter's part in it")
@@ -166,8 +182,8 @@ def _read_keys(path: Path, parameters: Mapping[str, Any], num_matrices: int) -> 
     return frozenset(keys)
 
 
-def _targets(tensors: TensorFiles, settings: _Settings, config: ModelConfig) -> dict[str, Parameter]:
-    """The adapted matrices by path. The file holds tensors for exactly those that adapter_config.json describes.
+def _targets(tensors: TensorFiles, settings: _Settings, config: ModelConfig) -> dict[str, tuple[int | None, Parameter]]:
+    """The adapted matrices by path, and their layers. The file holds tensors for those adapter_config.json describes.
 
     As in mlx-lm, a key is a path inside each of the last ``num_layers`` layers, all of them where that is not positive,
     or from the model's root. Without keys any projection in these layers may be adapted, and the file says which.
@@ -177,7 +193,7 @@ def _targets(tensors: TensorFiles, settings: _Settings, config: ModelConfig) -> 
     if len(tensors.names) > most:
         raise CheckpointError(f"{TENSORS_FILE}: {len(tensors.names)} tensors; expected at most {most} for this model")
     first = max(0, config.num_hidden_layers - settings.num_layers) if settings.num_layers > 0 else 0
-    known = {path: row for path, _, row in rows}
+    known = {path: (layer, row) for path, layer, row in rows}
     described = {path for path, layer, row in rows if _describes(settings.keys, first, path, layer, row)}
     paths = {name.rpartition(".")[0] for name in tensors.names}
     if not paths:
@@ -205,35 +221,60 @@ def _describes(keys: frozenset[str] | None, first: int, path: str, layer: int | 
     return layer is not None and layer >= first and (keys is None or row.path in keys)
 
 
-def _read_low_rank(
-    tensors: TensorFiles, path: str, row: Parameter, size: tuple[int, ...], settings: _Settings
-) -> LowRank:
-    rank = settings.rank
-    if len(size) > 2:
-        return _read_experts(tensors, path, size, settings)
-    out, width = size
-    embeds = row.role == "embedding"  # its lora_a is on the side of the tokens: the other way round than a projection's
-    ends = (out, width) if embeds else (width, out)
-    a = _read(tensors, f"{path}.lora_a", (ends[0], rank))
-    b = _read(tensors, f"{path}.lora_b", (rank, ends[1]))
-    down, up = (b.T, a.T) if embeds else (a, b)
-    magnitude = _read(tensors, f"{path}.m", (out,)) if settings.kind == "dora" else None
-    return LowRank(down, _bounded(f"{path}.lora_b times the scale", up * settings.scale), magnitude)
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """An adapted matrix, and the share of it that a rank has."""
+
+    path: str
+    row: Parameter
+    config: ModelConfig
+    share: Share
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Of the whole matrix."""
+        return self.config.shape(self.row)
+
+    def part(self, axis: int, *, outputs: bool) -> Part | None:
+        """The part of a tensor whose ``axis`` is the matrix's outputs, or its inputs; None: all of it."""
+        if self.share.part(self.config, self.row, self.size) is None or divides_inputs(self.row) == outputs:
+            return None
+        return Part(axis, (self.share.range(self.config, self.row),))
 
 
-def _read_experts(tensors: TensorFiles, path: str, size: tuple[int, ...], settings: _Settings) -> LowRank:
+def _read_low_rank(target: _Target, tensors: TensorFiles, settings: _Settings) -> LowRank:
+    path, rank = target.path, settings.rank
+    if len(target.size) > 2:
+        return _read_experts(target, tensors, settings)
+    out, width = target.size
+    if target.row.role == "embedding":  # its lora_a is on the side of the tokens, unlike a projection's
+        a = _read(tensors, f"{path}.lora_a", (out, rank), target.part(0, outputs=True))
+        b = _read(tensors, f"{path}.lora_b", (rank, width), target.part(1, outputs=False))
+        down, up = b.T, a.T
+    else:
+        down = _read(tensors, f"{path}.lora_a", (width, rank), target.part(0, outputs=False))
+        up = _read(tensors, f"{path}.lora_b", (rank, out), target.part(1, outputs=True))
+    magnitude = None
+    if settings.kind == "dora":
+        magnitude = _read(tensors, f"{path}.m", (out,), target.part(0, outputs=True))
+    sums_squares = target.part(0, outputs=False) is not None
+    return LowRank(down, _bounded(f"{path}.lora_b times the scale", up * settings.scale), magnitude, sums_squares)
+
+
+def _read_experts(target: _Target, tensors: TensorFiles, settings: _Settings) -> LowRank:
     """The part of a stack of experts, whose factors mlx-lm has the other way round."""
+    path, rank = target.path, settings.rank
     if settings.kind == "dora":
         raise ModelError(f"{path} has experts; a DoRA adapter scales rows of single matrices only")
-    experts, out, width = size
-    a = _read(tensors, f"{path}.lora_a", (experts, settings.rank, width))
-    b = _read(tensors, f"{path}.lora_b", (experts, out, settings.rank))
+    experts, out, width = target.size
+    a = _read(tensors, f"{path}.lora_a", (experts, rank, width), target.part(2, outputs=False))
+    b = _read(tensors, f"{path}.lora_b", (experts, out, rank), target.part(1, outputs=True))
     up = _bounded(f"{path}.lora_b times the scale", b.swapaxes(-1, -2) * settings.scale)
     return LowRank(a.swapaxes(-1, -2), up, None)
 
 
-def _read(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> mx.array:
-    return _bounded(name, tensors.take(name, shape).astype(mx.float32))
+def _read(tensors: TensorFiles, name: str, shape: tuple[int, ...], part: Part | None) -> mx.array:
+    return _bounded(name, tensors.take(name, shape, part=part).astype(mx.float32))
 
 
 def _bounded(name: str, array: mx.array) -> mx.array:

@@ -1,6 +1,7 @@
 """Files to arrays, safely: safetensors only, every shape and dtype checked before an array is made."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,8 +18,9 @@ from kvant.models.linear import Linear
 from kvant.models.matrix import DenseMatrix, QuantizedMatrix
 from kvant.models.matrix_loading import check_device, dense_matrix, quantized_matrix
 from kvant.models.mlp import MLP
-from kvant.models.parameters import matrices, parameters, vectors
-from kvant.models.stacking import stored_otherwise, take_stacked
+from kvant.models.parameters import matrices, parameters
+from kvant.models.share import Share, Wanted, divides_inputs, everything, local_config
+from kvant.models.stacking import joined_part, stored_otherwise, take_stacked
 from kvant.models.tensors import FLOATS, Expected, TensorFiles
 from kvant.threads import check_process
 
@@ -44,15 +46,93 @@ def load_decoder(folder: Path, progress: Progress | None = None, adapter: Path |
         ModelError: a folder that does not hold a supported model or adapter.
         CheckpointError: tensors that are truncated, missing, unexpected, or of the wrong shape or dtype.
     """
+    return load_part(folder, progress=progress, adapter=adapter).decoder()
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderParts:
+    """What a rank has of a decoder.
+
+    Attributes:
+        config: of the rank's model: its layers, heads and features.
+        dtype: of activations.
+        embed_tokens: None: the rank neither embeds tokens nor has an output head that is tied to the embedding.
+        layers: its own.
+        norm: the one before the output head; None: another rank has both.
+        lm_head: None: tied to the embedding, or another rank's.
+        bytes_read: of the model's tensors.
+    """
+
+    config: ModelConfig
+    dtype: mx.Dtype
+    embed_tokens: Matrix | None
+    layers: tuple[Block, ...]
+    norm: mx.array | None
+    lm_head: Matrix | None
+    bytes_read: int
+
+    def decoder(self) -> Decoder:
+        """The decoder, of parts that have both of its ends."""
+        assert self.embed_tokens is not None
+        assert self.norm is not None
+        return Decoder(
+            self.config,
+            self.dtype,
+            embed_tokens=self.embed_tokens,
+            layers=self.layers,
+            norm=self.norm,
+            lm_head=self.lm_head,
+        )
+
+
+def load_part(
+    folder: Path,
+    *,
+    share: Share | None = None,
+    layers: range | None = None,
+    embedding: bool = True,
+    head: bool = True,
+    all_sum: Callable[[mx.array], mx.array] = lambda x: x,
+    progress: Progress | None = None,
+    adapter: Path | None = None,
+) -> DecoderParts:
+    """Load what one rank has of a model folder, as :func:`load_decoder`; nothing else of it is read.
+
+    Args:
+        share: of :func:`kvant.models.share.shares`; None: all of each layer.
+        layers: numbers of the rank's layers; None: all.
+        embedding: it embeds tokens.
+        head: it has the output head and the norm before it.
+        all_sum: the sum of an array over all ranks. Every rank calls it as often, and only where there is an adapter.
+        progress, adapter: as there; progress counts the rank's layers.
+    """
     check_process()
-    config, tensors = check_folder(folder)
-    adapted = None if adapter is None else Adapter(adapter, config)
-    builder = _Builder(config, tensors, _compute_dtype(config, tensors), adapted)
+    config, tensors = _open(folder)
+    whole = everything(config)
+    wanted = Wanted(
+        share=whole.share if share is None else share,
+        layers=whole.layers if layers is None else layers,
+        embedding=embedding or (head and is_tied(config, tensors)),
+        head=head,
+        all_sum=all_sum,
+    )
+    tensors.check_memory(part_bytes(config, tensors, wanted))
+    adapted = None if adapter is None else Adapter(adapter, config, wanted)
+    builder = _Builder(config, tensors, _compute_dtype(config, tensors), adapted, wanted)
     builder.check_formats()
-    decoder = builder.decoder(progress or (lambda done, total: None))
+    parts = builder.parts(progress or (lambda done, total: None))
     if adapted is not None:
         adapted.check_taken()
-    return decoder
+    return parts
+
+
+def _open(folder: Path) -> tuple[ModelConfig, TensorFiles]:
+    """The config and the tensors of a model folder, whose names, shapes and dtypes agree."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such model folder")
+    config, tensors = ModelConfig.from_folder(folder), TensorFiles(folder)
+    tensors.check(expected_tensors(config, tensors))
+    return config, tensors
 
 
 def check_folder(folder: Path) -> tuple[ModelConfig, TensorFiles]:
@@ -61,11 +141,8 @@ def check_folder(folder: Path) -> tuple[ModelConfig, TensorFiles]:
     Raises:
         ModelError, CheckpointError: as :func:`load_decoder`.
     """
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: no such model folder")
-    config = ModelConfig.from_folder(folder)
-    tensors = TensorFiles(folder)
-    tensors.check(expected_tensors(config, tensors))
+    config, tensors = _open(folder)
+    tensors.check_memory(tensors.nbytes)
     return config, tensors
 
 
@@ -86,19 +163,51 @@ def expected_tensors(config: ModelConfig, tensors: TensorFiles) -> Expected:
         CheckpointError: a tensor that loading would not read: the model is another; a quantized matrix that config.json
             does not describe.
     """
-    tied, head = is_tied(config, tensors), config.architecture.head.path
     expected: dict[str, tuple[tuple[int, ...], Sequence[str]]] = {}
-    for path, _, row in parameters(config):
-        if len(row.shape) > 1 and (path != head or not tied):
-            stored = stored_otherwise(config, tensors, path, row)
-            expected |= _stored(config, tensors, path, config.shape(row)) if stored is None else stored
-    expected |= {name: ((size,), FLOATS) for name, size in vectors(config).items()}
-    known = {*expected, *(f"{head}.{part}" for part in ("weight", "scales", "biases") if tied)}
-    extra = sorted(name for name in tensors.names - known if not name.endswith(IGNORED_SUFFIXES))
+    for _, _, own in _stored_parameters(config, tensors):
+        expected |= own
+    head = config.architecture.head.path
+    tied = {f"{head}.{part}" for part in ("weight", "scales", "biases")} if is_tied(config, tensors) else set()
+    extra = sorted(name for name in tensors.names - expected.keys() - tied if not name.endswith(IGNORED_SUFFIXES))
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise CheckpointError(f"unexpected tensor {extra[0]}{more}; config.json describes a model without it")
     return expected
+
+
+def part_bytes(config: ModelConfig, tensors: TensorFiles, wanted: Wanted) -> int:
+    """Bytes of the tensors that a rank reads, in files that were checked."""
+    table, share = config.architecture, wanted.share
+    found = {}
+    for row, layer, own in _stored_parameters(config, tensors):
+        if not wanted.has(config, row, layer):
+            continue
+        for name, (shape, _) in own.items():
+            if row.joined is not None and name.endswith(row.joined):
+                part = joined_part(config, table.of_role(row.role), share)
+            elif name.endswith(".bias") and not adds_bias(row, share):
+                continue
+            else:
+                part = share.part(config, row, shape)
+            found[name] = tensors.part_bytes(name, part)
+    return sum(found.values())
+
+
+def adds_bias(row: Parameter, share: Share) -> bool:
+    """Whether a rank adds a projection's bias: where outputs are a sum over the ranks, the first one does."""
+    return share.rank == 0 or not divides_inputs(row)
+
+
+def _stored_parameters(config: ModelConfig, tensors: TensorFiles) -> Iterator[tuple[Parameter, int | None, Expected]]:
+    """Each parameter's row of the table, its layer (None: it is in none), and its tensors as they are to be stored."""
+    tied, head = is_tied(config, tensors), config.architecture.head
+    for path, layer, row in parameters(config):
+        if len(row.shape) == 1:
+            yield row, layer, {f"{path}.weight": (config.shape(row), FLOATS)}
+        elif row != head or not tied:
+            own = stored_otherwise(config, tensors, path, row)
+            bias = {f"{path}.bias": (config.shape(row)[:1], FLOATS)} if row.bias in config.biases else {}
+            yield row, layer, {**(_stored(config, tensors, path, config.shape(row)) if own is None else own), **bias}
 
 
 def _stored(config: ModelConfig, tensors: TensorFiles, path: str, size: tuple[int, ...]) -> Expected:
@@ -121,25 +230,39 @@ def _stored(config: ModelConfig, tensors: TensorFiles, path: str, size: tuple[in
 class _Builder:
     """Arrays to layers, by the architecture's table."""
 
-    def __init__(self, config: ModelConfig, tensors: TensorFiles, dtype: mx.Dtype, adapter: Adapter | None) -> None:
+    def __init__(
+        self, config: ModelConfig, tensors: TensorFiles, dtype: mx.Dtype, adapter: Adapter | None, wanted: Wanted
+    ) -> None:
         self.config = config
         self.tensors = tensors
         self.dtype = dtype
         self.adapter = adapter
+        self.wanted = wanted
+        self.share = wanted.share
+        self.local = local_config(config, wanted.share, wanted.layers)
 
-    def decoder(self, progress: Progress) -> Decoder:
-        config, table = self.config, self.config.architecture
-        (embed_tokens,) = self._matrices("", [table.embedding])
-        lm_head = None if is_tied(config, self.tensors) else self._matrices("", [table.head])[0]
-        norm = self._norm("", table.final_norm)
-        mx.eval(norm, embed_tokens.arrays, lm_head.arrays if lm_head else [])
+    def parts(self, progress: Progress) -> DecoderParts:
+        table, wanted = self.config.architecture, self.wanted
+        has_own_head = wanted.head and not is_tied(self.config, self.tensors)
+        embed_tokens = self._matrices("", [table.embedding])[0] if wanted.embedding else None
+        lm_head = self._matrices("", [table.head])[0] if has_own_head else None
+        norm = self._norm("", table.final_norm) if wanted.head else None
+        mx.eval([matrix.arrays for matrix in (embed_tokens, lm_head) if matrix is not None], norm)
         layers = []
-        for index in range(config.num_hidden_layers):
+        for index in wanted.layers:
             layer = self._block(index)
             mx.eval(layer.arrays)  # layer by layer, so that only one is held in two dtypes
             layers.append(layer)
-            progress(index + 1, config.num_hidden_layers)
-        return Decoder(config, self.dtype, embed_tokens=embed_tokens, layers=layers, norm=norm, lm_head=lm_head)
+            progress(len(layers), len(wanted.layers))
+        return DecoderParts(
+            config=self.local,
+            dtype=self.dtype,
+            embed_tokens=embed_tokens,
+            layers=tuple(layers),
+            norm=norm,
+            lm_head=lm_head,
+            bytes_read=self.tensors.bytes_read,
+        )
 
     def check_formats(self) -> None:
         """Refuse a quantization that MLX does not have on this device, before any matrix is read."""
@@ -157,12 +280,12 @@ class _Builder:
         qkv = self._linear(path, "qkv")
         qkv_bias = None
         if qkv.bias is not None:  # attention adds it, without the part that a cache leaves out
-            qkv_bias = divide_bias(config, qkv, qkv.bias, norms["before_attention"])
+            qkv_bias = divide_bias(self.local, qkv, qkv.bias, norms["before_attention"])
             qkv = Linear(qkv.matrices)
         head_norm, projection_norms = self._query_key_norms(path)
         return Block(
             self_attn=Attention(
-                config,
+                self.local,
                 qkv,
                 qkv_bias,
                 head_norm,
@@ -192,7 +315,7 @@ class _Builder:
 
     def _query_key_norms(self, path: str) -> tuple[mx.array | None, tuple[mx.array, mx.array] | None]:
         """The norms of an attention's queries and keys: of each head by itself, or of all of a token's together."""
-        config, table = self.config, self.config.architecture
+        config, table = self.local, self.config.architecture
         rows = [*table.of_role("query_norm"), *table.of_role("key_norm")]
         if not rows:
             return None, None
@@ -206,28 +329,29 @@ class _Builder:
         return self._vector(f"{prefix}{row.path}.weight", row)
 
     def _vector(self, name: str, row: Parameter) -> mx.array:
-        return self.tensors.take(name, self.config.shape(row)[:1]).astype(self.dtype)
+        shape = self.config.shape(row)[:1]
+        return self.tensors.take(name, shape, part=self.share.part(self.config, row, shape)).astype(self.dtype)
 
     def _linear(self, prefix: str, role: str) -> Linear:
         rows = self.config.architecture.of_role(role)
-        biases = [self._vector(f"{prefix}{row.path}.bias", row) for row in rows if row.bias in self.config.biases]
+        biased = [row for row in rows if row.bias in self.config.biases and adds_bias(row, self.share)]
+        biases = [self._vector(f"{prefix}{row.path}.bias", row) for row in biased]
         return Linear(self._matrices(prefix, rows), mx.concatenate(biases) if biases else None)
 
     def _matrices(self, prefix: str, rows: Sequence[Parameter]) -> tuple[Matrix, ...]:
         """These matrices, or stacks of them, as one where their storage agrees, else one each."""
-        sizes = {prefix + row.path: self.config.shape(row) for row in rows}
-        if not any(f"{path}.scales" in self.tensors for path in sizes):
+        outputs = {prefix + row.path: self.share.shape(self.config, row)[-2] for row in rows}
+        if not any(f"{path}.scales" in self.tensors for path in outputs):
             return (dense_matrix(self._weights(prefix, rows), self.dtype),)
         parts = [self._one(prefix, row) for row in rows]
-        outputs = {path: size[-2] for path, size in sizes.items()}
         quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
         if len(quantized) == len(parts) and len({part.quantization for part in quantized}) == 1:
             return (self._adapted(quantized_matrix(quantized), outputs),)
-        return tuple(self._adapted(part, {path: outputs[path]}) for part, path in zip(parts, sizes, strict=True))
+        return tuple(self._adapted(part, {path: outputs[path]}) for part, path in zip(parts, outputs, strict=True))
 
     def _weights(self, prefix: str, rows: Sequence[Parameter]) -> list[mx.array]:
         """Floating-point (out, in) matrices, or stacks of them, with the part that an adapter adds to each."""
-        weights = take_stacked(self.config, self.tensors, prefix, rows)
+        weights = take_stacked(self.config, self.tensors, prefix, rows, self.share)
         if self.adapter is None:
             return weights
         paths = [prefix + row.path for row in rows]
@@ -244,7 +368,10 @@ class _Builder:
         stored = _stored(self.config, self.tensors, path, self.config.shape(row))
         if len(stored) == 1 or quantization is None:
             return dense_matrix(self._weights(prefix, [row]), self.dtype)
-        weight, scales, *biases = (self.tensors.take(name, *expected) for name, expected in stored.items())
+        weight, scales, *biases = (
+            self.tensors.take(name, shape, dtypes, self.share.part(self.config, row, shape))
+            for name, (shape, dtypes) in stored.items()
+        )
         if not biases:
             return QuantizedMatrix(weight, scales, None, quantization)
         return QuantizedMatrix(weight, scales.astype(self.dtype), biases[0].astype(self.dtype), quantization)

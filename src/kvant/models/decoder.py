@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvant.cache import AttentionCache, KVCache, ModelCache, QuantizedKVCache
+from kvant.cache import AttentionCache, KVCache, ModelCache
 from kvant.cache.identity import Identity
 from kvant.cache.pool_batch import PoolBatch
 from kvant.models.adapted import Matrix
@@ -15,7 +15,7 @@ from kvant.models.cache_check import check_cache
 from kvant.models.config import ModelConfig
 from kvant.models.decoder_caches import DecoderCaches
 from kvant.models.experts import Experts
-from kvant.models.inputs import check_ids, check_offset
+from kvant.models.inputs import check_ids, check_offset, check_shape
 from kvant.models.linear import Linear
 from kvant.models.mlp import MLP
 from kvant.models.pool import check_batch
@@ -24,6 +24,11 @@ from kvant.operators.masks import window_mask
 from kvant.operators.normalization import rms_norm
 from kvant.operators.rotary import Rotate
 from kvant.threads import check_process
+
+Pair = tuple[mx.array, mx.array]
+Offset = int | mx.array | None
+Cached = Sequence[KVCache] | PoolBatch | None
+Caches = Iterable[AttentionCache | None]  # what each layer attends through
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class Attention:
     qkv_proj: Linear
     qkv_bias: ProjectionBias | None
     head_norm: mx.array | None
-    projection_norms: tuple[mx.array, mx.array] | None
+    projection_norms: Pair | None
     o_proj: Linear
     rotates: bool
     window: int | None
@@ -57,9 +62,7 @@ class Attention:
             qkv = qkv + (self.qkv_bias.stored if split else self.qkv_bias.whole)
         if self.projection_norms is not None:
             query, key, value = mx.split(qkv, [H * D, (H + K) * D], axis=-1)
-            query_weight, key_weight = self.projection_norms
-            query = rms_norm(query, query_weight, config.rms_norm_eps)
-            qkv = mx.concatenate([query, rms_norm(key, key_weight, config.rms_norm_eps), value], axis=-1)
+            qkv = mx.concatenate([*self._normalized(query, key, self.projection_norms), value], axis=-1)
         # (B, S, (H + 2K) D) -> (B, S, H + 2K, D) -> (B, H + 2K, S, D)
         qkv = qkv.reshape(B, S, H + 2 * K, D).transpose(0, 2, 1, 3)
         query_key = qkv[:, : H + K]
@@ -74,6 +77,11 @@ class Attention:
             mask = None if self.window is None or self.window >= S else window_mask(S, S, self.window)
             output = attend_tokens(query, key, value, mask=mask)
         return self.o_proj(output.transpose(0, 2, 1, 3).reshape(B, S, H * D))  # (B, H, S, D) -> (B, S, H D)
+
+    def _normalized(self, query: mx.array, key: mx.array, weights: Pair) -> Pair:
+        """Queries (B, S, H D) and keys (B, S, K D), those of a token together."""
+        eps = self.config.rms_norm_eps
+        return rms_norm(query, weights[0], eps), rms_norm(key, weights[1], eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +152,7 @@ class Decoder(DecoderCaches):
         self._norm = norm
         self._lm_head = lm_head
 
-    def __call__(
-        self,
-        inputs: mx.array,
-        offset: int | mx.array | None = None,
-        cache: Sequence[KVCache] | PoolBatch | None = None,
-    ) -> mx.array:
+    def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
         """Logits of every position; the step is committed.
 
         Args:
@@ -180,32 +183,30 @@ class Decoder(DecoderCaches):
             cache.commit()
         return self.logits(hidden)
 
-    def hidden_states(
-        self,
-        inputs: mx.array,
-        offset: int | mx.array | None = None,
-        cache: Sequence[KVCache] | PoolBatch | None = None,
-    ) -> mx.array:
+    def hidden_states(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
         """The normalized stream after the last layer, (B, S, hidden): what :meth:`logits` reads.
 
         As :meth:`__call__`, but the step is left for ``cache.commit``, and ids are not looked at: one outside the
         vocabulary would be read out of bounds.
         """
-        if inputs.ndim != 2 or 0 in inputs.shape:
-            raise ValueError(f"inputs has shape {tuple(inputs.shape)}; expected (B, S) token ids")
+        return self.states(inputs, *self.begin(inputs, offset, cache))
+
+    def begin(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> tuple[int | mx.array, Caches]:
+        """Begin a step, as :meth:`hidden_states` does. Returns what :meth:`states` takes beside the ids."""
+        check_shape(inputs)
         batch = inputs.shape[0]
         if cache is None:
             check_offset(offset, (0,) * batch)
-            return self.states(inputs, 0, [None] * len(self.layers))
+            return 0, [None] * len(self.layers)
         cache = self._checked(cache)
         # An empty cache that grows takes any number of sequences. Another number of them is refused by begin.
         check_offset(offset, cache.lengths if len(cache.lengths) == batch else cache.lengths[:1] * batch)
         lengths = cache.begin(inputs)
         # A pool's are an array always: a token's logits are not to depend on the lengths of other sequences.
         alike = len(set(lengths)) == 1 and isinstance(cache, ModelCache)
-        return self.states(inputs, lengths[0] if alike else mx.array(lengths), cache)
+        return lengths[0] if alike else mx.array(lengths), cache
 
-    def states(self, inputs: mx.array, start: int | mx.array, caches: Iterable[AttentionCache | None]) -> mx.array:
+    def states(self, inputs: mx.array, start: int | mx.array, caches: Caches) -> mx.array:
         """:meth:`hidden_states` through anything that attends, in operations that are the same for any array ``start``.
 
         Args:
@@ -215,20 +216,14 @@ class Decoder(DecoderCaches):
         """
         check_process()
         x = self._embed_tokens.rows(inputs).astype(self.dtype)
-        rotate = self._rotary.at(start, inputs.shape[1], self.dtype)
+        return rms_norm(self.through_layers(x, start, caches), self._norm, self.config.rms_norm_eps)
+
+    def through_layers(self, x: mx.array, start: int | mx.array, caches: Caches) -> mx.array:
+        """The stream (B, S, hidden) after all layers, from that before them; arguments as those of :meth:`states`."""
+        rotate = self._rotary.at(start, x.shape[1], self.dtype)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, rotate, cache)
-        return rms_norm(x, self._norm, self.config.rms_norm_eps)
-
-    def can_compile(self, cache: ModelCache) -> bool:
-        """See :class:`kvant.models.LanguageModel`. No array of the cache may change its shape.
-
-        A window with a bias split is not compiled: the angles of a new token are computed in Python.
-        """
-        return all(
-            isinstance(layer, QuantizedKVCache) and (layer.window is None or layer.bias_split is None)
-            for layer in cache
-        )
+        return x
 
     def step_logits(self, token: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
         """See :class:`kvant.models.LanguageModel`."""

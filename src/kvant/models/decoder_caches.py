@@ -10,7 +10,7 @@ from kvant.cache import ModelCache, QuantizedKVCache, WindowKVCache
 from kvant.cache.identity import Identity
 from kvant.cache.pool import Pool, pool_bytes
 from kvant.models.config import ModelConfig
-from kvant.models.pool import longest_sequence, pool_formats
+from kvant.models.pool import longest_sequence, narrow_window, pool_formats
 from kvant.models.reservation import check_memory, default_reservation
 from kvant.operators.rotary import Rotary
 from kvant.threads import check_process
@@ -22,12 +22,14 @@ class DecoderCaches:
     Attributes:
         config, dtype, identity: as the decoder has them.
         layers: its blocks.
+        all_windows: of the whole model's layers, where these are a rank's alone; else nothing.
     """
 
     config: ModelConfig
     dtype: mx.Dtype
     layers: Sequence[Any]
     identity: Identity | None
+    all_windows: Sequence[int | None] = ()
     _rotary: Rotary
 
     def make_cache(
@@ -132,6 +134,17 @@ class DecoderCaches:
             kernels=kernels,
             dtype=self.dtype,
             num_heads=self.config.num_attention_heads,
+            windows=[narrow_window(window, max_seq_len) for window in self.all_windows],
+        )
+
+    def can_compile(self, cache: ModelCache) -> bool:
+        """See :class:`kvant.models.LanguageModel`. No array of the cache may change its shape.
+
+        A window with a bias split is not compiled: the angles of a new token are computed in Python.
+        """
+        return all(
+            isinstance(layer, QuantizedKVCache) and (layer.window is None or layer.bias_split is None)
+            for layer in cache
         )
 
 

@@ -3,6 +3,12 @@
 import mlx.core as mx
 
 
+def check_shape(inputs: mx.array) -> None:
+    """Raise a ValueError unless ``inputs`` are (B, S), with neither of them 0."""
+    if inputs.ndim != 2 or 0 in inputs.shape:
+        raise ValueError(f"inputs has shape {tuple(inputs.shape)}; expected (B, S) token ids")
+
+
 def check_ids(inputs: mx.array, vocab_size: int) -> None:
     """Raise a ValueError unless ``inputs`` are token ids of a vocabulary."""
     if not mx.issubdtype(inputs.dtype, mx.integer):

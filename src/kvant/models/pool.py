@@ -44,9 +44,13 @@ def pool_formats(
     formats = []
     for number, window in enumerate(config.windows):
         pairs = None if split_pairs is None else tuple(split_pairs[number])
-        narrow = window is not None and window < max_seq_len
-        formats.append(replace(plain, window=window if narrow else None, split_pairs=pairs))
+        formats.append(replace(plain, window=narrow_window(window, max_seq_len), split_pairs=pairs))
     return formats
+
+
+def narrow_window(window: int | None, max_seq_len: int) -> int | None:
+    """A layer's window in a pool; None where no sequence outgrows it."""
+    return window if window is not None and window < max_seq_len else None
 
 
 def pool_size(

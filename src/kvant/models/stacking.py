@@ -11,7 +11,8 @@ import mlx.core as mx
 from kvant.errors import CheckpointError
 from kvant.models.architectures.table import Parameter
 from kvant.models.config import ModelConfig
-from kvant.models.tensors import FLOATS, Expected, TensorFiles
+from kvant.models.share import Share
+from kvant.models.tensors import FLOATS, Expected, Part, TensorFiles
 
 
 def stored_otherwise(config: ModelConfig, tensors: TensorFiles, path: str, row: Parameter) -> Expected | None:
@@ -36,19 +37,36 @@ def stored_otherwise(config: ModelConfig, tensors: TensorFiles, path: str, row: 
     return dict.fromkeys(names, (config.shape(row)[1:], FLOATS))
 
 
-def take_stacked(config: ModelConfig, tensors: TensorFiles, prefix: str, rows: Sequence[Parameter]) -> list[mx.array]:
+def take_stacked(
+    config: ModelConfig, tensors: TensorFiles, prefix: str, rows: Sequence[Parameter], share: Share
+) -> list[mx.array]:
     """The floating-point stacks (experts, out, in) of all projections of a role, however they are stored.
 
     Args:
         prefix: stands before the paths of the layer.
         rows: of the role.
+        share: only this rank's part is read.
     """
     joined = rows[0].joined
     if joined is not None and prefix + joined in tensors:
-        whole = tensors.take(prefix + joined, _joined_shape(config, rows))
-        bounds = [sum(config.shape(row)[1] for row in rows[:i]) for i in range(1, len(rows))]
+        part = joined_part(config, rows, share)
+        whole = tensors.take(prefix + joined, _joined_shape(config, rows), part=part)
+        bounds = [sum(share.shape(config, row)[1] for row in rows[:i]) for i in range(1, len(rows))]
         return [*mx.split(whole, bounds, axis=1)] if bounds else [whole]
-    return [_stack(config, tensors, prefix, row) for row in rows]
+    return [_stack(config, tensors, prefix, row, share) for row in rows]
+
+
+def joined_part(config: ModelConfig, rows: Sequence[Parameter], share: Share) -> Part | None:
+    """The rank's part of the tensor with all matrices of a role, outputs side by side; None: all of it is."""
+    parts = [share.part(config, row, config.shape(row)) for row in rows]
+    if len(rows) == 1 or parts[0] is None:
+        return parts[0]
+    ranges, start = [], 0
+    for row in rows:
+        first, last = share.range(config, row)
+        ranges.append((start + first, start + last))
+        start += config.shape(row)[1]
+    return Part(1, tuple(ranges))
 
 
 def expert_roles(config: ModelConfig) -> Iterator[tuple[str, list[Parameter]]]:
@@ -68,11 +86,12 @@ def expert_tensors(config: ModelConfig, prefix: str, rows: Sequence[Parameter]) 
             yield prefix + row.joined
 
 
-def _stack(config: ModelConfig, tensors: TensorFiles, prefix: str, row: Parameter) -> mx.array:
+def _stack(config: ModelConfig, tensors: TensorFiles, prefix: str, row: Parameter, share: Share) -> mx.array:
     shape, names = config.shape(row), _each(config, prefix, row)
     if names and names[0] in tensors:
-        return mx.stack([tensors.take(name, shape[1:]) for name in names])
-    return tensors.take(f"{prefix}{row.path}.weight", shape)
+        part = share.part(config, row, shape[1:])
+        return mx.stack([tensors.take(name, shape[1:], part=part) for name in names])
+    return tensors.take(f"{prefix}{row.path}.weight", shape, part=share.part(config, row, shape))
 
 
 def _each(config: ModelConfig, prefix: str, row: Parameter) -> list[str]:

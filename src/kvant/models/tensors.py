@@ -1,7 +1,10 @@
 """The tensors of a model folder: safetensors only, shape and dtype checked before an array is made."""
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,9 +12,10 @@ import mlx.core as mx
 from kvant.errors import CheckpointError, one_line
 from kvant.files import open_file, read_json
 from kvant.sizes import format_bytes, physical_memory
-from kvant.tensor_header import read_header
+from kvant.tensor_header import BITS, Tensor, read_header
 
 FLOATS = ("F32", "F16", "BF16")
+DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "U32": mx.uint32, "U8": mx.uint8}
 MAX_INDEX_BYTES = 64 * 1024 * 1024
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
@@ -19,14 +23,44 @@ Expected = Mapping[str, tuple[tuple[int, ...], Sequence[str]]]  # a tensor's nam
 Identity = tuple[int, int, int, int]  # of a file: device, inode, bytes, time of change in ns
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a tensor: some ranges along one axis, one after the other, and all of the other axes.
+
+    Attributes:
+        axis: from 0.
+        ranges: (first, last) of each: ascending, none empty, all in the tensor.
+    """
+
+    axis: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """The part's shape, of a tensor of this shape.
+
+        Raises:
+            ValueError: ranges that are not in it, in order.
+        """
+        bounds, size = [bound for each in self.ranges for bound in each], whole[self.axis]
+        empty = any(first >= last for first, last in self.ranges)
+        if not bounds or empty or bounds != sorted(bounds) or bounds[0] < 0 or bounds[-1] > size:
+            raise ValueError(f"ranges {self.ranges} of an axis of {size}; expected some of it, in order")
+        return (*whole[: self.axis], sum(last - first for first, last in self.ranges), *whole[self.axis + 1 :])
+
+
 class TensorFiles:
-    """The tensors of a model folder by name. Headers are checked at once; data is read lazily."""
+    """The tensors of a model folder by name. Headers are checked at once; data is read lazily.
+
+    Attributes:
+        bytes_read: of the tensors taken so far, those of each part or whole. Headers are not counted.
+    """
 
     def __init__(self, folder: Path, files: Sequence[Path] | None = None) -> None:
         """Read the headers of ``files``; None: those of the folder's model."""
+        self.bytes_read = 0
         self._file_of: dict[str, Path] = {}
-        self._shape_of: dict[str, tuple[int, ...]] = {}
-        self._dtype_of: dict[str, str] = {}
+        self._tensor_of: dict[str, Tensor] = {}
+        self._data_of: dict[Path, int] = {}  # where a file's tensors begin
         self._opened: dict[Path, Identity] = {}
         self._loaded: dict[Path, dict[str, mx.array]] = {}
         self.files, owners = _shards(folder) if files is None else (list(files), {})
@@ -42,10 +76,12 @@ class TensorFiles:
             with open_file(path, error=CheckpointError) as stream:
                 state = os.fstat(stream.fileno())
                 self._opened[path] = _identity(state)
-                for name, tensor in read_header(path, stream, state.st_size, CheckpointError).tensors.items():
+                header = read_header(path, stream, state.st_size, CheckpointError)
+                self._data_of[path] = len(header.data)
+                for name, tensor in header.tensors.items():
                     if name in self._file_of:
                         raise CheckpointError(f"{path.name}: tensor {name} is also in {self._file_of[name].name}")
-                    self._file_of[name], self._shape_of[name], self._dtype_of[name] = path, tensor.shape, tensor.dtype
+                    self._file_of[name], self._tensor_of[name] = path, tensor
                 self._check_identity(path)
                 self._nbytes += state.st_size
         except (OSError, ValueError, RecursionError) as error:
@@ -76,30 +112,55 @@ class TensorFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         """The tensor's shape."""
         self._require(name)
-        return self._shape_of[name]
+        return self._tensor_of[name].shape
 
     def dtype(self, name: str) -> str:
         """The dtype as safetensors writes it, such as BF16."""
         self._require(name)
-        return self._dtype_of[name]
+        return self._tensor_of[name].dtype
+
+    def part_bytes(self, name: str, part: Part | None) -> int:
+        """Bytes of a part of the tensor; None: of all of it."""
+        shape = self.shape(name)
+        return math.prod(shape if part is None else part.shape(shape)) * BITS[self.dtype(name)] // 8
 
     def check(self, expected: Expected) -> None:
         """Refuse the checkpoint before any of it is read, unless every tensor expected is there and right.
 
         Raises:
-            CheckpointError: a tensor that is missing or wrong, or more bytes than this machine has memory.
+            CheckpointError: a tensor that is missing or wrong.
         """
         for name, (shape, dtypes) in expected.items():
             self._check(name, shape, dtypes)
-        if self._nbytes > physical_memory():
+
+    def check_memory(self, nbytes: int) -> None:
+        """Refuse to read more bytes than this machine has memory.
+
+        Raises:
+            CheckpointError: there are more.
+        """
+        if nbytes > physical_memory():
             raise CheckpointError(
-                f"the tensors have {format_bytes(self._nbytes)}; this machine has {format_bytes(physical_memory())}"
+                f"the tensors have {format_bytes(nbytes)}; this machine has {format_bytes(physical_memory())}"
             )
 
-    def take(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = FLOATS) -> mx.array:
-        """The tensor, after a check of its shape and dtype."""
+    def take(
+        self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = FLOATS, part: Part | None = None
+    ) -> mx.array:
+        """The tensor, after a check of its shape and dtype.
+
+        Args:
+            shape: of the whole tensor.
+            part: read only this, and now. None: all of the tensor, which MLX reads when it is used.
+
+        Raises:
+            CheckpointError: the tensor is missing or another, or its file has changed or cannot be read.
+        """
         self._check(name, shape, dtypes)
         path = self._file_of[name]
+        if part is not None:
+            return self._read_part(name, part)
+        self.bytes_read += self.part_bytes(name, None)
         try:
             if path not in self._loaded:
                 self._loaded[path] = mx.load(str(path))  # type: ignore[assignment]
@@ -111,12 +172,36 @@ class TensorFiles:
             raise CheckpointError(f"tensor {name} has shape {array.shape} when read; expected {shape}")
         return array
 
+    def _read_part(self, name: str, part: Part) -> mx.array:
+        """Read the part's bytes, and no others. The file has to be the same before and after."""
+        path, tensor = self._file_of[name], self._tensor_of[name]
+        buffer = memoryview(bytearray(self.part_bytes(name, part)))
+        start, done = self._data_of[path] + tensor.first, 0
+        try:
+            with open_file(path, error=CheckpointError) as stream:
+                raw = stream.raw
+                assert isinstance(raw, FileIO)  # without a buffer of its own, which would read ahead
+                self._check_open(path, raw)
+                for first, last in _runs(tensor, part):
+                    self.bytes_read += _read_into(raw, start + first, buffer[done : done + last - first])
+                    done += last - first
+                self._check_open(path, raw)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {one_line(error)}") from error
+        data = mx.array(buffer)  # type: ignore[arg-type]  # it takes any buffer
+        return data.view(DTYPES[tensor.dtype]).reshape(part.shape(tensor.shape))
+
+    def _check_open(self, path: Path, raw: FileIO) -> None:
+        if _identity(os.fstat(raw.fileno())) != self._opened[path]:
+            raise CheckpointError(f"{path}: changed while it was read")
+
     def _check(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> None:
         self._require(name)
-        if self._shape_of[name] != shape:
-            raise CheckpointError(f"tensor {name} has shape {self._shape_of[name]}; expected {shape}")
-        if self._dtype_of[name] not in dtypes:
-            raise CheckpointError(f"tensor {name} has dtype {self._dtype_of[name]}; expected {' or '.join(dtypes)}")
+        tensor = self._tensor_of[name]
+        if tensor.shape != shape:
+            raise CheckpointError(f"tensor {name} has shape {tensor.shape}; expected {shape}")
+        if tensor.dtype not in dtypes:
+            raise CheckpointError(f"tensor {name} has dtype {tensor.dtype}; expected {' or '.join(dtypes)}")
 
     def _require(self, name: str) -> None:
         if name not in self._file_of:
@@ -130,6 +215,27 @@ def tensor_files(folder: Path) -> list[Path]:
         CheckpointError: there are none, or the index names others than there are.
     """
     return _shards(folder)[0]
+
+
+def _runs(tensor: Tensor, part: Part) -> Iterator[tuple[int, int]]:
+    """Where the part's bytes are in the tensor: (first, last) of each run without a gap."""
+    rows = math.prod(tensor.shape[: part.axis])
+    row = (tensor.last - tensor.first) // rows
+    item = row // tensor.shape[part.axis]
+    for number in range(rows):
+        yield from ((number * row + first * item, number * row + last * item) for first, last in part.ranges)
+
+
+def _read_into(raw: FileIO, start: int, buffer: memoryview) -> int:
+    """Fill the buffer with a file's bytes from ``start`` on. Returns how many were read."""
+    raw.seek(start)
+    size = len(buffer)
+    while len(buffer):
+        count = raw.readinto(buffer)  # not always all that was asked for: at most 2 GiB on macOS
+        if not count:
+            raise OSError("it ends too early")
+        buffer = buffer[count:]
+    return size
 
 
 def _identity(state: os.stat_result) -> Identity:

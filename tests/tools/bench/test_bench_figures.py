@@ -158,6 +158,7 @@ def test_what_is_not_known_is_null() -> None:
         "bytes_read_per_token": None,
         "achieved_gb_per_s": None,
         "copy_bandwidth_share": None,
+        **dict.fromkeys(("ranks", "parallel", "sums_per_token", "messages_per_token", "sent_bytes_per_token")),
         "ratio": {"median": 1.0, "minimum": 1.0, "maximum": 1.0, "count": 1},
         "first_token_ratio": {"median": 1.0, "minimum": 1.0, "maximum": 1.0, "count": 1},
     }

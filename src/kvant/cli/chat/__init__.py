@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
-from kvant.cli import interrupts, options
+from kvant.cli import interrupts, options, ranks
 from kvant.cli import prompt_cache_file as cache_file
 from kvant.cli.chat.keyboard import Keyboard
 from kvant.cli.chat.loop import converse
 from kvant.cli.chat.talk import Talk, View, notice
+from kvant.cli.follow import follow
 from kvant.cli.session import RunOptions, open_session
 from kvant.engine.sampling import SamplingOptions
 
@@ -39,6 +40,8 @@ def chat(
     options.check_text(prompt_cache_file=prompt_cache_file)
     cache_file.check(prompt_cache_file)
     run = replace(run, model=options.choose_model(context, model_argument, run.model))
+    ranks.refuse(prompt_cache_file=prompt_cache_file)
+    follow(run)
     keyboard = Keyboard()
     with keyboard.kept():
         with keyboard.silent():

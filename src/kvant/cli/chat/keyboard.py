@@ -44,7 +44,8 @@ class Keyboard:
             return
         handlers = {number: self._end for number in ENDING if signal.getsignal(number) is signal.SIG_DFL}
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._suspend)
+        if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:  # several ranks ignore it: one that stops is lost
+            before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._suspend)
         try:
             with interrupts.restoring(self._restore):
                 yield

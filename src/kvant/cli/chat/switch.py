@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from kvant.cli import options
+from kvant.cli import options, ranks
 from kvant.cli.chat.talk import Talk, notice
 from kvant.cli.fitting import plan_that_fits
 from kvant.cli.session import RunOptions, open_session
 from kvant.engine.load import find_model
+from kvant.errors import ModelError
 from kvant.tools.machine import this_machine
 from kvant.tools.plan import read_folder
 
@@ -25,6 +26,8 @@ def switch_model(talk: Talk, name: str) -> None:
             :meth:`kvant.cli.chat.talk.Talk.use`. The old model is there then, unless it could not be loaded again:
             ``talk.has_model`` says so.
     """
+    if ranks.guard() is not None:
+        raise ModelError("another model on several ranks is another run; end the chat and start it with that model")
     before = talk.run
     wanted = replace(before, model=name, adapter_path=None)
     if _both_fit(wanted):

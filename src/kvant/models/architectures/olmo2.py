@@ -9,7 +9,7 @@ ARCHITECTURE = Architecture(
         *QKV,
         OUTPUT,
         *MLP,
-        # Ranks with a part of the heads would add up their sums of squares.
+        # Ranks with a part of the heads add up their sums of squares.
         Parameter("self_attn.q_norm", "query_norm", ("queries",), shard=0),
         Parameter("self_attn.k_norm", "key_norm", ("keys",), shard=0),
         Parameter("post_attention_layernorm", "after_attention", ("hidden",)),

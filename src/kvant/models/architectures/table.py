@@ -20,7 +20,7 @@ class Parameter:
             outputs side by side in the order of the table.
         shape: (outputs, inputs) of a projection, (experts, outputs, inputs) of one for each expert, (size,) of a norm,
             by the names in :meth:`ModelConfig.shape`.
-        shard: the axis of the weight that ranks would divide, whole heads to each; None: each holds all of it. The
+        shard: the axis of the weight that ranks divide, whole heads to each; None: each holds all of it. The
             bias goes with the outputs. Where ranks divide the inputs, one of them adds it.
         bias: the flag under which a projection has a bias (outputs,), the same for all of a role; None: it has none.
         each: of experts: the path of one expert's matrix, ``{}`` its number, in checkpoints that do not stack them.

@@ -21,6 +21,7 @@ from kvant.engine.run import Run
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import BenchError, CheckpointError
 from kvant.files import read_json
+from kvant.models import LanguageModel
 from kvant.models.checkpoint import check_folder
 from kvant.models.tensors import TensorFiles
 from kvant.tools.bench.engines import KVANT_GROUP, EngineSpec
@@ -32,9 +33,9 @@ StreamTokens = Generator[tuple[int, int], None, None]
 class Kvant:
     """kvant's decoder, or mlx-lm's model, with kvant's preallocated cache."""
 
-    def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
-        """Load the model; a KvantError for a folder that cannot be loaded."""
-        self._model = load_model(folder)
+    def __init__(self, spec: EngineSpec, model: Path | LanguageModel, prefill_step_size: int) -> None:
+        """Load the model, unless it is; a KvantError for a folder that cannot be loaded."""
+        self._model = load_model(model) if isinstance(model, Path) else model
         self._spec = spec
         self._prefill_step_size = prefill_step_size
         self._cache: ModelCache | None = None

@@ -168,8 +168,43 @@ class Streams:
         return len(self.prompt_tokens)
 
 
-Line = Header | Engine | Token | Run | Streams
-KINDS: dict[str, type[Line]] = {"header": Header, "engine": Engine, "token": Token, "run": Run, "streams": Streams}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What rank 0 of several sent, received and summed in the decode steps of a run, before the run's end.
+
+    Attributes:
+        engine, run, context: as a token's.
+        ranks: processes in all.
+        parallel: "pipeline" or "tensor".
+        steps: of a token each.
+        sums: arrays that all ranks added up or gathered.
+        messages: arrays to or from one other rank.
+        bytes: of the arrays in both.
+    """
+
+    engine: str
+    run: int
+    context: int
+    ranks: int
+    parallel: str
+    steps: int
+    sums: int
+    messages: int
+    bytes: int
+
+    def __post_init__(self) -> None:
+        _check(self, context=1, ranks=2, steps=1)
+
+
+Line = Header | Engine | Token | Run | Streams | Sent
+KINDS: dict[str, type[Line]] = {
+    "header": Header,
+    "engine": Engine,
+    "token": Token,
+    "run": Run,
+    "streams": Streams,
+    "sent": Sent,
+}
 NAMES = {kind: name for name, kind in KINDS.items()}
 # Of each kind of line, its fields of text and of numbers: name, type, and whether null is allowed.
 _FIELDS = {

@@ -6,9 +6,21 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from kvant.errors import KvantError
-from kvant.tools.bench.lines import KINDS, NAMES, VERSION, Case, Engine, Header, Line, Run, Streams, Token, shown
+from kvant.tools.bench.lines import KINDS, NAMES, VERSION, Case, Engine, Header, Line, Run, Sent, Streams, Token, shown
 
-__all__ = ["Case", "Engine", "Header", "Line", "Recorder", "Recording", "Run", "Streams", "Token", "read_recording"]
+__all__ = [
+    "Case",
+    "Engine",
+    "Header",
+    "Line",
+    "Recorder",
+    "Recording",
+    "Run",
+    "Sent",
+    "Streams",
+    "Token",
+    "read_recording",
+]
 
 
 @dataclass(slots=True)
@@ -20,6 +32,7 @@ class Recording:
     tokens: list[Token] = field(default_factory=list, init=False)
     runs: list[Run] = field(default_factory=list, init=False)
     streams: list[Streams] = field(default_factory=list, init=False)
+    sent: dict[Case, Sent] = field(default_factory=dict, init=False)
     _tokens_of: dict[Case, list[Token]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _ended: set[Case] = field(default_factory=set, init=False, repr=False, compare=False)
 
@@ -48,6 +61,11 @@ class Recording:
         case = (line.engine, line.run, line.context)
         if case in self._ended:
             raise ValueError(f"a {NAMES[type(line)]} of a run that has ended; expected another round or context")
+        if isinstance(line, Sent):
+            if case in self.sent:
+                raise ValueError(f"a second {NAMES[Sent]} of a run; expected one")
+            self.sent[case] = line
+            return
         before = self._tokens_of.get(case, [])
         if isinstance(line, Token):
             if not before and line.position != line.context:

@@ -33,6 +33,12 @@ MEMORY: list[Column] = [
     ("read\nGB/s", "achieved_gb_per_s", 1),
     ("of copy\n%", "copy_bandwidth_share", 100),
 ]
+BETWEEN_RANKS: list[Column] = [
+    ("step p50\nms", "latency_p50_ms", 1),
+    ("sums\na token", "sums_per_token", 1),
+    ("messages\na token", "messages_per_token", 1),
+    ("sent\nkB/token", "sent_bytes_per_token", 1e-3),
+]
 STREAMS_TIMES: list[Column] = [
     ("in all\ntokens/s", "tokens_per_s", 1),
     ("first\nms", "first_token_ms", 1),
@@ -72,6 +78,10 @@ READ = (
     "Read: the weights and the cached tokens, once a step. GB/s: that divided by p50. Of copy: that divided by the "
     "device's measured copy bandwidth."
 )
+BY_RANK_0 = (
+    "Sums: arrays that all ranks add up or gather. Messages: arrays to or from one other rank. Sent: the bytes of "
+    "both. All are of rank 0 alone, as are times and memory."
+)
 NOT_PAIRED = (
     "Not paired: the recordings were made apart. A machine that was busier in one of them shows as a difference. "
     "Only engines of one recording, measured in turns, compare closely."
@@ -100,6 +110,7 @@ def table(summaries: Sequence[Summary]) -> Group:
         ("Time", TIMES, _times_caption(summaries)),
         ("Time against the baseline", RATIOS, PAIRED),
         ("Memory and bandwidth", MEMORY, READ),
+        *_between_ranks(summaries),
     ):
         known = [column for column in columns if any(getattr(s, column[1]) is not None for s in summaries)]
         if known or not parts:
@@ -151,7 +162,13 @@ def _differences(a: Recording, b: Recording) -> list[str]:
     for label, engine in a.engines.items():
         if other := b.engines.get(label):
             pairs += [(f"{label}'s {f.name}", getattr(engine, f.name), getattr(other, f.name)) for f in fields(engine)]
+            pairs.append((f"{label}'s ranks", _ranks(a, label), _ranks(b, label)))
     return [f"Differs: {name}, {first} and {second}" for name, first, second in pairs if first != second]
+
+
+def _ranks(recording: Recording, label: str) -> int:
+    """Processes that an engine's model is divided over."""
+    return next((sent.ranks for (engine, _, _), sent in recording.sent.items() if engine == label), 1)
 
 
 def _alone(name: str, own: dict[Case, Summary], other: dict[Case, Summary]) -> str:
@@ -208,6 +225,12 @@ def _times_caption(summaries: Sequence[Summary]) -> str:
     return "\n".join(lines)
 
 
+def _between_ranks(summaries: Sequence[Summary]) -> list[tuple[str, list[Column], str]]:
+    """The table of what ranks send each other, where there are several."""
+    groups = sorted({f"{s.ranks} ranks, {s.parallel}" for s in summaries if s.ranks is not None})
+    return [("Between ranks", BETWEEN_RANKS, f"{'; '.join(groups)}. {BY_RANK_0}")] if groups else []
+
+
 def _value(summary: Summary | StreamsSummary, name: str, factor: float) -> float | None:
     value = getattr(summary, name)
     return None if value is None else value * factor
@@ -225,8 +248,8 @@ def _cell(summary: Summary | StreamsSummary, name: str, factor: float) -> str:
 
 def _number(value: float | None) -> str:
     """About three digits."""
-    if value is None:
-        return "-"
+    if not value:
+        return "-" if value is None else "0"
     size = abs(value)
     decimals = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.1 else 3
     return f"{value:,.{decimals}f}"

@@ -9,9 +9,10 @@ from typing import Any
 
 from kvant import blas
 from kvant.tools.bench.engines import EngineSpec
+from kvant.tools.bench.here import Here, OverRanks
 from kvant.tools.bench.process import WORKER_COMMAND, Worker
 from kvant.tools.bench.prompts import Prompt, Prompts
-from kvant.tools.bench.recording import Engine, Recorder, Run, Streams, Token
+from kvant.tools.bench.recording import Engine, Recorder, Run, Sent, Streams, Token
 
 WARM_UP = -1  # the round that is not recorded
 STREAMS_FIGURES = ("arrivals_ms", "token_ids", "cpu_ms", "peak_memory_bytes")
@@ -47,7 +48,11 @@ class Plan:
 
 
 def measure(
-    plan: Plan, recorder: Recorder, progress: Progress, commands: Mapping[str, Sequence[str]] | None = None
+    plan: Plan,
+    recorder: Recorder,
+    progress: Progress,
+    commands: Mapping[str, Sequence[str]] | None = None,
+    over_ranks: OverRanks | None = None,
 ) -> None:
     """Run everything and record it. The recorder has its header already.
 
@@ -56,19 +61,24 @@ def measure(
         recorder: takes the lines as they come, after Ctrl-C also the tokens that the run at work had.
         progress: told a line a run.
         commands: by label, the program of an engine's worker; default: ``kvant.tools.bench.worker`` for all.
+        over_ranks: the loaded model, of which this process has a part: it is measured here, without workers.
 
     Raises:
         BenchError: an engine that failed or died; the recording stays.
         KeyboardInterrupt: the recording stays.
     """
     with ExitStack() as stack:
-        workers = {}
+        workers: dict[EngineSpec, Worker | Here] = {}
         for spec in plan.engines:
-            progress(f"{spec.label}: loading")
-            command = (commands or {}).get(spec.label, WORKER_COMMAND)
-            # mlx-lm as its users have it, unless kvant's BLAS is lent to it.
-            environment = {blas.VARIABLE: blas.OWN} if spec.name == "mlx-lm" and not spec.openblas else {}
-            worker = stack.enter_context(Worker(spec.label, command, environment))
+            worker: Worker | Here
+            if over_ranks is not None:
+                worker = stack.enter_context(Here(spec, over_ranks, plan.prefill_step_size))
+            else:
+                progress(f"{spec.label}: loading")
+                command = (commands or {}).get(spec.label, WORKER_COMMAND)
+                # mlx-lm as its users have it, unless kvant's BLAS is lent to it.
+                environment = {blas.VARIABLE: blas.OWN} if spec.name == "mlx-lm" and not spec.openblas else {}
+                worker = stack.enter_context(Worker(spec.label, command, environment))
             load = {"command": "load", "engine": asdict(spec), "model": str(plan.model)}
             ready = worker.ask(load | {"prefill_step_size": plan.prefill_step_size}, "ready")
             with worker.checked():
@@ -90,7 +100,9 @@ def measure(
                     progress(_run_progress(plan, spec.label, number, context, latencies))
 
 
-def _measure_streams(plan: Plan, workers: Mapping[EngineSpec, Worker], recorder: Recorder, progress: Progress) -> None:
+def _measure_streams(
+    plan: Plan, workers: Mapping[EngineSpec, Worker | Here], recorder: Recorder, progress: Progress
+) -> None:
     """Every number of streams in every round; the engines' order alternates."""
     for number in range(plan.repeats):
         for count in plan.streams:
@@ -131,7 +143,7 @@ def _streams(count: int) -> str:
 
 
 def _measure_run(
-    worker: Worker, plan: Plan, recorder: Recorder, spec: EngineSpec, number: int, context: int
+    worker: Worker | Here, plan: Plan, recorder: Recorder, spec: EngineSpec, number: int, context: int
 ) -> list[float]:
     """One run, recorded; its latencies in milliseconds."""
     label = spec.label
@@ -147,6 +159,8 @@ def _measure_run(
         if not enough <= len(latencies) <= done["tokens"] <= plan.max_tokens:
             raise ValueError(f"{done['tokens']} tokens, {len(latencies)} latencies; expected {plan.max_tokens}")
         _write_tokens(recorder, label, number, context, latencies)
+        if (sent := done.get("sent")) is not None:
+            recorder.write(Sent(engine=label, run=number, context=context, **sent))
         figures = {name: done[name] for name in RUN_FIGURES}
         recorder.write(Run(engine=label, run=number, context=context, **figures))
     return latencies

@@ -1,11 +1,11 @@
 """The figures of a recording: every engine at every context, and whether the engines wrote the same tokens."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from kvant.tools.bench.recording import Engine, Recording, Run, Token
+from kvant.tools.bench.recording import Engine, Recording, Run, Sent, Token
 from kvant.tools.statistics import Spread, paired_ratio, percentile, theil_sen
 
 Runs = list[tuple[Run, list[Token]]]
@@ -29,6 +29,8 @@ class Summary:
         bytes_read_per_token: of the weights and of the cached tokens that one decode step reads, on average.
         achieved_gb_per_s: that divided by the median latency, in 1e9 bytes.
         copy_bandwidth_share: that divided by the device's copy bandwidth.
+        ranks, parallel: processes in all, and how the model is divided among them.
+        sums_per_token, messages_per_token, sent_bytes_per_token: of rank 0 in a decode step, on average.
         ratio, first_token_ratio: this engine's median latency and first-token time to the baseline's of the same
             round; below 1 is faster.
     """
@@ -49,6 +51,11 @@ class Summary:
     bytes_read_per_token: float | None = None
     achieved_gb_per_s: float | None = None
     copy_bandwidth_share: float | None = None
+    ranks: int | None = None
+    parallel: str | None = None
+    sums_per_token: float | None = None
+    messages_per_token: float | None = None
+    sent_bytes_per_token: float | None = None
     ratio: Spread | None = None
     first_token_ratio: Spread | None = None
 
@@ -87,6 +94,7 @@ def summarize(recording: Recording, baseline: str | None = None) -> list[Summary
                 ratio=paired_ratio(_p50s(own), _p50s(others)),
                 first_token_ratio=paired_ratio(_firsts(own), _firsts(others)),
                 **figures,
+                **_sent([sent for run, _ in own if (sent := recording.sent.get((label, run.run, context)))]),
             )
         )
     return summaries
@@ -134,6 +142,20 @@ def _figures(runs: Runs, engine: Engine, bandwidth: float | None) -> dict[str, A
         figures["achieved_gb_per_s"] = achieved = read / figures["latency_p50_ms"] / 1e6
         figures["copy_bandwidth_share"] = achieved / bandwidth if bandwidth else None
     return figures
+
+
+def _sent(runs: Sequence[Sent]) -> dict[str, Any]:
+    """What a step sends; nothing where the engine is one process."""
+    if not runs:
+        return {}
+    steps = sum(sent.steps for sent in runs)
+    return {
+        "ranks": runs[0].ranks,
+        "parallel": runs[0].parallel,
+        "sums_per_token": sum(sent.sums for sent in runs) / steps,
+        "messages_per_token": sum(sent.messages for sent in runs) / steps,
+        "sent_bytes_per_token": sum(sent.bytes for sent in runs) / steps,
+    }
 
 
 def _slope(runs: dict[tuple[int, str], Runs], label: str) -> float | None:

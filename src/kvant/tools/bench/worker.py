@@ -34,6 +34,7 @@ from kvant.tools.bench.engines import EngineSpec
 from kvant.tools.bench.latency import timed
 
 if TYPE_CHECKING:
+    from kvant.tools.bench.adapters import MLXLM, Kvant
     from kvant.tools.bench.streaming import StreamingServer
 
 EVENTS_A_TOKEN = 0.9  # at least: a character of several tokens comes in one
@@ -52,10 +53,8 @@ def take(items: Generator[Any, None, None], count: int | None, taken: Taken) -> 
 class LocalEngine:
     """An engine that computes in this process."""
 
-    def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
-        from kvant.tools.bench.adapters import MLXLM, Kvant
-
-        self._adapter = (MLXLM if spec.name == "mlx-lm" else Kvant)(spec, folder, prefill_step_size)
+    def __init__(self, adapter: "Kvant | MLXLM") -> None:
+        self._adapter = adapter
 
     def describe(self) -> Message:
         """The loaded model's type and sizes."""
@@ -191,9 +190,7 @@ def serve(commands: "queue.SimpleQueue[Message]", channel: TextIO) -> None:
         answer: Message
         try:
             if command["command"] == "load":
-                spec, folder = EngineSpec(**command["engine"]), Path(command["model"])
-                server = spec.name == "server"
-                engine = ServerEngine(spec) if server else LocalEngine(spec, folder, command["prefill_step_size"])
+                engine = _load(command)
                 answer = {"kind": "ready"} | engine.describe()
             else:
                 assert engine is not None, "a run before a load"
@@ -208,6 +205,16 @@ def serve(commands: "queue.SimpleQueue[Message]", channel: TextIO) -> None:
         except Exception as error:  # of a model's files, another library, or a device: all are a line for the user
             answer = {"kind": "error", "message": one_line(error)}
         print(json.dumps(answer), file=channel, flush=True)
+
+
+def _load(command: Message) -> LocalEngine | ServerEngine:
+    spec = EngineSpec(**command["engine"])
+    if spec.name == "server":
+        return ServerEngine(spec)
+    from kvant.tools.bench.adapters import MLXLM, Kvant
+
+    adapter = MLXLM if spec.name == "mlx-lm" else Kvant
+    return LocalEngine(adapter(spec, Path(command["model"]), command["prefill_step_size"]))
 
 
 def _claim_stdout() -> TextIO:

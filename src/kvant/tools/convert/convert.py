@@ -21,6 +21,7 @@ from kvant.files import read_json
 from kvant.models.checkpoint import Progress, expected_tensors
 from kvant.models.config import ModelConfig
 from kvant.models.parameters import matrices
+from kvant.models.share import everything
 from kvant.models.stacking import expert_roles, expert_tensors, take_stacked
 from kvant.models.tensors import TensorFiles
 from kvant.text.tokenizer import load_tokenizer
@@ -135,10 +136,11 @@ def _build(
 
     tensors = TensorFiles(source)
     expected = _expected(config, tensors)
+    share = everything(config).share
     weights = {  # mlx-lm stacks experts
         f"{prefix}{row.path}.weight": stack
         for prefix, rows in expert_roles(config)
-        for row, stack in zip(rows, take_stacked(config, tensors, prefix, rows), strict=True)
+        for row, stack in zip(rows, take_stacked(config, tensors, prefix, rows, share), strict=True)
     }
     experts = {name for prefix, rows in expert_roles(config) for name in expert_tensors(config, prefix, rows)}
     weights |= {name: tensors.take(name, shape) for name, shape in expected.items() if name not in experts}

@@ -8,6 +8,7 @@ print(needed.total, this_machine().limit_bytes)
 
 from kvant.tools.plan.bridged import BridgedCheckpoint
 from kvant.tools.plan.plan import LongestContext, MemoryPlan, Settings, longest_context, plan, split_pairs
+from kvant.tools.plan.ranks import Parallel, RankPlan, RankPlanner
 from kvant.tools.plan.source import read_facts, read_folder
 from kvant.tools.plan.stored import Checkpoint
 
@@ -16,6 +17,9 @@ __all__ = [
     "Checkpoint",
     "LongestContext",
     "MemoryPlan",
+    "Parallel",
+    "RankPlan",
+    "RankPlanner",
     "Settings",
     "longest_context",
     "plan",

@@ -1,7 +1,8 @@
 """How much memory a run takes, before it begins: weights, cache, and what a prompt's chunks need beside them."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Literal
 
@@ -27,8 +28,14 @@ PROCESS_BYTES = 170_000_000
 TOKENIZER_BYTES = 1_700
 # With mlx-lm and the libraries that it imports: 300 MB with a tiny model, where a decoder takes 70.
 BRIDGED_PROCESS_BYTES = 400_000_000
+# MLX's ring has two buffers of 8 MiB for each of the two neighbours, filled with zeros when it begins (ring.cpp).
+RING_BYTES = 4 * 8 * 2**20
 # Copies of the logits in sampling: float32, log-probabilities and what they are made from.
 LOGITS_COPIES = 5
+# Where ranks have a part of each logit row: padded to one width, gathered, put into one row.
+GATHERED_COPIES = 3
+# Of the stream, what comes from another rank and what goes to one; or the sums of a layer's two products.
+SENT_COPIES = 2
 # Rotary pairs a layer whose key bias stays out of the cache, where the weights that decide it were not read: 1 in 16.
 GUESSED_PAIRS = 1 / 16
 
@@ -133,7 +140,7 @@ def plan(
     settings = settings or Settings()
     if max_kv_size < 1:
         raise ValueError(f"max_kv_size is {max_kv_size}; expected at least 1")
-    return _planner(checkpoint, settings, device, split_pairs)(max_kv_size)
+    return planner(checkpoint, settings, device, split_pairs)(max_kv_size)
 
 
 def longest_context(
@@ -149,16 +156,15 @@ def longest_context(
     A longer context reads its prompt in more and smaller blocks, so that a little past the end one may fit again.
     Other arguments as those of :func:`plan`.
     """
+    planned = planner(checkpoint, settings or Settings(), device, split_pairs)
+    return longest(checkpoint.config.max_position_embeddings, lambda tokens: planned(tokens).total <= limit_bytes)
 
-    planned = _planner(checkpoint, settings or Settings(), device, split_pairs)
 
-    def fits(tokens: int) -> bool:
-        return planned(tokens).total <= limit_bytes
-
-    context = checkpoint.config.max_position_embeddings or MAX_SIZE
+def longest(own_context: int | None, fits: Callable[[int], bool]) -> LongestContext:
+    """The tokens that fit where one more doesn't, or the model has no more; ``own_context``: of the model."""
+    context = own_context or MAX_SIZE
     if fits(context):
-        own = checkpoint.config.max_position_embeddings is not None
-        return LongestContext(context, "the model's context" if own else "kvant's limit")
+        return LongestContext(context, "kvant's limit" if own_context is None else "the model's context")
     below, above = 0, context  # what fits, and what doesn't
     while above - below > 1:
         middle = (below + above) // 2
@@ -177,7 +183,129 @@ def split_pairs(model: LanguageModel) -> list[int]:
     return [0 if bias is None else len(bias.pairs) for bias in biases]
 
 
-def _bridged_planner(checkpoint: BridgedCheckpoint, settings: Settings, on_cpu: bool) -> Callable[[int], MemoryPlan]:
+@dataclass(frozen=True, slots=True)
+class RunBytes:
+    """What a run takes beside the weights; as the attributes of :class:`MemoryPlan`."""
+
+    cache: int
+    scratch: int
+    state: int = 0
+    caches: int = 0
+    sequence: int = 0
+
+    @property
+    def total(self) -> int:
+        """All that is there at once."""
+        return self.cache + self.scratch + self.state + self.caches
+
+
+Run = Callable[[int], RunBytes]  # by tokens reserved, all of them used
+
+
+def planner(
+    checkpoint: Checkpoint | BridgedCheckpoint,
+    settings: Settings,
+    device: Device | None,
+    split_pairs: Sequence[int] | None = None,
+) -> Callable[[int], MemoryPlan]:
+    """:func:`plan` by tokens reserved; what does not depend on them is added up once."""
+    on_cpu = (device or default_device()) == "cpu"
+    run = run_bytes(checkpoint, settings, on_cpu=on_cpu, split_pairs=split_pairs)
+    loading, weights_read = checkpoint.loading(on_cpu=on_cpu), checkpoint.read_bytes(on_cpu=on_cpu)
+    process = process_bytes(checkpoint) if on_cpu else 0
+
+    def planned(tokens: int) -> MemoryPlan:
+        needed = run(tokens)
+        return MemoryPlan(
+            max_kv_size=tokens,
+            settings=settings,
+            weights=loading.held,
+            weights_read=weights_read,
+            cache=needed.cache,
+            scratch=needed.scratch,
+            loading=loading.peak,
+            process=process,
+            state=needed.state,
+            caches=needed.caches,
+            sequence=needed.sequence,
+        )
+
+    return planned
+
+
+def process_bytes(checkpoint: Checkpoint | BridgedCheckpoint) -> int:
+    """What the process takes beside MLX's arrays. Of several ranks the first alone has a tokenizer."""
+    part = checkpoint.part
+    own = BRIDGED_PROCESS_BYTES if isinstance(checkpoint, BridgedCheckpoint) else PROCESS_BYTES
+    tokenizer = TOKENIZER_BYTES * checkpoint.config.vocab_size if part is None or part.rank == 0 else 0
+    return own + tokenizer + (0 if part is None else RING_BYTES)
+
+
+def run_bytes(
+    checkpoint: Checkpoint | BridgedCheckpoint,
+    settings: Settings,
+    *,
+    on_cpu: bool,
+    split_pairs: Sequence[int] | None = None,
+) -> Run:
+    """What a run takes beside the weights, by tokens reserved; arguments and errors as :func:`plan` has them."""
+    if isinstance(checkpoint, BridgedCheckpoint):
+        return _bridged_run(checkpoint, settings, on_cpu)
+    config, part = checkpoint.config, checkpoint.part
+    check_quantization(settings.kv_bits, settings.kv_group_size, config.head_dim)
+    if settings.prefill_step_size < 1:
+        raise ValueError(f"prefill_step_size is {settings.prefill_step_size}; expected at least 1")
+    itemsize = checkpoint.itemsize(on_cpu=on_cpu)
+    dtype = mx.float32 if itemsize == FLOAT32 else mx.bfloat16  # or float16, of as many bytes
+    pairs = _pairs(config, settings, split_pairs)
+    widest = max(pairs) if pairs else None
+    row = _row_bytes(config, settings, itemsize)
+    logits = _logits_bytes(checkpoint)
+
+    def needed(tokens: int) -> RunBytes:
+        def chunk(new: int, tokens: int = tokens, sequences: int | None = None) -> int:
+            """The layers take turns; only what windows put off until a step is committed is there at once."""
+            waiting = sum(window is not None and window < tokens for window in config.windows) * new * row
+            sent = 0 if part is None else SENT_COPIES * config.hidden_size * itemsize * new * (sequences or 1)
+            return (
+                sent
+                + waiting * (sequences is None)
+                + max(
+                    scratch_bytes(
+                        config,
+                        itemsize=itemsize,
+                        on_cpu=on_cpu,
+                        kv_bits=settings.kv_bits,
+                        kv_group_size=settings.kv_group_size,
+                        pairs=widest,
+                        adapted=checkpoint.adapter_bytes > 0 and config.quantization is not None,
+                        new=new,
+                        tokens=tokens,
+                        window=window,
+                        sequences=sequences,
+                    )
+                    for window in {*config.windows}
+                )
+            )
+
+        prefill = min(settings.prefill_step_size, tokens)
+        caches = settings.caches * _cache_bytes(config, tokens, row, pairs)
+        if (count := settings.sequences) is None:
+            scratch = max(chunk(prefill), chunk(1) + logits)
+            return RunBytes(_cache_bytes(config, tokens, row, pairs), scratch, caches=caches)
+        in_all = pool_tokens(settings, tokens)
+        cache, more = (
+            _pool_bytes(config, settings, dtype, pairs, tokens, in_all + further * page_rows(tokens), count + further)
+            for further in (0, 1)
+        )
+        each = min(tokens, -(-in_all // count))  # of the sequences of a step, on average
+        scratch = max(chunk(prefill, tokens, 1), chunk(1, each, count) + count * logits)
+        return RunBytes(cache, scratch, caches=caches, sequence=more - cache)
+
+    return needed
+
+
+def _bridged_run(checkpoint: BridgedCheckpoint, settings: Settings, on_cpu: bool) -> Run:
     needs = checkpoint.needs(
         kv_bits=settings.kv_bits,
         kv_group_size=settings.kv_group_size,
@@ -186,100 +314,19 @@ def _bridged_planner(checkpoint: BridgedCheckpoint, settings: Settings, on_cpu: 
         sequences=settings.sequences,
         pool_tokens=partial(pool_tokens, settings),
     )
-    tokenizer = TOKENIZER_BYTES * checkpoint.config.vocab_size
 
-    def planned(tokens: int) -> MemoryPlan:
-        needed = needs(tokens)
-        return MemoryPlan(
-            max_kv_size=tokens,
-            settings=settings,
-            weights=needed.weights,
-            weights_read=needed.weights_read,
-            cache=needed.cache,
-            scratch=needed.scratch,
-            loading=needed.loading,
-            process=BRIDGED_PROCESS_BYTES + tokenizer if on_cpu else 0,
-            state=needed.state,
-            caches=settings.caches * needed.one_cache,
-            sequence=needed.sequence,
-        )
+    def needed(tokens: int) -> RunBytes:
+        own = needs(tokens)
+        return RunBytes(own.cache, own.scratch, own.state, settings.caches * own.one_cache, own.sequence)
 
-    return planned
+    return needed
 
 
-def _planner(
-    checkpoint: Checkpoint | BridgedCheckpoint,
-    settings: Settings,
-    device: Device | None,
-    split_pairs: Sequence[int] | None,
-) -> Callable[[int], MemoryPlan]:
-    """The plan by tokens reserved; what does not depend on them is added up once."""
-    if isinstance(checkpoint, BridgedCheckpoint):
-        return _bridged_planner(checkpoint, settings, (device or default_device()) == "cpu")
-    config = checkpoint.config
-    check_quantization(settings.kv_bits, settings.kv_group_size, config.head_dim)
-    if settings.prefill_step_size < 1:
-        raise ValueError(f"prefill_step_size is {settings.prefill_step_size}; expected at least 1")
-    on_cpu = (device or default_device()) == "cpu"
-    itemsize = FLOAT32 if on_cpu else checkpoint.float_bytes
-    dtype = mx.float32 if itemsize == FLOAT32 else mx.bfloat16  # or float16, of as many bytes
-    pairs = _pairs(config, settings, split_pairs)
-    weights, weights_read = checkpoint.held_bytes(itemsize), checkpoint.read_bytes(itemsize)
-    loading = checkpoint.loading_bytes(itemsize, on_cpu=on_cpu)
-    widest = max(pairs) if pairs else None
-    row = _row_bytes(config, settings, itemsize)
-
-    def planned(tokens: int) -> MemoryPlan:
-        def chunk(new: int, tokens: int = tokens, sequences: int | None = None) -> int:
-            """The layers take turns; only what windows put off until a step is committed is there at once."""
-            waiting = sum(window is not None and window < tokens for window in config.windows) * new * row
-            return waiting * (sequences is None) + max(
-                scratch_bytes(
-                    config,
-                    itemsize=itemsize,
-                    on_cpu=on_cpu,
-                    kv_bits=settings.kv_bits,
-                    kv_group_size=settings.kv_group_size,
-                    pairs=widest,
-                    adapted=checkpoint.adapter_bytes > 0 and config.quantization is not None,
-                    new=new,
-                    tokens=tokens,
-                    window=window,
-                    sequences=sequences,
-                )
-                for window in {*config.windows}
-            )
-
-        logits = LOGITS_COPIES * FLOAT32 * config.vocab_size
-        prefill = min(settings.prefill_step_size, tokens)
-        if (count := settings.sequences) is None:
-            cache, one = _cache_bytes(config, tokens, row, pairs), 0
-            scratch = max(chunk(prefill), chunk(1) + logits)
-        else:
-            in_all = pool_tokens(settings, tokens)
-            cache, more = (
-                _pool_bytes(
-                    config, settings, dtype, pairs, tokens, in_all + further * page_rows(tokens), count + further
-                )
-                for further in (0, 1)
-            )
-            one = more - cache
-            each = min(tokens, -(-in_all // count))  # of the sequences of a step, on average
-            scratch = max(chunk(prefill, tokens, 1), chunk(1, each, count) + count * logits)
-        return MemoryPlan(
-            max_kv_size=tokens,
-            settings=settings,
-            weights=weights,
-            weights_read=weights_read,
-            cache=cache,
-            scratch=scratch,
-            loading=loading,
-            process=PROCESS_BYTES + TOKENIZER_BYTES * config.vocab_size if on_cpu else 0,
-            caches=settings.caches * _cache_bytes(config, tokens, row, pairs),
-            sequence=one,
-        )
-
-    return planned
+def _logits_bytes(checkpoint: Checkpoint) -> int:
+    """Of a sequence in the making: what sampling takes, where it is done, and gathering where ranks divide the head."""
+    part, row = checkpoint.part, FLOAT32 * checkpoint.config.vocab_size
+    sampled = LOGITS_COPIES * row if part is None or part.rank == 0 else 0
+    return sampled + (GATHERED_COPIES * row if part is not None and part.divided and not checkpoint.tied else 0)
 
 
 def _pairs(config: ModelConfig, settings: Settings, known: Sequence[int] | None) -> list[int] | None:
@@ -301,12 +348,18 @@ def _cache_bytes(config: ModelConfig, tokens: int, row: int, pairs: Sequence[int
     """Bytes of what the caches of :mod:`kvant.cache` allocate for every layer."""
     K, D = config.num_key_value_heads, config.head_dim
     total = 0
-    for layer, window in enumerate(config.windows):
+    for (window, split), count in _kinds(config, pairs).items():
         rows = tokens if window is None or window >= tokens else min(tokens, window + SLACK)
-        total += row * rows
-        if pairs is not None:  # keys' bias, cosines and sines, values' bias
-            total += FLOAT32 * (K * 2 * pairs[layer] + 2 * pairs[layer] * rows + K * D)
+        total += count * row * rows
+        if split is not None:  # keys' bias, cosines and sines, values' bias
+            total += count * FLOAT32 * (K * 2 * split + 2 * split * rows + K * D)
     return total
+
+
+def _kinds(config: ModelConfig, pairs: Sequence[int] | None) -> Counter[tuple[int | None, int | None]]:
+    """Layers by their window and the pairs that they split off: those that are alike take alike."""
+    splits: Sequence[int | None] = [None] * len(config.windows) if pairs is None else pairs
+    return Counter(zip(config.windows, splits, strict=True))
 
 
 def page_rows(tokens: int) -> int:
@@ -329,16 +382,20 @@ def _pool_bytes(
     sequences: int,
 ) -> int:
     """Bytes of what ``model.make_pool`` allocates for sequences of ``tokens`` at most and ``in_all`` together."""
-    return pool_size(
-        config,
-        tokens=in_all,
-        sequences=sequences,
-        dtype=dtype,
-        quant_bit=settings.kv_bits,
-        quant_group=settings.kv_group_size,
-        max_seq_len=tokens,
-        prefill_step_size=settings.prefill_step_size,
-        split_pairs=pairs,
+    return sum(
+        count
+        * pool_size(
+            replace(config, num_hidden_layers=1, windows=(window,)),
+            tokens=in_all,
+            sequences=sequences,
+            dtype=dtype,
+            quant_bit=settings.kv_bits,
+            quant_group=settings.kv_group_size,
+            max_seq_len=tokens,
+            prefill_step_size=settings.prefill_step_size,
+            split_pairs=None if split is None else [split],
+        )
+        for (window, split), count in _kinds(config, pairs).items()
     )
 
 

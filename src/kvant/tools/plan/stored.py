@@ -1,19 +1,25 @@
 """The bytes of a checkpoint, from its config.json and the sizes of its files: nothing else is read."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from kvant.errors import ModelError
+from kvant.errors import KvantError, ModelError
 from kvant.files import read_json
 from kvant.models.adapter import tensors_file
+from kvant.models.architectures.table import Parameter
 from kvant.models.config import ModelConfig
-from kvant.models.parameters import matrices, parameters, vectors
+from kvant.models.parameters import matrices, parameters
 from kvant.models.quantization import Quantization
+from kvant.models.share import Share, divides_inputs, local_config
+from kvant.tensor_header import read_header
 
 FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # An adapter's factors beside quantized matrices that are fused, three at the most, have zeros where the others lie.
@@ -21,20 +27,70 @@ ADAPTER_COPIES = 3
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of a model a rank has, beside the sizes in its config.
+
+    Attributes:
+        rank: 0 has the tokenizer, and the logits are sampled there.
+        has_ends: the embedding, the last norm and the head are there.
+        divided: each rank has heads and features of every layer.
+        head_rows: of an untied head; None: all.
+    """
+
+    rank: int
+    has_ends: bool
+    divided: bool = False
+    head_rows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Bytes of weights, and while they are loaded, one matrix after the other.
+
+    Attributes:
+        kept: of the matrices that stay.
+        most: of matrices at any time.
+        others: of norms, biases and adapters. They are next to nothing: counted as if there from the beginning.
+    """
+
+    kept: int = 0
+    most: int = 0
+    others: int = 0
+
+    def then(self, later: "Loading") -> "Loading":
+        """What is loaded here, and then that."""
+        return Loading(self.kept + later.kept, max(self.most, self.kept + later.most), self.others + later.others)
+
+    @property
+    def held(self) -> int:
+        """The weights."""
+        return self.kept + self.others
+
+    @property
+    def peak(self) -> int:
+        """The most at any time."""
+        return self.most + self.others
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The facts of a checkpoint that decide its memory.
 
     Attributes:
-        config: its config.json.
+        config: its config.json; of a part with the sizes of that part.
         float_bytes: of a stored floating-point number, 2 or 4.
         tied: the embedding is the output head too.
         adapter_bytes: of an adapter's tensors, as they lie in their file.
+        adapter_layers: of these, each layer's; none: not known, or no adapter.
+        part: that one rank of several has; None: it is the whole model.
     """
 
     config: ModelConfig
     float_bytes: int
     tied: bool
     adapter_bytes: int = 0
+    adapter_layers: tuple[int, ...] = ()
+    part: Part | None = None
 
     @classmethod
     def from_facts(cls, raw: Mapping[str, Any], file_bytes: int | None = None) -> "Checkpoint":
@@ -81,7 +137,8 @@ class Checkpoint:
         Raises:
             ModelError: it holds no tensors.
         """
-        return replace(self, adapter_bytes=tensors_file(folder).stat().st_size)
+        file = tensors_file(folder)
+        return replace(self, adapter_bytes=file.stat().st_size, adapter_layers=_adapter_layers(file, self.config))
 
     def quantized(self, bits: int, group_size: int) -> "Checkpoint":
         """As if converted: every matrix, the embedding and the head too, but where a group does not divide.
@@ -106,26 +163,55 @@ class Checkpoint:
         left = {path: other for path, other in others.items() if path in matrices(self.config)}
         return replace(self, config=replace(self.config, quantization=quantization, quantization_overrides=left))
 
+    def stage(self, rank: int, layers: range) -> "Checkpoint":
+        """The part that a rank of a pipeline has: these layers, on rank 0 also all that is in no layer."""
+        config, table = self.config, self.config.architecture
+        paths = {path: path for path in (table.embedding.path, table.head.path)}
+        for number, layer in enumerate(layers if config.quantization_overrides else ()):
+            old, new = table.layers.format(layer), table.layers.format(number)
+            paths |= {old + row.path: new + row.path for row in table.of_layer(config.has_experts(layer))}
+        formats = config.quantization_overrides
+        overrides = {new: formats[old] for old, new in paths.items() if old in formats}
+        local = replace(local_config(config, layers=layers), quantization_overrides=overrides)
+        own = self.adapter_layers[layers.start : layers.stop]
+        adapter = sum(own) + (self.adapter_bytes - sum(self.adapter_layers) if rank == 0 else 0)
+        return replace(
+            self, config=local, adapter_bytes=adapter, adapter_layers=own, part=Part(rank, has_ends=rank == 0)
+        )
+
+    def share(self, share: Share) -> "Checkpoint":
+        """The part that a rank has where heads and features are divided: the embedding and norms are whole.
+
+        An adapter is counted whole on every rank.
+        """
+        first, last = share.vocabulary
+        part = Part(share.rank, has_ends=True, divided=True, head_rows=last - first)
+        return replace(self, config=local_config(self.config, share), part=part)
+
+    def layer_kind(self, layer: int) -> tuple[int | None, bool]:
+        """What a run's bytes depend on, beside the model's sizes: the layer's window, and whether it has experts."""
+        return self.config.windows[layer], self.config.has_experts(layer)
+
+    @property
+    def num_layers(self) -> int:
+        """That a pipeline deals out."""
+        return self.config.num_hidden_layers
+
     @property
     def stored_bytes(self) -> int:
         """Bytes of all tensors as they lie in the files."""
-        total = sum(vectors(self.config).values()) * self.float_bytes
-        return total + sum(self._matrix_bytes(path, size, self.float_bytes) for path, size in self._matrices())
+        total = sum(size for _, size in self._vectors()) * self.float_bytes
+        return total + sum(self._matrix_bytes(path, size, self.float_bytes) for path, size, _, _ in self._matrices())
 
-    def held_bytes(self, itemsize: int) -> int:
-        """Bytes of all weights as the decoder holds them, floats in ``itemsize`` bytes.
+    def itemsize(self, *, on_cpu: bool) -> int:
+        """Bytes of a number as it is computed with."""
+        return FLOAT_BYTES["float32"] if on_cpu else self.float_bytes
 
-        Some are held twice or more: a projection's bias whole and without the part that a cache leaves out, and the
-        weight of a head's norm once for each head.
-        """
-        kept = sum(kept for kept, _ in self._loaded(itemsize))
-        return kept + self._vector_bytes(itemsize) + ADAPTER_COPIES * self.adapter_bytes
-
-    def read_bytes(self, itemsize: int) -> int:
+    def read_bytes(self, *, on_cpu: bool) -> int:
         """Bytes of the weights that one token reads: of the experts a few, and not a table that only embeds."""
-        total, experts = self.held_bytes(itemsize), self.config.experts
-        for path, _, row in parameters(self.config):
-            size = self.config.shape(row)
+        itemsize, experts = self.itemsize(on_cpu=on_cpu), self.config.experts
+        total = self.loading(on_cpu=on_cpu).held
+        for path, size, _, row in self._matrices():
             if row.role == "embedding" and not self.tied:
                 total -= self._matrix_bytes(path, size, itemsize)
             elif len(size) > 2 and experts is not None:
@@ -133,22 +219,21 @@ class Checkpoint:
                 total -= self._matrix_bytes(path, size, itemsize) * idle // experts.count
         return total
 
-    def loading_bytes(self, itemsize: int, *, on_cpu: bool) -> int:
-        """The most bytes held while loading: the weights so far, and a matrix in the forms it goes through.
+    def loading(self, *, on_cpu: bool) -> Loading:
+        """The weights as the decoder holds them, and what it takes to load them.
+
+        Some are held twice or more: a projection's bias whole and without the part that a cache leaves out, and the
+        weight of a head's norm once for each head.
 
         A float matrix is held as stored, then side by side with those it is fused with, then cast, and on a CPU
         turned, one after the other. The matrices of a quantized layer are read together.
         """
-        done = most = 0
-        # Next to nothing: counted as if there from the beginning.
-        others = self._vector_bytes(itemsize) + ADAPTER_COPIES * self.adapter_bytes
-        for kept, passing in self._loaded(itemsize, on_cpu=on_cpu):
-            most = max(most, done + kept + passing)
-            done += kept
-        return most + others
+        others = self._vector_bytes(self.itemsize(on_cpu=on_cpu)) + ADAPTER_COPIES * self.adapter_bytes
+        return reduce(Loading.then, self._loaded(on_cpu=on_cpu), Loading(others=others))
 
-    def _loaded(self, itemsize: int, *, on_cpu: bool = True) -> Iterator[tuple[int, int]]:
-        """(bytes that stay, bytes only held on the way) of matrices that are evaluated together, in order."""
+    def _loaded(self, *, on_cpu: bool) -> Iterator[Loading]:
+        """Of matrices that are evaluated together, in order."""
+        itemsize = self.itemsize(on_cpu=on_cpu)
         for _, together in groupby(self._in_order(), key=itemgetter(0)):
             kept = passing = 0
             for _, path, size, fused in together:
@@ -160,22 +245,40 @@ class Checkpoint:
                 else:
                     floats = stored - self._matrix_bytes(path, size, 0)
                     passing += floats * (itemsize != self.float_bytes) + held * fused
-            yield kept, passing
+            yield Loading(kept, kept + passing)
 
     def _in_order(self) -> Iterator[tuple[str, str, tuple[int, ...], bool]]:
         """(a key that those evaluated together share, path, size, fused or not) of each matrix, in loading order."""
-        sizes = dict(self._matrices())
-        rows = [(path, layer, row) for path, layer, row in parameters(self.config) if path in sizes]
-        for path, layer, row in sorted(rows, key=lambda entry: entry[1] is not None):  # the head before the layers
+        # The head before the layers.
+        for path, size, layer, row in sorted(self._matrices(), key=lambda entry: entry[2] is not None):
             quantized = self.config.quantization_of(path) is not None
             together = f"{layer}" if layer is not None and quantized else f"{layer} {row.role}"
             # Experts are put into one stack, which is as much as being fused with another matrix.
-            fused = len(self.config.architecture.of_role(row.role)) > 1 or len(sizes[path]) > 2
-            yield together, path, sizes[path], fused
+            fused = len(self.config.architecture.of_role(row.role)) > 1 or len(size) > 2
+            yield together, path, size, fused
 
-    def _matrices(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        head = self.config.architecture.head.path
-        return ((path, size) for path, size in matrices(self.config).items() if path != head or not self.tied)
+    def _parameters(self) -> Iterator[tuple[str, int | None, Parameter]]:
+        """Of those in the model, the ones that are here."""
+        ends = self.part is None or self.part.has_ends
+        return (entry for entry in parameters(self.config) if ends or entry[1] is not None)
+
+    def _matrices(self) -> Iterator[tuple[str, tuple[int, ...], int | None, Parameter]]:
+        """Path, size, layer and row of each matrix; a tied head is none."""
+        for path, layer, row in self._parameters():
+            size = self.config.shape(row)
+            if len(size) < 2 or (row.role == "head" and self.tied):
+                continue
+            if row.role == "head" and self.part is not None and self.part.head_rows is not None:
+                size = (self.part.head_rows, *size[1:])
+            yield path, size, layer, row
+
+    def _vectors(self) -> Iterator[tuple[Parameter, int]]:
+        """Row and size of each norm and bias."""
+        for _, _, row in self._parameters():
+            # Where ranks divide the inputs, the first one adds the bias.
+            apart = self.part is not None and self.part.divided and self.part.rank > 0 and divides_inputs(row)
+            if len(row.shape) == 1 or (row.bias in self.config.biases and not apart):
+                yield row, self.config.shape(row)[0]
 
     def _matrix_bytes(self, path: str, size: tuple[int, ...], itemsize: int) -> int:
         quantization = self.config.quantization_of(path)
@@ -189,14 +292,28 @@ class Checkpoint:
     def _vector_bytes(self, itemsize: int) -> int:
         config = self.config
         heads = {"query_norm": config.num_attention_heads, "key_norm": config.num_key_value_heads}
-        total = sum(vectors(config).values())
-        for row in config.architecture.layer:
-            size = config.shape(row)[0] * config.num_hidden_layers
-            if row.role == "qkv" and row.bias in config.biases:
-                total += size
+        total = 0
+        for row, size in self._vectors():
+            if row.role == "qkv":  # a bias
+                total += 2 * size
             elif row.shape == ("head",):
-                total += size * (heads[row.role] - 1)
+                total += size * heads[row.role]
+            else:
+                total += size
         return total * itemsize
+
+
+def _adapter_layers(file: Path, config: ModelConfig) -> tuple[int, ...]:
+    """The bytes of each layer's tensors in an adapter's file; none: it cannot be read, as loading is going to say."""
+    totals = [0] * config.num_hidden_layers
+    numbers = {config.architecture.layers.format(layer): layer for layer in range(len(totals))}
+    with suppress(ValueError, OSError, KvantError), file.open("rb") as stream:
+        for name, tensor in read_header(file, stream, file.stat().st_size, ModelError).tensors.items():
+            inside = re.match(r".*?\.\d+\.", name)
+            if inside and inside[0] in numbers:
+                totals[numbers[inside[0]]] += tensor.last - tensor.first
+        return tuple(totals)
+    return ()
 
 
 def folder_bytes(folder: Path) -> int | None:

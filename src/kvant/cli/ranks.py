@@ -1,0 +1,149 @@
+"""A command that a launcher started on several machines: one process each, a rank. Rank 0 alone reads and prints."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import typer
+
+from kvant.cli import interrupts
+from kvant.cli.bad_value import BadValueError
+from kvant.ranks.environment import LAUNCHED, Place, find_place
+from kvant_command import EXIT_INTERRUPTED
+
+if TYPE_CHECKING:
+    from kvant.ranks.group import Ranks
+    from kvant.ranks.guard import Guard
+
+COMMANDS = ("generate", "chat", "serve", "bench", "plan", "doctor")
+PACKAGES = ("kvant", "mlx", "mlx-lm")
+SAME_ERROR_S = 1.0
+CONNECT_S = 30.0  # MLX's own joining, once every rank is there
+
+_place: Place | None = None
+_guard: "Guard | None" = None
+_ranks: "Ranks | None" = None
+
+
+def begin(arguments: Sequence[str]) -> None:
+    """Join the other ranks, where a launcher started this process as one of several.
+
+    Raises:
+        BadValueError: a command that several ranks cannot run together.
+        RanksError: ranks that did not come, or have other versions.
+    """
+    global _place, _guard
+    place = find_place(os.environ)
+    if place is None:
+        return
+    if place.rank:
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, for the rest of the process
+    command = arguments[0] if arguments else ""
+    if not command or any(text in ("--help", "-h", "--version") for text in arguments):
+        return
+    if command not in COMMANDS:
+        raise BadValueError(
+            f"{command!r} is started as {place.size} ranks, which would do the same side by side; "
+            f"on several ranks expected one of {', '.join(COMMANDS)}"
+        )
+    from kvant.ranks.guard import Ended, Guard
+
+    _place = place
+    try:
+        _guard = Guard.join(place, {name: version(name) for name in PACKAGES} | {"the command": command})
+    except Ended as ended:  # rank 0 says why
+        sys.exit(ended.code)
+    _guard.restore.append(interrupts.put_back)
+    interrupts.at_deadline(lambda: end(EXIT_INTERRUPTED, "was interrupted"))
+
+
+def end(code: int, why: str = "") -> None:
+    """Tell the other ranks that this one ends with an exit code, and for what reason."""
+    if _guard is None:
+        return
+    if code == EXIT_INTERRUPTED:
+        _guard.end(code, "was interrupted")
+    elif _guard.rank:
+        if why:
+            time.sleep(SAME_ERROR_S)  # rank 0 has the same error, as a rule: it says so, and this process ends here
+        _guard.end(code, why)
+    else:
+        _guard.end(code)  # it said why
+
+
+def guard() -> "Guard | None":
+    """What holds the ranks together; None: there is one process."""
+    return _guard
+
+
+def connect() -> "Ranks":
+    """MLX's group of all ranks; joined at the first call.
+
+    Raises:
+        RanksError: MLX cannot.
+        Exit: rank 0 has ended.
+    """
+    global _ranks
+    assert _place is not None
+    assert _guard is not None
+    if _ranks is None:
+        from kvant.ranks.group import connect
+        from kvant.ranks.guard import Ended
+
+        try:
+            _guard.agree({})  # all have come so far, and MLX does not wait long
+            with _guard.within(CONNECT_S, f"joining MLX's {_place.backend}"):
+                _ranks = connect(_place.backend)
+            _guard.agree({})
+        except Ended as ended:
+            raise typer.Exit(ended.code) from None
+    return _ranks
+
+
+def reads_input() -> bool:
+    """Whether standard input is this command's: mlx.launch copies its own to every rank and never closes it."""
+    return _place is None or LAUNCHED in os.environ
+
+
+def wait_for_first() -> None:
+    """Where this is not rank 0: wait for its end.
+
+    Raises:
+        Exit: it has ended.
+    """
+    if _guard is None or not _guard.rank:
+        return
+    from kvant.ranks.guard import Ended
+
+    try:
+        _guard.receive()
+    except Ended as ended:
+        raise typer.Exit(ended.code) from None
+    raise AssertionError("rank 0 has a message for a rank that waits for its end")
+
+
+def refuse(**values: object) -> None:
+    """Refuse flags that have a value and need the whole cache in one process.
+
+    Raises:
+        BadValueError: one is given, and there are several ranks.
+    """
+    for name, value in values.items():
+        if _guard is not None and value:
+            flag = f"--{name.replace('_', '-')}"
+            raise BadValueError(f"{flag} is given; the cache is divided over {_guard.size} ranks and is in no file")
+
+
+def check_parallel(parallel: str | None) -> None:
+    """Refuse --parallel where one process runs.
+
+    Raises:
+        BadValueError: it would have no effect.
+    """
+    if parallel is not None and _guard is None:
+        raise BadValueError(
+            f"--parallel is {parallel!r}, which has no effect in one process; `kvant launch` starts several ranks"
+        )

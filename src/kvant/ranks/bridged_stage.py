@@ -1,0 +1,238 @@
+"""A rank's layers of a model that mlx-lm's class computes. B batch, S new tokens, N ranks.
+
+mlx-lm's module stays whole, and its own loop over its layers runs on every rank with the same ids. A layer of another
+rank gives back the hidden states that it is given. A rank's first layer receives them from the rank before, its last
+one sends them to the next, and rank N - 1 back to rank 0, where the loop goes on to the logits:
+
+    rank 0: embedding, own layers, send -> 1     receive <- N - 1, norm, head
+    rank 1:       receive <- 0, own layers, send -> 2
+    ...
+
+Nothing depends on what an absent layer, or a follower's embedding and head, would compute. MLX never evaluates them, so
+their weights are not read.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Never
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from kvant.bridge.cache import BridgedCache
+from kvant.bridge.config import BridgedConfig, read_folder
+from kvant.bridge.folder import Progress, build, check_bridged, compute_in_float32, evaluate, main_dtype
+from kvant.bridge.layer_list import LayerList, Own, list_layers, redirect
+from kvant.bridge.layers import BridgedKVCache
+from kvant.bridge.model import BridgedModel, bytes_read, parameters
+from kvant.bridge.pool import BridgedBatch
+from kvant.bridge.probe import probe
+from kvant.bridge.rope import rotate_by_matrices
+from kvant.cache import ModelCache
+from kvant.cache.pool_batch import PoolBatch
+from kvant.errors import CheckpointError, ModelError
+from kvant.ranks.group import Ranks
+from kvant.sizes import format_bytes, physical_memory
+from kvant.threads import check_process
+
+
+def count_layers(folder: Path) -> int:
+    """Layers of a bridged model that ranks can each have a part of; no tensor is read.
+
+    Raises:
+        ModelError: not a supported model, or one whose layers cannot be dealt.
+    """
+    return len(_list_layers(folder).paths)
+
+
+def load_bridged_stage(
+    folder: Path, ranks: Ranks, layers: range, progress: Progress | None = None
+) -> "BridgedStageModel":
+    """Load a rank's layers of a bridged model; rank 0 has the embedding, the final norm and the head too.
+
+    Args:
+        folder: the model folder.
+        ranks: this process among the others. Each of them calls this with its own layers.
+        layers: the numbers of this rank's layers, at least one. The first rank's begin at 0, each other's where those
+            of the rank before end.
+        progress: called with (layers loaded, this rank's layers).
+
+    Raises:
+        ModelError: as :func:`count_layers`, or layers that this rank cannot have.
+        CheckpointError: as :func:`kvant.bridge.folder.load_bridged`; this machine has to hold its layers only.
+    """
+    check_process()
+    found = _list_layers(folder)
+    _check_range(folder, ranks, layers, len(found.paths))
+    on_cpu = mx.default_device().type == mx.cpu
+    module, config = check_bridged(folder, in_float32=on_cpu, whole=False)
+    if on_cpu:
+        compute_in_float32(module)
+    model = BridgedStageModel(module, config, main_dtype(module), ranks, layers, found)
+    if model.nbytes > physical_memory():
+        raise CheckpointError(
+            f"{folder}: layers {layers.start} to {layers.stop - 1} have {format_bytes(model.nbytes)}; "
+            f"this machine has {format_bytes(physical_memory())}"
+        )
+    evaluate(module, folder, progress, model.held)
+    rotate_by_matrices(module)  # on a CPU
+    return model
+
+
+class BridgedStageModel(BridgedModel):
+    """The part of a bridged model that one rank computes.
+
+    Every rank calls its methods with the same ids, and with caches that hold the same tokens, and evaluates what it is
+    returned before the next call. Rank 0 is returned logits; the others what they sent, which nobody reads.
+
+    Attributes:
+        ranks: this process among the others.
+        layers: the numbers of this rank's layers.
+        held: the names of the weights that it has. No other is read.
+    """
+
+    def __init__(
+        self, module: Module, config: BridgedConfig, dtype: mx.Dtype, ranks: Ranks, layers: range, found: LayerList
+    ) -> None:
+        """``module``: its weights may be lazy. ``found``: all of its layers."""
+        super().__init__(module, config, dtype)
+        self.ranks = ranks
+        self.layers = layers
+        self._found = found
+        leads = ranks.rank == 0
+        own = {name for n in layers for name in _below(module, found.paths[n])}
+        others = {name for n, path in enumerate(found.paths) if n not in layers for name in _below(module, path)}
+        self.held = frozenset(parameters(module).keys() - others if leads else own)
+        caches = {cache for n in layers for cache in found.caches[n]}
+        elsewhere = {cache for n, each in enumerate(found.caches) if n not in layers for cache in each}
+        self.absent_caches = frozenset(elsewhere if leads else set(range(len(probe(module)))) - caches)
+        self._cache: BridgedCache | None = None
+        self._computes = self._returns = False
+        self._sent: list[mx.array] = []
+        modules = dict(module.named_modules())
+        for number, path in enumerate(found.paths):
+            redirect(modules[path], partial(self._call_layer, number))
+
+    def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
+        """As :meth:`BridgedModel.feed`. The last rank sends nothing back."""
+        bridged = self._checked(cache)
+        bridged.begin(inputs)
+        with self._step(bridged, returns=False):
+            self.module(inputs, cache=bridged)
+            return [*bridged.state, *self._sent]
+
+    def can_compile(self, cache: ModelCache) -> bool:
+        """Never: a step sends."""
+        return False
+
+    def step_logits(self, token: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> Never:
+        """Not there: see :meth:`can_compile`."""
+        raise NotImplementedError("a step of several machines is not compiled")
+
+    def make_pool(self, *arguments: Any, **options: Any) -> Never:
+        """Refused.
+
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(
+            f"{self.config.model_type} on several machines takes one sequence at a time: mlx-lm's class computes it"
+        )
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes of the weights that a step of one token reads on this rank."""
+        return bytes_read(self.module, self.config.experts_used, self.held)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Every weight array that this rank holds."""
+        return [array for name, array in parameters(self.module).items() if name in self.held]
+
+    def _checked(self, cache: Any) -> BridgedCache:
+        return self.check_cache(cache)
+
+    def _logits(self, inputs: mx.array, cache: BridgedCache | BridgedBatch | None) -> mx.array:
+        """The logits on rank 0; elsewhere the hidden states that were sent, (B, S, hidden)."""
+        assert not isinstance(cache, BridgedBatch)
+        with self._step(cache, returns=True):
+            result: mx.array = self.module(inputs) if cache is None else self.module(inputs, cache=cache)
+            if self.ranks.rank:
+                (result,) = self._sent
+        if cache is not None:
+            (result,) = mx.depends([result], cache.state)
+        return result
+
+    @contextmanager
+    def _step(self, cache: BridgedCache | None, *, returns: bool) -> Iterator[None]:
+        """The calls of layers in it are a step's, whose hidden states come back to rank 0 where it ``returns``."""
+        self._computes, self._returns, self._cache, self._sent = True, returns, cache, []
+        try:
+            yield
+        finally:
+            self._computes, self._cache, self._sent = False, None, []
+
+    def _call_layer(self, number: int, own: Own, hidden: mx.array, others: Sequence[Any]) -> mx.array:
+        """A layer's call by the module. Outside of a step it is a probe's, which nobody evaluates."""
+        if not self._computes:
+            traced: mx.array = own(hidden)
+            return traced
+        rank, size = self.ranks.rank, self.ranks.size
+        if number in self.layers:
+            if rank and number == self.layers.start:
+                hidden = self.ranks.receive(hidden.shape, hidden.dtype, rank - 1)
+            hidden = own(hidden)
+            if number == self.layers.stop - 1 and size > 1:
+                hidden = self._send(hidden)
+        elif self._cache is not None:
+            self._pass_by(number, hidden.shape[1])
+        if number == len(self._found.paths) - 1 and rank == 0 and size > 1 and self._returns:
+            hidden = self.ranks.receive(hidden.shape, hidden.dtype, size - 1)
+            mx.eval(hidden)  # a step that is given up from here on leaves no message behind for the next one
+        return hidden
+
+    def _send(self, hidden: mx.array) -> mx.array:
+        rank, size = self.ranks.rank, self.ranks.size
+        if rank == size - 1 and not self._returns:
+            return hidden
+        sent = self.ranks.send(hidden, (rank + 1) % size)
+        self._sent.append(sent)
+        if rank == 0:  # MLX may begin with the receiving, which no array leads to, and wait for ever
+            mx.eval(sent)
+        return sent
+
+    def _pass_by(self, number: int, num_tokens: int) -> None:
+        """Have the caches of another rank's layer count as they do there."""
+        assert self._cache is not None
+        for cache in self._found.caches[number]:
+            entry = self._cache[cache]
+            for part in getattr(entry, "caches", [entry]):
+                if isinstance(part, BridgedKVCache):
+                    part.pass_by(num_tokens)
+
+
+def _list_layers(folder: Path) -> LayerList:
+    raw = read_folder(folder)
+    try:
+        return list_layers(build(raw)[0], str(raw["model_type"]))
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from error
+
+
+def _check_range(folder: Path, ranks: Ranks, layers: range, total: int) -> None:
+    """Refuse layers that are not there, none at all, or a first or last rank without the first or last layer."""
+    first, last = ranks.rank == 0, ranks.rank == ranks.size - 1
+    starts = layers.start == 0 if first else layers.start > 0
+    ends = layers.stop == total if last else layers.stop < total
+    if layers.step != 1 or not layers or not starts or not ends:
+        raise ModelError(
+            f"{folder}: rank {ranks.rank} of {ranks.size} is to have the layers from {layers.start} up to "
+            f"{layers.stop}, of {total} in all; expected one or more, rank 0's from 0 and the last rank's up to {total}"
+        )
+
+
+def _below(module: Module, path: str) -> list[str]:
+    """The names of the weights in a part of a module."""
+    return [name for name in parameters(module) if name.startswith(f"{path}.")]

@@ -1,0 +1,71 @@
+"""The other ranks: they compute what rank 0 tells them, until it ends."""
+
+from typing import Any
+
+import mlx.core as mx
+
+from kvant.cache import ModelCache
+from kvant.cache.pool import Pool
+from kvant.cache.pool_batch import PoolBatch
+from kvant.models import LanguageModel
+from kvant.ranks.guard import Ended, Guard
+from kvant.ranks.plans import Plan, align, planned_batch
+
+CALLS = ("__call__", "feed", "next_logits")
+
+
+class Follower:
+    """A rank's part of the model, with the caches and pools that rank 0 has."""
+
+    def __init__(self, part: LanguageModel) -> None:
+        self._part = part
+        self._held: dict[int, ModelCache | Pool] = {}
+
+    def obey(self, message: Plan) -> Any | None:
+        """Do what :class:`kvant.ranks.lead.Lead` tells. Returns what rank 0 waits for; None: it does not."""
+        for number in message["dropped"]:
+            del self._held[number]
+        if "make" in message:
+            made = self._held[message["number"]] = self._make(message)
+            return _limits(made)
+        self._compute(self._held[message["number"]], message)
+        return None
+
+    def _make(self, message: Plan) -> ModelCache | Pool:
+        options: dict[str, Any] = dict(message["options"])
+        if message["make"] == "pool":
+            return self._part.make_pool(options.pop("tokens"), **options)
+        return self._part.make_cache(options.pop("max_seq_len"), **options)
+
+    def _compute(self, held: ModelCache | Pool, message: Plan) -> None:
+        cache: ModelCache | PoolBatch
+        if isinstance(held, Pool):
+            cache = planned_batch(held, message)
+        else:
+            align(held, message["lengths"])
+            cache = held
+        call = message["call"]
+        if call not in CALLS:
+            raise AssertionError(f"rank 0 calls {call}")
+        mx.eval(getattr(self._part, call)(mx.array(message["ids"]), cache=cache))
+        if call == "feed":
+            mx.clear_cache()  # a chunk's activations, as on rank 0
+
+
+def follow(part: LanguageModel, guard: Guard) -> int:
+    """Compute this rank's part of every step. Returns the exit code that rank 0 ends with."""
+    follower = Follower(part)
+    try:
+        while True:
+            reply = follower.obey(guard.receive())
+            if reply is not None:
+                guard.gather(reply)
+    except Ended as ended:
+        return ended.code
+
+
+def _limits(made: ModelCache | Pool) -> list[tuple[int, int]]:
+    """How far the layers of a cache can go back: see :class:`kvant.cache.sequences.TrimLimit`."""
+    if isinstance(made, Pool):
+        return []
+    return [(limit.rows, limit.tokens) for limit in made.layers[0].sequences.limits]

@@ -1,0 +1,99 @@
+"""The ranks of a run, and what they send each other over MLX's back end."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from kvant.errors import RanksError, one_line
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What a rank has sent or summed since it began.
+
+    Attributes:
+        sums: collectives that add or gather.
+        messages: arrays sent to, or received from, one other rank.
+        bytes: of the arrays in both.
+    """
+
+    sums: int = 0
+    messages: int = 0
+    bytes: int = 0
+
+    def since(self, before: "Traffic") -> "Traffic":
+        """What came in between."""
+        return Traffic(self.sums - before.sums, self.messages - before.messages, self.bytes - before.bytes)
+
+
+@dataclass(slots=True)
+class Ranks:
+    """This process among the others. Rank 0 reads input and prints.
+
+    MLX matches collectives by their order alone: every rank calls the same ones, and evaluates each step before the
+    next one begins.
+
+    Attributes:
+        group: MLX's.
+        traffic: counted when a step is built.
+    """
+
+    group: mx.distributed.Group
+    traffic: Traffic = field(default_factory=Traffic)
+
+    @property
+    def rank(self) -> int:
+        """Of this process, from 0."""
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        """Processes in all."""
+        return self.group.size()
+
+    def all_sum(self, x: mx.array) -> mx.array:
+        """The sum of the ranks' arrays, in all of them."""
+        self.traffic.sums += 1
+        self.traffic.bytes += x.nbytes
+        return mx.distributed.all_sum(x, group=self.group)
+
+    def all_max(self, x: mx.array) -> mx.array:
+        """The largest of the ranks' numbers at each place, in all of them."""
+        self.traffic.sums += 1
+        self.traffic.bytes += x.nbytes
+        return mx.distributed.all_max(x, group=self.group)
+
+    def all_gather(self, x: mx.array) -> mx.array:
+        """The ranks' arrays, of one shape, one after the other along the first axis, in all of them."""
+        self.traffic.sums += 1
+        self.traffic.bytes += x.nbytes * self.size
+        return mx.distributed.all_gather(x, group=self.group)
+
+    def send(self, x: mx.array, to: int) -> mx.array:
+        """Send an array to a neighbour in the ring. It is sent when the result, the same array, is evaluated."""
+        self.traffic.messages += 1
+        self.traffic.bytes += x.nbytes
+        return mx.distributed.send(x, to, group=self.group)
+
+    def receive(self, shape: Sequence[int], dtype: mx.Dtype, sender: int) -> mx.array:
+        """An array from a neighbour in the ring."""
+        self.traffic.messages += 1
+        received = mx.distributed.recv(shape, dtype, sender, group=self.group)
+        self.traffic.bytes += received.nbytes
+        return received
+
+
+def connect(backend: str) -> Ranks:
+    """Join MLX's group, which waits for all ranks.
+
+    Args:
+        backend: "ring", "jaccl", "nccl" or "mpi".
+
+    Raises:
+        RanksError: MLX cannot.
+    """
+    try:
+        return Ranks(mx.distributed.init(strict=True, backend=backend))
+    except (RuntimeError, ValueError) as error:
+        raise RanksError(f"MLX's distributed back end {backend!r} does not start: {one_line(error)}") from error

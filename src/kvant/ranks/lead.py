@@ -1,0 +1,172 @@
+"""Rank 0's model: the other ranks are told of every step before it is computed."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary, finalize
+
+import mlx.core as mx
+
+from kvant.cache import KVCache, ModelCache
+from kvant.cache.identity import Identity
+from kvant.cache.pool import Pool
+from kvant.cache.pool_batch import PoolBatch
+from kvant.cache.sequences import TrimLimit
+from kvant.errors import RanksError, one_line
+from kvant.models import LanguageModel
+from kvant.models.decoder import Cached, Offset
+from kvant.ranks.group import Ranks, Traffic
+from kvant.ranks.guard import Guard
+from kvant.ranks.plans import pool_plan
+
+NOTICED_S = 1.0  # for the guard, which knows the reason where another rank is gone and MLX's error is all that is seen
+
+
+class Lead:
+    """A :class:`kvant.models.LanguageModel` that is computed by all ranks.
+
+    The others compute the same steps on their parts, and have no tokens of their own to choose: ids are in what they
+    are told. A step is evaluated before it is returned. Caches and pools are those that this model makes. They cannot
+    be saved, loaded or forked.
+
+    Attributes:
+        part: rank 0's part of the model.
+        ranks: that compute it.
+        step_traffic: what rank 0 sent, received and summed in the last step.
+    """
+
+    always_fuses = False
+
+    def __init__(
+        self,
+        part: LanguageModel,
+        ranks: Ranks,
+        guard: Guard,
+        whole: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """``whole``: a step is computed in it. It keeps Ctrl-C until the others have what they wait for."""
+        self.part, self.ranks, self.step_traffic = part, ranks, Traffic()
+        self.config, self.dtype = part.config, part.dtype
+        self.last_token_alone = part.last_token_alone
+        self._guard, self._whole = guard, whole
+        self._numbers: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # of caches' sequences and of pools
+        self._made = 0
+        self._dropped: list[int] = []
+        self._broken = False
+
+    @property
+    def identity(self) -> Identity | None:
+        """See :class:`kvant.models.LanguageModel`."""
+        return self.part.identity
+
+    @identity.setter
+    def identity(self, identity: Identity | None) -> None:
+        self.part.identity = identity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's weights."""
+        return self.part.nbytes
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes of this rank's weights that a step of one token reads."""
+        return self.part.nbytes_read
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Every weight array of this rank."""
+        return self.part.arrays
+
+    def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
+        """Logits of every position; the step is committed. ``cache`` is one of this model's.
+
+        Raises:
+            RanksError: no such cache, or a step that failed.
+        """
+        if cache is None:
+            raise RanksError("a model on several ranks computes through a cache; given none")
+        cache = cache if isinstance(cache, PoolBatch) else self.part.check_cache(cache)
+        logits: mx.array = self._step("__call__", inputs, cache)
+        return logits
+
+    def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
+        """See :class:`kvant.models.LanguageModel`; computed already."""
+        fed: list[mx.array] = self._step("feed", inputs, cache)
+        return fed
+
+    def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
+        """See :class:`kvant.models.LanguageModel`; computed already."""
+        logits: mx.array = self._step("next_logits", inputs, cache)
+        return logits
+
+    def can_compile(self, cache: ModelCache) -> bool:
+        """No: a step waits for other ranks."""
+        return False
+
+    def step_logits(self, token: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
+        """Refused: see :meth:`can_compile`."""
+        raise RanksError("a step of several ranks cannot be compiled")
+
+    def check_cache(self, cache: Sequence[KVCache], batch: int | None = None) -> ModelCache:
+        """See :class:`kvant.models.LanguageModel`."""
+        return self.part.check_cache(cache, batch)
+
+    def make_cache(self, max_seq_len: int | None = None, **options: Any) -> ModelCache:
+        """Reserve a cache on every rank; see :class:`kvant.models.LanguageModel`."""
+        cache = self.part.make_cache(max_seq_len, **options)
+        cache.divided = True
+        sequences = cache.layers[0].sequences
+        found = self._told_made(sequences, "cache", {"max_seq_len": max_seq_len, **options})
+        # How far the windows of the others' layers can go back.
+        sequences.limits |= {TrimLimit(*limit) for limits in found for limit in limits}
+        return cache
+
+    def make_pool(self, tokens: int, **options: Any) -> Pool:
+        """Reserve a pool on every rank; see :class:`kvant.models.LanguageModel`."""
+        pool = self.part.make_pool(tokens, **options)
+        pool.divided = True
+        for part in pool.parts:
+            part.copied = []
+        self._told_made(pool, "pool", {"tokens": tokens, **options})
+        return pool
+
+    def _told_made(self, made: object, kind: str, options: dict[str, Any]) -> list[Any]:
+        """Have the others make the same. Returns what they say of it."""
+        number = self._made
+        self._made += 1
+        with self._whole():
+            self._tell({"make": kind, "number": number, "options": options})
+            found = self._guard.gather([])
+        self._numbers[made] = number
+        finalize(made, self._dropped.append, number)
+        return found
+
+    def _step(self, call: str, inputs: mx.array, cache: ModelCache | PoolBatch) -> Any:
+        held = cache.pool if isinstance(cache, PoolBatch) else cache.layers[0].sequences
+        if (number := self._numbers.get(held)) is None:
+            raise RanksError("the cache is not of this model; on several ranks expected one of model.make_cache")
+        cache.begin(inputs)  # refuses what does not fit, before the others are told
+        ids = inputs.tolist()
+        plan = pool_plan(cache) if isinstance(cache, PoolBatch) else {"lengths": cache.lengths}
+        before = replace(self.ranks.traffic)
+        with self._whole():
+            self._tell({"call": call, "number": number, "ids": ids, **plan})
+            try:
+                result = getattr(self.part, call)(inputs, cache=cache)
+                mx.eval(result)
+            except (RuntimeError, ValueError) as error:
+                self._broken = True  # the others wait for what does not come
+                time.sleep(NOTICED_S)
+                raise RanksError(f"rank 0 failed in a step: {one_line(error)}") from error
+        self.step_traffic = self.ranks.traffic.since(before)
+        return result
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        if self._broken:
+            raise RanksError("a step failed on rank 0; the run is over")
+        dropped = self._dropped[:]
+        del self._dropped[: len(dropped)]
+        self._guard.tell({**message, "dropped": dropped})

@@ -1,0 +1,56 @@
+"""A step as rank 0 tells it to the others: plain data, and what they make of it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvant.cache import ModelCache
+from kvant.cache.paged_layers import PageTable
+from kvant.cache.planned_batch import PlannedBatch
+from kvant.cache.pool import Pool
+from kvant.cache.pool_batch import PoolBatch
+from kvant.errors import RanksError
+
+Plan = Mapping[str, Any]
+
+
+def pool_plan(batch: PoolBatch) -> dict[str, Any]:
+    """The step of a batch that was begun: which pages were copied since the last one, and where its tokens go."""
+    parts, copies = batch.pool.parts, []
+    for part in parts:
+        copies.append(part.copied or [])
+        part.copied = []
+    tables = [[(t.first, t.pages) for t in (own.tables[n] for own in batch.sequences)] for n in range(len(parts))]
+    lengths = [sequence.length for sequence in batch.sequences]
+    return {"copies": copies, "tables": tables, "lengths": lengths, "rows": batch.rows}
+
+
+def planned_batch(pool: Pool, plan: Plan) -> PlannedBatch:
+    """The batch of a :func:`pool_plan`, in this rank's pool."""
+    for part, copies in zip(pool.parts, plan["copies"], strict=True):
+        for page, to, rows in copies:
+            part.copy(page, to, rows)
+    tables = [[PageTable(first, pages, len(pages)) for first, pages in own] for own in plan["tables"]]
+    return PlannedBatch(pool, tables, plan["lengths"], plan["rows"])
+
+
+def align(cache: ModelCache, lengths: Sequence[int]) -> None:
+    """Have the tokens that rank 0's cache has at the beginning of a step.
+
+    What it has committed of the last step, or forgotten since, is seen in its lengths.
+
+    Raises:
+        RanksError: this cache cannot have these lengths.
+    """
+    held, step = cache.lengths, cache.step
+    new = [now - before for now, before in zip(lengths, held, strict=True)]
+    if step is not None and any(new) and all(0 <= count <= step.shape[1] for count in new):
+        whole = all(count == step.shape[1] for count in new)
+        cache.commit(None if whole else new)
+    elif step is not None:
+        cache.end_step()
+    if not any(lengths):
+        cache.reset()
+    elif any(now > own for now, own in zip(lengths, cache.lengths, strict=True)):
+        raise RanksError(f"the cache holds {list(cache.lengths)} tokens; rank 0's has {list(lengths)}")
+    else:
+        cache.trim_to(list(lengths))

@@ -1,0 +1,118 @@
+"""Pipeline: each rank has some of the layers, and what it computes goes on to the next. B batch, S new tokens."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+
+from kvant.cache import ModelCache
+from kvant.cache.pool_batch import PoolBatch
+from kvant.models.checkpoint import DecoderParts, Progress, load_part
+from kvant.models.config import ModelConfig
+from kvant.models.decoder import Cached, Decoder, Offset
+from kvant.models.inputs import check_ids
+from kvant.models.matrix import DenseMatrix
+from kvant.operators.normalization import rms_norm
+from kvant.ranks.group import Ranks
+from kvant.threads import check_process
+
+
+class StageDecoder(Decoder):
+    """Some layers of a model, as a rank has them. It is called on every rank, with caches of the same lengths.
+
+    The hidden states go from rank to rank and back to rank 0, which has the embedding, the last norm and the head:
+    its logits are those of one process, bitwise. Elsewhere the result is what was sent, to be evaluated.
+
+    Attributes:
+        ranks: rank r has the r-th part of the layers.
+    """
+
+    def __init__(self, ranks: Ranks, parts: DecoderParts, all_windows: Sequence[int | None]) -> None:
+        """``all_windows``: of the whole model's layers."""
+        nothing = mx.zeros((parts.config.hidden_size, 0))
+        super().__init__(
+            parts.config,
+            parts.dtype,
+            embed_tokens=parts.embed_tokens or DenseMatrix(nothing),
+            layers=parts.layers,
+            norm=nothing if parts.norm is None else parts.norm,
+            lm_head=parts.lm_head,
+        )
+        self.ranks, self.all_windows = ranks, tuple(all_windows)
+
+    def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
+        """As :meth:`Decoder.__call__`."""
+        check_process()
+        check_ids(inputs, self.config.vocab_size)
+        passed = self._passed(inputs, offset, cache, wanted=inputs.shape[1])
+        if cache is not None:
+            self._checked(cache).commit()
+        return passed if self.ranks.rank else self._logits(passed)
+
+    def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
+        """As :meth:`Decoder.feed`. Nothing comes back to rank 0: it can go on while others compute."""
+        return [self._passed(inputs, None, cache, wanted=0)]
+
+    def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
+        """As :meth:`Decoder.next_logits`."""
+        passed = self._passed(inputs, None, cache, wanted=1)
+        return passed if self.ranks.rank else self._logits(passed)[:, -1]
+
+    def can_compile(self, cache: ModelCache) -> bool:
+        """No: a step waits for other ranks."""
+        return False
+
+    def _logits(self, stream: mx.array) -> mx.array:
+        return self.logits(rms_norm(stream, self._norm, self.config.rms_norm_eps))
+
+    def _passed(
+        self,
+        inputs: mx.array,
+        offset: Offset,
+        cache: Cached,
+        *,
+        wanted: int,
+    ) -> mx.array:
+        """A step of (B, S) ids through this rank's layers.
+
+        ``wanted``: the last so many positions go back to rank 0. Returns these on rank 0, and elsewhere what was sent;
+        with none, what there is to evaluate.
+        """
+        ranks = self.ranks
+        rank, last = ranks.rank, ranks.size - 1
+        start, caches = self.begin(inputs, offset, cache)
+        B, S = inputs.shape
+        hidden = self.config.hidden_size
+        if rank:
+            x = ranks.receive((B, S, hidden), self.dtype, rank - 1)
+        else:
+            x = self._embed_tokens.rows(inputs).astype(self.dtype)
+        x = self.through_layers(x, start, caches)
+        if rank == last:
+            return ranks.send(x[:, S - wanted :], 0) if wanted else x
+        sent = ranks.send(x, rank + 1)
+        if rank or not wanted:
+            return sent
+        mx.eval(sent)  # first: nothing orders a receive behind it
+        return ranks.receive((B, wanted, hidden), self.dtype, last)
+
+
+def load_stage(
+    folder: Path, ranks: Ranks, layers: range, progress: Progress | None = None, adapter: Path | None = None
+) -> StageDecoder:
+    """Load this rank's layers of a model folder; on rank 0 the embedding, the last norm and the head too.
+
+    Args:
+        layers: their numbers. Other arguments and errors as those of :func:`kvant.models.load_decoder`.
+    """
+    first = ranks.rank == 0
+    parts = load_part(
+        folder,
+        layers=layers,
+        embedding=first,
+        head=first,
+        all_sum=ranks.all_sum,
+        progress=progress,
+        adapter=adapter,
+    )
+    return StageDecoder(ranks, parts, ModelConfig.from_folder(folder).windows)

@@ -1,0 +1,151 @@
+"""Tensor parallelism: every rank has a part of each layer's heads and features, and all have the stream of tokens.
+
+Attention and MLP end in a projection whose inputs are divided. Each rank's product is an addend, and the ranks sum
+them: two sums a layer, of (B, S, hidden). An output head that is stored by itself is divided by tokens,
+and the logits are gathered. Every rank is called with the same tokens, and evaluates a step before the next one.
+
+Source of the division: Shoeybi et al., arXiv 1909.08053.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from kvant.cache import AttentionCache, ModelCache
+from kvant.models.bias import ProjectionBias, split_pairs
+from kvant.models.checkpoint import DecoderParts, Progress, load_part
+from kvant.models.config import ModelConfig
+from kvant.models.decoder import Attention, Block, Decoder, Pair
+from kvant.models.share import Share, shares
+from kvant.operators.rotary import Rotate
+from kvant.ranks.group import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class TensorAttention(Attention):
+    """A rank's heads of a layer. Its output is one of the ranks' addends.
+
+    Attributes:
+        ranks: they have the other heads.
+        counts_keys: no rank before this one has the same key heads.
+        norm_sizes: elements of all queries of a token, and of all its keys.
+    """
+
+    ranks: Ranks
+    counts_keys: bool
+    norm_sizes: tuple[int, int]
+
+    def _normalized(self, query: mx.array, key: mx.array, weights: Pair) -> Pair:
+        """As :class:`Attention`'s: the mean square is over the heads of all ranks, each key head counted once."""
+        squares = [mx.square(x.astype(mx.float32)).sum(axis=-1) for x in (query, key)]  # (B, S) of each
+        if not self.counts_keys:
+            squares[1] = mx.zeros_like(squares[1])
+        sizes = mx.array(self.norm_sizes)[:, None, None]
+        means = self.ranks.all_sum(mx.stack(squares)) / sizes
+        scales = mx.rsqrt(means + self.config.rms_norm_eps)[..., None]  # (2, B, S, 1)
+        dtype = query.dtype
+        return (query * scales[0]).astype(dtype) * weights[0], (key * scales[1]).astype(dtype) * weights[1]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBlock(Block):
+    """A rank's part of a layer, with the sums."""
+
+    ranks: Ranks
+
+    def __call__(self, x: mx.array, rotate: Rotate, cache: AttentionCache | None) -> mx.array:
+        """(B, S, hidden) -> (B, S, hidden), the same on every rank."""
+        attended = self.ranks.all_sum(self.self_attn(self._norm(x, "before_attention"), rotate, cache))
+        x = x + self._norm(attended, "after_attention")
+        fed = self.ranks.all_sum(self.mlp(self._norm(x, "before_mlp")))
+        return x + self._norm(fed, "after_mlp")
+
+
+class TensorDecoder(Decoder):
+    """A rank's part of a decoder. Its config, caches and pools are of its own heads.
+
+    Attributes:
+        ranks: the group.
+        bytes_read: of the model's tensors, by this rank.
+    """
+
+    def __init__(self, parts: DecoderParts, ranks: Ranks, dealt: Sequence[Share]) -> None:
+        """Put a rank's parts together.
+
+        Args:
+            parts: with both ends of the model.
+            dealt: the share of each rank.
+        """
+        assert parts.embed_tokens is not None
+        assert parts.norm is not None
+        super().__init__(
+            parts.config,
+            parts.dtype,
+            embed_tokens=parts.embed_tokens,
+            layers=parts.layers,
+            norm=parts.norm,
+            lm_head=parts.lm_head,
+        )
+        self.ranks = ranks
+        self.bytes_read = parts.bytes_read
+        self._rows = [share.vocabulary[1] - share.vocabulary[0] for share in dealt]
+
+    def logits(self, hidden_states: mx.array) -> mx.array:
+        """(..., hidden) -> (..., vocab). With a tied head other ranks than the first return what they are given."""
+        if self._lm_head is None:
+            return super().logits(hidden_states) if self.ranks.rank == 0 else hidden_states
+        own, widest = self._lm_head.project(hidden_states), max(self._rows)
+        padded = mx.pad(own, [(0, 0)] * (own.ndim - 1) + [(0, widest - own.shape[-1])])
+        # (N * first, ..., widest) -> (N, first, ..., widest)
+        gathered = self.ranks.all_gather(padded).reshape(self.ranks.size, *padded.shape)
+        return mx.concatenate([gathered[rank, ..., :rows] for rank, rows in enumerate(self._rows)], axis=-1)
+
+    def can_compile(self, cache: ModelCache) -> bool:
+        """No: ranks evaluate every step by itself."""
+        return False
+
+
+def load_tensor(
+    folder: Path, ranks: Ranks, progress: Progress | None = None, adapter: Path | None = None
+) -> TensorDecoder:
+    """Load this rank's part of a model folder. All ranks call it together.
+
+    Args:
+        folder, progress, adapter: as in :func:`kvant.models.load_decoder`.
+
+    Raises:
+        ModelError, CheckpointError: as there; a model that cannot be divided among so many ranks.
+    """
+    config = ModelConfig.from_folder(folder)
+    dealt = shares(config, ranks.size)
+    share = dealt[ranks.rank]
+    parts = load_part(folder, share=share, all_sum=ranks.all_sum, progress=progress, adapter=adapter)
+    norm_sizes = (config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim)
+    layers = []
+    for block, bias in zip(parts.layers, _united_biases(parts, ranks), strict=True):
+        attention = replace(block.self_attn, qkv_bias=bias)
+        own = TensorAttention(**_fields(attention), ranks=ranks, counts_keys=share.counts_keys, norm_sizes=norm_sizes)
+        layers.append(TensorBlock(**{**_fields(block), "self_attn": own}, ranks=ranks))
+    return TensorDecoder(replace(parts, layers=tuple(layers)), ranks, dealt)
+
+
+def _united_biases(parts: DecoderParts, ranks: Ranks) -> list[ProjectionBias | None]:
+    """The bias of each layer, divided at the rotary pairs that any rank's heads choose, as one process does."""
+    biases = [layer.self_attn.qkv_bias for layer in parts.layers]
+    own = [bias for bias in biases if bias is not None]
+    if len(own) < len(biases):
+        return biases  # q, k and v have a bias in all layers or in none
+    pairs = range(parts.config.head_dim // 2)
+    chosen = mx.array([[int(pair in bias.pairs) for pair in pairs] for bias in own])
+    united: list[list[int]] = ranks.all_max(chosen).tolist()  # type: ignore[assignment]
+    return [
+        split_pairs(parts.config, bias.whole, tuple(pair for pair in pairs if layer[pair]))
+        for bias, layer in zip(own, united, strict=True)
+    ]
+
+
+def _fields(part: Any) -> dict[str, Any]:
+    return {field.name: getattr(part, field.name) for field in fields(part)}

@@ -1,0 +1,402 @@
+"""What a rank reads of a model: parts of tensors, whole heads, whole quantization groups, and no other bytes."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from support.adapters import adapter_config, save_adapter
+from support.checkpoints import (
+    llama_config,
+    olmo2_config,
+    quantize_reference,
+    qwen2_config,
+    qwen3_moe_config,
+    reference_model,
+    save_checkpoint,
+    stored_by_transformers,
+)
+from support.counts import count
+
+from kvant.errors import CheckpointError, ModelError
+from kvant.models import ModelConfig, load_decoder
+from kvant.models.checkpoint import check_folder, load_part
+from kvant.models.share import local_config, shares
+from kvant.models.tensors import Part, TensorFiles
+
+DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "U32": mx.uint32, "U8": mx.uint8}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_part_is_a_slice_and_nothing_else_is_read(tmp_path: Path, dtype: str) -> None:
+    """Of tensors of one to three axes, along each, in one range or several."""
+    rng = np.random.default_rng(sum(dtype.encode()))
+    shapes = {"a": (12,), "b": (5, 16), "c": (3, 10, 8)}
+    arrays = {name: mx.array(rng.integers(0, 200, shape)).astype(DTYPES[dtype]) for name, shape in shapes.items()}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays)
+    for name, shape in shapes.items():
+        for axis, size in enumerate(shape):
+            bounds = sorted(rng.choice(size + 1, 2 if size < 5 else 4, replace=False).tolist())
+            ranges = tuple(pairwise(bounds))[::2]
+            tensors = TensorFiles(tmp_path)
+            given = tensors.take(name, shape, (dtype,), Part(axis, ranges))
+            index = [slice(None)] * axis
+            expected = mx.concatenate([arrays[name][(*index, slice(*each))] for each in ranges], axis=axis)
+            assert given.dtype == expected.dtype
+            assert mx.array_equal(given, expected)
+            assert tensors.bytes_read == tensors.part_bytes(name, Part(axis, ranges)) == expected.nbytes
+
+
+def test_parts_do_not_import_numpy_or_safetensors(tmp_path: Path) -> None:
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {"a": mx.ones((4, 4))})
+    code = (
+        "import sys; from pathlib import Path; from kvant.models.tensors import Part, TensorFiles;"
+        "TensorFiles(Path(sys.argv[1])).take('a', (4, 4), part=Part(1, ((0, 2),)));"
+        "sys.exit('numpy' in sys.modules or 'safetensors' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("ranges", [((0, 13),), ((4, 4),), ((6, 8), (2, 4)), ()])
+def test_a_part_outside_of_the_tensor(tmp_path: Path, ranges: tuple[tuple[int, int], ...]) -> None:
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {"a": mx.ones((12,))})
+    with pytest.raises(ValueError, match=r"ranges .* of an axis of 12"):
+        TensorFiles(tmp_path).take("a", (12,), part=Part(0, ranges))
+
+
+@pytest.mark.parametrize("way", ["replaced", "rewritten", "shorter"])
+def test_a_file_that_changes_after_its_header_was_read(tmp_path: Path, way: str) -> None:
+    path = tmp_path / "model.safetensors"
+    mx.save_safetensors(str(path), {"a": mx.ones((4, 4))})
+    tensors = TensorFiles(tmp_path)
+    if way == "replaced":
+        mx.save_safetensors(str(tmp_path / "other.safetensors"), {"a": mx.ones((4, 4))})
+        os.replace(tmp_path / "other.safetensors", path)
+    elif way == "rewritten":
+        os.utime(path, ns=(1, 1))
+    else:
+        os.truncate(path, path.stat().st_size - 8)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: changed while it was read"):
+        tensors.take("a", (4, 4), part=Part(0, ((1, 2),)))
+
+
+def _config(**changes: Any) -> ModelConfig:
+    return ModelConfig.from_dict(llama_config(head_dim=32, **changes))
+
+
+def _quantized(group_size: int, bits: int = 4) -> dict[str, Any]:
+    return {"quantization": {"group_size": group_size, "bits": bits}}
+
+
+DIVIDED = [  # config, ranks, query heads of each, kv heads of each, features of each
+    (
+        _config(num_attention_heads=8, num_key_value_heads=4),
+        2,
+        [(0, 4), (4, 8)],
+        [(0, 2), (2, 4)],
+        [(0, 128), (128, 256)],
+    ),
+    # kv heads that do not divide evenly
+    (
+        _config(num_attention_heads=6, num_key_value_heads=3),
+        2,
+        [(0, 2), (2, 6)],
+        [(0, 1), (1, 3)],
+        [(0, 128), (128, 256)],
+    ),
+    # one kv head for two ranks each, its seven query heads divided; 320 features are 5 times 64
+    (
+        _config(num_attention_heads=14, num_key_value_heads=2, intermediate_size=320),
+        4,
+        [(0, 3), (3, 7), (7, 10), (10, 14)],
+        [(0, 1), (0, 1), (1, 2), (1, 2)],
+        [(0, 64), (64, 128), (128, 192), (192, 320)],
+    ),
+    # groups of 64 hold two heads of 32: heads stay together in pairs
+    (
+        _config(num_attention_heads=6, num_key_value_heads=6, **_quantized(64)),
+        2,
+        [(0, 2), (2, 6)],
+        [(0, 2), (2, 6)],
+        [(0, 128), (128, 256)],
+    ),
+    # three groups of 128 features
+    (
+        _config(num_attention_heads=8, num_key_value_heads=2, intermediate_size=384, **_quantized(128)),
+        2,
+        [(0, 4), (4, 8)],
+        [(0, 1), (1, 2)],
+        [(0, 128), (128, 384)],
+    ),
+    # fewer times 64 features than ranks
+    (
+        _config(num_attention_heads=4, num_key_value_heads=4, intermediate_size=130),
+        3,
+        [(0, 1), (1, 2), (2, 4)],
+        [(0, 1), (1, 2), (2, 4)],
+        [(0, 43), (43, 86), (86, 130)],
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "ranks", "queries", "keys", "inner"), DIVIDED)
+def test_shares(
+    config: ModelConfig,
+    ranks: int,
+    queries: list[tuple[int, int]],
+    keys: list[tuple[int, int]],
+    inner: list[tuple[int, int]],
+) -> None:
+    made = shares(config, ranks)
+    assert [share.queries for share in made] == queries
+    assert [share.keys for share in made] == keys
+    assert [share.inner for share in made] == inner
+    assert [share.counts_keys for share in made] == [own not in keys[:rank] for rank, own in enumerate(keys)]
+    for share in made:
+        local = local_config(config, share)
+        assert local.num_attention_heads % local.num_key_value_heads == 0
+        assert local.vocab_size == config.vocab_size
+
+
+def test_shares_of_many_shapes() -> None:
+    """Every head, feature and token is one rank's, a query head is with its kv head, and no group is cut."""
+    rng = np.random.default_rng(18)
+    divided = 0
+    for _ in range(count(400, 20_000)):
+        K, per, ranks = (int(rng.integers(1, most)) for most in (9, 9, 9))
+        group, D = int(rng.choice([32, 64, 128])), int(rng.choice([32, 64, 128]))
+        inner = group * int(rng.integers(1, 12))
+        config = _config(num_attention_heads=K * per, num_key_value_heads=K, intermediate_size=inner)
+        config = replace(config, head_dim=D)
+        if rng.random() < 0.7 and K * per * D % group == 0:
+            config = replace(config, quantization=ModelConfig.from_dict(llama_config(**_quantized(group))).quantization)
+        try:
+            made = shares(config, ranks)
+        except ModelError:
+            continue
+        divided += 1
+        for name, most in (("queries", K * per), ("inner", inner), ("vocabulary", 300)):
+            ranges = [getattr(share, name) for share in made]
+            assert [ranges[0][0], ranges[-1][1]] == [0, most]
+            assert all(own[0] < own[1] for own in ranges)
+            assert all(own[1] == following[0] for own, following in pairwise(ranges))
+        for share in made:
+            heads = range(*share.queries)
+            wanted = [head // per for head in heads]
+            assert (min(wanted), max(wanted) + 1) == share.keys
+            own = [wanted.count(key) for key in range(*share.keys)]
+            assert len(set(own)) == 1  # grouped attention has as many query heads for each
+            if config.quantization is not None:
+                assert share.queries[0] * D % group == share.inner[0] % group == 0
+        assert sum(share.counts_keys * (share.keys[1] - share.keys[0]) for share in made) == K
+    assert divided > count(100, 5000)
+
+
+REFUSED = [
+    (_config(num_attention_heads=4, num_key_value_heads=2), 5, "5 ranks cannot divide 4 query heads: each needs one"),
+    (
+        _config(num_attention_heads=4, num_key_value_heads=4, **_quantized(128)),
+        2,
+        r"2 ranks cannot divide 4 query heads with 4 kv heads of 32 elements in o_proj's quantization groups of 128: a "
+        "group would be cut",
+    ),
+    (
+        _config(num_attention_heads=8, num_key_value_heads=8, **_quantized(128)),
+        3,
+        r"3 ranks cannot divide 8 query heads .* of 128",
+    ),
+    (
+        _config(num_attention_heads=12, num_key_value_heads=12, **_quantized(128)),
+        3,
+        "3 ranks cannot divide intermediate_size 256 in 2 quantization groups of 128: each needs one",
+    ),
+    (
+        _config(num_attention_heads=4, num_key_value_heads=4, intermediate_size=2),
+        3,
+        "3 ranks cannot divide intermediate_size 2: each needs one",
+    ),
+    (
+        ModelConfig.from_dict(qwen3_moe_config(moe_intermediate_size=64, **_quantized(64))),
+        2,
+        "2 ranks cannot divide moe_intermediate_size 64 in 1 quantization groups of 64: each needs one",
+    ),
+    (_config(num_attention_heads=4, vocab_size=3), 4, "4 ranks cannot divide a vocabulary of 3 tokens"),
+]
+
+
+@pytest.mark.parametrize(("config", "ranks", "message"), REFUSED)
+def test_models_that_cannot_be_divided(config: ModelConfig, ranks: int, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        shares(config, ranks)
+
+
+def _made(folder: Path, config: dict[str, Any], bits: int = 0, way: str = "stacked") -> Path:
+    model = reference_model(config)
+    if bits:
+        config = quantize_reference(config, model, bits, 32)
+    save_checkpoint(folder, config, model)
+    if way != "stacked":
+        weights = stored_by_transformers(dict(tree_flatten(model.parameters())), way)
+        mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder
+
+
+BIG = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
+COUNTED = [
+    ("qwen2", qwen2_config(**BIG, num_hidden_layers=4), 0, "stacked"),
+    ("llama", llama_config(**BIG, num_hidden_layers=4, tie_word_embeddings=False), 4, "stacked"),
+    ("olmo2", olmo2_config(**BIG), 0, "stacked"),
+    *(
+        (f"moe, {way}", qwen3_moe_config(**BIG, head_dim=32, moe_intermediate_size=256), 0, way)
+        for way in ("stacked", "each", "joined")
+    ),
+]
+# What ranks divide evenly here. A bias of o or down is the first rank's.
+DIVIDED_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "lm_head")
+
+
+def _expected_bytes(folder: Path, rank: int, ranks: int, norms: bool) -> int:
+    """Of the file's tensors by their names: those that are divided count for one of ``ranks``."""
+    total = 0
+    for name, array in mx.load(str(folder / "model.safetensors")).items():
+        if name.endswith(("o_proj.bias", "down_proj.bias")):
+            total += array.nbytes * (rank == 0)
+        elif any(f"{part}." in f"{name}." for part in DIVIDED_NAMES) or (
+            norms and name.endswith(("q_norm.weight", "k_norm.weight"))
+        ):
+            total += array.nbytes // ranks
+        else:
+            total += array.nbytes
+    return total
+
+
+@pytest.mark.parametrize(("name", "config", "bits", "way"), COUNTED)
+def test_only_the_share_is_read(tmp_path: Path, name: str, config: dict[str, Any], bits: int, way: str) -> None:
+    """Exactly the tensors' bytes; of the files, by the process's own count, at most 1 % and the headers more."""
+    folder = _made(tmp_path / "model", config, bits, way)
+    parsed, tensors = check_folder(folder)
+    for ranks in (2, 4):
+        for rank, share in enumerate(shares(parsed, ranks)):
+            before = _bytes_read_by_this_process()
+            parts = load_part(folder, share=share)
+            read = _bytes_read_by_this_process() - before
+            expected = _expected_bytes(folder, rank, ranks, norms=name == "olmo2")
+            assert parts.bytes_read == expected
+            if sys.platform == "linux":
+                most = expected + 0.01 * tensors.nbytes / ranks
+                assert expected <= read <= most + 3 * _header_bytes(folder)
+    assert expected < 0.55 * tensors.nbytes  # of four ranks
+
+
+def _bytes_read_by_this_process() -> int:
+    """By all reading system calls; 0 where there is no such count."""
+    counts = Path("/proc/self/io")
+    return int(counts.read_text().split("rchar: ")[1].split()[0]) if counts.exists() else 0
+
+
+def _header_bytes(folder: Path) -> int:
+    """config.json and the tensors' header, which are read whole."""
+    with open(folder / "model.safetensors", "rb") as file:
+        return int.from_bytes(file.read(8), "little") + (folder / "config.json").stat().st_size
+
+
+LAYERED = {
+    "tied": qwen2_config(num_hidden_layers=3),
+    "untied": qwen3_moe_config(num_hidden_layers=3),
+    "4 bits": llama_config(num_hidden_layers=3, tie_word_embeddings=False),
+}
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_layers_of_a_model(tmp_path: Path, name: str) -> None:
+    """Two parts after each other are the whole, bitwise, and other layers are not read."""
+    folder = _made(tmp_path / "model", LAYERED[name], 4 if name == "4 bits" else 0)
+    whole, ids = load_decoder(folder), mx.array([[5, 7, 11]])
+    first = load_part(folder, layers=range(1))
+    last = load_part(folder, layers=range(1, 3), embedding=False, head=False)
+    assert (first.config.num_hidden_layers, last.config.num_hidden_layers) == (1, 2)
+    assert last.config.windows == whole.config.windows[1:]
+    assert last.embed_tokens is last.norm is last.lm_head is None
+    joined = replace(first, config=whole.config, layers=(*first.layers, *last.layers)).decoder()
+    assert mx.array_equal(joined(ids), whole(ids))
+
+    tensors = mx.load(str(folder / "model.safetensors"))
+    sizes = [(key, array.nbytes) for key, array in tensors.items()]
+    assert last.bytes_read == sum(n for key, n in sizes if "layers.1." in key or "layers.2." in key)
+    assert first.bytes_read == sum(n for key, n in sizes) - last.bytes_read
+
+
+def test_ends_of_a_model(tmp_path: Path) -> None:
+    """The head alone, which is the embedding where it is tied; the embedding alone."""
+    for name in ("tied", "untied"):
+        folder = _made(tmp_path / name, LAYERED[name])
+        embeds = load_part(folder, layers=range(0), head=False)
+        heads = load_part(folder, layers=range(0), embedding=False)
+        assert (embeds.embed_tokens is None, embeds.norm, embeds.lm_head) == (False, None, None)
+        assert (heads.embed_tokens is None, heads.lm_head is None) == (
+            (False, True) if name == "tied" else (True, False)
+        )
+        assert heads.norm is not None
+        assert heads.bytes_read == embeds.bytes_read + heads.norm.nbytes
+
+
+def test_a_part_fits_where_the_whole_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = _made(tmp_path / "model", qwen2_config(**BIG))
+    parsed, tensors = check_folder(folder)
+    monkeypatch.setattr("kvant.models.tensors.physical_memory", lambda: tensors.nbytes // 2 + 10**6)
+    with pytest.raises(CheckpointError, match="this machine has"):
+        load_decoder(folder)
+    assert load_part(folder, share=shares(parsed, 2)[1]).bytes_read < tensors.nbytes // 2 + 10**6
+
+
+def test_an_adapter_of_other_ranks_layers(tmp_path: Path) -> None:
+    """It changes the last layer only. The first layer's rank takes it too, and asks all ranks whether it is zero."""
+    config = qwen2_config()
+    model = reference_model(config)
+    folder = save_checkpoint(tmp_path / "model", config, model)
+    adapter = save_adapter(tmp_path / "adapter", adapter_config(num_layers=1), model)
+    whole, ids = load_decoder(folder, adapter=adapter), mx.array([[5, 7, 11]])
+    asked: list[float] = []
+
+    def all_sum(x: mx.array) -> mx.array:
+        asked.append(float(x.item()))  # type: ignore[arg-type]
+        return mx.array([1.0])
+
+    first = load_part(folder, layers=range(1), adapter=adapter, all_sum=all_sum)
+    last = load_part(folder, layers=range(1, 2), embedding=False, head=False, adapter=adapter, all_sum=all_sum)
+    assert asked == [0.0, 1.0]
+    joined = replace(first, config=whole.config, layers=(*first.layers, *last.layers)).decoder()
+    assert mx.array_equal(joined(ids), whole(ids))
+    with pytest.raises(CheckpointError, match="every lora_a or lora_b is zero"):
+        load_part(folder, layers=range(1), adapter=adapter, all_sum=lambda x: x)
+
+
+def test_an_adapters_embedding_changes_the_tied_head_of_another_rank(tmp_path: Path) -> None:
+    config = qwen2_config()
+    model = reference_model(config)
+    folder = save_checkpoint(tmp_path / "model", config, model)
+    adapter = save_adapter(tmp_path / "adapter", adapter_config(["model.embed_tokens"]), model)
+    heads = load_part(folder, layers=range(0), embedding=False, adapter=adapter)
+    both = load_decoder(folder, adapter=adapter)
+    assert heads.embed_tokens is not None
+    x = mx.random.normal((1, config["hidden_size"]), key=mx.random.key(1))
+    assert mx.array_equal(heads.embed_tokens.project(x), both.logits(x))
+    assert not mx.allclose(heads.embed_tokens.project(x), load_decoder(folder).logits(x))
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (128,), (256, 128, 2)])
+def test_a_wrong_tensor_is_refused_before_a_part_is_counted(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    folder = _made(tmp_path / "model", qwen2_config())
+    parsed, _ = check_folder(folder)
+    weights = {name: mx.array(x) for name, x in mx.load(str(folder / "model.safetensors")).items()}
+    name = "model.layers.1.mlp.up_proj.weight"
+    mx.save_safetensors(str(folder / "model.safetensors"), weights | {name: mx.zeros(shape)})
+    with pytest.raises(CheckpointError, match=rf"{name} has shape .*; expected \(256, 128\)"):
+        load_part(folder, share=shares(parsed, 2)[1])

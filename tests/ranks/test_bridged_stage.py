@@ -1,0 +1,295 @@
+"""mlx-lm's models with their layers on several ranks: the tokens and logits of one process, bitwise."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from support.bridged import write_mlx_lm
+from support.counts import count
+from support.ranks import run_script
+
+from kvant.bridge.architectures import ALLOWED, NEEDS_METAL
+from kvant.bridge.folder import load_bridged
+from kvant.errors import CheckpointError, KvantError, ModelError
+from kvant.ranks import bridged_stage
+from kvant.ranks.bridged_stage import count_layers, load_bridged_stage
+from kvant.ranks.group import Ranks
+from kvant.tools.plan import BridgedCheckpoint
+
+# Full and sliding layers in turns, states of linear layers, experts; in the other group layers with two caches or none.
+FEW = count(("gemma3", "qwen3_next"), ("gemma3", "qwen3_next", "nemotron_h", "deepseek_v32", "llama4_text", "gpt_oss"))
+
+SCRIPT = """
+import gc
+import json
+import sys
+from pathlib import Path
+
+import kvant
+import mlx.core as mx
+import numpy as np
+from kvant.bridge.folder import load_bridged
+from kvant.ranks.bridged_stage import count_layers, load_bridged_stage
+from kvant.ranks.group import connect
+
+FEEDS = (13, 11, *[1] * 6)  # two chunks of the prompt, then steps
+SLACK = 2**16  # tables of angles, and the like
+ranks = connect("ring")
+rank, size = ranks.rank, ranks.size
+
+
+def disk_bytes():
+    counted = Path("/proc/self/io")  # Linux alone
+    return int(counted.read_text().split()[1]) if counted.exists() else 0
+
+
+def shared(number):  # rank 0's
+    return int(ranks.all_max(mx.array(number if rank == 0 else 0)).item())
+
+
+def feed(model, cache, fed, chosen):
+    logits, start = [], 0
+    for count in FEEDS:
+        ids = mx.array([fed[start : start + count]])
+        start += count
+        if start < 24:
+            mx.eval(model.feed(ids, cache))
+            cache.commit()
+            continue
+        last = model.next_logits(ids, cache)
+        mx.eval(last)
+        cache.commit()
+        logits.append(last)
+        fed.append(chosen(int(last.argmax().item())))
+    return logits
+
+
+def life(model, cache, chosen):  # tokens and logits of a text, of one that goes on from earlier tokens, of a fork
+    fed = [(7 + 31 * i) % 61 for i in range(24)]
+    logits = feed(model, cache, fed, chosen)
+    if cache.can_trim_to(len(fed) - 4):
+        cache.trim_to(len(fed) - 4)
+    cache = cache.fork()
+    for ids in ([[5, 9]], [[3]]):
+        logits.append(model(mx.array(ids), cache=cache))
+        mx.eval(logits[-1])
+    cache.begin(mx.array([[1, 2]]))  # of a step that is given up nothing stays
+    cache.reset()
+    logits += feed(model, cache, fed[:24], chosen)
+    logits.append(model(mx.array([fed[:9]])))
+    mx.eval(logits[-1])
+    return fed, [np.array(array) for array in logits]
+
+
+report = []
+for folder, bits in json.loads(sys.argv[1]):
+    folder = Path(folder)
+    layers = count_layers(folder)
+    cuts = [part * layers // size for part in range(size + 1)]
+    own = range(cuts[rank], cuts[rank + 1])
+    mx.clear_cache()
+    held, read, done = mx.get_active_memory(), disk_bytes(), []
+    part = load_bridged_stage(folder, ranks, own, lambda *layer: done.append(layer))
+    assert disk_bytes() - read < part.nbytes + SLACK, (folder.name, disk_bytes() - read, part.nbytes)
+    assert done == [(n + 1, len(done)) for n in range(len(done))] and len(done) >= len(own), done
+    assert not part.can_compile(None)
+    found = []
+    for width in bits:
+        cache = part.make_cache(48, quant_bit=width)
+        part.check_cache(cache, 1)
+        found.append([*life(part, cache, shared), cache.nbytes])
+        lines, describes = cache.describe(), sum(not layer.absent for layer in cache.layers)
+        assert sum(int(line.split()[0]) for line in lines if " layer" in line.split(":")[0]) == describes
+    del cache
+    gc.collect()
+    mx.clear_cache()
+    grown = mx.get_active_memory() - held
+    assert grown < part.nbytes + SLACK, (folder.name, grown, part.nbytes)
+    weights = ranks.all_gather(mx.array([part.nbytes, part.nbytes_read, *(nbytes for *_, nbytes in found)])[None])
+    mx.eval(weights)
+    if rank == 0:
+        whole = load_bridged(folder)
+        expected = [whole.nbytes, whole.nbytes_read]
+        for width, (fed, given, _) in zip(bits, found):
+            cache = whole.make_cache(48, quant_bit=width)
+            tokens, right = life(whole, cache, int)
+            assert fed == tokens, (folder.name, width)
+            same = [np.array_equal(a, b, equal_nan=True) for a, b in zip(given, right, strict=True)]
+            assert all(same), (folder.name, width, same)
+            expected.append(cache.nbytes)
+        # A state of no layer, such as the last tokens' ids, is on every rank.
+        more = [24 * (size - 1)] * len(bits) if folder.name == "longcat_flash_ngram" else [0] * len(bits)
+        found = [a - b for a, b in zip(weights.sum(axis=0).tolist(), expected, strict=True)]
+        assert found == [0, 0, *more], (folder.name, weights.tolist(), expected)
+        report.append([folder.name, layers])
+print(json.dumps(report))
+"""
+
+
+def write(folder: Path, name: str, bits: int = 0) -> Path:
+    """A tiny model's folder."""
+    write_mlx_lm(folder, name, bits)
+    if name == "prism_hadamard_qwen35":  # its signs are signs
+        file = str(folder / "model.safetensors")
+        tensors: dict[str, mx.array] = mx.load(file)  # type: ignore[assignment]
+        for key in tensors:
+            if key.endswith(".signs"):
+                tensors[key] = mx.where(tensors[key] < 0, -1.0, 1.0)
+        mx.eval(tensors)
+        mx.save_safetensors(file, tensors)
+    return folder
+
+
+@pytest.mark.parametrize(("size", "names"), [(3, FEW), *count([], [(2, sorted(ALLOWED - NEEDS_METAL))])])
+def test_as_in_one_process(tmp_path: Path, size: int, names: tuple[str, ...]) -> None:
+    cases = []
+    for number, name in enumerate(names):
+        folder = write(tmp_path / name, name, 4 if name in ("qwen2", "gemma3") else 0)
+        try:
+            count_layers(folder)
+        except ModelError:
+            assert names != FEW
+            continue
+        cases.append((str(folder), count([(8, 4, 0)[number % 3]], [8, 4, 0])))
+    out = run_script(size, SCRIPT, json.dumps(cases), timeout=count(120, 1500))
+    done = json.loads(out[0])
+    assert [name for name, _ in done] == [Path(folder).name for folder, _ in cases]
+    assert all(layers >= size for _, layers in done)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
+class Place(Ranks):
+    """A rank of a group that is not there."""
+
+    rank, size = 1, 3  # type: ignore[assignment]
+
+
+@pytest.fixture
+def alone() -> Ranks:
+    return Ranks(mx.distributed.init())  # a group of one
+
+
+def test_a_group_of_one(folder: Path, alone: Ranks) -> None:
+    part, whole = load_bridged_stage(folder, alone, range(4)), load_bridged(folder)
+    assert part.nbytes == whole.nbytes
+    ids = mx.array([[3, 5, 7]])
+    assert mx.array_equal(part(ids), whole(ids))
+    with pytest.raises(ModelError, match="llama on several machines takes one sequence at a time"):
+        part.make_pool(64, sequences=2)
+    assert alone.traffic.messages == 0
+
+
+@pytest.mark.parametrize(
+    "layers", [range(0), range(2), range(1, 4), range(2, 2), range(3, 1), range(1, 9), range(1, 3, 2)]
+)
+def test_layers_that_a_rank_cannot_have(folder: Path, layers: range) -> None:
+    ranks = Place(mx.distributed.init())
+    with pytest.raises(ModelError, match=r"llama: rank 1 of 3 is to have the layers from .* of 4 in all; expected"):
+        load_bridged_stage(folder, ranks, layers)
+
+
+def test_what_a_rank_holds(folder: Path) -> None:
+    part = load_bridged_stage(folder, Place(mx.distributed.init()), range(1, 3))
+    assert {name.split(".")[2] for name in part.held} == {"1", "2"}
+    assert len(part.arrays) == len(part.held)
+    assert part.nbytes == part.nbytes_read == sum(array.nbytes for array in part.arrays)
+    cache = part.make_cache(64, quant_bit=8)
+    held = [layer.nbytes for layer in cache.layers]
+    assert held[0] == held[3] == 0 < min(held[1:3])
+    assert [layer.absent for layer in cache.layers] == [True, False, False, True]
+    assert cache.describe() == ["2 layers: 24 rows for a window of 8 tokens, 8 bits in groups of 32, 3.26 kB"]
+    part.check_cache(load_bridged(folder).make_cache(64))  # of the same model
+
+
+def test_absent_layers_count_as_present_ones(tmp_path: Path) -> None:
+    """Offsets, masks and how far a cache goes back, with a step of more tokens than a window has, or given up."""
+    folder = write(tmp_path / "gemma3_text", "gemma3_text")
+    part, whole = load_bridged_stage(folder, Sink(mx.distributed.init()), range(1, 2)), load_bridged(folder)
+    caches = [model.make_cache(64) for model in (part, whole)]
+    assert [layer.window for layer in caches[1].layers] == [8, None, 8, None]
+    for new, kept in ((21, 21), (5, 2), (1, 1), (9, 0), (17, 17), (1, 1)):
+        ids = mx.array([[1] * new])
+        for cache, model in zip(caches, (part, whole), strict=True):
+            mx.eval(model.feed(ids, cache))
+        assert [layer.offset for layer in caches[0].layers] == [layer.offset for layer in caches[1].layers]
+        for cache in caches:
+            cache.commit(kept) if kept else cache.end_step()
+        able = [[cache.can_trim_to(length) for length in range(60)] for cache in caches]
+        assert able[0] == able[1]
+        for given, expected in zip(caches[0].layers, caches[1].layers, strict=True):
+            for new in (1, 3, 20):
+                ours, theirs = given.make_mask(new), expected.make_mask(new)
+                assert type(ours) is type(theirs)
+                assert ours == theirs if not isinstance(ours, mx.array) else mx.array_equal(ours, theirs)
+    assert caches[0].lengths == caches[1].lengths == (42,)
+
+
+class Sink(Place):
+    """What is sent goes nowhere; zeros are received."""
+
+    def send(self, x: mx.array, to: int) -> mx.array:
+        assert to == 2
+        return x
+
+    def receive(self, shape: tuple[int, ...], dtype: mx.Dtype, sender: int) -> mx.array:  # type: ignore[override]
+        assert sender == 0
+        return mx.zeros(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("rank", "own", "feeding", "step"),
+    [(0, range(2), ["to 1"], ["to 1", "from 2"]), (2, range(2, 4), ["from 1"], ["from 1", "to 0"])],
+)
+def test_messages(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int, own: range, feeding: list[str], step: list[str]
+) -> None:
+    """Of tokens whose logits nobody reads nothing comes back. Rank 0 has sent before it receives."""
+    noted: list[str] = []
+
+    def send(self: Ranks, x: mx.array, to: int) -> mx.array:
+        noted.append(f"to {to}")
+        return x
+
+    def receive(self: Ranks, shape: tuple[int, ...], dtype: mx.Dtype, sender: int) -> mx.array:
+        noted.append(f"from {sender}")
+        return mx.zeros(shape, dtype)
+
+    monkeypatch.setattr(Place, "rank", rank)
+    monkeypatch.setattr(Place, "send", send)
+    monkeypatch.setattr(Place, "receive", receive)
+    part = load_bridged_stage(folder, Place(mx.distributed.init()), own)
+    cache = part.make_cache(64)
+    mx.eval(part.feed(mx.array([[1, 2, 3]]), cache))
+    cache.commit()
+    assert noted == feeding
+    result = part.next_logits(mx.array([[4]]), cache)
+    assert noted == [*feeding, *step]
+    assert result.shape == (1, part.config.vocab_size if rank == 0 else 128)
+
+
+def test_a_rank_without_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers of a rank are to fit, not the whole model."""
+    bytes_held = load_bridged_stage(folder, Place(mx.distributed.init()), range(1, 3)).nbytes
+    monkeypatch.setattr("kvant.models.tensors.physical_memory", lambda: bytes_held)
+    monkeypatch.setattr(bridged_stage, "physical_memory", lambda: bytes_held)
+    load_bridged_stage(folder, Place(mx.distributed.init()), range(1, 3))
+    assert BridgedCheckpoint.from_folder(folder).num_layers == 4  # it can be planned
+    with pytest.raises(CheckpointError, match="the tensors have"):
+        load_bridged(folder)
+    monkeypatch.setattr(bridged_stage, "physical_memory", lambda: bytes_held - 1)
+    with pytest.raises(CheckpointError, match=r"layers 1 to 2 have .*; this machine has"):
+        load_bridged_stage(folder, Place(mx.distributed.init()), range(1, 3))
+
+
+def test_count_layers(folder: Path, tmp_path: Path) -> None:
+    assert count_layers(folder) == 4
+    write(tmp_path / "nanbeige", "nanbeige")
+    with pytest.raises(ModelError, match=r"nanbeige: config.json: nanbeige cannot be dealt"):
+        count_layers(tmp_path / "nanbeige")
+    with pytest.raises(KvantError):
+        count_layers(tmp_path)

@@ -1,0 +1,185 @@
+"""What rank 0 tells of its steps is enough to repeat them: the same logits, from another rank's cache and pool.
+
+The other rank is a second model in this process, with all layers. Parts of a model are tested by themselves.
+"""
+
+import gc
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support.pools import tiny_model
+
+from kvant.cache import ModelCache
+from kvant.cache.pool_batch import PoolBatch
+from kvant.engine.draw import Sampler
+from kvant.engine.request import Request
+from kvant.engine.run import Run
+from kvant.engine.scheduler import Scheduler
+from kvant.errors import ContextError, RanksError, SnapshotError
+from kvant.models import Decoder
+from kvant.ranks.follow import Follower
+from kvant.ranks.group import Ranks
+from kvant.ranks.lead import Lead
+from kvant.sample_utils import make_sampler
+
+WINDOWS: dict[str, tuple[int | None, ...]] = {"all": (None, None), "mixed": (None, 40, 200)}
+TEXT = [(5 * i * i + 11 * i + 97) % 290 for i in range(700)]
+
+
+class Recorded:
+    """A decoder that keeps the logits of its last step."""
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+        self.logits: list[mx.array] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
+        self.logits.append(self._model.next_logits(inputs, cache))
+        return self.logits[-1]
+
+    def __call__(self, inputs: mx.array, cache: ModelCache) -> mx.array:
+        self.logits.append(self._model(inputs, cache=cache))
+        return self.logits[-1]
+
+
+class Loopback:
+    """The other rank, in place of a guard: it does what it is told at once."""
+
+    rank, size = 0, 2
+
+    def __init__(self, model: Decoder) -> None:
+        self.part = Recorded(model)
+        self.follower = Follower(self.part)  # type: ignore[arg-type]
+        self.messages: list[Mapping[str, Any]] = []
+        self._reply: Any = None
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        self.messages.append(message)
+        self._reply = self.follower.obey(message)
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self._reply]
+
+
+@pytest.fixture(params=WINDOWS)
+def led(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Lead, Loopback]:
+    model = tiny_model(tmp_path, WINDOWS[request.param], hidden_size=128)
+    other = Loopback(model)
+    return Lead(Recorded(model), Ranks(mx.distributed.init()), other), other  # type: ignore[arg-type]
+
+
+def check(given: Sequence[mx.array], other: Loopback) -> None:
+    """The other rank computed the same, bitwise."""
+    assert len(given) == len(other.part.logits)
+    for own, theirs in zip(given, other.part.logits, strict=True):
+        assert mx.array_equal(own, theirs)
+    other.part.logits.clear()
+
+
+@pytest.mark.parametrize("bits", [0, 4, 8])
+def test_a_cache_that_grows_and_goes_back(led: tuple[Lead, Loopback], bits: int) -> None:
+    lead, other = led
+    draw = random.Random(bits)
+    cache = lead.make_cache(600, quant_bit=bits, quant_group=32)
+    most = 0
+    for step in range(40):
+        new = draw.choice([1, 1, 1, 3, 30])
+        if cache.offset + new > 600 or draw.random() < 0.05:
+            cache.reset()
+        start = cache.offset
+        check([lead.next_logits(mx.array([TEXT[start : start + new]]), cache)], other)
+        match draw.randrange(5):
+            case 0:  # given up
+                cache.end_step()
+            case 1:  # some of it
+                cache.commit(draw.randrange(new + 1))
+            case _:
+                cache.commit()
+        if cache.offset and draw.random() < 0.2 and cache.can_trim_to(cache.offset - 1):
+            cache.trim(1)
+        most = max(most, cache.offset)
+        if step % 10 == 9:
+            lead.feed(mx.array([TEXT[:2]]), cache)
+            cache.commit()
+    assert most > 60  # past the narrow window
+    start = cache.offset
+    check([lead(mx.array([TEXT[:2]]), cache=cache)], other)
+    assert cache.offset == start + 2
+    check([lead.next_logits(mx.array([TEXT[:1]]), cache)], other)
+
+
+def test_a_run_and_its_tokens(led: tuple[Lead, Loopback]) -> None:
+    lead, other = led
+    sampler: Sampler = make_sampler(temp=0.8, seed=3)
+
+    def tokens(model: Any, cache: ModelCache) -> list[int]:
+        run = Run(model, TEXT[:100], cache, max_tokens=60, sampler=sampler, prefill_step_size=64)
+        return [token for token, _ in run]
+
+    cache = lead.make_cache(200)
+    assert tokens(lead, cache) == tokens(lead.part, lead.part.make_cache(200))
+    told = [message for message in other.messages if "call" in message]
+    assert [message["call"] for message in told[:2]] == ["feed", "next_logits"]
+    follower = other.follower._held[0]
+    assert isinstance(follower, ModelCache)
+    assert follower.ids[0] == cache.ids[0][: follower.offset]
+    assert follower.offset >= 158
+
+
+def test_a_pool_of_requests_that_share_and_fork(led: tuple[Lead, Loopback]) -> None:
+    lead, other = led
+    pool = lead.make_pool(4 * 640, sequences=4, quant_bit=8, quant_group=32, prefill_step_size=128)
+    scheduler = Scheduler(lead, pool, max_batch=4)
+    requests = [
+        Request(TEXT[:300], max_tokens=30, answers=2, sampler=make_sampler(temp=0.9, seed=1)),
+        Request(TEXT[:140] + TEXT[7:60], max_tokens=20),
+        Request(TEXT[:300], max_tokens=9),
+    ]
+    for request in requests:
+        scheduler.submit(request)
+    ended = 0
+    while not scheduler.idle:
+        ended += sum(token.finish_reason is not None for token in scheduler.step())
+    assert ended == 4
+    assert any(copies for message in other.messages if "copies" in message for copies in message["copies"])
+    own = lead.part
+    assert isinstance(own, Recorded)
+    assert len(own.logits) > 30
+    check(own.logits, other)
+
+
+def test_what_is_refused(led: tuple[Lead, Loopback], tmp_path: Path) -> None:
+    lead, other = led
+    cache = lead.make_cache(40)
+    told = len(other.messages)
+    with pytest.raises(ContextError):
+        lead.next_logits(mx.array([TEXT[:41]]), cache)
+    foreign = lead.part.make_cache(40)
+    with pytest.raises(RanksError, match="not of this model"):
+        lead.next_logits(mx.array([TEXT[:4]]), foreign)
+    assert len(other.messages) == told  # nobody waits for a step that does not come
+    for refused in (cache.fork, lambda: cache.save(tmp_path / "file"), lambda: cache.load(tmp_path / "file")):
+        with pytest.raises(SnapshotError, match="divided over several ranks"):
+            refused()
+    pool = lead.make_pool(256, sequences=1)
+    sequence = pool.sequence(100)
+    for refused in (sequence.to_cache, lambda: sequence.load(foreign)):
+        with pytest.raises(SnapshotError, match="divided over several ranks"):
+            refused()
+
+
+def test_memory_is_given_back_everywhere(led: tuple[Lead, Loopback]) -> None:
+    lead, other = led
+    first = lead.make_cache(40)
+    lead.next_logits(mx.array([TEXT[:4]]), first)
+    del first
+    gc.collect()
+    lead.make_cache(40)
+    assert list(other.follower._held) == [1]

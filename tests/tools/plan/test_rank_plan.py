@@ -1,0 +1,363 @@
+"""The plan of several machines: its sums against one process, its parts against what is loaded, all deals tried."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import pytest
+from support.adapters import adapter_config, save_adapter
+from support.bridged import write_mlx_lm
+from support.checkpoints import (
+    CONFIGS,
+    llama_config,
+    quantize_reference,
+    qwen2_config,
+    qwen3_config,
+    qwen3_moe_config,
+    reference_model,
+    save_checkpoint,
+)
+from support.counts import count
+from support.deals import every_deal
+from support.ranks import run_script
+
+from kvant.errors import ModelError
+from kvant.models import load_decoder
+from kvant.models.checkpoint import DecoderParts, load_part
+from kvant.models.share import shares
+from kvant.ranks.bridged_stage import load_bridged_stage
+from kvant.ranks.group import Ranks
+from kvant.tools.bench.shapes import Shape, write_random
+from kvant.tools.machine import Machine
+from kvant.tools.plan import Checkpoint, RankPlanner, Settings, plan, read_folder, split_pairs
+
+WIDEST = 2.0  # of the measured peak: a rank that waits holds less of what MLX has queued
+
+
+def machines(*limits: int) -> list[Machine]:
+    """CPUs with so many bytes."""
+    return [Machine("cpu", limit, limit, "a test") for limit in limits]
+
+
+def nbytes(parts: DecoderParts) -> int:
+    """Of all that a rank has loaded."""
+    matrices = [matrix for matrix in (parts.embed_tokens, parts.lm_head) if matrix is not None]
+    arrays = [array for holder in (*matrices, *parts.layers) for array in holder.arrays]
+    return sum(array.nbytes for array in [*arrays, *([] if parts.norm is None else [parts.norm])])
+
+
+MODELS = {name: config | {"num_hidden_layers": 3} for name, config in CONFIGS.items()}
+MODELS["smollm3"]["no_rope_layers"] = [1, 0, 1]
+FORMATS = [None, (3, 32, "affine"), (4, 32, "mxfp4")]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_weights_are_what_a_rank_loads(name: str, weight_format: tuple[int, int, str] | None, tmp_path: Path) -> None:
+    config = MODELS[name]
+    model = reference_model(config)
+    if weight_format is not None:
+        config = quantize_reference(config, model, *weight_format)
+        # One matrix of another format, so that layers are not alike.
+        config["quantization"]["model.layers.2.self_attn.o_proj"] = {"bits": 8, "group_size": 32, "mode": "affine"}
+        attention = model.layers[2].self_attn
+        attention.o_proj = reference_model(MODELS[name]).layers[2].self_attn.o_proj.to_quantized(32, 8)
+    save_checkpoint(tmp_path, config, model)
+    checkpoint = Checkpoint.from_folder(tmp_path)
+    whole = plan(checkpoint, max_kv_size=50, device="cpu")
+    pipeline, tensor = (
+        RankPlanner(checkpoint, machines(10**9, 2 * 10**9), kind).plan(50) for kind in ("pipeline", "tensor")
+    )
+    assert pipeline.layers is not None
+    for rank, layers in enumerate(pipeline.layers):
+        loaded = load_part(tmp_path, layers=layers, embedding=rank == 0, head=rank == 0)
+        assert pipeline.plans[rank].weights == nbytes(loaded)
+    assert sum(made.weights for made in pipeline.plans) == whole.weights == load_decoder(tmp_path).nbytes
+    assert sum(made.weights_read for made in pipeline.plans) == whole.weights_read
+    assert sum(made.cache for made in pipeline.plans) == whole.cache
+    for rank, share in enumerate(shares(checkpoint.config, 2)):
+        assert tensor.plans[rank].weights == nbytes(load_part(tmp_path, share=share))
+
+
+def test_an_adapter_goes_with_its_layers(tmp_path: Path) -> None:
+    config = qwen3_config(num_hidden_layers=3)
+    model = reference_model(config)
+    adapter = save_adapter(tmp_path / "adapter", adapter_config(num_layers=1), model)
+    without = Checkpoint.from_folder(save_checkpoint(tmp_path / "model", config, model))
+    weights = [
+        [made.weights for made in RankPlanner(each, machines(10**9, 10**9), "pipeline").plan(9).plans]
+        for each in (without, without.adapted(adapter))
+    ]
+    file = adapter / "adapters.safetensors"
+    tensors = sum(array.nbytes for array in mx.load(str(file)).values())
+    added = [after - before for before, after in zip(*weights, strict=True)]
+    assert added == [3 * (file.stat().st_size - tensors), 3 * tensors]
+
+
+WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}
+
+
+@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize("settings", [{}, WINDOWS])
+def test_caches_are_those_that_are_made(bits: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Large key biases in some layers only: the pairs that are split off differ by layer."""
+    config = qwen2_config(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, **settings)
+    model = reference_model(config)
+    for layer in (1, 2):
+        model.layers[layer].self_attn.k_proj.bias = 100 * model.layers[layer].self_attn.k_proj.bias
+    save_checkpoint(tmp_path, config, model)
+    loaded, checkpoint = load_decoder(tmp_path), Checkpoint.from_folder(tmp_path)
+    pairs = split_pairs(loaded)
+    assert len({*pairs}) > 1
+    options = {"quant_bit": bits, "quant_group": 16}
+    chosen = Settings(kv_bits=bits, kv_group_size=16)
+    each = [layer.nbytes for layer in loaded.make_cache(90, **options)]
+    layers = RankPlanner(checkpoint, machines(10**9, 10**9, 10**9), "pipeline", chosen).plan(90).layers
+    assert layers is not None
+    found = [
+        plan(
+            checkpoint.stage(rank, own), max_kv_size=90, settings=chosen, split_pairs=pairs[own.start : own.stop]
+        ).cache
+        for rank, own in enumerate(layers)
+    ]
+    assert found == [sum(each[own.start : own.stop]) for own in layers]
+    pooled = replace(chosen, sequences=3)
+    pool = loaded.make_pool(3 * 128, sequences=3, max_seq_len=90, **options)
+    stages = [(checkpoint.stage(rank, range(*ends)), pairs[slice(*ends)]) for rank, ends in enumerate(((0, 2), (2, 4)))]
+    made = [plan(stage, max_kv_size=90, settings=pooled, split_pairs=its_pairs) for stage, its_pairs in stages]
+    assert sum(own.cache for own in made) == pool.nbytes
+    # Every rank splits off the pairs that any of them would: none fewer here than one rank alone.
+    for share, own in zip(
+        shares(checkpoint.config, 2),
+        RankPlanner(checkpoint, machines(10**9, 10**9), "tensor", chosen).plan(90).plans,
+        strict=True,
+    ):
+        part = load_part(tmp_path, share=share).decoder()
+        known = plan(checkpoint.share(share), max_kv_size=90, settings=chosen, split_pairs=split_pairs(part))
+        assert known.cache == part.make_cache(90, **options).nbytes
+        assert own.weights == known.weights
+
+
+CONTEXT = 40_000
+
+
+def mixed() -> dict[str, Checkpoint]:
+    """Models whose layers are not alike."""
+    experts = qwen3_moe_config(num_hidden_layers=5, mlp_only_layers=[0, 3])
+    formats = {f"model.layers.{layer}.mlp.down_proj": {"bits": 8, "group_size": 64} for layer in (1, 4)}
+    raw = {
+        "windows": qwen2_config(num_hidden_layers=6, **WINDOWS | {"max_window_layers": 3}),
+        "experts": experts,
+        "formats": llama_config(num_hidden_layers=6, quantization={"bits": 4, "group_size": 64, **formats}),
+    }
+    return {name: Checkpoint.from_facts(each | {"max_position_embeddings": CONTEXT}) for name, each in raw.items()}
+
+
+@pytest.mark.parametrize("name", mixed())
+@pytest.mark.parametrize("sequences", [None, 3])
+def test_no_other_deal_is_better(name: str, sequences: int | None) -> None:
+    """Of every deal each rank is planned by itself, from its part of the model."""
+    checkpoint, settings = mixed()[name], Settings(sequences=sequences)
+    for limits in ([300, 230], [230, 230, 230], [10**6, 240, 10**5]):
+        given = machines(*(limit * 10**6 for limit in limits))
+        made = RankPlanner(checkpoint, given, "pipeline", settings).plan(500)
+
+        def fullest(plans: Sequence[int]) -> float:
+            return max(total / machine.limit_bytes for total, machine in zip(plans, given, strict=True))  # noqa: B023
+
+        def totals(dealt: Sequence[range]) -> list[int]:
+            parts = [checkpoint.stage(rank, own) for rank, own in enumerate(dealt)]
+            return [plan(part, max_kv_size=500, settings=settings, device="cpu").total for part in parts]
+
+        least = min(fullest(totals(dealt)) for dealt in every_deal(checkpoint.num_layers, len(given)))
+        assert made.layers is not None
+        assert totals(made.layers) == [own.total for own in made.plans]
+        assert fullest(totals(made.layers)) == least
+        assert made.fits == (least <= 1)
+
+
+@pytest.mark.parametrize("name", mixed())
+def test_the_longest_context_is_exact_to_a_token(name: str) -> None:
+    """One token more fits with no deal of the layers."""
+    checkpoint = mixed()[name]
+    settings = Settings(kv_bits=0, prefill_step_size=16)
+    most = RankPlanner(checkpoint, machines(10**9, 10**9), "pipeline", settings).plan(CONTEXT)
+    limits = machines(*(made.total - 100_000 for made in most.plans))
+    found = RankPlanner(checkpoint, limits, "pipeline", settings).longest()
+    assert found.ended_by == "memory"
+    assert 0 < found.tokens < CONTEXT
+
+    def fit(tokens: int) -> bool:
+        return any(
+            all(
+                plan(checkpoint.stage(rank, own), max_kv_size=tokens, settings=settings, device="cpu").total
+                <= limits[rank].limit_bytes
+                for rank, own in enumerate(dealt)
+            )
+            for dealt in every_deal(checkpoint.num_layers, 2)
+        )
+
+    assert (fit(found.tokens), fit(found.tokens + 1)) == (True, False)
+    tensor = RankPlanner(checkpoint, limits, "tensor", settings)
+    tokens = tensor.longest().tokens
+    assert tensor.plan(max(1, tokens)).fits == (tokens > 0)
+    assert tokens == CONTEXT or not tensor.plan(tokens + 1).fits
+
+
+@dataclass(frozen=True)
+class Place:
+    """Stands for MLX's group of two, where nothing is sent."""
+
+    number: int
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return 2
+
+
+BRIDGED = ["gemma3_text", "gpt_oss", "falcon_h1", "qwen3_next"]
+
+
+@pytest.mark.parametrize("kind", BRIDGED)
+def test_a_bridged_model_is_dealt_too(kind: str, tmp_path: Path) -> None:
+    checkpoint = read_folder(folder := write_mlx_lm(tmp_path / "model", kind))
+    whole = plan(checkpoint, max_kv_size=100, device="cpu")
+    made = RankPlanner(checkpoint, machines(10**9, 10**9), "pipeline").plan(100)
+    assert made.layers is not None
+    assert made.layers[-1].stop == checkpoint.num_layers > 1
+    for name in ("weights", "cache", "state"):
+        assert sum(getattr(own, name) for own in made.plans) == getattr(whole, name)
+    for rank, layers in enumerate(made.layers):
+        loaded = load_bridged_stage(folder, Ranks(cast(Any, Place(rank))), layers)
+        assert (made.plans[rank].weights, made.plans[rank].weights_read) == (loaded.nbytes, loaded.nbytes_read)
+        assert made.plans[rank].cache == loaded.make_cache(100).nbytes
+    with pytest.raises(ModelError, match=f"{kind} is mlx-lm's model: its tensors are not divided"):
+        RankPlanner(checkpoint, machines(10**9, 10**9), "tensor").plan(100)
+    pooled = Settings(sequences=2)
+    with pytest.raises(ModelError, match="on several machines takes one sequence at a time"):
+        RankPlanner(checkpoint, machines(10**9, 10**9), "pipeline", pooled).plan(100)
+
+
+def test_what_cannot_be_divided(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.from_facts(qwen2_config())
+    with pytest.raises(ModelError, match="2 layers cannot be dealt out to 3 ranks: each needs one"):
+        RankPlanner(checkpoint, machines(*[10**9] * 3), "pipeline").plan(100)
+    with pytest.raises(ModelError, match="3 ranks cannot divide 2 query heads"):
+        RankPlanner(checkpoint, machines(*[10**9] * 3), "tensor").plan(100)
+
+
+# Every rank loads its part, fills a cache or a pool with it, and says what was planned and what MLX counted.
+RUN = """
+import json, os, sys
+from pathlib import Path
+if hasattr(os, "sched_setaffinity"):  # dequantized parts are made side by side, one on each core
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+import kvant
+import mlx.core as mx
+from kvant.ranks.group import connect
+from kvant.ranks.stage import load_stage
+from kvant.ranks.tensor import load_tensor
+from kvant.tools.machine import Machine
+from kvant.tools.plan import Checkpoint, RankPlanner, Settings, plan, split_pairs
+
+DECODED = 4
+ranks = connect("ring")
+for case in json.loads(sys.argv[1]):
+    folder, tokens, step, count = Path(case["folder"]), case["tokens"], case["step"], case["sequences"]
+    settings = Settings(case["bits"], prefill_step_size=step, sequences=count)
+    machines = [Machine("cpu", 10**10, 10**10, "a test")] * ranks.size
+    made = RankPlanner(Checkpoint.from_folder(folder), machines, case["parallel"], settings).plan(tokens)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    if made.layers is None:
+        model = load_tensor(folder, ranks)
+    else:
+        model = load_stage(folder, ranks, made.layers[ranks.rank])
+    ids, stored = [7 * i % 90 for i in range(tokens)], {"quant_bit": case["bits"]}
+    if count is None:
+        held = model.make_cache(tokens, **stored)
+        cache_of = [lambda: held]
+    else:
+        rows = -(-tokens // 128) * 128
+        held = model.make_pool(count * rows, sequences=count, max_seq_len=tokens, prefill_step_size=step, **stored)
+        opened = [held.sequence(tokens) for _ in range(count)]
+        cache_of = [lambda one=one: held.batch([one]) for one in opened]
+    for cache in cache_of:
+        for first in range(0, tokens - DECODED, step):
+            chunk, own = ids[first : min(first + step, tokens - DECODED)], cache()
+            mx.eval(model.feed(mx.array([chunk]), own))
+            own.commit()
+            mx.clear_cache()
+    own, width = (held, 1) if count is None else (held.batch(opened), count)
+    for token in ids[-DECODED:]:
+        mx.eval(model.next_logits(mx.array([[token]] * width), own))
+        own.commit()
+    mx.synchronize()
+    peak = mx.get_peak_memory() - before
+    # With the rotary pairs that only the weights say.
+    part = made.parts[ranks.rank]
+    known = plan(part, max_kv_size=tokens, settings=settings, device="cpu", split_pairs=split_pairs(model))
+    least, most = sorted([made.plans[ranks.rank].arrays, known.arrays])
+    print(json.dumps([least, most, peak, known.weights, model.nbytes, known.cache, held.nbytes]))
+    del model, held, own, cache, cache_of
+    opened = None
+"""
+
+
+def shape(kind: str, *sizes: Any) -> Shape:
+    """Of hidden, layers, heads, kv heads, head dimension, inner, vocabulary, tied."""
+    return Shape("test", kind, *sizes, max_position_embeddings=4096, large_key_bias=kind == "qwen2")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and a run that fills ``tokens``."""
+
+    shape: Shape
+    tokens: int
+    weight_bits: int = 0
+    kv_bits: int = 8
+    step: int = 512
+    sequences: int | None = None
+
+
+CASES = {
+    "bfloat16 weights, tied": Case(shape("qwen2", 512, 4, 8, 2, 64, 2048, 4000, True), 130),
+    "4-bit weights": Case(shape("qwen3", 1024, 2, 16, 4, 64, 4096, 2000, True), 130, weight_bits=4),
+    "an 8-bit cache": Case(shape("qwen2", 32, 4, 32, 32, 64, 32, 500, True), 200, step=64),
+    "a pool": Case(shape("qwen3", 32, 4, 32, 32, 64, 32, 500, False), 200, step=64, sequences=4),
+}
+CASES |= count(
+    {},
+    {
+        "a large vocabulary, untied": Case(shape("qwen3", 256, 4, 4, 2, 64, 512, 30000, False), 100),
+        "a 4-bit cache": Case(shape("qwen3", 32, 8, 32, 32, 64, 32, 500, True), 448, kv_bits=4, step=64),
+        "norms of whole projections": Case(shape("olmo2", 256, 2, 4, 2, 64, 2048, 1000, True), 770, step=768),
+    },
+)
+
+
+def test_the_plan_bounds_what_mlx_counts_on_each_rank(tmp_path: Path) -> None:
+    """From load to a full cache, two ranks on the loopback. The group's processes run one case after the other."""
+    cases = []
+    for number, case in enumerate(CASES.values()):
+        (folder := tmp_path / str(number)).mkdir()
+        write_random(case.shape, folder, bits=case.weight_bits)
+        run = {"folder": str(folder), "tokens": case.tokens, "step": case.step}
+        run |= {"bits": case.kv_bits, "sequences": case.sequences}
+        cases += [run | {"parallel": parallel} for parallel in ("pipeline", "tensor")]
+    outs = [out.splitlines() for out in run_script(2, RUN, json.dumps(cases))]
+    names = [f"{name}, {parallel}" for name in CASES for parallel in ("pipeline", "tensor")]
+    for rank, lines in enumerate(outs):
+        for name, line in zip(names, lines, strict=True):
+            least, most, peak, weights, loaded, cache, reserved = json.loads(line)
+            print(f"{name}, rank {rank}: planned {most / peak:.3f} of {peak / 1e6:.1f} MB")
+            assert weights == loaded
+            assert cache == reserved
+            assert peak <= least <= most <= WIDEST * peak, f"{name}, rank {rank}: {least} to {most} of {peak}"
