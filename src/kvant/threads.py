@@ -1,8 +1,10 @@
 """The right to compute: one thread at a time through a cache, and no process forked after MLX had work."""
 
 import os
-from threading import RLock
+import threading
 from types import TracebackType
+
+import mlx.core as mx
 
 _started = False  # whether this process has given MLX work
 _forked = False
@@ -17,11 +19,12 @@ class Turn:
     __slots__ = ("_lock",)
 
     def __init__(self) -> None:
-        self._lock = RLock()
+        self._lock = threading.RLock()
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("the cache is in use by another thread; expected one thread at a time, or a cache each")
+        clear_at_end()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -30,6 +33,35 @@ class Turn:
 
     def __reduce__(self) -> tuple[type["Turn"], tuple[()]]:
         return Turn, ()  # a copy of a cache has a turn of its own
+
+
+class _Cleared:
+    """Clears what MLX keeps for a thread, at the end of the thread."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def __del__(self) -> None:
+        if threading.get_ident() == self._thread:  # else the interpreter ends, and the thread has not
+            mx.clear_streams()
+
+
+_of_thread = threading.local()
+
+
+def clear_at_end() -> None:
+    """Have this thread clear what MLX keeps for it (streams, compiled functions, random state) before it ends.
+
+    Called by a thread that computes. The main thread, and one that threading did not start, keep theirs.
+    """
+    # MLX's random state of a thread is a Python list, which C++ frees behind the thread's last Python code, so behind
+    # a join too (Python 3.11, 3.12). It waits for the interpreter's lock there, and where the interpreter is ending
+    # by then, Python ends the thread inside the destructor: std::terminate. Here the lock is held.
+    if hasattr(_of_thread, "cleared"):
+        return
+    thread = threading.current_thread()
+    lasts = thread is threading.main_thread() or isinstance(thread, threading._DummyThread)
+    _of_thread.cleared = None if lasts else _Cleared()
 
 
 def check_process() -> None:

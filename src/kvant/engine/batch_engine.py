@@ -194,10 +194,10 @@ class BatchEngine:
             self._stopping = self._stopping or not drain
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
-            self._ended.wait(timeout)
-        if self._ended.is_set():
+            self._thread.join(timeout)
+        if ended := not self._thread.is_alive():
             atexit.unregister(self._stop)
-        return self._ended.is_set()
+        return ended
 
     def __enter__(self) -> "BatchEngine":
         return self
