@@ -1,19 +1,22 @@
 """Threads and forks: one thread at a time through a cache, any number with a cache each, and no forked process."""
 
+import _thread
 import copy
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event, Thread
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from kvant import generate, stream_generate
+from kvant import generate, stream_generate, threads
 from kvant.cache import FullKVCache
 from kvant.engine.conversation import Conversation
 from kvant.models import Decoder
+from kvant.threads import Turn
 
 Pocket = tuple[Decoder, Any]
 PROMPT = "Once upon a time"
@@ -77,6 +80,51 @@ def test_two_threads_with_a_cache_each(pocket: Pocket) -> None:
     use = f"assert kvant.generate(model, tokenizer, {PROMPT!r}, max_tokens=20) == {expected!r}"
     printed = _run(f"{LOAD}def use(): {use}\n{RACE}")
     assert printed == "['done', 'done']\n"
+
+
+def test_threads_that_computed_are_gone_when_the_interpreter_ends() -> None:
+    """MLX aborted the process: it freed a thread's random state, a Python object, behind the join."""
+    printed = _run("""
+import threading
+import kvant
+import mlx.core as mx
+from kvant.threads import Turn
+def work():
+    with Turn():
+        mx.random.state
+threads = [threading.Thread(target=work) for _ in range(100)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+""")
+    assert printed == ""
+
+
+def test_a_thread_that_may_compute_again_keeps_its_streams() -> None:
+    """Python knows a thread that C started only while it is in Python."""
+    made = mx.array([1]) + 1
+    with Turn():
+        assert threads._of_thread.cleared is None
+    assert made.item() == 2
+    kept, ended = [], Event()
+
+    def work() -> None:
+        with Turn():
+            kept.append(threads._of_thread.cleared)
+        ended.set()
+
+    _thread.start_new_thread(work, ())
+    assert ended.wait(10)
+    assert kept == [None]
+
+
+def test_a_run_goes_on_after_its_thread_ended(pocket: Pocket) -> None:
+    expected = [r.token for r in stream_generate(*pocket, PROMPT, max_tokens=10)]
+    run, tokens = stream_generate(*pocket, PROMPT, max_tokens=10), []
+    while len(tokens) < 10:
+        thread = Thread(target=lambda: tokens.append(next(run).token))
+        thread.start()
+        thread.join()
+    assert tokens == expected
 
 
 ATTEMPTS: dict[str, Callable[[Pocket, Any], Any]] = {
