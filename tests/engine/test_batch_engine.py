@@ -243,6 +243,22 @@ def test_closing(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
         assert not engine.alive
 
 
+def test_a_closed_engine_has_no_thread(make: Callable[..., BatchEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter may end next: MLX aborts the process if the thread ends after that."""
+    engine = make()
+    list(engine.submit(Request([5], max_tokens=2)))
+    ended, thread = engine._ended.set, engine._thread
+
+    def set_and_dawdle() -> None:
+        ended()
+        time.sleep(0.2)
+
+    monkeypatch.setattr(engine._ended, "set", set_and_dawdle)
+    assert not engine.close(timeout=0)
+    assert engine.close()
+    assert not thread.is_alive()
+
+
 def test_an_idle_engine_sleeps(make: Callable[..., BatchEngine]) -> None:
     engine = make()
     list(engine.submit(Request([5], max_tokens=2)))

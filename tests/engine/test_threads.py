@@ -84,7 +84,8 @@ def test_two_threads_with_a_cache_each(pocket: Pocket) -> None:
 
 def test_threads_that_computed_are_gone_when_the_interpreter_ends() -> None:
     """MLX aborted the process: it freed a thread's random state, a Python object, behind the join."""
-    printed = _run("""
+    for _ in range(6):  # it was in about half of the runs
+        printed = _run("""
 import threading
 import kvant
 import mlx.core as mx
@@ -96,7 +97,7 @@ threads = [threading.Thread(target=work) for _ in range(100)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 """)
-    assert printed == ""
+        assert printed == ""
 
 
 def test_a_thread_that_may_compute_again_keeps_its_streams() -> None:
