@@ -118,7 +118,16 @@ def kernel_library(compiler: Compiler, name: str, text: str) -> Path:
     reports = [*_REPORTED, *(_WITH_RUNTIME if compiler.kind == "clang" else _WITHOUT_RUNTIME)]
     checks = ["-fsanitize=address", *(part for option in reports for part in ("-mllvm", option))]
     checks += [_UNDEFINED, "-fno-sanitize-trap=all", "-fno-sanitize-recover=all"]
-    flags = [*LANGUAGE, *_KERNEL, _SINGLE, *_machine(), _OPTIMIZED[compiler.kind], "-gline-tables-only", "-fPIC", *checks]
+    flags = [
+        *LANGUAGE,
+        *_KERNEL,
+        _SINGLE,
+        *_machine(),
+        _OPTIMIZED[compiler.kind],
+        "-gline-tables-only",
+        "-fPIC",
+        *checks,
+    ]
     path = _cached(compiler, text, flags, ".so")
     if not path.exists():
         # ziglang's clang itself compiles in a fraction of the time of `zig cc -c`, which also knows where libraries are.
