@@ -1,6 +1,7 @@
 """The copy of OpenBLAS in a cache folder that others can write to, or that a power cut left: never loaded as it is."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,22 +12,41 @@ from support.openblas import PACKAGE, environment, files, needs_openblas, only_c
 pytestmark = needs_openblas
 
 
-def _plant(copy: Path) -> None:
-    """Somebody else's file in the copy's place: code that ends the process with 66 when it is loaded."""
-    size = copy.stat().st_size
-    code = copy.with_name("evil.c")
-    code.write_text("#include <unistd.h>\n__attribute__((constructor)) static void evil(void) { _exit(66); }\n")
-    subprocess.run([sys.executable, "-m", "ziglang", "cc", "-shared", "-o", copy, code], check=True)
-    copy.write_bytes(copy.read_bytes().ljust(size, b"\0"))
-    code.unlink()
+@pytest.fixture(scope="module")
+def evil(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A library that ends the process with 66 when it is loaded. Without a C library of its own, which takes long."""
+    folder = tmp_path_factory.mktemp("evil")
+    code = folder / "evil.c"
+    code.write_text("void _exit(int);\n__attribute__((constructor)) static void evil(void) { _exit(66); }\n")
+    command = [sys.executable, "-m", "ziglang", "cc", "-O2", "-shared", "-nostdlib", "-o", folder / "evil.so", code]
+    subprocess.run(command, check=True)
+    return (folder / "evil.so").read_bytes()
 
 
-def test_the_test_s_planted_file_does_end_a_process_that_loads_it(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with a copy, as a process makes it."""
+    report(folder := tmp_path_factory.mktemp("made"))
+    return folder
+
+
+@pytest.fixture
+def cache(made: Path, tmp_path: Path) -> Path:
+    """A folder like that, for a test alone."""
+    shutil.copytree(made / "kvant", tmp_path / "cache" / "kvant")
+    return tmp_path / "cache"
+
+
+def _plant(copy: Path, evil: bytes) -> None:
+    """Somebody else's file in the copy's place, of the same size."""
+    copy.write_bytes(evil.ljust(copy.stat().st_size, b"\0"))
+
+
+def test_the_test_s_planted_file_does_end_a_process_that_loads_it(cache: Path, evil: bytes) -> None:
     """Otherwise the tests below could pass for another reason. It is the user's own file here."""
-    report(tmp_path)
-    _plant(only_copy(tmp_path))
-    only_copy(tmp_path).chmod(0o600)
-    done = subprocess.run([sys.executable, "-c", "import kvant"], env=environment(tmp_path), check=False)
+    _plant(only_copy(cache), evil)
+    only_copy(cache).chmod(0o600)
+    done = subprocess.run([sys.executable, "-c", "import kvant"], env=environment(cache), check=False)
     assert done.returncode == 66
 
 
@@ -41,50 +61,45 @@ def _loads_another(cache: Path, planted: os.stat_result) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o777])
-def test_a_copy_that_others_can_write_to_is_made_again(tmp_path: Path, mode: int) -> None:
-    report(tmp_path)
-    _plant(only_copy(tmp_path))
-    only_copy(tmp_path).chmod(mode)
-    _loads_another(tmp_path, only_copy(tmp_path).stat())
+def test_a_copy_that_others_can_write_to_is_made_again(cache: Path, mode: int, evil: bytes) -> None:
+    _plant(only_copy(cache), evil)
+    only_copy(cache).chmod(mode)
+    _loads_another(cache, only_copy(cache).stat())
 
 
 @pytest.mark.parametrize("mode", [0o775, 0o703, 0o1777])
-def test_what_is_in_a_folder_that_others_can_write_to_is_made_again(tmp_path: Path, mode: int) -> None:
-    report(tmp_path)
-    _plant(only_copy(tmp_path))
-    only_copy(tmp_path).chmod(0o600)
-    (tmp_path / "kvant").chmod(mode)
-    _loads_another(tmp_path, only_copy(tmp_path).stat())
+def test_what_is_in_a_folder_that_others_can_write_to_is_made_again(cache: Path, mode: int, evil: bytes) -> None:
+    _plant(only_copy(cache), evil)
+    only_copy(cache).chmod(0o600)
+    (cache / "kvant").chmod(mode)
+    _loads_another(cache, only_copy(cache).stat())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_copy_of_another_user_is_made_again(tmp_path: Path) -> None:
-    report(tmp_path)
-    _plant(only_copy(tmp_path))
-    only_copy(tmp_path).chmod(0o600)
-    os.chown(only_copy(tmp_path), 12345, 12345)
-    _loads_another(tmp_path, only_copy(tmp_path).stat())
+def test_a_copy_of_another_user_is_made_again(cache: Path, evil: bytes) -> None:
+    _plant(only_copy(cache), evil)
+    only_copy(cache).chmod(0o600)
+    os.chown(only_copy(cache), 12345, 12345)
+    _loads_another(cache, only_copy(cache).stat())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_a_folder_of_another_user_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_left_alone(cache: Path, evil: bytes) -> None:
     """In a cache folder of mode 1777 anybody can be the first to make it."""
-    report(tmp_path)
-    _plant(only_copy(tmp_path))
-    os.chown(tmp_path / "kvant", 12345, 12345)
-    tmp_path.chmod(0o1777)
-    blas, errors = report(tmp_path)
-    reason = f"{tmp_path / 'kvant'} belongs to user 12345; expected 0"
+    _plant(only_copy(cache), evil)
+    os.chown(cache / "kvant", 12345, 12345)
+    cache.chmod(0o1777)
+    blas, errors = report(cache)
+    reason = f"{cache / 'kvant'} belongs to user 12345; expected 0"
     assert (blas, errors) == (f"mlx: {PACKAGE} could not be loaded: {reason}", "")
 
 
-def test_a_link_in_the_copy_s_place_is_replaced(tmp_path: Path) -> None:
-    report(tmp_path / "cache")
-    copy = only_copy(tmp_path / "cache")
+def test_a_link_in_the_copy_s_place_is_replaced(cache: Path, tmp_path: Path, evil: bytes) -> None:
+    copy = only_copy(cache)
     copy.rename(tmp_path / "elsewhere")
     copy.symlink_to(tmp_path / "elsewhere")
-    _plant(tmp_path / "elsewhere")
-    _loads_another(tmp_path / "cache", copy.lstat())
+    _plant(tmp_path / "elsewhere", evil)
+    _loads_another(cache, copy.lstat())
 
 
 def test_a_link_in_the_folder_s_place_is_left_alone(tmp_path: Path) -> None:
@@ -96,10 +111,9 @@ def test_a_link_in_the_folder_s_place_is_left_alone(tmp_path: Path) -> None:
     assert (errors, files(tmp_path / "elsewhere")) == ("", [])
 
 
-def test_a_copy_with_a_hole_is_made_again(tmp_path: Path) -> None:
+def test_a_copy_with_a_hole_is_made_again(cache: Path) -> None:
     """As a power cut may leave one: it ended the process when it was loaded."""
-    report(tmp_path)
-    copy = only_copy(tmp_path)
+    copy = only_copy(cache)
     whole = copy.read_bytes()
     middle = len(whole) // 2 // 65536 * 65536
     os.truncate(copy, middle)
@@ -107,13 +121,12 @@ def test_a_copy_with_a_hole_is_made_again(tmp_path: Path) -> None:
         file.seek(middle + 1_048_576)
         file.write(whole[middle + 1_048_576 :])
     assert copy.stat().st_size == len(whole)
-    assert report(tmp_path)[0].startswith("OpenBLAS")
-    assert only_copy(tmp_path).read_bytes() == whole
+    assert report(cache)[0].startswith("OpenBLAS")
+    assert only_copy(cache).read_bytes() == whole
 
 
-def test_copies_that_were_not_used_for_a_month_are_removed(tmp_path: Path) -> None:
-    report(tmp_path)
-    copy = only_copy(tmp_path)
+def test_copies_that_were_not_used_for_a_month_are_removed(cache: Path) -> None:
+    copy = only_copy(cache)
     month, week = (copy.stat().st_mtime - days * 86400 for days in (31, 7))
     for name, age in (
         ("openblas-1-1.so", month), ("openblas-x.part", month), ("openblas-2-2.so", week), ("mine.so", month)
@@ -122,9 +135,9 @@ def test_copies_that_were_not_used_for_a_month_are_removed(tmp_path: Path) -> No
         path.mkdir() if name.endswith("part") else path.touch()
         os.utime(path, (age, age))
     os.utime(copy, (month, month))
-    report(tmp_path)
+    report(cache)
     assert copy.stat().st_mtime > week  # in use
     copy.unlink()
-    report(tmp_path)
+    report(cache)
     names = {copy.name, "openblas-2-2.so", "mine.so"}
     assert {path.name for path in copy.parent.iterdir()} == names

@@ -249,7 +249,7 @@ class _Machine(RuleBasedStateMachine):
 
 TestMachine = pytest.mark.filterwarnings("ignore")(_Machine.TestCase)
 TestMachine.settings = settings(
-    max_examples=count(25, 2000), stateful_step_count=count(20, 40), deadline=None, print_blob=True
+    max_examples=count(12, 2000), stateful_step_count=count(20, 40), deadline=None, print_blob=True
 )
 
 

@@ -24,7 +24,7 @@ def test_tokens_are_those_of_a_request_alone(pocket: Any, bits: int) -> None:
     open_requests: list[Request] = []
     cancelled: set[Request] = set()
     cached = 0
-    for _ in range(count(100, 900)):
+    for _ in range(count(60, 900)):
         if random.random() < 0.3 and len(open_requests) < 14:
             made = Request(
                 _prompt(random, told), max_tokens=random.randrange(1, 50), stop_tokens=random.sample(range(1280), 30)

@@ -22,7 +22,7 @@ from kvant.text.tokenizer import Tokenizer
 ROWS = 8  # where matrices of 1 to 6 rows are multiplied otherwise (measured)
 PAGES = 40
 POCKET_SCHEDULES = count(1, 334)  # of each number of bits
-SCHEDULES = count(4, 50)
+SCHEDULES = count(2, 50)
 TINY = {
     "qwen2, biases": (8, qwen2_config(num_attention_heads=4, num_key_value_heads=2)),
     "mistral, a window": (4, mistral_config(sliding_window=160)),

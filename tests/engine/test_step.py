@@ -49,7 +49,7 @@ def test_through_the_fused_kernel_it_is_compiled_once(runs: dict[str, Any], bits
 
 @pytest.mark.parametrize("how", ["build", "eval"])
 def test_a_kernel_that_fails_in_a_compiled_step_does_not_end_the_run(runs: dict[str, Any], how: str) -> None:
-    """At the 100th token, where the step is traced again: a new one is made without the kernel."""
+    """At the 40th token, where the step is traced again: a new one is made without the kernel."""
     same, calls, warned = runs["failing"][how]
     assert same
     assert calls == {"build": 4 + 3, "eval": 4 + 4}[how]  # of two traces; later ones have no kernel

@@ -53,7 +53,7 @@ def test_a_story_is_about_whom_it_was_asked_for(pocket: Pocket, heldout: list[di
     assert all(60 <= len(story.split()) <= 220 and story.endswith((".", '"', "!")) for _, story in told)
 
 
-@pytest.mark.parametrize("quant_bit", [0, 8])
+@pytest.mark.parametrize("quant_bit", count([8], [0, 8]))
 def test_questions_about_the_context(pocket: Pocket, heldout: list[dict[str, Any]], quant_bit: int) -> None:
     """Recall among facts of the same type, and what a story or a list of facts states."""
     asks = count(12, 24)

@@ -1,6 +1,7 @@
 """Scripts for mlx-lm, of its README and its examples: they run with their imports changed, and say what they said.
 
-The text is theirs, but for the model's name. mlx-lm runs each on the same weights, in float32 as kvant does on a CPU.
+The text is theirs, but for the model's name, and shorter answers but in the long run. mlx-lm runs each on the same
+weights, in float32 as kvant does on a CPU.
 """
 
 import re
@@ -11,6 +12,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx_lm.models.cache import make_prompt_cache as mlx_make_prompt_cache
+from support.counts import count
 
 import kvant
 from kvant.models import Decoder
@@ -340,9 +342,10 @@ def changed(script: str) -> str:
 
 
 def run(script: str, model: str) -> dict[str, Any]:
-    """Run a script with another model's name; what it left in its variables."""
-    script, count = re.subn(r'"mlx-community/[^"]*"', repr(model), script)
-    assert count == 1
+    """Run a script with another model's name, and shorter answers; what it left in its variables."""
+    script, names = re.subn(r'"mlx-community/[^"]*"', repr(model), script)
+    assert names == 1
+    script = re.sub(r"(max_tokens ?= ?)(\d{3,}|\d_\d+)", lambda found: found[1] + count("100", found[2]), script)
     variables: dict[str, Any] = {}
     exec(compile(script, "script", "exec"), variables)
     return variables

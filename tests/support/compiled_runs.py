@@ -123,11 +123,11 @@ def fused(model: Decoder, bits: int, expected: list[int]) -> list[Any]:
 
 
 def failing(model: Decoder, how: str) -> list[Any]:
-    """A run through a kernel that fails when the step is traced for the second time, which is for the 100th token.
+    """A run through a kernel that fails when the step is traced for the second time, which is for the 40th token.
 
     Whether tokens, and those of a second run in the same cache, are as without the kernel; the warnings; compilations.
     """
-    prompts = [PROMPT + PROMPT[:57], [5, 6, 7] * 4]  # 256 tokens are reached with 99 more
+    prompts = [(PROMPT * 3)[:217], [5, 6, 7] * 4]  # 256 tokens are reached with 39 more
     found = []
     for kernels in ("unfused", None):
         cache = model.make_cache(512, kernels=kernels)
@@ -135,7 +135,7 @@ def failing(model: Decoder, how: str) -> list[Any]:
         fused_attention.attend = kernel = FailingKernel(how, layers + 3)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found.append([[t for t, _ in Run(model, p, cache, max_tokens=120, compiled=True)] for p in prompts])
+            found.append([[t for t, _ in Run(model, p, cache, max_tokens=60, compiled=True)] for p in prompts])
     return [found[0] == found[1], kernel.calls, [str(warning.message) for warning in caught]]
 
 

@@ -265,10 +265,10 @@ def expected(case: KernelCase, drawn: Drawn) -> Array:
     slopes = oracle.alibi_slopes(case.num_heads)
     scale = case.head_dim**-0.5 if case.score_scale is None else case.score_scale
     output = np.zeros((case.batch, case.num_heads, case.new_tokens, case.values))
+    held = [np.array(sorted(case.positions(b).items())).T for b in range(case.batch)]
     for b, h, s in product(range(case.batch), range(case.num_heads), range(case.new_tokens)):
         at = case.offsets[b] + s
-        rows = np.array(sorted(case.positions(b)))
-        position = np.array([case.positions(b)[row] for row in rows])
+        rows, position = held[b]
         k, v = (x[b, position, h // case.ratio] for x in (key, value))
         scores = k @ drawn.query[b, h, s].astype(np.float64) * scale
         if case.softcap:
@@ -437,10 +437,11 @@ def instances(seed: int = 6) -> list[KernelCase]:
     while missing:
         a, x, b, y = min(missing, key=repr)
         best: dict[str, Any] = {}
+        most = -1
         for _ in range(100):
             values = {name: OPTIONS[name][rng.integers(len(OPTIONS[name]))] for name in names} | {a: x, b: y}
-            if fits(values) and (not best or len(pairs_of(values) & missing) > len(pairs_of(best) & missing)):
-                best = values
+            if fits(values) and (new := len(pairs_of(values) & missing)) > most:
+                best, most = values, new
         missing -= pairs_of(best)
         chosen.append(best)
     return [case_of(values, number) for number, values in enumerate(chosen)]

@@ -76,7 +76,7 @@ def test_the_mistakes_are_ones_that_the_text_allows() -> None:
     assert all(mutant.texts() for mutant in map(_of_append, APPEND))
 
 
-@pytest.mark.parametrize("mutant", MUTANTS[:: count(9, 1)], ids=str)
+@pytest.mark.parametrize("mutant", MUTANTS[:: count(12, 1)], ids=str)
 def test_a_mistake_in_attention_is_caught(mutant: Mutant) -> None:
     with pytest.raises(mutant.kinds):
         check_in_each_order(mutant)
@@ -190,7 +190,7 @@ def _of_append(mutant: AppendMutant) -> Mutant:
     return Mutant(mutant.file, mutant.old, mutant.new, ALONE, mutant.kinds)
 
 
-@pytest.mark.parametrize("mutant", APPEND[:: count(2, 1)], ids=str)
+@pytest.mark.parametrize("mutant", APPEND[:: count(3, 1)], ids=str)
 def test_a_mistake_in_append_is_caught(mutant: AppendMutant) -> None:
     with pytest.raises(mutant.kinds):
         check_append(mutant.data(), mutant.quant_bit, 8, _of_append(mutant).texts())
