@@ -1,10 +1,60 @@
-"""Products with affine weights of 2, 4 or 8 bits on a CPU, for a few rows of x and more."""
+"""Products with affine weights of 2, 4 or 8 bits on a CPU: for a few rows of x, and for many."""
 
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
 from kvant.models.quantization import Quantization
+
+
+FEW_ROWS = 8
+# OpenBLAS multiplies without copying its operands first where there are at most so many multiplications (x86 with
+# AVX-512): 8 rows of x in half the time. An output is then the same sum, in the same order, for any number of rows.
+SMALL_PRODUCT = 1000 * 1000
+VECTOR = 16  # float32 numbers; what is left of a block of weights beside them is summed in another order
+
+
+def block_size(rows: int, num_columns: int, bits: int) -> int:
+    """How many rows of a matrix a product takes at a time with so many rows of x, each of ``num_columns``."""
+    columns = num_columns * bits // 8  # of the numbers at one place of every byte
+    return max(VECTOR, SMALL_PRODUCT // (max(rows, 2) * columns) // VECTOR * VECTOR)
+
+
+def few_rows_product(x: mx.array, quantization: Quantization) -> Callable[[Sequence[mx.array], int], mx.array]:
+    """As :func:`unpacked_product`, for 1 to :data:`FEW_ROWS` rows of x: fewer operations, and products in blocks.
+
+    MLX takes 3 to 4 us an operation, so the numbers at all places are unpacked together. One row of x is multiplied
+    twice: the products of matrices and vectors add in another order.
+
+    Args:
+        x: (..., in) float32.
+
+    Returns:
+        A function of the arrays of (out, in) weights and of a number of rows that divides out: the product takes
+        as many at a time. It gives (out, N), the outputs of N = max(2, rows of x).
+    """
+    bits, group_size = quantization.bits, quantization.group_size
+    places = 8 // bits
+    rows = x.reshape(-1, x.shape[-1])  # (..., in) -> (N, in)
+    if len(rows) == 1:
+        rows = mx.concatenate([rows, rows])
+    by_place = rows.reshape(len(rows), -1, places).T  # (N, in / places, places) -> (places, in / places, N)
+    shares = mx.array([2.0 ** (-bits * place) for place in range(places)])
+    columns = mx.contiguous(by_place * shares[:, None, None])[:, None]
+    sums = mx.contiguous(rows.reshape(len(rows), -1, group_size).sum(axis=-1).T)  # (in / G, N)
+    masks = mx.array([(2**bits - 1 << bits * place) * 0x01010101 for place in range(places)], mx.uint32)
+
+    def product(packed: Sequence[mx.array], block: int) -> mx.array:
+        weight, scales, biases = packed
+        cut = weight & masks[:, None, None] if bits < 8 else weight[None]  # (places, out, in * bits / 32)
+        numbers = mx.view(cut, mx.uint8).reshape(places, *scales.shape, -1)  # (places, out, in / G, G / places)
+        scaled = (numbers.astype(mx.float32) * scales[..., None]).reshape(places, -1, block, columns.shape[-2])
+        # MLX makes one large product of many with the same matrix, but not of many with copies of it.
+        copies = mx.broadcast_to(columns, (*scaled.shape[:2], *columns.shape[-2:]))
+        output = (scaled @ copies).reshape(places, len(weight), -1)  # (places, out / block, block, N)
+        return (output.sum(axis=0) if places > 1 else output[0]) + biases @ sums
+
+    return product
 
 
 def unpacked_product(x: mx.array, quantization: Quantization) -> Callable[[Sequence[mx.array]], mx.array]:
