@@ -17,7 +17,7 @@ from kvant.operators.streams import cpu_streams
 # On a CPU, measured on 2 cores (docs/decode-step.md). From so many rows of x making floats of the numbers is faster:
 UNPACK_FROM_ROWS = 2  # of 2, 4 or 8 bits, by masks; of a large matrix from one row on
 UNPACK_FROM_ELEMENTS = 256 * 1024  # a large matrix
-UNPACKED_ELEMENTS = 320 * 1024  # at a time, for a few rows: more leave the core's cache, fewer are many operations
+UNPACKED_ELEMENTS = 512 * 1024  # at a time, for a few rows: more leave the core's cache, fewer are more operations
 DEQUANTIZE_FROM_ROWS = 4  # of other formats, by MLX
 DEQUANTIZED_ELEMENTS = 1024 * 1024  # at a time: 4 MiB; 16 MiB are new memory every time and take twice as long
 PARALLEL_ELEMENTS = 512 * 1024  # a matrix from this size on is worth a thread for each core

@@ -6,7 +6,6 @@ import mlx.core as mx
 
 from kvant.models.quantization import Quantization
 
-
 FEW_ROWS = 8
 # OpenBLAS multiplies without copying its operands first where there are at most so many multiplications (x86 with
 # AVX-512): 8 rows of x in half the time. An output is then the same sum, in the same order, for any number of rows.
@@ -37,7 +36,7 @@ def few_rows_product(x: mx.array, quantization: Quantization) -> Callable[[Seque
     places = 8 // bits
     rows = x.reshape(-1, x.shape[-1])  # (..., in) -> (N, in)
     if len(rows) == 1:
-        rows = mx.concatenate([rows, rows])
+        rows = mx.broadcast_to(rows, (2, x.shape[-1]))
     by_place = rows.reshape(len(rows), -1, places).T  # (N, in / places, places) -> (places, in / places, N)
     shares = mx.array([2.0 ** (-bits * place) for place in range(places)])
     columns = mx.contiguous(by_place * shares[:, None, None])[:, None]
