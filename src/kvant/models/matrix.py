@@ -98,11 +98,11 @@ class QuantizedMatrix:
         """Through floating-point weights, a few at a time, for a few rows."""
         streams = self._streams(x)
         limit = block_size(x.size // x.shape[-1], x.shape[-1], self.quantization.bits)
-        rounds = -(-self.num_rows * x.shape[-1] // (UNPACKED_ELEMENTS * len(streams)))
-        size = -(-self.num_rows // (rounds * len(streams)))
-        block = -(-size // -(-size // limit))  # blocks of a size
-        block += -block % VECTOR
-        size += -size % block
+        count = -(-self.num_rows * x.shape[-1] // (UNPACKED_ELEMENTS * len(streams))) * len(streams)  # of parts
+        size = -(-self.num_rows // count)
+        block = -(-size // -(-size // limit))
+        block = -(-block // VECTOR) * VECTOR if count == 1 else max(1, block // VECTOR) * VECTOR
+        size = -(-size // limit) * block
         whole = self.num_rows - self.num_rows % block
         bounds = [*range(0, whole, size), *([whole] if whole < self.num_rows else []), self.num_rows]
         product = few_rows_product(x, self.quantization)

@@ -33,7 +33,7 @@ FLOAT32 = 4  # bytes
 AHEAD = 4
 # The same of parts that masks unpack, by bits: a part of 8-bit numbers takes half as many operations.
 UNPACKED_AHEAD = {2: 4, 4: 4, 8: 8}
-FEW_ROWS_AHEAD = 6  # and of those for a few rows of x, which are smaller and take fewer operations
+FEW_ROWS_AHEAD = 5  # and of those for a few rows of x, which are smaller and take fewer operations
 # Bytes of a window's mask for each query and token: its terms and their product, and what blocks of queries add.
 MASK_BYTES = 16
 
