@@ -156,7 +156,7 @@ def test_a_few_rows_are_bitwise_what_each_is_alone(monkeypatch: pytest.MonkeyPat
         x = _inputs(FEW_ROWS, num_columns)
         expected = matrix.project(x)
         _check(matrix, x)
-        for count in range(1, FEW_ROWS):
+        for count in (1, 2, 3, 5):
             for first in (0, FEW_ROWS - count):
                 some = slice(first, first + count)
                 output = matrix.project(x[some])

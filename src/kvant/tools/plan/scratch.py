@@ -28,7 +28,7 @@ from kvant.operators.bias_split import MAX_SCORE_QUERIES
 from kvant.operators.streams import cpu_streams
 
 FLOAT32 = 4  # bytes
-# The one measured constant: so many blocks of scores are held beside the one at work, and at most so many parts of a
+# Measured: so many blocks of scores are held beside the one at work, and at most so many parts of a
 # quantized matrix beside those at work, one a core (1 to 8 streams, matrices of 2 to 67 million numbers).
 AHEAD = 4
 # The same of parts that masks unpack, by bits: a part of 8-bit numbers takes half as many operations.
