@@ -10,6 +10,7 @@ import pytest
 
 import kvant.blas
 from kvant.models import matrix as matrix_module
+from kvant.models import unpacked as unpacked_module
 from kvant.models.matrix import QuantizedMatrix
 from kvant.models.quantization import Quantization
 from kvant.models.unpacked import FEW_ROWS, block_size
@@ -98,7 +99,7 @@ def test_every_format_and_shape(bits: int, group_size: int) -> None:
 def test_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch, ways: list[str], bits: int, elements: int) -> None:
     """Down to one output at a time; the last part is a smaller one."""
     monkeypatch.setattr(matrix_module, "DEQUANTIZED_ELEMENTS", elements)
-    monkeypatch.setattr(matrix_module, "UNPACKED_ELEMENTS", elements)
+    monkeypatch.setattr(unpacked_module, "UNPACKED_ELEMENTS", elements)
     matrix = _matrix(37, bits)
     for shape in ((7, IN), (2, 3, IN), (9, IN), (2, 5, IN)):
         _check(matrix, _inputs(*shape))
@@ -189,7 +190,7 @@ def test_blocks_are_small_products_of_whole_vectors() -> None:
 def test_a_few_rows_of_any_matrix(monkeypatch: pytest.MonkeyPatch, ways: list[str], bits: int, num_rows: int) -> None:
     """Also where outputs are fewer than a block, and where a rest is left; with one core and more."""
     monkeypatch.setattr(matrix_module, "UNPACK_FROM_ELEMENTS", 1)
-    monkeypatch.setattr(matrix_module, "UNPACKED_ELEMENTS", 100 * IN)
+    monkeypatch.setattr(unpacked_module, "UNPACKED_ELEMENTS", 100 * IN)
     monkeypatch.setattr(matrix_module, "PARALLEL_ELEMENTS", 16 * IN)
     matrix = _matrix(num_rows, bits)
     for cores in (1, 3):
@@ -298,7 +299,7 @@ def test_there_is_a_stream_for_each_core_and_always_the_same() -> None:
 def test_no_more_than_a_few_parts_are_dequantized_at_a_time(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     part = 256 * 1024
     monkeypatch.setattr(matrix_module, "DEQUANTIZED_ELEMENTS", part)
-    monkeypatch.setattr(matrix_module, "UNPACKED_ELEMENTS", part)
+    monkeypatch.setattr(unpacked_module, "UNPACKED_ELEMENTS", part)
     matrix = _matrix(16 * part // 1024, num_columns=1024)
     x = _inputs(rows, 1024)
     mx.eval(x)

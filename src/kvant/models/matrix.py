@@ -6,18 +6,16 @@ A layer's experts have a matrix for each: then every array has an axis of expert
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import mlx.core as mx
 
 from kvant.models.quantization import Quantization
-from kvant.models.unpacked import FEW_ROWS, VECTOR, block_size, few_rows_product, unpacked_product
+from kvant.models.unpacked import FEW_ROWS, few_rows_product, in_turn, unpacked_product
 from kvant.operators.streams import cpu_streams
 
 # On a CPU, measured on 2 cores (docs/decode-step.md). From so many rows of x making floats of the numbers is faster:
 UNPACK_FROM_ROWS = 2  # of 2, 4 or 8 bits, by masks; of a large matrix from one row on
 UNPACK_FROM_ELEMENTS = 256 * 1024  # a large matrix
-UNPACKED_ELEMENTS = 512 * 1024  # at a time, for a few rows: more leave the core's cache, fewer are more operations
 DEQUANTIZE_FROM_ROWS = 4  # of other formats, by MLX
 DEQUANTIZED_ELEMENTS = 1024 * 1024  # at a time: 4 MiB; 16 MiB are new memory every time and take twice as long
 PARALLEL_ELEMENTS = 512 * 1024  # a matrix from this size on is worth a thread for each core
@@ -96,24 +94,7 @@ class QuantizedMatrix:
 
     def _project_unpacked(self, x: mx.array) -> mx.array:
         """Through floating-point weights, a few at a time, for a few rows."""
-        streams = self._streams(x)
-        limit = block_size(x.size // x.shape[-1], x.shape[-1], self.quantization.bits)
-        count = -(-self.num_rows * x.shape[-1] // (UNPACKED_ELEMENTS * len(streams))) * len(streams)  # of parts
-        size = -(-self.num_rows // count)
-        block = -(-size // -(-size // limit))
-        block = -(-block // VECTOR) * VECTOR if count == 1 else max(1, block // VECTOR) * VECTOR
-        size = -(-size // limit) * block
-        whole = self.num_rows - self.num_rows % block
-        bounds = [*range(0, whole, size), *([whole] if whole < self.num_rows else []), self.num_rows]
-        product = few_rows_product(x, self.quantization)
-        parts: list[mx.array] = []
-        for first, last in pairwise(bounds):
-            before = parts[-len(streams)] if len(parts) >= len(streams) else x
-            with mx.stream(streams[len(parts) % len(streams)]):
-                packed = mx.depends([array[first:last] for array in self.arrays], [before])
-                parts.append(product(packed, min(block, last - first)))
-        output = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
-        return mx.contiguous(output.T[: x.size // x.shape[-1]]).reshape(*x.shape[:-1], -1)  # (out, N) -> (..., out)
+        return few_rows_product(x, self.arrays, self.quantization, self._streams(x))
 
     def _project_dequantized(self, x: mx.array) -> mx.array:
         """Through floating-point weights, some of them at a time; MLX's CPU product unpacks them for every row of x."""
@@ -122,14 +103,7 @@ class QuantizedMatrix:
         rounds = -(-elements // (DEQUANTIZED_ELEMENTS * len(streams)))
         size = -(-self.num_rows // (rounds * len(streams)))
         product = unpacked_product(x, self.quantization) if self._in_bytes(x) else partial(self._dequantized_product, x)
-        parts: list[mx.array] = []
-        for first in range(0, self.num_rows, size):
-            packed = [array[first : first + size] for array in self.arrays]
-            # In turn, and not before x is there: otherwise MLX makes the weights of many parts before it uses one.
-            before = parts[-len(streams)] if len(parts) >= len(streams) else x
-            with mx.stream(streams[len(parts) % len(streams)]):
-                packed = mx.depends(packed, [before])
-                parts.append(product(packed))
+        parts = in_turn(x, self.arrays, [*range(0, self.num_rows, size), self.num_rows], product, streams)
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
     def _streams(self, x: mx.array) -> Sequence[mx.Stream | mx.ThreadLocalStream]:
