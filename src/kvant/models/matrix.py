@@ -5,7 +5,6 @@ A layer's experts have a matrix for each: then every array has an axis of expert
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import mlx.core as mx
 
@@ -98,11 +97,11 @@ class QuantizedMatrix:
 
     def _project_dequantized(self, x: mx.array) -> mx.array:
         """Through floating-point weights, some of them at a time; MLX's CPU product unpacks them for every row of x."""
-        elements = self.num_rows * x.shape[-1]
         streams = self._streams(x)
-        rounds = -(-elements // (DEQUANTIZED_ELEMENTS * len(streams)))
+        rounds = -(-self.num_rows * x.shape[-1] // (DEQUANTIZED_ELEMENTS * len(streams)))
         size = -(-self.num_rows // (rounds * len(streams)))
-        product = unpacked_product(x, self.quantization) if self._in_bytes(x) else partial(self._dequantized_product, x)
+        masked = unpacked_product(x, self.quantization) if self._in_bytes(x) else None
+        product = masked or (lambda packed: x @ self._dequantize(packed, x.dtype).T)
         parts = in_turn(x, self.arrays, [*range(0, self.num_rows, size), self.num_rows], product, streams)
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
@@ -117,9 +116,6 @@ class QuantizedMatrix:
         return (
             8 % self.quantization.bits == 0 and self.biases is not None and x.dtype == self.scales.dtype == mx.float32
         )
-
-    def _dequantized_product(self, x: mx.array, packed: Sequence[mx.array]) -> mx.array:
-        return x @ self._dequantize(packed, x.dtype).T
 
     def rows(self, ids: mx.array) -> mx.array:
         """Rows of the matrix, dequantized, as an embedding reads them: (...) -> (..., in)."""
