@@ -5,16 +5,16 @@ A layer's experts have a matrix for each: then every array has an axis of expert
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import mlx.core as mx
 
 from kvant.models.quantization import Quantization
-from kvant.models.unpacked import unpacked_product
+from kvant.models.unpacked import FEW_ROWS, few_rows_product, in_turn, unpacked_product
 from kvant.operators.streams import cpu_streams
 
 # On a CPU, measured on 2 cores (docs/decode-step.md). From so many rows of x making floats of the numbers is faster:
-UNPACK_FROM_ROWS = 2  # of 2, 4 or 8 bits, by masks
+UNPACK_FROM_ROWS = 2  # of 2, 4 or 8 bits, by masks; of a large matrix from one row on
+UNPACK_FROM_ELEMENTS = 256 * 1024  # a large matrix
 DEQUANTIZE_FROM_ROWS = 4  # of other formats, by MLX
 DEQUANTIZED_ELEMENTS = 1024 * 1024  # at a time: 4 MiB; 16 MiB are new memory every time and take twice as long
 PARALLEL_ELEMENTS = 512 * 1024  # a matrix from this size on is worth a thread for each core
@@ -57,9 +57,13 @@ class QuantizedMatrix:
     def project(self, x: mx.array) -> mx.array:
         """(..., in) -> (..., out)."""
         if mx.default_device().type == mx.cpu:
-            if x.size >= (UNPACK_FROM_ROWS if self._in_bytes(x) else DEQUANTIZE_FROM_ROWS) * x.shape[-1]:
+            rows, elements = x.size // x.shape[-1], self.num_rows * x.shape[-1]
+            if self._in_bytes(x) and 1 <= rows <= FEW_ROWS:
+                if rows >= UNPACK_FROM_ROWS or elements >= UNPACK_FROM_ELEMENTS:
+                    return self._project_unpacked(x)
+            elif rows >= DEQUANTIZE_FROM_ROWS:
                 return self._project_dequantized(x)
-            if self.num_rows * x.shape[-1] >= PARALLEL_ELEMENTS:
+            if elements >= PARALLEL_ELEMENTS:
                 return self._project_in_parallel(x)
         return self._project_part(x, 0, self.num_rows)
 
@@ -87,31 +91,31 @@ class QuantizedMatrix:
         ]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
+    def _project_unpacked(self, x: mx.array) -> mx.array:
+        """Through floating-point weights, a few at a time, for a few rows."""
+        return few_rows_product(x, self.arrays, self.quantization, self._streams(x))
+
     def _project_dequantized(self, x: mx.array) -> mx.array:
         """Through floating-point weights, some of them at a time; MLX's CPU product unpacks them for every row of x."""
-        elements = self.num_rows * x.shape[-1]
-        streams = cpu_streams()[: 1 if elements < PARALLEL_ELEMENTS else None]
-        rounds = -(-elements // (DEQUANTIZED_ELEMENTS * len(streams)))
+        streams = self._streams(x)
+        rounds = -(-self.num_rows * x.shape[-1] // (DEQUANTIZED_ELEMENTS * len(streams)))
         size = -(-self.num_rows // (rounds * len(streams)))
-        product = unpacked_product(x, self.quantization) if self._in_bytes(x) else partial(self._dequantized_product, x)
-        parts: list[mx.array] = []
-        for first in range(0, self.num_rows, size):
-            packed = [array[first : first + size] for array in self.arrays]
-            # In turn, and not before x is there: otherwise MLX makes the weights of many parts before it uses one.
-            before = parts[-len(streams)] if len(parts) >= len(streams) else x
-            with mx.stream(streams[len(parts) % len(streams)]):
-                packed = mx.depends(packed, [before])
-                parts.append(product(packed))
+        masked = unpacked_product(x, self.quantization) if self._in_bytes(x) else None
+        product = masked or (lambda packed: x @ self._dequantize(packed, x.dtype).T)
+        parts = in_turn(x, self.arrays, [*range(0, self.num_rows, size), self.num_rows], product, streams)
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+    def _streams(self, x: mx.array) -> Sequence[mx.Stream | mx.ThreadLocalStream]:
+        """One for each core; for a small matrix only the one in use."""
+        if self.num_rows * x.shape[-1] < PARALLEL_ELEMENTS:
+            return [mx.default_stream(mx.cpu)]
+        return cpu_streams()
 
     def _in_bytes(self, x: mx.array) -> bool:
         """Whether :func:`unpacked_product` knows the format."""
         return (
             8 % self.quantization.bits == 0 and self.biases is not None and x.dtype == self.scales.dtype == mx.float32
         )
-
-    def _dequantized_product(self, x: mx.array, packed: Sequence[mx.array]) -> mx.array:
-        return x @ self._dequantize(packed, x.dtype).T
 
     def rows(self, ids: mx.array) -> mx.array:
         """Rows of the matrix, dequantized, as an embedding reads them: (...) -> (..., in)."""

@@ -86,6 +86,9 @@ CASES = {
     "a long step through 4-bit weights": Case(
         qwen3(512, 2, 8, 2, 64, 2048, 1000, True), 1030, weight_bits=4, step=1024
     ),
+    "a few rows of 4-bit weights, a large vocabulary": Case(
+        qwen3(256, 2, 4, 2, 64, 1024, 20000, True), 17, weight_bits=4, step=8
+    ),
     "windows": Case(qwen2(*MANY_KEYS), 3 * TOKENS, step=32, window=TOKENS),
     "windows, 4 bits": Case(qwen3(*MANY_KEYS), 2 * TOKENS, kv_bits=4, step=32, window=TOKENS // 2),
     "norms of whole projections": Case(olmo2(256, 2, 4, 2, 64, 2048, 1000, True), 770, step=768),

@@ -14,18 +14,20 @@ from collections.abc import Sequence
 from kvant.cache.window import SLACK
 from kvant.models.config import ModelConfig
 from kvant.models.experts import takes_turns
-from kvant.models.matrix import DEQUANTIZED_ELEMENTS, PARALLEL_ELEMENTS, UNPACK_FROM_ROWS
+from kvant.models.matrix import DEQUANTIZED_ELEMENTS, PARALLEL_ELEMENTS, UNPACK_FROM_ELEMENTS, UNPACK_FROM_ROWS
 from kvant.models.quantization import Quantization
+from kvant.models.unpacked import FEW_ROWS, UNPACKED_ELEMENTS
 from kvant.operators.attention import BLOCK_SCORE_BYTES, GPU_FUSED_HEAD_DIMS
 from kvant.operators.bias_split import MAX_SCORE_QUERIES
 from kvant.operators.streams import cpu_streams
 
 FLOAT32 = 4  # bytes
-# The one measured constant: so many blocks of scores are held beside the one at work, and at most so many parts of a
+# Measured: so many blocks of scores are held beside the one at work, and at most so many parts of a
 # quantized matrix beside those at work, one a core (1 to 8 streams, matrices of 2 to 67 million numbers).
 AHEAD = 4
 # The same of parts that masks unpack, by bits: a part of 8-bit numbers takes half as many operations.
 UNPACKED_AHEAD = {2: 4, 4: 4, 8: 8}
+FEW_ROWS_AHEAD = 5  # and of those for a few rows of x, which are smaller and take fewer operations
 # Bytes of a window's mask for each query and token: its terms and their product, and what blocks of queries add.
 MASK_BYTES = 16
 
@@ -63,7 +65,7 @@ def scratch_bytes(
     rows = new * sequences
     hidden = config.hidden_size
     Q, KV = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    dequantized = on_cpu and config.quantization is not None and rows >= UNPACK_FROM_ROWS
+    dequantized = on_cpu and config.quantization is not None
     made = 1 + dequantized + adapted  # a product is made in parts, joined, and added to an adapter's
 
     # Numbers for each new token. A norm makes the square and the result, rotation two halves of both kinds.
@@ -106,9 +108,9 @@ def scratch_bytes(
         ended = 3 * rows * experts.per_token * hidden * itemsize
     # o_proj and gate_up take longer than the queue is. The choice of experts is waited for.
     if dequantized and 2 * config.intermediate_size * hidden <= 2 * DEQUANTIZED_ELEMENTS and not ended:
-        return before + between + after + _dequantized(config)  # the queue is as long as a layer
+        return before + between + after + _dequantized(config, rows, sequences)  # the queue is as long as a layer
     if dequantized or (ended and experts is not None and all(experts.layers)):
-        return max(ended + before + between, after) + (_dequantized(config) if dequantized else 0)
+        return max(ended + before + between, after) + (_dequantized(config, rows, sequences) if dequantized else 0)
     if on_cpu and blocks > AHEAD:  # so do the blocks
         return between + max(before, after)
     return before + between + after
@@ -135,30 +137,47 @@ def _scores(config: ModelConfig, on_cpu: bool, new: int, tokens: int) -> tuple[i
     return min(new, (1 + AHEAD) * block) * query_bytes, -(-new // block)
 
 
-def _dequantized(config: ModelConfig) -> int:
-    """Bytes of the floating-point weights made of quantized matrices that are held, and of unpacking them."""
+def _dequantized(config: ModelConfig, rows: int, last: int) -> int:
+    """Bytes of the floating-point weights made of quantized matrices that are held, and of unpacking them.
+
+    The queue has room for parts of a layer's matrices or for those of the head, which sees the ``last`` rows.
+    """
     assert config.quantization is not None
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.experts
     Q, KV = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     attention, mlp = [(Q + 2 * KV) * hidden, Q * hidden], [2 * inner * hidden, inner * hidden]
+    head = _unpacked(config.quantization, [config.vocab_size * hidden], last)
     if experts is None or not any(experts.layers):
-        return _unpacked(config.quantization, attention + mlp)
+        return max(head, _unpacked(config.quantization, attention + mlp, rows))
     largest = 2 * experts.inner_size * hidden
     at_work = 1 if largest >= PARALLEL_ELEMENTS else len(cpu_streams())  # an expert for all cores, or one for each
-    expert = _unpacked(config.quantization, [largest, largest // 2])
-    return max(_unpacked(config.quantization, attention if all(experts.layers) else attention + mlp), at_work * expert)
+    expert = _unpacked(config.quantization, [largest, largest // 2], rows)
+    dense = attention if all(experts.layers) else attention + mlp
+    return max(head, _unpacked(config.quantization, dense, rows), at_work * expert)
 
 
-def _unpacked(quantization: Quantization, matrices: Sequence[int]) -> int:
-    """The same of matrices of so many numbers, one after the other."""
+def _unpacked(quantization: Quantization, matrices: Sequence[int], rows: int) -> int:
+    """The same of matrices of so many numbers, one after the other, for so many rows of x."""
+    if rows < UNPACK_FROM_ROWS:
+        matrices = [m for m in matrices if _by_masks(quantization) and m >= UNPACK_FROM_ELEMENTS]
+        if not matrices:
+            return 0
     matrices = sorted(matrices)
-    ahead = AHEAD
+    ahead, elements, at_once = AHEAD, DEQUANTIZED_ELEMENTS, len(matrices)
     if not quantization.has_biases:  # small floats, looked up
-        unpacking, at_once = (5 if quantization.bits == 4 else 1), len(matrices)
-    elif 8 % quantization.bits:  # a word for every bit
-        unpacking, at_once = FLOAT32 * quantization.bits, len(matrices)
+        unpacking = 5 if quantization.bits == 4 else 1
+    elif not _by_masks(quantization):  # a word for every bit
+        unpacking = FLOAT32 * quantization.bits
     else:  # the bytes with the numbers at one place, and these as floats
-        unpacking, at_once, ahead = int(quantization.bits < 8), 2, UNPACKED_AHEAD[quantization.bits]
+        unpacking = int(quantization.bits < 8)
+        if rows <= FEW_ROWS:
+            ahead, elements = FEW_ROWS_AHEAD, UNPACKED_ELEMENTS
+        else:
+            ahead, at_once = UNPACKED_AHEAD[quantization.bits], 2
     streams = len(cpu_streams()) if matrices[-1] >= PARALLEL_ELEMENTS else 1
-    part = min(DEQUANTIZED_ELEMENTS, -(-matrices[-1] // streams))
+    part = min(elements, -(-matrices[-1] // streams))
     return (FLOAT32 + unpacking) * min(sum(matrices[-at_once:]), (streams + ahead) * part)
+
+
+def _by_masks(quantization: Quantization) -> bool:
+    return quantization.has_biases and 8 % quantization.bits == 0
