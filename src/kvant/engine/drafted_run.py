@@ -57,7 +57,8 @@ class DraftedRun(Run):
         self._base = 0  # tokens of the cache after the prompt
         self._learnt = 0  # tokens of the answer that the drafter knows
         self._rows: _Rows | None = None
-        self._ready: float | None = None  # when the token before was ready, where its step was one of the plain loop
+        self._ready: float | None = None  # when the token was ready whose step, of one token, is under way
+        self._alone = False  # whether that was begun after it was ready, not before
 
     def _start_over(self, held: int) -> None:
         super()._start_over(held)
@@ -90,16 +91,19 @@ class DraftedRun(Run):
             assert self._next is not None
             token, logprobs = self._next
             token_id = self._read(token)
-            self._ready = None
+            self._measure()
             self._go_on(token, token_id)
             return token_id, logprobs
         token_id, logprobs = super()._take_next()
-        now = time.perf_counter()
-        if self._ready is not None:
-            self._choice.stepped(now - self._ready)
-        self._ready = now
+        self._measure()
+        self._ready, self._alone = time.perf_counter(), False
         self._learn(token_id)
         return token_id, logprobs
+
+    def _measure(self) -> None:
+        """A token of a step of one is ready."""
+        if self._ready is not None:
+            self._choice.stepped(time.perf_counter() - self._ready, alone=self._alone)
 
     def _go_on(self, token: mx.array, token_id: int) -> None:
         """Begin the step of a token (1,) that is known, with a draft where one pays."""
@@ -109,14 +113,15 @@ class DraftedRun(Run):
         most = self._limit - len(self.generated) - 2
         if most < 0 or token_id in self._stop_tokens:
             self._cache.end_step()
-            self._next = self._rows = None
+            self._next = self._rows = self._ready = None
         elif draft := self._draft(most):
             rows = self._verify(token, token_id, draft, began)
-            self._next, self._rows = None, rows
+            self._next, self._rows, self._ready = None, rows, None
         else:
             following = self._feed(token)
             mx.async_eval(*following)
             self._next, self._rows = following, None
+            self._ready, self._alone = began, True
         self._fed = self._cache.step
 
     def _draft(self, most: int) -> list[int]:
@@ -174,7 +179,6 @@ class DraftedRun(Run):
             self._fed = self._cache.step
         else:
             self._choice.verified(len(rows.draft), place, rows.seconds)
-            self._ready = None
             self._go_on(token, token_id)
         return token_id, logprobs
 
