@@ -1,12 +1,15 @@
-"""One decode step as a compiled function: model, cache update and sampling, the same for every token."""
+"""Decode steps as compiled functions: model, cache update and sampling, the same for every token."""
+
+from collections.abc import Sequence
 
 import mlx.core as mx
 
 from kvant.cache import ModelCache, QuantizedKVCache
-from kvant.engine.draw import Sampler, SeededSampler, draw_key, greedy, sample
+from kvant.engine.draw import Sampler, SeededSampler, draw, draw_keys, greedy
 from kvant.models import LanguageModel
 
 SMALLEST_BUCKET = 256
+STEP_SIZES = (1, 2, 4, 8)  # tokens of a compiled step, S; the fused kernel takes up to 8
 
 
 def should_compile() -> bool:
@@ -24,12 +27,17 @@ def bucket_size(num_tokens: int, max_seq_len: int) -> int:
     return min(-(-num_tokens // size) * size, max_seq_len)
 
 
-class CompiledStep:
-    """A function of token and offset that changes the cache. Traced once per bucket of cached tokens. With the fused
-    kernel, which reads the offset itself, once in all.
+def step_size(num_tokens: int) -> int | None:
+    """Tokens of the compiled step that so many are padded to; None: there is none."""
+    return next((size for size in STEP_SIZES if size >= num_tokens), None)
 
-    Greedy and seeded sampling are part of it. Any other sampler may look at values or keep state: it runs after the
-    step, uncompiled, and so do logits processors.
+
+class CompiledStep:
+    """A function of tokens and offset that changes the cache. Traced once for each S and bucket of cached tokens.
+
+    With the fused kernel, which reads the offset itself, it is traced once for each S. Greedy and seeded sampling are
+    part of it. Any other sampler may look at values or keep state: it runs after the step, uncompiled, and so do logits
+    processors.
 
     Attributes:
         samples: whether sampling is part of it.
@@ -39,6 +47,7 @@ class CompiledStep:
         """For a model, a cache (``model.can_compile``) and a sampler; ``processed``: there are processors."""
         is_seeded = isinstance(sampler, SeededSampler)
         self.samples = samples = (is_seeded or sampler is greedy) and not processed
+        self._model = model
         self._sampler = sampler
         self._cache = cache
         # Whether every layer finds its last row by itself. A bridged model may attend without the kernel in places.
@@ -46,12 +55,17 @@ class CompiledStep:
             isinstance(layer, QuantizedKVCache) and layer.backend is not None for layer in cache
         )
         self._traces = traces = [0]
+        self._can = {1: True}
+        self._before: list[list[mx.array]] = []
 
         # A closure without self: MLX's compiled functions don't take part in garbage collection, a cycle would stay.
-        def traced(token: mx.array, offset: mx.array, bucket: int, key: mx.array | None) -> tuple[mx.array, ...]:
+        def traced(tokens: mx.array, offset: mx.array, bucket: int, keys: mx.array | None) -> tuple[mx.array, ...]:
             traces[0] += 1
-            logits = model.step_logits(token, offset, cache, bucket)
-            return sample(logits, None, sampler, (), key) if samples else (logits,)
+            logits = model.step_logits(tokens, offset, cache, bucket)
+            if not samples:
+                return (logits,)
+            drawn, logprobs = draw(logits.astype(mx.float32), sampler, keys)
+            return drawn, logprobs.squeeze(0) if len(tokens) == 1 else logprobs
 
         self._function = mx.compile(traced, inputs=cache.compiled_state, outputs=cache.compiled_state)
 
@@ -60,24 +74,71 @@ class CompiledStep:
         """How often the step was traced."""
         return self._traces[0]
 
-    def __call__(self, token: mx.array) -> tuple[mx.array, ...]:
-        """Begin the step of a token (1,); see :meth:`kvant.cache.ModelCache.commit`.
+    def takes(self, num_tokens: int) -> bool:
+        """Whether a step of so many tokens is one of these: of 8 at most, padded, where model and reservation allow it.
+
+        Some models are tried out; a step that was begun is gone then.
+        """
+        size, reserved = step_size(num_tokens), self._cache.max_seq_len
+        if size is None or reserved is None or self._cache.offset + size > reserved:
+            return False
+        if size not in self._can:
+            self._can[size] = self._model.can_compile(self._cache, size)
+        return self._can[size]
+
+    def __call__(self, tokens: mx.array | Sequence[int], *, undoable: bool = False) -> tuple[mx.array, ...]:
+        """Begin the step of S tokens of one sequence; see :meth:`kvant.cache.ModelCache.commit`.
+
+        Args:
+            tokens: (S,), or ids; so many that :meth:`takes` takes them. They are padded to 1, 2, 4 or 8. The padding is
+                written behind them and cannot be committed.
+            undoable: keep the cache's arrays for :meth:`discard`, up to a call of :meth:`release`. That has to come
+                before the step is evaluated: MLX copies arrays that somebody holds.
 
         Returns:
-            the next token (1,) and its log-probabilities (vocab,) where :attr:`samples`, else the logits (1, vocab).
+            where :attr:`samples`, the token after each one (S,) and their log-probabilities (S, vocab), of one token
+            (vocab,); else the logits (S, vocab).
         """
+        if not isinstance(tokens, mx.array):
+            tokens = mx.array(list(tokens), mx.uint32)  # as argmax has them: another dtype would be another trace
+        count = len(tokens)
+        size = step_size(count)
+        if size is None:
+            raise ValueError(f"{count} tokens; a compiled step takes up to {STEP_SIZES[-1]}")
         # This checks the room, in Python: past the reservation a compiled write would be lost without a word.
-        (offset,) = self._cache.begin(token[None])
+        (offset,) = self._cache.begin(tokens[None], size)
+        if size > count:
+            tokens = mx.pad(tokens, (0, size - count))
         reserved = self._cache.max_seq_len
         assert reserved is not None
-        bucket = reserved if self._reads_all else bucket_size(offset + 1, reserved)
+        bucket = reserved if self._reads_all else bucket_size(offset + size, reserved)
         held = [list(arrays) for arrays in self._cache.compiled_state]
-        # An input of the function: as a constant it would be every draw's key.
-        key = draw_key(self._sampler, offset + 1) if self.samples else None
+        keys = None
+        if self.samples and isinstance(self._sampler, SeededSampler):
+            # An input of the function: as a constant it would be every draw's key.
+            keys = draw_keys([self._sampler] * size, range(offset + 1, offset + size + 1))
         try:
-            result: tuple[mx.array, ...] = self._function(token, mx.array(offset), bucket, key)
+            result: tuple[mx.array, ...] = self._function(tokens, mx.array(offset), bucket, keys)
         except BaseException:  # Ctrl-C while it is traced: MLX leaves the trace's placeholders in all it captured
-            for arrays, before in zip(self._cache.compiled_state, held, strict=True):
-                arrays[:] = before
+            self._put_back(held)
             raise
-        return result
+        self._before = held if undoable else []
+        return result if size == count else tuple(part[:count] for part in result)
+
+    def release(self) -> None:
+        """Let go of the arrays from before the step that was begun last: it is to be evaluated."""
+        self._before = []
+
+    def discard(self) -> None:
+        """Leave the cache as if the undoable step that was begun last had not been; it was not released.
+
+        What it returned has to be dropped too: it holds the arrays that the step would have changed.
+        """
+        assert self._before, "no step to discard: it was released, or not undoable"
+        self._put_back(self._before)
+        self._before = []
+        self._cache.end_step()
+
+    def _put_back(self, before: list[list[mx.array]]) -> None:
+        for arrays, old in zip(self._cache.compiled_state, before, strict=True):
+            arrays[:] = old
