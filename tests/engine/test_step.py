@@ -147,7 +147,7 @@ def test_a_static_append_is_the_same_attention(shape: tuple[int, int, int], bits
             value_bias=mx.random.normal((K, D), key=mx.random.key(4)),
         )
     group = 16
-    for offset, rows in ((0, 1), (0, 16), (9, 10), (9, 20), (19, 20)):
+    for offset, rows, S in ((0, 1, 1), (0, 16, 2), (9, 10, 1), (9, 20, 4), (19, 20, 1), (2, 10, 8)):
         caches = [
             QuantizedKVCache(
                 20, K, D, batch=batch, quant_bit=bits, quant_group=group, dtype=mx.float32, bias_split=bias_split
@@ -160,8 +160,8 @@ def test_a_static_append_is_the_same_attention(shape: tuple[int, int, int], bits
             cache.trim(20 - offset)
             poisoned = cache.arrays[1 if bits else 0]
             poisoned[..., offset:, :] = float("nan")
-        query = mx.random.normal((batch, H, 1, D), key=mx.random.key(2))
-        key = mx.random.normal((batch, K, 1, D), key=mx.random.key(5))
+        query = mx.random.normal((batch, H, S, D), key=mx.random.key(2))
+        key = mx.random.normal((batch, K, S, D), key=mx.random.key(5))
         expected = caches[0].attend(query, key, key * 2)
         given = CompiledCacheView(caches[1], mx.array(offset), rows).attend(query, key, key * 2)
         assert relative_error(given, expected) < 2e-5

@@ -43,19 +43,27 @@ class CompiledStep:
         samples: whether sampling is part of it.
     """
 
-    def __init__(self, model: LanguageModel, cache: ModelCache, sampler: Sampler, *, processed: bool) -> None:
-        """For a model, a cache (``model.can_compile``) and a sampler; ``processed``: there are processors."""
+    def __init__(
+        self, model: LanguageModel, cache: ModelCache, sampler: Sampler, *, processed: bool, most_tokens: int = 1
+    ) -> None:
+        """For a model, a cache (``model.can_compile``) and a sampler.
+
+        Args:
+            model, cache, sampler: of one run.
+            processed: there are processors.
+            most_tokens: of a step. A model that has to be tried out with more than one is tried now.
+        """
         is_seeded = isinstance(sampler, SeededSampler)
         self.samples = samples = (is_seeded or sampler is greedy) and not processed
-        self._model = model
         self._sampler = sampler
         self._cache = cache
         # Whether every layer finds its last row by itself. A bridged model may attend without the kernel in places.
         self._reads_all = model.always_fuses and all(
             isinstance(layer, QuantizedKVCache) and layer.backend is not None for layer in cache
         )
+        sizes = STEP_SIZES[: STEP_SIZES.index(step_size(most_tokens) or STEP_SIZES[-1]) + 1]
+        self._sizes = [size for size in sizes if size == 1 or model.can_compile(cache, size)]
         self._traces = traces = [0]
-        self._can = {1: True}
         self._before: list[list[mx.array]] = []
 
         # A closure without self: MLX's compiled functions don't take part in garbage collection, a cycle would stay.
@@ -75,16 +83,9 @@ class CompiledStep:
         return self._traces[0]
 
     def takes(self, num_tokens: int) -> bool:
-        """Whether a step of so many tokens is one of these: of 8 at most, padded, where model and reservation allow it.
-
-        Some models are tried out; a step that was begun is gone then.
-        """
+        """Whether a step of so many tokens can be one of these: the model can, and with its padding there is room."""
         size, reserved = step_size(num_tokens), self._cache.max_seq_len
-        if size is None or reserved is None or self._cache.offset + size > reserved:
-            return False
-        if size not in self._can:
-            self._can[size] = self._model.can_compile(self._cache, size)
-        return self._can[size]
+        return size in self._sizes and reserved is not None and self._cache.offset + size <= reserved
 
     def __call__(self, tokens: mx.array | Sequence[int], *, undoable: bool = False) -> tuple[mx.array, ...]:
         """Begin the step of S tokens of one sequence; see :meth:`kvant.cache.ModelCache.commit`.
