@@ -1,0 +1,113 @@
+"""Compiled steps of several tokens, for tests/engine/test_steps.py: part of support/compiled_runs.py."""
+
+from typing import Any
+
+import mlx.core as mx
+
+from kvant.cache import ModelCache
+from kvant.engine import sampling
+from kvant.engine.draw import Sampler, draw_key, greedy, sample
+from kvant.engine.run import prefill
+from kvant.engine.step import CompiledStep
+from kvant.models import Decoder
+from support.numbers import relative_error
+
+PROMPT = [(7 * i) % 1000 for i in range(100)]
+SIZES = [1, 2, 4, 8, 3, 5, 1, 7]  # 3 is padded to 4, 5 and 7 to 8
+SAMPLERS: list[Sampler] = [greedy, sampling.make_sampler(2.0, 0.99, 0.001, top_k=900, xtc_probability=0.3, seed=3)]
+
+
+def prefilled(model: Decoder, rows: int = 512, bits: int = 8, **options: Any) -> ModelCache:
+    """A cache that holds the prompt."""
+    cache = model.make_cache(rows, quant_bit=bits, **options)
+    if not bits:  # loud stale rows: whoever reads one has no number left
+        for layer in cache:
+            layer.arrays[0] = mx.full(layer.arrays[0].shape, float("nan"), layer.arrays[0].dtype)
+    prefill(model, PROMPT, cache)
+    return cache
+
+
+def compared(model: Decoder, sampler: Sampler, **options: Any) -> dict[str, Any]:
+    """Steps of all sizes, of each the first half committed: their logits and rows against steps that are not compiled.
+
+    What a second one draws, against each row of the logits by itself, with the key of its position.
+    """
+    plain = prefilled(model, kernels="unfused", **options)
+    caches = [prefilled(model, **options) for _ in range(2)]
+    steps = [
+        CompiledStep(model, cache, sampler, processed=processed, most_tokens=8)
+        for cache, processed in zip(caches, (True, False), strict=True)
+    ]
+    worst, drawn = 0.0, []
+    for i, size in enumerate(SIZES):
+        ids, kept, offset = [(31 * (i + j)) % 1000 for j in range(size)], -(-size // 2), plain.offset
+        expected = model(mx.array([ids]), cache=plain)[0]
+        plain.trim(size - kept)
+        (logits,), (tokens, logprobs) = (step(ids) for step in steps)
+        worst = max(worst, relative_error(logits, expected))
+        rows = [sample(logits[j : j + 1], None, sampler, (), draw_key(sampler, offset + 1 + j)) for j in range(size)]
+        alone = [mx.concatenate([token for token, _ in rows]), mx.stack([row for _, row in rows])]
+        drawn.append(all(map(mx.array_equal, (tokens, logprobs.reshape(alone[1].shape)), alone)))
+        for cache in caches:
+            cache.commit(kept)
+    differ = [
+        mx.mean(mx.abs(mine[..., -window:, :] - theirs[..., -window:, :]) > 1e-4).item()
+        for layer, other in zip(caches[0], plain, strict=True)
+        for window in [layer.window or plain.offset]
+        for mine, theirs in zip(layer.stored(0), other.stored(0), strict=True)
+    ]
+    return {
+        "worst": worst,
+        "drawn": drawn,
+        "ids": caches[0].ids == caches[1].ids == plain.ids,
+        "differ": max(differ),
+        "compilations": [step.compilations for step in steps],
+        "trims": [cache.can_trim_to(cache.offset - back) for cache in (plain, caches[0]) for back in (13, 14)],
+    }
+
+
+def discarded(model: Decoder) -> dict[str, Any]:
+    """A step that another one replaces before it is evaluated: arrays, tokens, and bytes above what was active."""
+    cache, plain = prefilled(model, 32_768), prefilled(model, 32_768)
+    first, second = (CompiledStep(model, each, greedy, processed=False, most_tokens=4) for each in (cache, plain))
+    peaks, tokens = [], []
+    arrays = [list(layer.arrays) for layer in cache]
+    first([5], undoable=True)
+    first.discard()
+    same = all(a is b for layer, old in zip(cache, arrays, strict=True) for a, b in zip(layer.arrays, old, strict=True))
+    gone = cache.step is None
+    del arrays
+    for ids in ([5, 6, 7, 8], [9]) * 2:
+        mx.eval([layer.arrays for layer in cache])
+        active = mx.get_active_memory()
+        mx.reset_peak_memory()
+        first([1], undoable=True)
+        first.discard()
+        result = first(ids, undoable=True)
+        first.release()
+        mx.eval(result)
+        peaks.append(mx.get_peak_memory() - active)
+        expected = second(ids)
+        tokens.append(mx.array_equal(result[0], expected[0]).item())
+        for each in (cache, plain):
+            each.commit()
+        del result, expected
+    same_rows = all(
+        mx.array_equal(a, b)
+        for layer, other in zip(cache, plain, strict=True)
+        for a, b in zip(layer.arrays, other.arrays, strict=True)
+    )
+    return {
+        "put back": same,
+        "gone": gone,
+        "peak": max(peaks),
+        "tokens": tokens,
+        "rows": same_rows,
+        "cache": cache.nbytes,
+    }
+
+
+def several(model: Decoder, rings: Decoder) -> dict[str, Any]:
+    """Steps through caches of all widths, and through rings."""
+    found = {f"{bits} bits": compared(model, SAMPLERS[bits != 4], bits=bits) for bits in (8, 4, 0)}
+    return found | {"windowed": compared(rings, SAMPLERS[1], bias_split=False)}
