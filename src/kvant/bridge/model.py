@@ -83,9 +83,13 @@ class BridgedModel:
 
     def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
         """Begin a step of (B, S) ids. Returns the logits (B, vocab) of the last position, not evaluated."""
+        return self.every_logits(inputs, cache)[:, -1]
+
+    def every_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
+        """Begin a step of (B, S) ids. Returns the logits (B, S, vocab) of every position, not evaluated."""
         bridged = self._checked(cache)
         bridged.begin(inputs)
-        return self._logits(inputs, bridged)[:, -1]
+        return self._logits(inputs, bridged)
 
     def can_compile(self, cache: ModelCache, new_tokens: int = 1) -> bool:
         """See :class:`kvant.models.LanguageModel`: mlx-lm's model is traced, and its step compared with a plain one."""

@@ -176,6 +176,19 @@ class ModelCache(SavedCache, Sequence[KVCache]):
         for layer in self._layers:
             layer.settle()
 
+    def resume_step(self, rest: mx.array) -> None:
+        """After a commit of the first tokens of a step, begin the step of the others again: nothing is computed anew.
+
+        Args:
+            rest: their ids (B, S).
+
+        Raises:
+            RuntimeError: a step is begun already; what this one computed may be overwritten.
+        """
+        if self._sequences.step is not None:
+            raise RuntimeError("a step was begun since; expected to resume one whose first tokens were just committed")
+        self._sequences.step = rest
+
     @property
     def compiled_state(self) -> list[list[mx.array]]:
         """The lists of arrays that a compiled step changes."""

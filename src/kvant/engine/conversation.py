@@ -11,6 +11,8 @@ from typing import Any, get_args
 
 from kvant.cache import KVCache
 from kvant.cache.snapshot import read_header
+from kvant.engine.drafted_run import make_run
+from kvant.engine.drafting.drafts import drafts_of
 from kvant.engine.draw import Sampler
 from kvant.engine.generate import responses
 from kvant.engine.limits import check_stops, limit_in_words, reuse
@@ -116,8 +118,8 @@ class Conversation:
 
         Args:
             text: the question.
-            options: max_tokens, sampler, logits_processors, stop, prefill_step_size and prompt_progress_callback, as
-                in :func:`kvant.stream_generate`. Without them every turn is answered as there.
+            options: max_tokens, sampler, logits_processors, stop, prefill_step_size, prompt_progress_callback and
+                draft, as in :func:`kvant.stream_generate`. Without them every turn is answered as there.
 
         Raises:
             ContextError: the conversation no longer fits, or the question alone does not; it is as it was before.
@@ -196,10 +198,12 @@ class Conversation:
         stop: str | Sequence[str] | None = None,
         prefill_step_size: int = PREFILL_STEP_SIZE,
         prompt_progress_callback: PromptProgress | None = None,
+        draft: str = "none",
     ) -> Iterator[GenerationResponse]:
         """Begin a turn after these messages; see :meth:`send`."""
         started = time.perf_counter()
         stops = check_stops(stop)
+        drafts = drafts_of(draft)
         whole = [*before, {"role": "user", "content": text}]
         turn = _Turn(self._fit(whole, []))
 
@@ -207,7 +211,8 @@ class Conversation:
             ids = [*turn.prompt.ids, *turn.prompt.answer]
             reused = reuse(self._cache, ids)
             self.forgotten = len(whole) - len(turn.prompt.messages)
-            return Run(
+            return make_run(
+                drafts,
                 self._model,
                 ids[reused:],
                 self._cache,

@@ -7,6 +7,8 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.cache import KVCache
+from kvant.engine.drafted_run import make_run
+from kvant.engine.drafting.drafts import drafts_of
 from kvant.engine.draw import Sampler
 from kvant.engine.keywords import cache_for, check_generate
 from kvant.engine.limits import check_stops
@@ -40,8 +42,9 @@ def stream_generate(
     prompt_progress_callback: PromptProgress | None = None,
     input_embeddings: None = None,
     num_draft_tokens: int | None = None,
+    draft: str = "none",
 ) -> Iterator[GenerationResponse]:
-    """Generate text token by token. The arguments are mlx-lm's, and ``stop``.
+    """Generate text token by token. The arguments are mlx-lm's, ``stop`` and ``draft``.
 
     Everything is checked, and the cache reserved, when this is called; tokens are computed as the result is iterated.
 
@@ -68,6 +71,9 @@ def stream_generate(
         stop: a string or strings that end the text, which does not include them.
         prompt_progress_callback: called with (prompt tokens fed, prompt tokens in all).
         num_draft_tokens: without effect, as in mlx-lm without a draft model.
+        draft: "prompt": tokens that follow the last ones where they occurred before, in what the cache holds and the
+            answer, are verified several a step, where that is expected to be faster. The text is the same, but for
+            rounding. "none": no drafts.
 
     Yields:
         One :class:`GenerationResponse` a token; the last has a ``finish_reason``.
@@ -91,6 +97,7 @@ def stream_generate(
         max_kv_size=max_kv_size,
     )
     stops = check_stops(stop)
+    drafts = drafts_of(draft)
     ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)
     cache = cache_for(
         model,
@@ -101,7 +108,8 @@ def stream_generate(
         kv_group_size=kv_group_size,
         max_kv_size=max_kv_size,
     )
-    run = Run(
+    run = make_run(
+        drafts,
         model,
         ids,
         cache,
@@ -143,7 +151,7 @@ def responses(
             text=piece,
             token=token,
             logprobs=logprobs,
-            from_draft=False,
+            from_draft=run.from_draft,
             prompt_tokens=prompt_tokens,
             prompt_tps=prompt_tokens / (first_ready - started),
             generation_tokens=count,
@@ -151,6 +159,7 @@ def responses(
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=run.finish_reason,
             latency_ms=(ready - previous) * 1e3,
+            drafts=run.drafts,
         )
         previous = ready
 

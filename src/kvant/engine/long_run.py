@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
+from kvant.engine.drafting.choice import DraftCounts
 from kvant.engine.run import FinishReason, Run
 
 
@@ -26,8 +27,19 @@ class LongRun:
         self.generated: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._run = first
+        self._before: DraftCounts | None = None  # of runs that have ended
         self._following = following
         self._next: Callable[[], Run] | None = None
+
+    @property
+    def from_draft(self) -> bool:
+        """Whether the token handed out last was drafted."""
+        return self._run.from_draft
+
+    @property
+    def drafts(self) -> DraftCounts | None:
+        """What drafts did, for all runs; None: there are none."""
+        return self._run.drafts if self._before is None or self._run.drafts is None else self._before + self._run.drafts
 
     def __iter__(self) -> "LongRun":
         return self
@@ -37,6 +49,7 @@ class LongRun:
         if self.finish_reason:
             raise StopIteration
         if self._next is not None:
+            self._before = self.drafts
             self._run, self._next = self._next(), None
         token, logprobs = next(self._run)
         self.generated.append(token)

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
 from kvant.engine.constraint import for_answer
+from kvant.engine.drafting.choice import DraftCounts
 from kvant.engine.draw import Sampler, draw_key, for_a_run, greedy, sample
 from kvant.engine.fallback import bring_back, repeated_unfused
 from kvant.engine.limits import check_count, go_back, room_after
@@ -37,6 +38,8 @@ class Run:
         prompt: token ids that are fed.
         logits: (1, vocab) after the prompt; None until it was fed.
         generated: token ids that were handed out.
+        from_draft: whether the token handed out last was drafted; never, without drafts.
+        drafts: what drafts did; None: there are none.
         finish_reason: None while there may be more; "stop": the last token is one of ``stop_tokens``, or :meth:`stop`
             was called; "length": ``max_tokens``; "context": the cache, or the model's context, is full.
     """
@@ -89,6 +92,8 @@ class Run:
         self.prompt = list(prompt)
         self.logits = logits
         self.generated: list[int] = []
+        self.from_draft = False
+        self.drafts: DraftCounts | None = None
         self.finish_reason: FinishReason | None = None
         self._model = model
         self._cache = cache = model.check_cache(cache, batch=1)
@@ -177,11 +182,16 @@ class Run:
                 last, held = mx.array([self.generated[-1:]]), cache.offset
                 fed = partial(self._model.feed, last, cache)
                 repeated_unfused(lambda: mx.eval(fed()), cache, lambda: self._start_over(held))
-            cache.commit(ids=[self.generated[-1:]])
+            cache.commit(1, ids=[self.generated[-1:]])
 
     def _step(self) -> tuple[int, mx.array]:
+        self._settle_last()
+        return self._take_next()
+
+    def _settle_last(self) -> None:
+        """Have the first token computed, or commit the one that was handed out last."""
         model, cache = self._model, self._cache
-        if self._next is None:
+        if self._next is None and not self.generated:
             logits = self._read_prompt()
             if self._processors:
                 ids = cache.ids[0]
@@ -193,21 +203,34 @@ class Run:
             self._next = self._sample(logits, cache.offset)
             mx.async_eval(*self._next)
         elif cache.step is not None:  # else it was committed, and what followed is repeated
-            cache.commit(ids=[self.generated[-1:]])
+            cache.commit(1, ids=[self.generated[-1:]])
+
+    def _take_next(self) -> tuple[int, mx.array]:
+        """The token that is computed, and its log-probabilities; the step that feeds it is queued."""
+        assert self._next is not None
         token, logprobs = self._next
         following = None
         if len(self.generated) + 1 < self._limit:
             following = self._feed(token)
             if self._look_ahead:
                 mx.async_eval(*following)
-        token_id = int(token.item())  # type: ignore[arg-type]
-        if not 0 <= token_id < model.config.vocab_size:  # as an index it would be read out of bounds
-            raise ValueError(f"the sampler picked token {token_id}; the model knows 0 to {model.config.vocab_size - 1}")
+        token_id = self._read(token)
         if following is not None and not self._look_ahead:
             # The log-probabilities go with the token: kept lazily they would hold the cache's buffers.
             mx.async_eval(*following)
-        self._next, self._fed = following, cache.step
+        self._next, self._fed = following, self._cache.step
         return token_id, logprobs
+
+    def _read(self, token: mx.array) -> int:
+        """Wait for a token (1,).
+
+        Raises:
+            ValueError: the model does not have it.
+        """
+        token_id, vocab_size = int(token.item()), self._model.config.vocab_size  # type: ignore[arg-type]
+        if not 0 <= token_id < vocab_size:  # as an index it would be read out of bounds
+            raise ValueError(f"the sampler picked token {token_id}; the model knows 0 to {vocab_size - 1}")
+        return token_id
 
     def _read_prompt(self) -> mx.array:
         if self.logits is None:

@@ -244,6 +244,10 @@ class Decoder(DecoderCaches):
         """Begin a step of (B, S) ids. Returns the logits (B, vocab) of the last position, not evaluated."""
         return self.logits(self.hidden_states(inputs, cache=cache)[:, -1])
 
+    def every_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
+        """Begin a step of (B, S) ids. Returns the logits (B, S, vocab) of every position, not evaluated."""
+        return self.logits(self.hidden_states(inputs, cache=cache))
+
     def logits(self, hidden_states: mx.array) -> mx.array:
         """(..., hidden) -> (..., vocab)."""
         return (self._lm_head or self._embed_tokens).project(hidden_states)

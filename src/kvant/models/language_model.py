@@ -81,6 +81,9 @@ class LanguageModel(Protocol):
     def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
         """Begin a step of (B, S) ids. Returns the logits (B, vocab) of the last position, not evaluated."""
 
+    def every_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
+        """Begin a step of (B, S) ids. Returns the logits (B, S, vocab) of every position, not evaluated."""
+
     @property
     def always_fuses(self) -> bool:
         """Whether every layer attends through the fused kernel where its cache uses it."""

@@ -102,6 +102,10 @@ class Lead:
         logits: mx.array = self._step("next_logits", inputs, cache)
         return logits
 
+    def every_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
+        """Refused: drafts are not verified over several ranks."""
+        raise RanksError("drafts are not verified over several ranks")
+
     def can_compile(self, cache: ModelCache, new_tokens: int = 1) -> bool:
         """No: a step waits for other ranks."""
         return False

@@ -1,0 +1,214 @@
+"""A run that drafts: several tokens a step where they were guessed, the same text."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from kvant.cache import KVCache
+from kvant.engine.drafting.choice import costs_of
+from kvant.engine.drafting.drafts import Drafts
+from kvant.engine.draw import SeededSampler, greedy
+from kvant.engine.processors import KINDS
+from kvant.engine.row_sampling import Row, sample_rows
+from kvant.engine.run import Run
+from kvant.errors import ArgumentError
+from kvant.models import LanguageModel
+
+LARGEST_STEP = 8
+
+
+class DraftedRun(Run):
+    """As :class:`Run`, with drafts.
+
+    Each position is sampled as without drafts, with its own key, and a drafted token is accepted where it is the one
+    that was sampled. So the same seed gives the same text, but for rounding: a step of several tokens and several steps
+    of one round differently. Samplers, processors and grammars see every token in order and none that was rejected.
+
+    What is verified is one step of the cache. Its tokens are committed one by one, as they are handed out.
+    """
+
+    def __init__(
+        self, model: LanguageModel, prompt: Sequence[int], cache: Sequence[KVCache], *, drafts: Drafts, **options: Any
+    ) -> None:
+        """``drafts``: where they come from; other arguments and errors as those of :class:`Run`.
+
+        Raises:
+            ArgumentError: a cache that cannot take back a part of a step, or is divided over ranks.
+        """
+        super().__init__(model, prompt, cache, **options)
+        if self._cache.divided:
+            raise ArgumentError("draft", f"is {drafts.source!r}; drafts are not verified over several ranks")
+        back = min((limit.tokens for layer in self._cache.layers for limit in layer.limits), default=LARGEST_STEP)
+        if back < LARGEST_STEP:
+            raise ArgumentError(
+                "draft",
+                f"is {drafts.source!r}; a rejected draft takes back up to {LARGEST_STEP} tokens, and this model's "
+                f"{'states cannot' if not back else f'windows take back {back}'}",
+            )
+        own = isinstance(self._sampler, SeededSampler) or self._sampler is greedy
+        self._at_once = own and all(type(processor) in KINDS for processor in self._processors)
+        self._drafter = drafts.drafter()
+        formats = tuple(sorted({str(layer.format) for layer in self._cache.layers}))
+        costs = costs_of(model, (self._drafter.name, self._at_once, formats))
+        self._choice = drafts.choice(costs, self._drafter)
+        self.drafts = self._choice.counts
+        self._base = 0  # tokens of the cache after the prompt
+        self._learnt = 0  # tokens of the answer that the drafter knows
+        self._rows: _Rows | None = None
+        self._ready: float | None = None  # when the token before was ready, where its step was one of the plain loop
+
+    def _start_over(self, held: int) -> None:
+        super()._start_over(held)
+        if self._rows is None:
+            return
+        # What was verified may be lost. The token handed out last is fed again, and what follows it sampled again.
+        self._rows = None
+        cache, last = self._cache, self.generated[-1]
+        if cache.offset == self._base + len(self.generated):
+            cache.trim(1)
+        self._tokens = None if self._tokens is None else mx.array(cache.ids[0])
+        self._next = self._feed(mx.array([last]))
+        mx.async_eval(*self._next)
+
+    def _settle_last(self) -> None:
+        first = not self.generated and self._next is None
+        super()._settle_last()
+        if first:
+            self._base = self._cache.offset
+            self._choice.learn(self._drafter, self._cache.ids[0])
+        if self._rows is not None and self._cache.step is None and (rest := self._rows.rest()):
+            self._cache.resume_step(mx.array([rest]))
+
+    def _take_next(self) -> tuple[int, mx.array]:
+        if self._rows is not None:
+            return self._take_row(self._rows)
+        self.from_draft = False
+        self._choice.counts.steps += bool(self.generated)
+        if self._choice.may_draft(self._drafter.match + 1):
+            assert self._next is not None
+            token, logprobs = self._next
+            token_id = self._read(token)
+            self._ready = None
+            self._go_on(token, token_id)
+            return token_id, logprobs
+        token_id, logprobs = super()._take_next()
+        now = time.perf_counter()
+        if self._ready is not None:
+            self._choice.stepped(now - self._ready)
+        self._ready = now
+        self._learn(token_id)
+        return token_id, logprobs
+
+    def _go_on(self, token: mx.array, token_id: int) -> None:
+        """Begin the step of a token (1,) that is known, with a draft where one pays."""
+        began = time.perf_counter()
+        self._learn(token_id)
+        # A step may give one token more than were drafted.
+        most = self._limit - len(self.generated) - 2
+        if most < 0 or token_id in self._stop_tokens:
+            self._cache.end_step()
+            self._next = self._rows = None
+        elif draft := self._draft(most):
+            rows = self._verify(token, token_id, draft, began)
+            self._next, self._rows = None, rows
+        else:
+            following = self._feed(token)
+            mx.async_eval(*following)
+            self._next, self._rows = following, None
+        self._fed = self._cache.step
+
+    def _draft(self, most: int) -> list[int]:
+        """Tokens that may follow, as many as pay, at most ``most``."""
+        choice, drafter = self._choice, self._drafter
+        count = choice.count(drafter.match, most)
+        draft = drafter.propose(count) if count else []
+        vocab_size = self._model.config.vocab_size
+        known = next((n for n, token in enumerate(draft) if not 0 <= token < vocab_size), len(draft))
+        return draft[: choice.count(drafter.match, known)]
+
+    def _verify(self, token: mx.array, token_id: int, draft: list[int], began: float) -> "_Rows":
+        """Begin the step of a token and the draft behind it; queued, with the sampling where that is done at once."""
+        cache = self._cache
+        if self._tokens is not None:
+            self._tokens = mx.concatenate([self._tokens, token])
+        logits = self._model.every_logits(mx.array([[token_id, *draft]]), cache).squeeze(0)
+        rows = _Rows(draft, began, logits)
+        if self._at_once:
+            known = [*cache.ids[0], token_id] if self._processors else []
+            places = range(len(draft) + 1)
+            asked = [
+                Row(self._sampler, self._processors, cache.offset + 1 + place, [*known, *draft[:place]])
+                for place in places
+            ]
+            rows.picked, rows.logits = sample_rows(logits, asked)
+            mx.async_eval(rows.picked, rows.logits)
+        else:
+            mx.async_eval(logits)
+        return rows
+
+    def _take_row(self, rows: "_Rows") -> tuple[int, mx.array]:
+        """The token of the next position that was verified; where that ends what was accepted, a step is begun."""
+        began, place = time.perf_counter(), rows.place
+        row = rows.logits[place : place + 1]
+        if rows.picked is None:
+            token, logprobs = self._sample(row, self._cache.offset)
+            mx.eval(token, logprobs)
+        else:
+            token, logprobs = rows.picked[place : place + 1], row.squeeze(0)
+            mx.eval(token, logprobs)
+        token_id = self._read(token)
+        rows.seconds += time.perf_counter() - (began if place else rows.began)
+        self.from_draft = place < len(rows.draft) and token_id == rows.draft[place]
+        counts = self._choice.counts
+        counts.accepted += self.from_draft
+        if not place:
+            counts.steps += 1
+            counts.drafted += len(rows.draft)
+        if self.from_draft:
+            rows.place += 1
+            self._learn(token_id)
+            if self._tokens is not None:
+                self._tokens = mx.concatenate([self._tokens, token])
+            self._fed = self._cache.step
+        else:
+            self._choice.verified(len(rows.draft), place, rows.seconds)
+            self._ready = None
+            self._go_on(token, token_id)
+        return token_id, logprobs
+
+    def _learn(self, token_id: int) -> None:
+        """Let the drafter know the token that is handed out next, once."""
+        if self._learnt == len(self.generated):
+            self._choice.learn(self._drafter, [token_id])
+            self._learnt += 1
+
+
+def make_run(
+    drafts: Drafts | None, model: LanguageModel, prompt: Sequence[int], cache: Sequence[KVCache], **options: Any
+) -> Run:
+    """A run, with drafts or without; arguments and errors as those of :class:`DraftedRun`."""
+    if drafts is None:
+        return Run(model, prompt, cache, **options)
+    return DraftedRun(model, prompt, cache, drafts=drafts, **options)
+
+
+class _Rows:
+    """Positions that are verified in one step, after a token whose draft this is.
+
+    Attributes:
+        place: positions whose token was taken.
+        logits: (S, vocab); log-probabilities where ``picked`` has the tokens (S,) already.
+        began, seconds: when, and how long what was done of it took.
+    """
+
+    def __init__(self, draft: list[int], began: float, logits: mx.array) -> None:
+        self.draft, self.began, self.logits = draft, began, logits
+        self.picked: mx.array | None = None
+        self.place = 0
+        self.seconds = 0.0
+
+    def rest(self) -> list[int]:
+        """Drafted tokens that are fed and not handed out yet."""
+        return self.draft[self.place :]

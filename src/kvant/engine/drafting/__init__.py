@@ -1,0 +1,1 @@
+"""Drafts: tokens that may follow, proposed cheaply and verified several in one step."""

@@ -1,0 +1,174 @@
+"""How many tokens to draft: as many as pay, by what was accepted before and what steps cost on this device."""
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from kvant.engine.drafting.drafter import Drafter
+
+SIZES = (1, 3, 7)
+CLASSES = 7  # of match lengths: 0, 1, 2 to 3, 4 to 7, ... 32 and more
+DECAY = 0.95  # of what an older observation counts, for each newer one
+LEAST_GAIN = 1.05  # tokens a second expected of a draft, over those of none
+SAMPLES = 9  # of a step's cost, of which the median counts
+LOSS_STEPS, LOSS_SHARE = 2, 0.01  # what drafts may lose: so many steps of one token, and a share of the run's time
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """What drafts did for a run.
+
+    Attributes:
+        steps: of the model whose tokens were handed out; the first token comes from the prompt and needs none.
+        drafted: tokens that were drafted.
+        accepted: of these, tokens that are in the text.
+        off: why nothing is drafted any more; None: it is, where it pays.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    off: str | None = None
+
+    def __add__(self, later: "DraftCounts") -> "DraftCounts":
+        """Of two runs, one after the other."""
+        return DraftCounts(
+            self.steps + later.steps, self.drafted + later.drafted, self.accepted + later.accepted, later.off
+        )
+
+
+class StepCosts:
+    """Seconds of a step of S tokens, measured while texts are generated. A model's are kept with it in this process."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, deque[float]] = {}
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """A step of S = ``num_tokens`` took so long."""
+        self._seconds.setdefault(num_tokens, deque(maxlen=SAMPLES)).append(seconds)
+
+    def get(self, num_tokens: int) -> float | None:
+        """The median of the last steps; of few, the shortest, for first steps take longer. None before the second."""
+        samples = self._seconds.get(num_tokens, ())
+        if len(samples) < 2:
+            return None
+        return sorted(samples)[0 if len(samples) < 5 else (len(samples) - 1) // 2]
+
+
+_costs: WeakKeyDictionary[object, dict[Hashable, StepCosts]] = WeakKeyDictionary()
+
+
+def costs_of(model: object, kind: Hashable) -> StepCosts:
+    """The costs of a model's steps of one kind: of a cache's format, of a way to sample and to draft."""
+    return _costs.setdefault(model, {}).setdefault(kind, StepCosts())
+
+
+class Choice:
+    """Decides for one run how many tokens are drafted.
+
+    A drafted token of which ``match`` tokens matched before it is accepted with a probability that is a decayed mean
+    over tokens whose match was about as long; a further one has a match one longer. So the tokens that a step is
+    expected to give follow, and the number with the most tokens a second is drafted: 0, or one of ``sizes``.
+
+    Nothing is assumed of costs: the first steps of each size are their measurement. The smallest size comes first, and
+    only where the text is expected to repay it if it cost no more than the next smaller; so a text that cannot be
+    drafted pays for none. For a drafter that is free every token is an observation, the prompt's too, whether anything
+    was drafted or not.
+
+    Attributes:
+        counts: of this run.
+    """
+
+    def __init__(self, costs: StepCosts, sizes: Sequence[int] = SIZES, *, is_free: bool = True) -> None:
+        self.counts = DraftCounts()
+        self._costs = costs
+        self._sizes = tuple(sizes)
+        # One refusal is counted in advance; of a drafter that is not free, which is only seen at work, one acceptance.
+        self._hits = [0.0 if is_free else 1.0] * CLASSES
+        self._tries = [1.0] * CLASSES
+        self._seen = [not is_free] * CLASSES
+        self._gained = self._spent = 0.0
+        self._chosen: dict[int, int] = {}  # of each class, until something is learnt
+
+    def saw(self, match: int, *, hit: bool) -> None:
+        """A guess that rested on ``match`` tokens was right, or not."""
+        each = _class(match)
+        self._hits[each] = self._hits[each] * DECAY + hit
+        self._tries[each] = self._tries[each] * DECAY + 1
+        self._seen[each] = True
+        self._chosen.clear()
+
+    def learn(self, drafter: Drafter, tokens: Sequence[int]) -> None:
+        """Give a drafter tokens that are sure. The guesses of a free one are compared with them."""
+        if not drafter.is_free:
+            drafter.extend(tokens)
+            return
+        for token in tokens:
+            guess = drafter.propose(1)
+            if guess:
+                self.saw(drafter.match, hit=guess[0] == token)
+            drafter.extend((token,))
+
+    def count(self, match: int, most: int) -> int:
+        """Tokens to draft after a match of this length: 0, or one of the sizes up to ``most``."""
+        if self.counts.off or most < 1:
+            return 0
+        each = _class(match)
+        if each not in self._chosen:
+            self._chosen[each] = self._best(match)
+        return max((size for size in self._sizes if size <= min(self._chosen[each], most)), default=0)
+
+    def may_draft(self, longest: int) -> bool:
+        """Whether anything would be drafted after a match of 1 to ``longest`` tokens, at most."""
+        return not self.counts.off and any(self.count(1 << c >> 1, 1) for c in range(1, _class(longest) + 1))
+
+    def stepped(self, seconds: float) -> None:
+        """A step of one token took so long in the plain loop."""
+        self._costs.add(1, seconds)
+        self._spent += seconds
+        if self.counts.steps % 16 == 0:
+            self._chosen.clear()
+
+    def verified(self, drafted: int, accepted: int, seconds: float) -> None:
+        """A step verified a draft, of which so many tokens were accepted; ``seconds``: with the drafting."""
+        self._costs.add(drafted + 1, seconds)
+        self._chosen.clear()
+        single = self._costs.get(1)
+        if single is None:
+            return
+        self._spent += seconds
+        self._gained += (accepted + 1) * single - seconds
+        if self._gained < -(LOSS_STEPS * single + LOSS_SHARE * self._spent):
+            counts = self.counts
+            counts.off = f"they lost {-self._gained * 1e3:.3g} ms; {counts.accepted} of {counts.drafted} were accepted"
+
+    def _best(self, match: int) -> int:
+        """The number of tokens that gives the most a second."""
+        known = self._costs.get(1)
+        if known is None:
+            return 0
+        best, most = 0, LEAST_GAIN / known
+        expected, likely, drafted = 1.0, 1.0, 0
+        for size in self._sizes:
+            while drafted < size:
+                likely *= self._likely(_class(match + drafted))
+                expected += likely
+                drafted += 1
+            cost = self._costs.get(size + 1)
+            if expected / (cost or known) > most:
+                best, most = size, expected / (cost or known)
+            if cost is None:
+                break  # a larger one waits for this one's measurement
+            known = max(known, cost)
+        return best
+
+    def _likely(self, each: int) -> float:
+        """The probability that a guess of a class is right; of one not seen, that of the next shorter matches."""
+        while each and not self._seen[each]:
+            each -= 1
+        return self._hits[each] / self._tries[each]
+
+
+def _class(match: int) -> int:
+    return min(match.bit_length(), CLASSES - 1)

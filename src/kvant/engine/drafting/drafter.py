@@ -1,0 +1,24 @@
+"""What proposes the tokens that may follow."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Drafter(Protocol):
+    """Proposes tokens of one sequence, greedily.
+
+    Attributes:
+        name: what it drafts from, for the record of costs.
+        is_free: a proposal takes next to no time, so each token is compared with the guess before it, drafted or not.
+        match: tokens that the next proposal rests on; a model's drafter: 0. It names the record of acceptance.
+    """
+
+    name: str
+    is_free: bool
+    match: int
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take tokens of the sequence that are sure: first the prompt's, then the answer's."""
+
+    def propose(self, count: int) -> list[int]:
+        """At most ``count`` tokens that may follow; none where it has no guess."""

@@ -1,0 +1,40 @@
+"""What a request asks of drafts."""
+
+from dataclasses import dataclass
+
+from kvant.engine.drafting.choice import SIZES, Choice, StepCosts
+from kvant.engine.drafting.drafter import Drafter
+from kvant.engine.drafting.suffix import SuffixDrafter
+from kvant.errors import ArgumentError
+
+SOURCES = ("none", "prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Where drafts come from.
+
+    Attributes:
+        source: "prompt": from what the sequence holds so far.
+    """
+
+    source: str = "prompt"
+
+    def drafter(self) -> Drafter:
+        """A drafter for one sequence."""
+        return SuffixDrafter()
+
+    def choice(self, costs: StepCosts, drafter: Drafter) -> Choice:
+        """What decides for one sequence how many tokens are drafted."""
+        return Choice(costs, SIZES, is_free=drafter.is_free)
+
+
+def drafts_of(draft: object) -> Drafts | None:
+    """What ``draft="prompt"`` or "none" asks for; None: no drafts.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    if draft not in SOURCES:
+        raise ArgumentError("draft", f"is {draft!r}; expected {' or '.join(map(repr, SOURCES))}")
+    return None if draft == "none" else Drafts()

@@ -1,0 +1,57 @@
+"""Drafts for tests: of a text that is known, right and wrong, as many tokens as chance says."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvant.engine.drafting.choice import Choice, StepCosts
+from kvant.engine.drafting.drafter import Drafter
+from kvant.engine.drafting.drafts import Drafts
+
+
+class KnownText:
+    """Proposes a text that is known, with mistakes."""
+
+    name, is_free, match = "known", True, 5
+
+    def __init__(self, text: Sequence[int], mistakes: float, rng: random.Random) -> None:
+        self.taken = 0
+        self._text, self._mistakes, self._rng = text, mistakes, rng
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.taken += len(tokens)
+
+    def propose(self, count: int) -> list[int]:
+        rng = self._rng
+        guess = self._text[self.taken : self.taken + count]
+        return [token if rng.random() >= self._mistakes else token ^ 1 for token in guess]
+
+
+class Chance(Choice):
+    """Drafts 0, 1, 3 or 7 tokens."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(StepCosts())
+        self._rng = rng
+
+    def count(self, match: int, most: int) -> int:
+        wanted = min(most, self._rng.choice((0, 1, 3, 7, 7)))
+        return max(size for size in (0, 1, 3, 7) if size <= wanted)
+
+    def may_draft(self, longest: int) -> bool:
+        return self._rng.random() < 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class KnownDrafts(Drafts):
+    """Drafts of prompt and answer that are known."""
+
+    text: Sequence[int] = ()
+    mistakes: float = 0.2
+    seed: int = 0
+
+    def drafter(self) -> Drafter:
+        return KnownText(self.text, self.mistakes, random.Random(self.seed))
+
+    def choice(self, costs: StepCosts, drafter: Drafter) -> Choice:
+        return Chance(random.Random(self.seed + 1))
