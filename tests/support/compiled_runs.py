@@ -171,6 +171,7 @@ def main() -> None:
     found["windowed"] = windowed(rings := with_windows(), plain)
     found["several"] = compiled_steps.several(model, rings)
     found["discarded"] = compiled_steps.discarded(model)
+    found["drafted"] = compiled_steps.with_drafts(model)
     found["peaks"] = [generate(model, 60, compiled=True, rows=rows)[2] for rows in (2048, 131_072)]
 
     found["seeds"] = [sampled(model, seed, compiled=compiled) for seed in (1, 2) for compiled in (True, True, False)]
@@ -194,7 +195,8 @@ def main() -> None:
 
     pretend_gpu()
     found["fused windowed"] = windowed(rings, plain)
-    found["several fused"] = compiled_steps.several(model, rings)
+    found["several fused"] = compiled_steps.several(model, rings, bits=[8])
+    found["drafted"]["fused"] = compiled_steps.drafted(model, compiled_steps.SAMPLERS[1], 256)
     found["fused"] = {bits: fused(model, bits, tokens) for bits, tokens in eager.items()}
     running.CompiledStep = BucketStep  # type: ignore[misc]
     found["failing"] = {}

@@ -1,15 +1,19 @@
 """Compiled steps of several tokens, for tests/engine/test_steps.py: part of support/compiled_runs.py."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.engine import sampling
+from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.draw import Sampler, draw_key, greedy, sample
-from kvant.engine.run import prefill
+from kvant.engine.run import Run, prefill
+from kvant.engine.sampling import make_logits_processors
 from kvant.engine.step import CompiledStep
 from kvant.models import Decoder
+from support.drafts import KnownDrafts
 from support.numbers import relative_error
 
 PROMPT = [(7 * i) % 1000 for i in range(100)]
@@ -72,7 +76,7 @@ def discarded(model: Decoder) -> dict[str, Any]:
     first, second = (CompiledStep(model, each, greedy, processed=False, most_tokens=4) for each in (cache, plain))
     peaks, tokens = [], []
     arrays = [list(layer.arrays) for layer in cache]
-    first([5], undoable=True)
+    first.prepare([5])
     first.discard()
     same = all(a is b for layer, old in zip(cache, arrays, strict=True) for a, b in zip(layer.arrays, old, strict=True))
     gone = cache.step is None
@@ -81,10 +85,10 @@ def discarded(model: Decoder) -> dict[str, Any]:
         mx.eval([layer.arrays for layer in cache])
         active = mx.get_active_memory()
         mx.reset_peak_memory()
-        first([1], undoable=True)
+        first.prepare([1])
         first.discard()
-        result = first(ids, undoable=True)
-        first.release()
+        first.prepare(ids)
+        result = first.take()
         mx.eval(result)
         peaks.append(mx.get_peak_memory() - active)
         expected = second(ids)
@@ -107,7 +111,39 @@ def discarded(model: Decoder) -> dict[str, Any]:
     }
 
 
-def several(model: Decoder, rings: Decoder) -> dict[str, Any]:
-    """Steps through caches of all widths, and through rings."""
-    found = {f"{bits} bits": compared(model, SAMPLERS[bits != 4], bits=bits) for bits in (8, 4, 0)}
+def drafted(model: Decoder, sampler: Sampler, rows: int = 8192, *, processed: bool = False) -> dict[str, Any]:
+    """A run with drafts to the end of its reservation: the text without them, compilations, bytes above the start."""
+    options: dict[str, Any] = {"sampler": sampler, "compiled": True, "max_tokens": 30}
+    if processed:
+        options["logits_processors"] = make_logits_processors({30: 1.0}, repetition_penalty=1.2)
+    plain = [token for token, _ in Run(model, PROMPT, model.make_cache(rows, quant_bit=0), **options)]
+    cache = model.make_cache(rows, quant_bit=0)
+    drafts = KnownDrafts(text=[*PROMPT, *plain], mistakes=0.1)
+    run = DraftedRun(model, PROMPT, cache, drafts=drafts, **options)
+    tokens = [next(run)[0] for _ in range(10)]
+    mx.eval([layer.arrays for layer in cache])
+    active = mx.get_active_memory()
+    mx.reset_peak_memory()
+    tokens += [token for token, _ in run]
+    peak, step = mx.get_peak_memory() - active, run._step_function
+    assert run.drafts is not None
+    assert step is not None
+    return {
+        "same": tokens == plain,
+        "held": cache.ids[0] == [*PROMPT, *plain[:-1]],
+        "compilations": step.compilations,
+        "peak": peak,
+        "steps": run.drafts.steps / len(plain),
+    }
+
+
+def several(model: Decoder, rings: Decoder, bits: Sequence[int] = (8, 4, 0)) -> dict[str, Any]:
+    """Steps through caches of some widths, and through rings."""
+    found = {f"{each} bits": compared(model, SAMPLERS[each != 4], bits=each) for each in bits}
     return found | {"windowed": compared(rings, SAMPLERS[1], bias_split=False)}
+
+
+def with_drafts(model: Decoder) -> dict[str, Any]:
+    """Runs with drafts, in a large reservation and in one that they fill."""
+    found = {"seeded": drafted(model, SAMPLERS[1]), "processed": drafted(model, SAMPLERS[1], processed=True)}
+    return found | {"full": drafted(model, greedy, len(PROMPT) + 20)}

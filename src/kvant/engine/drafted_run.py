@@ -29,6 +29,8 @@ class DraftedRun(Run):
     What is verified is one step of the cache. Its tokens are committed one by one, as they are handed out.
     """
 
+    _most_tokens = LARGEST_STEP
+
     def __init__(
         self, model: LanguageModel, prompt: Sequence[int], cache: Sequence[KVCache], *, drafts: Drafts, **options: Any
     ) -> None:
@@ -51,7 +53,7 @@ class DraftedRun(Run):
         self._at_once = own and all(type(processor) in KINDS for processor in self._processors)
         self._drafter = drafts.drafter()
         formats = tuple(sorted({str(layer.format) for layer in self._cache.layers}))
-        costs = costs_of(model, (self._drafter.name, self._at_once, formats))
+        costs = costs_of(model, (self._drafter.name, self._at_once, self._can_compile(), formats))
         self._choice = drafts.choice(costs, self._drafter)
         self.drafts = self._choice.counts
         self._base = 0  # tokens of the cache after the prompt
@@ -89,6 +91,7 @@ class DraftedRun(Run):
         if self._choice.may_draft(self._drafter.match + 1):
             assert self._next is not None
             token, logprobs = self._next
+            self._build_ahead(token)
             token_id = self._read(token)
             self._ready = None
             self._go_on(token, token_id)
@@ -107,17 +110,31 @@ class DraftedRun(Run):
         self._learn(token_id)
         # A step may give one token more than were drafted.
         most = self._limit - len(self.generated) - 2
-        if most < 0 or token_id in self._stop_tokens:
+        ends = most < 0 or token_id in self._stop_tokens
+        draft = [] if ends else self._draft(most)
+        step = self._step_function
+        if step is not None and (ends or draft):
+            step.discard()
+        if ends:
             self._cache.end_step()
             self._next = self._rows = None
-        elif draft := self._draft(most):
+        elif draft:
             rows = self._verify(token, token_id, draft, began)
             self._next, self._rows = None, rows
         else:
-            following = self._feed(token)
-            mx.async_eval(*following)
-            self._next, self._rows = following, None
+            following, logprobs = step.take() if step is not None and step.is_prepared else self._feed(token)
+            mx.async_eval(following, logprobs)
+            self._next, self._rows = (following, logprobs), None
         self._fed = self._cache.step
+
+    def _build_ahead(self, token: mx.array) -> None:
+        """Build the step of a token (1,) while it is computed, as the plain loop does. A draft may replace it.
+
+        Only a compiled one, sampling included, leaves nothing behind then. Any other is built when the token is known.
+        """
+        step = self._compiled_step()
+        if step is not None and step.samples and len(self.generated) + 1 < self._limit:
+            step.prepare(token)
 
     def _draft(self, most: int) -> list[int]:
         """Tokens that may follow, as many as pay, at most ``most``."""
@@ -133,8 +150,19 @@ class DraftedRun(Run):
         cache = self._cache
         if self._tokens is not None:
             self._tokens = mx.concatenate([self._tokens, token])
-        logits = self._model.every_logits(mx.array([[token_id, *draft]]), cache).squeeze(0)
-        rows = _Rows(draft, began, logits)
+        step, ids = self._compiled_step(), [token_id, *draft]
+        if step is None or not step.takes(len(ids)):
+            logits = self._model.every_logits(mx.array([ids]), cache).squeeze(0)
+            rows = _Rows(draft, began, logits)
+        else:
+            traced, result = step.compilations, step(ids)
+            rows = _Rows(draft, began, result[-1])
+            rows.is_traced = step.compilations > traced
+            if step.samples:
+                rows.picked = result[0]
+                mx.async_eval(*result)
+                return rows
+            logits = rows.logits
         if self._at_once:
             known = [*cache.ids[0], token_id] if self._processors else []
             places = range(len(draft) + 1)
@@ -173,7 +201,8 @@ class DraftedRun(Run):
                 self._tokens = mx.concatenate([self._tokens, token])
             self._fed = self._cache.step
         else:
-            self._choice.verified(len(rows.draft), place, rows.seconds)
+            if not rows.is_traced:  # once a run and number of tokens: what it took says nothing of the next
+                self._choice.verified(len(rows.draft), place, rows.seconds)
             self._ready = None
             self._go_on(token, token_id)
         return token_id, logprobs
@@ -201,6 +230,7 @@ class _Rows:
         place: positions whose token was taken.
         logits: (S, vocab); log-probabilities where ``picked`` has the tokens (S,) already.
         began, seconds: when, and how long what was done of it took.
+        is_traced: it took the time of tracing a compiled step too.
     """
 
     def __init__(self, draft: list[int], began: float, logits: mx.array) -> None:
@@ -208,6 +238,7 @@ class _Rows:
         self.picked: mx.array | None = None
         self.place = 0
         self.seconds = 0.0
+        self.is_traced = False
 
     def rest(self) -> list[int]:
         """Drafted tokens that are fed and not handed out yet."""
