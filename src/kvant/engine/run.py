@@ -150,7 +150,6 @@ class Run:
                 self._lengths = cache.lengths
                 self._failed = False
             except BaseException:
-                self._step_function = None  # it may hold arrays
                 go_back(cache, held[0])
                 raise
         return result
@@ -158,8 +157,8 @@ class Run:
     def _start_over(self, held: int) -> None:
         """Bring the cache back to where a step began, or the prompt, of which some was fed to the ``held`` tokens."""
         cache, kept = self._cache, held if self.logits is None else self._cache.offset
-        self._step_function, self._decided = None, False  # it was traced with the layers as they were
         bring_back(cache, kept, lambda ids: prefill(self._model, ids, cache, step_size=self._step_size))
+        self._step_function, self._decided = None, False  # it was traced with the layers as they were
         self._tokens = None if self._tokens is None else mx.array(cache.ids[0])
 
     def _next_token(self) -> tuple[int, mx.array]:

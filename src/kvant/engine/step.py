@@ -64,7 +64,6 @@ class CompiledStep:
         sizes = STEP_SIZES[: STEP_SIZES.index(step_size(most_tokens) or STEP_SIZES[-1]) + 1]
         self._sizes = [size for size in sizes if size == 1 or model.can_compile(cache, size)]
         self._traces = traces = [0]
-        self._prepared: tuple[list[list[mx.array]], tuple[mx.array, ...]] | None = None
 
         # A closure without self: MLX's compiled functions don't take part in garbage collection, a cycle would stay.
         def traced(tokens: mx.array, offset: mx.array, bucket: int, keys: mx.array | None) -> tuple[mx.array, ...]:
@@ -104,7 +103,6 @@ class CompiledStep:
         size = step_size(count)
         if size is None:
             raise ValueError(f"{count} tokens; a compiled step takes up to {STEP_SIZES[-1]}")
-        self._prepared = None
         # This checks the room, in Python: past the reservation a compiled write would be lost without a word.
         (offset,) = self._cache.begin(tokens[None], size)
         if size > count:
@@ -112,7 +110,7 @@ class CompiledStep:
         reserved = self._cache.max_seq_len
         assert reserved is not None
         bucket = reserved if self._reads_all else bucket_size(offset + size, reserved)
-        held = self._arrays()
+        held = [list(arrays) for arrays in self._cache.compiled_state]
         keys = None
         if self.samples and isinstance(self._sampler, SeededSampler):
             # An input of the function: as a constant it would be every draw's key.
@@ -120,42 +118,7 @@ class CompiledStep:
         try:
             result: tuple[mx.array, ...] = self._function(tokens, mx.array(offset), bucket, keys)
         except BaseException:  # Ctrl-C while it is traced: MLX leaves the trace's placeholders in all it captured
-            self._put_back(held)
+            for arrays, before in zip(self._cache.compiled_state, held, strict=True):
+                arrays[:] = before
             raise
         return result if size == count else tuple(part[:count] for part in result)
-
-    @property
-    def is_prepared(self) -> bool:
-        """Whether a step was prepared, and neither taken nor discarded."""
-        return self._prepared is not None
-
-    def prepare(self, tokens: mx.array | Sequence[int]) -> None:
-        """Begin a step as a call does, which :meth:`take` gives and :meth:`discard` drops.
-
-        Until then it holds the arrays from before the step and what the step returned. Held any longer, MLX would copy
-        them where the next step is to change them.
-        """
-        before = self._arrays()
-        self._prepared = before, self(tokens)
-
-    def take(self) -> tuple[mx.array, ...]:
-        """What the prepared step returned, to be evaluated."""
-        assert self._prepared is not None
-        _, result = self._prepared
-        self._prepared = None
-        return result
-
-    def discard(self) -> None:
-        """Leave the cache as if the prepared step, where there is one, had not been begun."""
-        if self._prepared is not None:
-            before, _ = self._prepared
-            self._prepared = None
-            self._put_back(before)
-            self._cache.end_step()
-
-    def _arrays(self) -> list[list[mx.array]]:
-        return [list(arrays) for arrays in self._cache.compiled_state]
-
-    def _put_back(self, before: list[list[mx.array]]) -> None:
-        for arrays, old in zip(self._cache.compiled_state, before, strict=True):
-            arrays[:] = old
