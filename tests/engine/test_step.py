@@ -93,20 +93,18 @@ def test_a_window_knows_that_padding_was_written(runs: dict[str, Any]) -> None:
 def test_a_step_that_is_discarded_leaves_the_cache(runs: dict[str, Any]) -> None:
     """The arrays are those from before it, and the next step writes into them: no copy of a cache of 36 MB."""
     found = runs["discarded"]
-    assert found["put back"]
-    assert found["gone"]
     assert found["tokens"] == [True] * 4
     assert found["rows"]
     assert found["peak"] < 2**21 < found["cache"] / 8
 
 
-@pytest.mark.parametrize("run", ["seeded", "processed", "full", "fused"])
+@pytest.mark.parametrize("run", ["seeded", "processed", "full", "fused", "not compiled"])
 def test_drafts_are_verified_compiled(runs: dict[str, Any], run: str) -> None:
     """The text of a compiled run without drafts. Near the end of a reservation 8 tokens have no room."""
     found = runs["drafted"][run]
     assert found["same"]
     assert found["held"]
-    assert 3 <= found["compilations"] <= len(STEP_SIZES)
+    assert found["compilations"] in ([0] if run == "not compiled" else [3, 4])
     assert found["steps"] < 0.6
     assert found["peak"] < 2**21  # of 36 MB: where a draft replaces a step that was built, nothing is copied
 
