@@ -109,6 +109,10 @@ def test_drafts_are_verified_compiled(runs: dict[str, Any], run: str) -> None:
     assert found["peak"] < 2**21  # of 36 MB: where a draft replaces a step that was built, nothing is copied
 
 
+def test_a_drafted_run_may_be_interrupted_while_a_step_is_traced(runs: dict[str, Any]) -> None:
+    assert runs["drafted"]["interrupted"] == [True] * 3
+
+
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, None)])
 def test_step_sizes(num_tokens: int, size: int | None) -> None:
     assert step_size(num_tokens) == size

@@ -131,6 +131,35 @@ def drafted(
     }
 
 
+def interrupted(model: Decoder, trace: int) -> bool:
+    """Whether a run whose trace of that number is broken off leaves a cache that another one goes on with."""
+    options: dict[str, Any] = {"compiled": True, "max_tokens": 12}
+    plain = [token for token, _ in Run(model, PROMPT, model.make_cache(256), **options)]
+    cache = model.make_cache(256)
+    run = DraftedRun(model, PROMPT, cache, drafts=KnownDrafts(text=[*PROMPT, *plain], mistakes=0.1), **options)
+    step_logits, calls, tokens = model.step_logits, [], []
+
+    def broken_off(*arguments: Any) -> mx.array:
+        calls.append(step_logits(*arguments))
+        if len(calls) == trace:
+            raise KeyboardInterrupt
+        return calls[-1]
+
+    model.step_logits = broken_off  # type: ignore[method-assign]
+    try:
+        for token, _ in run:
+            tokens.append(token)
+    except KeyboardInterrupt:
+        held = cache.ids[0] == ([*PROMPT, *tokens[:-1]] if tokens else [])
+        calls.clear()
+    else:
+        held = False
+    finally:
+        del model.step_logits
+    rest = [token for token, _ in Run(model, tokens[-1:] or PROMPT, cache, **options)]
+    return held and [*tokens, *rest][:12] == plain
+
+
 def several(model: Decoder, rings: Decoder, bits: Sequence[int] = (8, 4, 0)) -> dict[str, Any]:
     """Steps through caches of some widths, and through rings."""
     found = {f"{each} bits": compared(model, SAMPLERS[each != 4], bits=each) for each in bits}
@@ -141,4 +170,5 @@ def with_drafts(model: Decoder) -> dict[str, Any]:
     """Runs with drafts, in a large reservation and in one that they fill."""
     found = {"seeded": drafted(model, SAMPLERS[1]), "processed": drafted(model, SAMPLERS[1], processed=True)}
     found["not compiled"] = drafted(model, greedy, compiled=False)
+    found["interrupted"] = [interrupted(model, trace) for trace in (1, 2, 3)]
     return found | {"full": drafted(model, greedy, len(PROMPT) + 20)}
