@@ -25,6 +25,7 @@ from kvant.engine.run import Run
 from kvant.engine.step import CompiledStep
 from kvant.models import Decoder, load_decoder
 from kvant.operators import dispatch, fused_attention
+from support import compiled_steps
 from support.counts import count
 from support.failing_kernel import FailingKernel
 from support.fused_path import pretend_gpu
@@ -107,9 +108,13 @@ def changed(**settings: Any) -> Decoder:
         return load_decoder(Path(name))
 
 
-def windowed(plain: list[int]) -> list[Any]:
-    """Through rings that the prompt of 100 tokens has filled: the same tokens, compilations, and bytes it grew by."""
-    model = changed(use_sliding_window=True, sliding_window=40, max_window_layers=1)
+def with_windows() -> Decoder:
+    """The embedded model with windows that the prompt of 100 tokens has filled."""
+    return changed(use_sliding_window=True, sliding_window=40, max_window_layers=1)
+
+
+def windowed(model: Decoder, plain: list[int]) -> list[Any]:
+    """Through rings: the same tokens, compilations, and bytes it grew by."""
     eager = generate(model, 60, compiled=False, split=False, kernels="unfused")[0]
     compiled, grown, _ = generate(model, 60, compiled=True, split=False)
     return [compiled == eager, CountedStep.last.compilations, grown, eager != plain]
@@ -163,7 +168,10 @@ def main() -> None:
     plain = generate(model, 60, compiled=False)[0]
     yarn = {"factor": 4.0, "original_max_position_embeddings": 512}
     found["turned"] = [turned(plain, "yarn", **yarn), turned(plain, "linear", factor=8.0)]
-    found["windowed"] = windowed(plain)
+    found["windowed"] = windowed(rings := with_windows(), plain)
+    found["several"] = compiled_steps.several(model, rings)
+    found["discarded"] = compiled_steps.discarded(model)
+    found["drafted"] = compiled_steps.with_drafts(model)
     found["peaks"] = [generate(model, 60, compiled=True, rows=rows)[2] for rows in (2048, 131_072)]
 
     found["seeds"] = [sampled(model, seed, compiled=compiled) for seed in (1, 2) for compiled in (True, True, False)]
@@ -186,7 +194,9 @@ def main() -> None:
     ]
 
     pretend_gpu()
-    found["fused windowed"] = windowed(plain)
+    found["fused windowed"] = windowed(rings, plain)
+    found["several fused"] = compiled_steps.several(model, rings, bits=[8])
+    found["drafted"]["fused"] = compiled_steps.drafted(model, compiled_steps.SAMPLERS[1], 256)
     found["fused"] = {bits: fused(model, bits, tokens) for bits, tokens in eager.items()}
     running.CompiledStep = BucketStep  # type: ignore[misc]
     found["failing"] = {}

@@ -61,7 +61,7 @@ class BridgedCache(ModelCache):
         self._entries = tuple(entries)
         self._bridged = tuple(layers)
         self._notes = tuple(notes)
-        self.traces: bool | None = None  # whether its model's step can be compiled; None: nobody has tried
+        self.traces: dict[int, bool] = {}  # by new tokens, whether its model's step can be compiled, once it was tried
 
     def __getitem__(self, index: int | slice) -> Any:
         return self._entries[index]
@@ -94,7 +94,7 @@ class BridgedCache(ModelCache):
         state = sum(layer.nbytes for layer in self._bridged if isinstance(layer, StateCache))
         return CacheBytes(self.nbytes - state, state)
 
-    def begin(self, inputs: mx.array) -> tuple[int, ...]:
+    def begin(self, inputs: mx.array, num_rows: int | None = None) -> tuple[int, ...]:
         """As :meth:`ModelCache.begin`; states and windows are as the last committed step left them.
 
         Raises:
@@ -105,7 +105,7 @@ class BridgedCache(ModelCache):
                 f"the cache holds {list(self.lengths)} tokens; mlx-lm's models take sequences of one length"
             )
         self.end_step()
-        return super().begin(inputs)
+        return super().begin(inputs, num_rows)
 
     def commit(
         self, num_tokens: int | Sequence[int] | None = None, *, ids: Sequence[Sequence[int]] | None = None

@@ -14,6 +14,7 @@ from kvant.cache import QuantizedKVCache, WindowKVCache
 from kvant.cache.layer_format import LayerFormat
 from kvant.operators.attention import attend_tokens
 from kvant.operators.cached_attention import first_rows
+from kvant.operators.compiled_attention import positions
 from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.probe import KernelUse
@@ -189,13 +190,13 @@ class BridgedKVCache(QuantizedKVCache):
             **seen,
         )
 
-    def row_of(self, position: mx.array) -> mx.array:
-        """The row of a position (), in operations that are the same for any."""
-        return position
+    def place(self, offset: mx.array, new_tokens: int = 1) -> mx.array:
+        """As :meth:`WindowKVCache.place`."""
+        return offset
 
-    def live_rows(self, position: mx.array, rows: int, window: int | None) -> mx.array:
-        """Which of the first rows the query at a position () sees when its own is written: (rows,)."""
-        row = mx.arange(rows)
+    def live_rows(self, offset: mx.array, new_tokens: int, rows: int, window: int | None) -> mx.array:
+        """As :meth:`WindowKVCache.live`, of one sequence's first rows: (S, rows)."""
+        row, position = mx.arange(rows), positions(offset, new_tokens).squeeze(0)
         return row <= position if window is None else (row <= position) & (row > position - window)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
@@ -295,13 +296,13 @@ class BridgedWindowCache(BridgedKVCache, WindowKVCache):
         """As :meth:`BridgedKVCache.window_mask`."""
         return WindowMask(start, new_tokens, window or self.window, self.keep, self.num_rows)
 
-    def row_of(self, position: mx.array) -> mx.array:
-        """As :meth:`BridgedKVCache.row_of`."""
-        return self.place(position)
+    def place(self, offset: mx.array, new_tokens: int = 1) -> mx.array:
+        """As :meth:`WindowKVCache.place`."""
+        return WindowKVCache.place(self, offset, new_tokens)
 
-    def live_rows(self, position: mx.array, rows: int, window: int | None) -> mx.array:
+    def live_rows(self, offset: mx.array, new_tokens: int, rows: int, window: int | None) -> mx.array:
         """As :meth:`BridgedKVCache.live_rows`, of all rows."""
-        return self._seen(self._positions(position + 1, rows), position, window or self.window)
+        return self.live(offset, new_tokens, window).squeeze(0)
 
     def _seen_rows(self, new_tokens: int, rows: int, mask: Mask) -> dict[str, Any] | None:
         if self._pending:
@@ -336,7 +337,7 @@ class BridgedChunkCache(BridgedWindowCache):
     def _as_used(self, use: KernelUse) -> KernelUse:
         return replace(use, mask=True)
 
-    def row_of(self, position: mx.array) -> mx.array:
+    def place(self, offset: mx.array, new_tokens: int = 1) -> mx.array:
         """Chunks are read in order, from a row that Python computes."""
         raise NotImplementedError("a step with chunks cannot be compiled")
 

@@ -16,7 +16,7 @@ from kvant.bridge.cache import BridgedCache, check_format, layout_of, make_model
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.pool import BridgedBatch, BridgedPool, make_pool
 from kvant.bridge.traced import can_trace
-from kvant.cache import KVCache, ModelCache
+from kvant.cache import KVCache, ModelCache, WindowKVCache
 from kvant.cache.identity import Identity
 from kvant.cache.pool_batch import PoolBatch
 from kvant.models.inputs import check_ids, check_offset, check_shape
@@ -91,18 +91,20 @@ class BridgedModel:
         bridged.begin(inputs)
         return self._logits(inputs, bridged)
 
-    def can_compile(self, cache: ModelCache) -> bool:
+    def can_compile(self, cache: ModelCache, new_tokens: int = 1) -> bool:
         """See :class:`kvant.models.LanguageModel`: mlx-lm's model is traced, and its step compared with a plain one."""
         bridged = self.check_cache(cache)
-        if bridged.traces is None and 0 < bridged.offset < (bridged.max_seq_len or 0):
-            bridged.traces = can_trace(self.module, bridged)
-        return bridged.traces is not False
+        if any(isinstance(layer, WindowKVCache) and new_tokens > layer.slack + 1 for layer in bridged.layers):
+            return False
+        if new_tokens not in bridged.traces and 0 < bridged.offset <= (bridged.max_seq_len or 0) - new_tokens:
+            bridged.traces[new_tokens] = can_trace(self.module, bridged, new_tokens)
+        return bridged.traces.get(new_tokens, True)
 
-    def step_logits(self, token: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
+    def step_logits(self, tokens: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
         """See :class:`kvant.models.LanguageModel`."""
         views = self.check_cache(cache).compiled_views(offset, num_tokens)
-        logits: mx.array = self.module(token[None], cache=views)
-        return logits[:, -1]
+        logits: mx.array = self.module(tokens[None], cache=views)
+        return logits.squeeze(0)
 
     def check_cache(self, cache: Sequence[KVCache], batch: int | None = None) -> BridgedCache:
         """The cache, if :meth:`make_cache` of a model of this kind made it.

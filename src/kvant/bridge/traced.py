@@ -1,9 +1,9 @@
 """A bridged cache in a compiled step: one append, in operations that are the same for any offset.
 
-A step of one token is a function of the token, the offset and the cache's arrays, which are its results too:
+A step is a function of its tokens (S,), the offset and the cache's arrays, which are its results too:
 
-    def step(token, offset):
-        return model(token[None], cache=cache.compiled_views(offset, num_tokens))[:, -1]
+    def step(tokens, offset):
+        return model(tokens[None], cache=cache.compiled_views(offset, num_tokens)).squeeze(0)
 
     compiled = mx.compile(step, inputs=cache.compiled_state, outputs=cache.compiled_state)
 
@@ -26,18 +26,18 @@ AGREE = 0.05  # of the largest logit. In half precision steps differ by a hundre
 
 
 class TracedLayer:
-    """A layer's cache as mlx-lm's model sees it in a step of one token.
+    """A layer's cache as mlx-lm's model sees it in a compiled step of S tokens.
 
     Attributes:
         layer: appended to; its arrays are replaced.
         offset: integer array (): tokens so far.
-        num_tokens: rows that are read. Those that the token does not see are masked.
+        num_tokens: rows that are read. Those that a token does not see are masked.
     """
 
     def __init__(
         self, layer: BridgedKVCache, offset: mx.array, num_tokens: int, masks: dict[tuple[WindowMask, int], mx.array]
     ) -> None:
-        """``offset``: below the layer's max_seq_len. ``num_tokens``: more than it. ``masks``: shared by all layers."""
+        """``num_tokens``: ``offset`` + S at least, max_seq_len at most. ``masks``: shared by all layers."""
         self.layer = layer
         self.offset = offset
         self.num_tokens = min(num_tokens, layer.num_rows) if layer.window is None else layer.num_rows
@@ -46,14 +46,12 @@ class TracedLayer:
         self._fetched: tuple[mx.array, mx.array] | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """As :meth:`BridgedKVCache.update_and_fetch`, of one token; rows that are not live are fetched too."""
-        layer = self.layer
-        if keys.shape[2] != 1:
-            raise ValueError(f"keys have {keys.shape[2]} tokens; a compiled step appends one")
+        """As :meth:`BridgedKVCache.update_and_fetch`; rows that are not live are fetched too."""
+        layer, S = self.layer, keys.shape[2]
         layer.arrays[:] = append_tokens(
             keys,
             values if layer.value_head_dim else values[..., :0],
-            layer.row_of(self._position),
+            layer.place(self._position, S),
             layer.arrays,
             quant_bit=layer.quant_bit,
             quant_group=layer.quant_group,
@@ -62,7 +60,7 @@ class TracedLayer:
         held = [array[0, :, :, :, : self.num_tokens] for array in layer.arrays]
         fetched_keys, fetched_values = layer.read(held, keys.dtype)
         self._fetched = fetched_keys, fetched_keys if values is keys else fetched_values
-        self.offset = self._position + 1
+        self.offset = self._position + S
         hook.remember(self, *self._fetched)
         return self._fetched
 
@@ -72,12 +70,10 @@ class TracedLayer:
         return self._fetched
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """Which rows the token sees: (1, rows)."""
-        if N != 1:
-            raise ValueError(f"a mask of {N} tokens is asked for; a compiled step has one")
-        kind = (self.layer.window_mask(0, 1, window_size), self.num_tokens)
+        """Which rows the N tokens of the step see: (N, rows)."""
+        kind = (self.layer.window_mask(0, N, window_size), self.num_tokens)
         if kind not in self._masks:
-            self._masks[kind] = self.layer.live_rows(self._position, self.num_tokens, window_size)[None]
+            self._masks[kind] = self.layer.live_rows(self._position, N, self.num_tokens, window_size)
         return self._masks[kind]
 
     def attend_fetched(
@@ -91,21 +87,22 @@ class TracedLayer:
         sinks: mx.array | None,
     ) -> mx.array | None:
         """As :meth:`BridgedKVCache.attend_fetched`."""
-        layer = self.layer
-        seen = self.make_mask(1) if mask is None else mask
-        assert isinstance(seen, mx.array)
+        layer, S = self.layer, query.shape[2]
+        seen = self.make_mask(S) if isinstance(mask, str) or (mask is None and S == 1) else mask
+        if seen is None:
+            raise ValueError(f"{S} tokens attend without a mask; a compiled step's see nothing past their own")
         backend = layer.backend_for(query)
         if backend is None:
             return hook.mlx_lm_attention(query, key, value, cache=None, scale=scale, mask=seen, sinks=sinks)
         options: dict[str, Any] = {"scale": scale, "sinks": sinks, "backend": backend}
-        meaning = self._meaning(seen)
+        meaning = self._meaning(seen, S)
         if meaning is None:  # any row may be seen: the mask alone decides
-            return layer.attend_fused(query, self.num_tokens - 1, mask=seen, **options)
+            return layer.attend_fused(query, self.num_tokens - S, is_causal=False, mask=seen, **options)
         return layer.attend_fused(query, self._position, window=meaning.window, keep=meaning.keep, **options)
 
-    def _meaning(self, mask: mx.array) -> WindowMask | None:
+    def _meaning(self, mask: mx.array, new_tokens: int) -> WindowMask | None:
         """What a mask of this step says of this layer's rows; None: it is another one."""
-        own = self.layer.window_mask(0, 1)
+        own = self.layer.window_mask(0, new_tokens)
         for (meaning, rows), known in self._masks.items():
             if known is mask and rows == self.num_tokens and replace(meaning, window=own.window) == own:
                 return meaning
@@ -130,16 +127,17 @@ class TracedLayer:
         self.layer.values = array
 
 
-def can_trace(model: Callable[..., mx.array], cache: Any) -> bool:
-    """Whether a step of an mlx-lm model can be compiled. It takes the time of two steps.
+def can_trace(model: Callable[..., mx.array], cache: Any, new_tokens: int = 1) -> bool:
+    """Whether a step of S new tokens of an mlx-lm model can be compiled. It takes the time of two steps.
 
     The model is traced, which fails for those that ask for the offset as a Python number. Then a step is computed both
     ways: some models take the position from the number of rows that they fetch, or add a boolean mask to the scores.
 
     Args:
         model: mlx-lm's.
-        cache: its :class:`kvant.bridge.BridgedCache`, with at least one token and room for another. It is as before
-            when this returns.
+        cache: its :class:`kvant.bridge.BridgedCache`, with at least one token and room for S. It is as before when this
+            returns.
+        new_tokens: S.
 
     Raises:
         ContextError: no room.
@@ -147,14 +145,14 @@ def can_trace(model: Callable[..., mx.array], cache: Any) -> bool:
     """
     if not cache.offset:
         raise ValueError("the cache is empty; expected one that holds a token")
-    inputs = mx.zeros((len(cache.lengths), 1), mx.int32)
+    inputs = mx.broadcast_to(mx.arange(new_tokens), (len(cache.lengths), new_tokens))
     cache.begin(inputs)
 
-    def step(token: mx.array, offset: mx.array) -> mx.array:
-        return model(token, cache=cache.compiled_views(offset, cache.max_seq_len))[:, -1]
+    def step(tokens: mx.array, offset: mx.array) -> mx.array:
+        return model(tokens, cache=cache.compiled_views(offset, cache.max_seq_len))
 
     try:
-        expected = model(inputs, cache=cache)[:, -1].astype(mx.float32)
+        expected = model(inputs, cache=cache).astype(mx.float32)
         mx.eval(expected, cache.state)
         cache.begin(inputs)
         held = [list(arrays) for arrays in cache.compiled_state]

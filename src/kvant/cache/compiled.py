@@ -19,9 +19,10 @@ class CompiledCacheView:
 
     Attributes:
         cache: appended to.
-        offset: integer array, () for all sequences or (B,): where the new token goes, below the cache's max_seq_len.
-        num_tokens: tokens to read, more than any ``offset`` and at most max_seq_len. Those past a sequence's new one
-            are ignored. The fused kernel reads up to the new one in any case. Of a window any row may be read.
+        offset: integer array, () for all sequences or (B,): where the first of the S new tokens goes. All are below the
+            cache's max_seq_len; in a window's ring they are slack + 1 at most.
+        num_tokens: tokens to read, any ``offset`` + S at least and max_seq_len at most. Those past a sequence's new
+            ones are ignored. The fused kernel reads up to the new ones in any case. Of a window any row may be read.
     """
 
     cache: QuantizedKVCache
@@ -41,14 +42,15 @@ class CompiledCacheView:
         mask: mx.array | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """As :meth:`QuantizedKVCache.attend` for S = 1, without a mask."""
+        """As :meth:`QuantizedKVCache.attend`, without a mask."""
         assert mask is None
         cache, tokens = self.cache, self.num_tokens
         ring: dict[str, Any] = {}
         if isinstance(cache, WindowKVCache):
             tokens = cache.num_rows
-            ring = {"row": cache.place(self.offset), "window": cache.window, "keep": cache.keep}
-            ring["live"] = cache.live(self.offset.reshape(-1, 1))
+            S = query.shape[2]
+            ring = {"row": cache.place(self.offset, S), "window": cache.window, "keep": cache.keep}
+            ring["live"] = cache.live(self.offset, S)
         output, *cache.arrays[:] = append_and_attend_static(
             query,
             key,

@@ -126,8 +126,13 @@ class ModelCache(SavedCache, Sequence[KVCache]):
         """
         self._smallest.reserve(num_tokens)
 
-    def begin(self, inputs: mx.array) -> tuple[int, ...]:
+    def begin(self, inputs: mx.array, num_rows: int | None = None) -> tuple[int, ...]:
         """Begin a step of token ids (B, S); an earlier one that was not committed is gone.
+
+        Args:
+            inputs: the ids.
+            num_rows: of a compiled step, whose layers do not note what they write: the rows of a sequence that it
+                writes, S and its padding.
 
         Returns:
             the position of each sequence's first new token.
@@ -140,7 +145,9 @@ class ModelCache(SavedCache, Sequence[KVCache]):
         self._sequences.take_batch(batch)
         if len(self.lengths) != batch:
             raise ValueError(f"the cache is for a batch of {len(self.lengths)}; given {batch}")
-        self.reserve(num_tokens)
+        self.reserve(num_rows or num_tokens)
+        if num_rows:
+            self._sequences.wrote_rows(num_rows)
         self._sequences.step = inputs
         self._sequences.values.clear()
         return self.lengths

@@ -13,6 +13,7 @@ from kvant.cache.sequences import TrimLimit
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.cached_attention import stored_tokens
+from kvant.operators.compiled_attention import positions
 from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import both_masks
@@ -161,16 +162,30 @@ class WindowKVCache(QuantizedKVCache):
         """
         return self._mask(self.offset, new_tokens, window or self.window)
 
-    def place(self, offset: mx.array) -> mx.array:
-        """The row of a position, in operations that are the same for any; integer arrays."""
-        return mx.where(offset < self.keep, offset, self.keep + (offset - self.keep) % self._ring)
+    def place(self, offset: mx.array, new_tokens: int = 1) -> mx.array:
+        """The rows of S new tokens behind ``offset``, () or (B,): as ``offset`` where S is 1, else (B or 1, S).
 
-    def live(self, offset: mx.array) -> mx.array:
-        """Which rows the query at a position () sees when its own is written: (num_rows,), as :meth:`place`.
-
-        For positions (B, 1) it is (B, num_rows).
+        The operations are the same for any offset.
         """
-        return self._seen(self._positions(offset + 1, self.num_rows), offset, self.window)
+        position = offset if new_tokens == 1 else positions(offset, new_tokens).squeeze(2)
+        return mx.where(position < self.keep, position, self.keep + (position - self.keep) % self._ring)
+
+    def live(self, offset: mx.array, new_tokens: int = 1, window: int | None = None) -> mx.array:
+        """Which rows the queries of S new tokens behind ``offset`` see, once they are written.
+
+        The operations are the same for any offset.
+
+        Args:
+            offset: integers, () or (B,).
+            new_tokens: S, at most slack + 1.
+            window: as in :meth:`mask`.
+
+        Returns:
+            (B or 1, S, num_rows), boolean.
+        """
+        end = offset.reshape(-1, 1, 1) + new_tokens
+        held = self._positions(end, self.num_rows)
+        return self._seen(held, positions(offset, new_tokens), window or self.window)
 
     @property
     def format(self) -> LayerFormat:

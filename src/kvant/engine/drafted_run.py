@@ -29,6 +29,8 @@ class DraftedRun(Run):
     What is verified is one step of the cache. Its tokens are committed one by one, as they are handed out.
     """
 
+    _most_tokens = LARGEST_STEP
+
     def __init__(
         self, model: LanguageModel, prompt: Sequence[int], cache: Sequence[KVCache], *, drafts: Drafts, **options: Any
     ) -> None:
@@ -45,7 +47,7 @@ class DraftedRun(Run):
         self._can_drop = self._at_once
         self._drafter = drafts.drafter()
         formats = tuple(sorted({str(layer.format) for layer in self._cache.layers}))
-        costs = costs_of(model, (self._drafter.name, self._at_once, formats))
+        costs = costs_of(model, (self._drafter.name, self._at_once, self._can_compile(), formats))
         self._choice = drafts.choice(costs, self._drafter)
         self.drafts = self._choice.counts
         self._base = 0  # tokens of the cache after the prompt
@@ -107,6 +109,7 @@ class DraftedRun(Run):
         self._learn(token_id)
         if draft := self._draft():
             cache.put_back(held)
+            following = held = None  # or MLX would copy the buffers
             self._tokens = tokens
             self._verify(token, token_id, draft, began)
         else:
@@ -152,9 +155,19 @@ class DraftedRun(Run):
         cache = self._cache
         if self._tokens is not None:
             self._tokens = mx.concatenate([self._tokens, token])
-        logits = self._model.every_logits(mx.array([[token_id, *draft]]), cache).squeeze(0)
-        rows = _Rows(draft, began, logits)
-        if self._at_once:
+        step, ids = self._compiled_step(), [token_id, *draft]
+        if step is None or not step.takes(len(ids)):
+            logits = self._model.every_logits(mx.array([ids]), cache).squeeze(0)
+            rows = _Rows(draft, began, logits)
+        else:
+            traced, result = step.compilations, step(ids)
+            logits = result[-1]
+            rows = _Rows(draft, began, logits)
+            rows.is_traced = step.compilations > traced
+            rows.picked = result[0] if step.samples else None
+        if rows.picked is not None:
+            mx.async_eval(rows.picked, rows.logits)
+        elif self._at_once:
             known = [*cache.ids[0], token_id] if self._processors else []
             asked = [
                 Row(self._sampler, self._processors, cache.offset + 1 + place, [*known, *draft[:place]])
@@ -191,7 +204,8 @@ class DraftedRun(Run):
                 self._tokens = mx.concatenate([self._tokens, token])
             self._fed = self._cache.step
         else:
-            self._choice.verified(len(rows.draft), place, rows.seconds)
+            if not rows.is_traced:  # what it took says nothing of the next
+                self._choice.verified(len(rows.draft), place, rows.seconds)
             self._go_on(token, token_id)
         return token_id, logprobs
 
@@ -236,6 +250,7 @@ class _Rows:
         place: positions whose token was taken.
         logits: (S, vocab); log-probabilities where ``picked`` has the tokens (S,) already.
         began, seconds: when, and how long what was done of it took.
+        is_traced: it took the time of tracing a compiled step too.
     """
 
     def __init__(self, draft: list[int], began: float, logits: mx.array) -> None:
@@ -243,6 +258,7 @@ class _Rows:
         self.picked: mx.array | None = None
         self.place = 0
         self.seconds = 0.0
+        self.is_traced = False
 
     def rest(self) -> list[int]:
         """Drafted tokens that are fed and not handed out yet."""

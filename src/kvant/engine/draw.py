@@ -134,9 +134,15 @@ def sample(
     logits = logits.astype(mx.float32)
     for processor in processors:
         logits = processor(tokens if tokens is not None else mx.array([], mx.int32), logits).astype(mx.float32)
+    token, logprobs = draw(logits, sampler, key)
+    return token, logprobs.squeeze(0)
+
+
+def draw(logits: mx.array, sampler: Sampler, keys: mx.array | None) -> tuple[mx.array, mx.array]:
+    """Tokens (B,) and log-probabilities (B, vocab) of logits (B, vocab) in float32; ``keys`` (B, 2), as in sample."""
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     if not isinstance(sampler, SeededSampler):
-        return sampler(logprobs), logprobs.squeeze(0)
-    if key is None:
+        return sampler(logprobs), logprobs
+    if keys is None:
         raise AssertionError("a seeded sampler needs a key")
-    return draw_seeded(logprobs, [sampler], key), logprobs.squeeze(0)
+    return draw_seeded(logprobs, [sampler] * logits.shape[0], keys), logprobs

@@ -44,6 +44,8 @@ class Run:
             was called; "length": ``max_tokens``; "context": the cache, or the model's context, is full.
     """
 
+    _most_tokens = 1  # of a step
+
     def __init__(
         self,
         model: LanguageModel,
@@ -243,15 +245,25 @@ class Run:
         """Begin the step of a token (1,). Returns the token that follows and its log-probabilities, not evaluated."""
         if self._tokens is not None:
             self._tokens = mx.concatenate([self._tokens, token])
-        if not self._decided and self._can_compile():
-            processed = bool(self._processors)
-            self._step_function = CompiledStep(self._model, self._cache, self._sampler, processed=processed)
-        self._decided = True
-        if self._step_function is None:
+        step = self._compiled_step()
+        if step is None:
             logits = self._model.next_logits(token[None], self._cache)
             return self._sample(logits, self._cache.offset + 1)
-        result = self._step_function(token)
+        result = step(token)
         return result if len(result) == 2 else self._sample(result[0], self._cache.offset + 1)
+
+    def _compiled_step(self) -> CompiledStep | None:
+        """What steps are compiled as; None: they are not."""
+        if not self._decided and self._can_compile():
+            self._step_function = CompiledStep(
+                self._model,
+                self._cache,
+                self._sampler,
+                processed=bool(self._processors),
+                most_tokens=self._most_tokens,
+            )
+        self._decided = True
+        return self._step_function
 
     def _can_compile(self) -> bool:
         """Whether the step is to be compiled, and can be.

@@ -1,12 +1,15 @@
-"""One decode step as a compiled function: model, cache update and sampling, the same for every token."""
+"""Decode steps as compiled functions: model, cache update and sampling, the same for every token."""
+
+from collections.abc import Sequence
 
 import mlx.core as mx
 
 from kvant.cache import ModelCache, QuantizedKVCache
-from kvant.engine.draw import Sampler, SeededSampler, draw_key, greedy, sample
+from kvant.engine.draw import Sampler, SeededSampler, draw, draw_keys, greedy
 from kvant.models import LanguageModel
 
 SMALLEST_BUCKET = 256
+STEP_SIZES = (1, 2, 4, 8)  # tokens of a compiled step, S; the fused kernel takes up to 8
 
 
 def should_compile() -> bool:
@@ -24,19 +27,32 @@ def bucket_size(num_tokens: int, max_seq_len: int) -> int:
     return min(-(-num_tokens // size) * size, max_seq_len)
 
 
-class CompiledStep:
-    """A function of token and offset that changes the cache. Traced once per bucket of cached tokens. With the fused
-    kernel, which reads the offset itself, once in all.
+def step_size(num_tokens: int) -> int | None:
+    """Tokens of the compiled step that so many are padded to; None: there is none."""
+    return next((size for size in STEP_SIZES if size >= num_tokens), None)
 
-    Greedy and seeded sampling are part of it. Any other sampler may look at values or keep state: it runs after the
-    step, uncompiled, and so do logits processors.
+
+class CompiledStep:
+    """A function of tokens and offset that changes the cache. Traced once for each S and bucket of cached tokens.
+
+    With the fused kernel, which reads the offset itself, it is traced once for each S. Greedy and seeded sampling are
+    part of it. Any other sampler may look at values or keep state: it runs after the step, uncompiled, and so do logits
+    processors.
 
     Attributes:
         samples: whether sampling is part of it.
     """
 
-    def __init__(self, model: LanguageModel, cache: ModelCache, sampler: Sampler, *, processed: bool) -> None:
-        """For a model, a cache (``model.can_compile``) and a sampler; ``processed``: there are processors."""
+    def __init__(
+        self, model: LanguageModel, cache: ModelCache, sampler: Sampler, *, processed: bool, most_tokens: int = 1
+    ) -> None:
+        """For a model, a cache (``model.can_compile``) and a sampler.
+
+        Args:
+            model, cache, sampler: of one run.
+            processed: there are processors.
+            most_tokens: of a step. A model that has to be tried out with more than one is tried now.
+        """
         is_seeded = isinstance(sampler, SeededSampler)
         self.samples = samples = (is_seeded or sampler is greedy) and not processed
         self._sampler = sampler
@@ -45,13 +61,18 @@ class CompiledStep:
         self._reads_all = model.always_fuses and all(
             isinstance(layer, QuantizedKVCache) and layer.backend is not None for layer in cache
         )
+        sizes = STEP_SIZES[: STEP_SIZES.index(step_size(most_tokens) or STEP_SIZES[-1]) + 1]
+        self._sizes = [size for size in sizes if size == 1 or model.can_compile(cache, size)]
         self._traces = traces = [0]
 
         # A closure without self: MLX's compiled functions don't take part in garbage collection, a cycle would stay.
-        def traced(token: mx.array, offset: mx.array, bucket: int, key: mx.array | None) -> tuple[mx.array, ...]:
+        def traced(tokens: mx.array, offset: mx.array, bucket: int, keys: mx.array | None) -> tuple[mx.array, ...]:
             traces[0] += 1
-            logits = model.step_logits(token, offset, cache, bucket)
-            return sample(logits, None, sampler, (), key) if samples else (logits,)
+            logits = model.step_logits(tokens, offset, cache, bucket)
+            if not samples:
+                return (logits,)
+            drawn, logprobs = draw(logits.astype(mx.float32), sampler, keys)
+            return drawn, logprobs.squeeze(0) if len(tokens) == 1 else logprobs
 
         self._function = mx.compile(traced, inputs=cache.compiled_state, outputs=cache.compiled_state)
 
@@ -60,24 +81,44 @@ class CompiledStep:
         """How often the step was traced."""
         return self._traces[0]
 
-    def __call__(self, token: mx.array) -> tuple[mx.array, ...]:
-        """Begin the step of a token (1,); see :meth:`kvant.cache.ModelCache.commit`.
+    def takes(self, num_tokens: int) -> bool:
+        """Whether a step of so many tokens can be one of these: the model can, and with its padding there is room."""
+        size, reserved = step_size(num_tokens), self._cache.max_seq_len
+        return size in self._sizes and reserved is not None and self._cache.offset + size <= reserved
+
+    def __call__(self, tokens: mx.array | Sequence[int]) -> tuple[mx.array, ...]:
+        """Begin the step of S tokens of one sequence, in place of one begun before; see :meth:`ModelCache.commit`.
+
+        Args:
+            tokens: (S,), or ids; so many that :meth:`takes` takes them. They are padded to 1, 2, 4 or 8. The padding is
+                written behind them and cannot be committed.
 
         Returns:
-            the next token (1,) and its log-probabilities (vocab,) where :attr:`samples`, else the logits (1, vocab).
+            where :attr:`samples`, the token after each one (S,) and their log-probabilities (S, vocab), of one token
+            (vocab,); else the logits (S, vocab).
         """
+        if not isinstance(tokens, mx.array):
+            tokens = mx.array(list(tokens), mx.uint32)  # as argmax has them: another dtype would be another trace
+        count = len(tokens)
+        size = step_size(count)
+        if size is None:
+            raise ValueError(f"{count} tokens; a compiled step takes up to {STEP_SIZES[-1]}")
         # This checks the room, in Python: past the reservation a compiled write would be lost without a word.
-        (offset,) = self._cache.begin(token[None])
+        (offset,) = self._cache.begin(tokens[None], size)
+        if size > count:
+            tokens = mx.pad(tokens, (0, size - count))
         reserved = self._cache.max_seq_len
         assert reserved is not None
-        bucket = reserved if self._reads_all else bucket_size(offset + 1, reserved)
+        bucket = reserved if self._reads_all else bucket_size(offset + size, reserved)
         held = [list(arrays) for arrays in self._cache.compiled_state]
-        # An input of the function: as a constant it would be every draw's key.
-        key = draw_key(self._sampler, offset + 1) if self.samples else None
+        keys = None
+        if self.samples and isinstance(self._sampler, SeededSampler):
+            # An input of the function: as a constant it would be every draw's key.
+            keys = draw_keys([self._sampler] * size, range(offset + 1, offset + size + 1))
         try:
-            result: tuple[mx.array, ...] = self._function(token, mx.array(offset), bucket, key)
+            result: tuple[mx.array, ...] = self._function(tokens, mx.array(offset), bucket, keys)
         except BaseException:  # Ctrl-C while it is traced: MLX leaves the trace's placeholders in all it captured
             for arrays, before in zip(self._cache.compiled_state, held, strict=True):
                 arrays[:] = before
             raise
-        return result
+        return result if size == count else tuple(part[:count] for part in result)

@@ -225,9 +225,9 @@ class Decoder(DecoderCaches):
             x = layer(x, rotate, cache)
         return x
 
-    def step_logits(self, token: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
+    def step_logits(self, tokens: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
         """See :class:`kvant.models.LanguageModel`."""
-        return self.logits(self.states(token[None], offset, cache.compiled_views(offset, num_tokens))[:, -1])
+        return self.logits(self.states(tokens[None], offset, cache.compiled_views(offset, num_tokens)).squeeze(0))
 
     def check_cache(self, cache: Sequence[KVCache], batch: int | None = None) -> ModelCache:
         """See :class:`kvant.models.LanguageModel`."""

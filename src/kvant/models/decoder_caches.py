@@ -137,13 +137,15 @@ class DecoderCaches:
             windows=[narrow_window(window, max_seq_len) for window in self.all_windows],
         )
 
-    def can_compile(self, cache: ModelCache) -> bool:
+    def can_compile(self, cache: ModelCache, new_tokens: int = 1) -> bool:
         """See :class:`kvant.models.LanguageModel`. No array of the cache may change its shape.
 
-        A window with a bias split is not compiled: the angles of a new token are computed in Python.
+        A window with a bias split is not compiled: the angles of a new token are computed in Python. More new tokens
+        than its slack and one would overwrite rows that they, or a step in their place, need.
         """
         return all(
-            isinstance(layer, QuantizedKVCache) and (layer.window is None or layer.bias_split is None)
+            isinstance(layer, QuantizedKVCache)
+            and (not isinstance(layer, WindowKVCache) or (layer.bias_split is None and new_tokens <= layer.slack + 1))
             for layer in cache
         )
 

@@ -34,24 +34,24 @@ def append_and_attend_static(
     window: int | None = None,
     keep: int = 0,
 ) -> tuple[mx.array, ...]:
-    """``append_and_attend`` for one new token, as a function of arrays that returns new arrays.
+    """``append_and_attend`` as a function of arrays that returns new arrays.
 
     Its operations and shapes do not depend on ``offset``, so it can be part of a compiled step. MLX still writes in
-    place where nothing else holds the old arrays. Nothing checks that the offset is in the cache.
+    place where nothing else holds the old arrays. Nothing checks that the new tokens have room in the cache.
 
     Args:
-        query: (B, H, 1, D).
-        key, value: (B, K, 1, D).
-        offset: integers, the position of the new token: () for all sequences, or (B,), one each.
-        tokens: cached tokens to read, more than ``offset``. The fused kernel reads ``offset`` instead.
+        query: (B, H, S, D).
+        key, value: (B, K, S, D).
+        offset: integers, the position of the first new token: () for all sequences, or (B,), one each.
+        tokens: cached tokens to read, ``offset`` + S at least. The fused kernel reads ``offset`` instead.
         sinks: as :func:`kvant.operators.attention.attend_tokens` takes them.
-        row: of a ring, where the new token goes: as ``offset``.
-        live: of a ring, which of the T rows the new token sees: (T,), or (B, T). The fused kernel finds them by
+        row: of a ring, where the new tokens go: as ``offset``, or (B or 1, S).
+        live: of a ring, which of the T rows the new tokens see: (B or 1, S, T). The fused kernel finds them by
             ``window`` and ``keep``.
         window, keep: of a ring, the last and the first tokens that a query sees.
 
     Returns:
-        (B, H, 1, D) in the query's dtype, the new cache, and the new scale where one was given.
+        (B, H, S, D) in the query's dtype, the new cache, and the new scale where one was given.
     """
     stored = [cache] if scale is None else [cache, scale]
     row = offset if row is None else row
@@ -74,8 +74,14 @@ def append_and_attend_static(
         return output, *updated
     keys, values = read_tokens(tokens, cache, scale, quant_bit=quant_bit, dtype=query.dtype)
     if live is None:
-        live = mx.arange(tokens) <= offset.reshape(-1, 1)  # (B or 1, T)
+        live = mx.arange(tokens) <= positions(offset, query.shape[2])  # (B or 1, S, T)
     return attend_live_tokens(query, keys, values, live, bias_split=bias_split, sinks=sinks), *updated
+
+
+def positions(offset: mx.array, new_tokens: int) -> mx.array:
+    """Positions (B or 1, S, 1) of S new tokens behind ``offset``, integers () or (B,)."""
+    first = offset.reshape(-1, 1, 1)
+    return first if new_tokens == 1 else first + mx.arange(new_tokens)[:, None]
 
 
 def append_tokens(
@@ -94,7 +100,7 @@ def append_tokens(
 
     Args:
         key, value: (B, K, S, D). Values may have a width of their own.
-        row: integers, () or (1,) for all sequences, or (B,), one each.
+        row: as ``put_tokens`` takes it.
     """
     options: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group}
     if quant_bit and backend is not None:  # words are put as they are: a GPU writes bytes more slowly
@@ -113,23 +119,26 @@ def attend_live_tokens(
     bias_split: BiasSplit | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attention of one query over the live ones of T tokens. The operations do not depend on which are live. Unchecked.
+    """Attention of S queries, each over its live ones of T tokens. The operations do not depend on which are live.
+
+    Unchecked.
 
     Args:
-        query: (B, H, 1, D).
-        key, value: (B, K, T, D). Tokens that are not live have no effect, even where they hold NaN.
-        live: boolean with at least one True: (T,) for all sequences, or (B, T), one each.
+        query: (B, H, S, D).
+        key, value: (B, K, T, D). Tokens that are live for no query have no effect, even where they hold NaN.
+        live: boolean, (B or 1, S, T), with at least one True for each query.
         bias_split, sinks: as in :func:`attend_tokens`.
 
     Returns:
-        (B, H, 1, D) in the query's dtype.
+        (B, H, S, D) in the query's dtype.
     """
-    D, T = key.shape[3], key.shape[2]
+    (S, D), T = query.shape[2:], key.shape[2]
     dtype = query.dtype
     if bias_split is not None or D not in GPU_FUSED_HEAD_DIMS:  # as in attend_tokens
         query, key, value = (x.astype(mx.float32) for x in (query, key, value))
-    mask = live.reshape(-1, 1, 1, T)
-    key, value = (mx.where(mask.swapaxes(2, 3), x, mx.zeros_like(x)) for x in (key, value))
+    mask = live[:, None]  # (B or 1, 1, S, T)
+    read = mask if S == 1 else mask.any(axis=2, keepdims=True)
+    key, value = (mx.where(read.swapaxes(2, 3), x, mx.zeros_like(x)) for x in (key, value))
     if bias_split is not None and bias_split.pairs:
         mask = mx.where(mask, score_bias(query, bias_split, T), -math.inf)
     if sinks is not None:

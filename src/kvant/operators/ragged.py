@@ -56,7 +56,7 @@ def put_tokens(arrays: Sequence[mx.array], tokens: Sequence[mx.array], row: mx.a
     Args:
         arrays: (1, B, 2, K, rows, last) each.
         tokens: (1, B, 2, K, S, last) each, in the array's dtype or in words of its bytes.
-        row: integers, () or (1,) for all sequences, or (B,), one each.
+        row: integers, () or (1,) for all sequences, or (B,), one each; (B or 1, S): of every token.
     """
     S = tokens[0].shape[4]
     stored = [mx.view(array, part.dtype) for array, part in zip(arrays, tokens, strict=True)]
@@ -65,8 +65,8 @@ def put_tokens(arrays: Sequence[mx.array], tokens: Sequence[mx.array], row: mx.a
         place = row.reshape(1)
         updated = [mx.slice_update(array, part, place, axes=(4,)) for array, part in zip(stored, tokens, strict=True)]
     else:
-        place = row.reshape(1, -1, 1, 1, 1, 1)
-        if S > 1:
+        place = row.reshape(1, row.shape[0] if row.ndim else 1, 1, 1, -1, 1)
+        if S > 1 and row.ndim < 2:
             place = place + mx.arange(S)[:, None]
         updated = [mx.put_along_axis(array, place, part, axis=4) for array, part in zip(stored, tokens, strict=True)]
     return [mx.view(new, array.dtype) for new, array in zip(updated, arrays, strict=True)]

@@ -123,11 +123,11 @@ class BridgedStageModel(BridgedModel):
             self.module(inputs, cache=bridged)
             return [*bridged.state, *self._sent]
 
-    def can_compile(self, cache: ModelCache) -> bool:
+    def can_compile(self, cache: ModelCache, new_tokens: int = 1) -> bool:
         """Never: a step sends."""
         return False
 
-    def step_logits(self, token: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> Never:
+    def step_logits(self, tokens: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> Never:
         """Not there: see :meth:`can_compile`."""
         raise NotImplementedError("a step of several machines is not compiled")
 

@@ -106,11 +106,11 @@ class Lead:
         """Refused: drafts are not verified over several ranks."""
         raise RanksError("drafts are not verified over several ranks")
 
-    def can_compile(self, cache: ModelCache) -> bool:
+    def can_compile(self, cache: ModelCache, new_tokens: int = 1) -> bool:
         """No: a step waits for other ranks."""
         return False
 
-    def step_logits(self, token: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
+    def step_logits(self, tokens: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
         """Refused: see :meth:`can_compile`."""
         raise RanksError("a step of several ranks cannot be compiled")
 

@@ -58,7 +58,7 @@ class StageDecoder(Decoder):
         passed = self._passed(inputs, None, cache, wanted=1)
         return passed if self.ranks.rank else self._logits(passed)[:, -1]
 
-    def can_compile(self, cache: ModelCache) -> bool:
+    def can_compile(self, cache: ModelCache, new_tokens: int = 1) -> bool:
         """No: a step waits for other ranks."""
         return False
 

@@ -103,7 +103,7 @@ class TensorDecoder(Decoder):
         gathered = self.ranks.all_gather(padded).reshape(self.ranks.size, *padded.shape)
         return mx.concatenate([gathered[rank, ..., :rows] for rank, rows in enumerate(self._rows)], axis=-1)
 
-    def can_compile(self, cache: ModelCache) -> bool:
+    def can_compile(self, cache: ModelCache, new_tokens: int = 1) -> bool:
         """No: ranks evaluate every step by itself."""
         return False
 
