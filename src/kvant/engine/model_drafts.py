@@ -16,6 +16,7 @@ from kvant.engine.run import PREFILL_STEP_SIZE
 from kvant.errors import ArgumentError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
+from kvant.sizes import format_bytes
 from kvant.text.tokenizer import Tokenizer
 
 DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS = 3, 7
@@ -83,6 +84,11 @@ class ModelDrafts(Drafts):
                 f"taken back from its cache, and its {which}",
             )
         return cache
+
+    def describe_cache(self) -> str:
+        """The reservation of :attr:`cache` in a line."""
+        assert self.cache is not None
+        return f"{self.cache.max_seq_len} tokens reserved, {format_bytes(self.cache.nbytes)}"
 
     def drafter(self) -> Drafter:
         """A drafter for one sequence; of :attr:`cache` only one at a time can be used."""
