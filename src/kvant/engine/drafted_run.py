@@ -13,6 +13,7 @@ from kvant.engine.draw import SeededSampler, greedy
 from kvant.engine.processors import KINDS
 from kvant.engine.row_sampling import Row, sample_rows
 from kvant.engine.run import Run
+from kvant.engine.step import can_compile
 from kvant.errors import ArgumentError
 from kvant.models import LanguageModel
 
@@ -47,7 +48,8 @@ class DraftedRun(Run):
         self._can_drop = self._at_once
         self._drafter = drafts.drafter()
         formats = tuple(sorted({str(layer.format) for layer in self._cache.layers}))
-        costs = costs_of(model, (self._drafter.name, self._at_once, self._can_compile(), formats))
+        compiled = can_compile(model, self._cache, self._compiled)
+        costs = costs_of(model, (self._drafter.name, self._at_once, compiled, formats))
         self._choice = drafts.choice(costs, self._drafter)
         self.drafts = self._choice.counts
         self._base = 0  # tokens of the cache after the prompt
