@@ -37,12 +37,13 @@ def test_generate_and_chat(small: str, monkeypatch: pytest.MonkeyPatch, tmp_path
     settings = tmp_path / "config.toml"
     settings.write_text('draft-model = "pocket"\nnum-draft-tokens = 7\n')
     monkeypatch.setenv("KVANT_CONFIG", str(settings))
-    said = call("chat", "-m", "24", "--temp", "0", stdin=f"{QUESTION}\nAnd again?\n")
+    said = call("chat", "-m", "24", "--seed", "5", stdin=QUESTION)
     assert said.returncode == 0
-    for other in (("--draft", "prompt"), ("--n", "2", "--temp", "0.5")):  # the file's is not meant beside it
-        assert call("generate", *other, "-m", "4", "Hi").returncode == 0
-    monkeypatch.setenv("KVANT_CONFIG", "")
-    assert call("chat", "-m", "24", "--temp", "0", stdin=f"{QUESTION}\nAnd again?\n").stdout == said.stdout
+    assert said.stdout == plain.stdout
+    for other in (("--draft", "prompt"), ("--draft", "none"), ("--n", "2", "--temp", "0.5")):
+        done = call("generate", *other, "-m", "2", "Hi")  # the file's is not meant beside it
+        assert done.returncode == 0
+        assert "draft model" not in done.stderr
 
 
 @pytest.mark.parametrize(

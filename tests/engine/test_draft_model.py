@@ -49,7 +49,8 @@ def test_the_same_text(pocket: Pocket, small: LanguageModel, bits: int) -> None:
     """Where the cache is quantized, rounding may decide a draw: a step of several tokens and several steps differ."""
     model, _ = pocket
     differing = 0
-    for sampler, draft_model in (("greedy", model), ("greedy", small), ("seeded", small), ("filtered", model)):
+    cases = [("greedy", model), ("filtered", model), ("seeded", small), ("greedy", small)]
+    for sampler, draft_model in cases[:: 1 if bits == 8 else 2]:
         settings: dict[str, Any] = {"max_tokens": TOKENS, "sampler": make_sampler(**SAMPLERS[sampler])}
         plain = list(Run(model, PROMPT, model.make_cache(80, quant_bit=bits), **settings))
         text = [token for token, _ in plain]
