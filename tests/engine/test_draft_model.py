@@ -170,6 +170,9 @@ def test_windows_and_states(pocket: Pocket, tmp_path: Path) -> None:
     states, _ = load_kind("falcon_h1", tmp_path / "states")
     with pytest.raises(ArgumentError, match=r"draft_model has falcon_h1's layers; .* its states cannot"):
         ModelDrafts(model=states, vocab_size=128).make_cache()
+    drafts = ModelDrafts(model=model, vocab_size=128, tokens=64)
+    with pytest.raises(ArgumentError, match=r"draft_model is given; .* this model's linear or convolution layers"):
+        DraftedRun(states, prompt, states.make_cache(64), drafts=drafts)
 
 
 @pytest.mark.parametrize(

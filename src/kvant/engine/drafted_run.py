@@ -210,13 +210,14 @@ def check_drafts(drafts: Drafts | None, cache: ModelCache) -> None:
     """
     if drafts is None:
         return
+    argument, value = drafts.asked
     if cache.divided:
-        raise ArgumentError("draft", f"is {drafts.source!r}; drafts are not verified over several ranks")
+        raise ArgumentError(argument, f"{value}; drafts are not verified over several ranks")
     back = min((limit.tokens for limit in cache.layers[0].sequences.limits), default=LARGEST_STEP)
     if back < LARGEST_STEP:
         kept = f"windows take back {back}" if back else "linear or convolution layers have states that cannot"
         raise ArgumentError(
-            "draft", f"is {drafts.source!r}; up to {LARGEST_STEP} tokens of a step are taken back, this model's {kept}"
+            argument, f"{value}; up to {LARGEST_STEP} tokens of a step are taken back, this model's {kept}"
         )
 
 

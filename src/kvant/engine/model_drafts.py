@@ -48,6 +48,11 @@ class ModelDrafts(Drafts):
     prefill_step_size: int = PREFILL_STEP_SIZE
     cache: ModelCache | None = None
 
+    @property
+    def asked(self) -> tuple[str, str]:
+        """The argument that asks for them, and its value in words; for a refusal."""
+        return "draft_model", "is given"
+
     def beside(self, cache: Sequence[KVCache], tokens: int | None = None) -> "ModelDrafts":
         """These drafts, with a cache of the same format and as many tokens as the model's.
 

@@ -21,6 +21,11 @@ class Drafts:
 
     source: str = "prompt"
 
+    @property
+    def asked(self) -> tuple[str, str]:
+        """The argument that asks for them, and its value in words; for a refusal."""
+        return "draft", f"is {self.source!r}"
+
     def drafter(self) -> Drafter:
         """A drafter for one sequence."""
         return SuffixDrafter()
