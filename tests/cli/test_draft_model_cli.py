@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
+import kvant  # isort: skip  # noqa: F401  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 import pytest
 from support.command import QUESTION, call
@@ -12,7 +12,7 @@ from support.draft_models import save_draft_model
 from support.kinds import load_kind
 
 from kvant.cli.session import RunOptions, open_session
-from kvant.engine.draw import greedy
+from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.tools.plan import Settings, plan, read_folder
 from kvant.tools.plan.plan import DraftModel
@@ -91,8 +91,7 @@ def test_what_is_planned_is_reserved(small: str) -> None:
     assert {layer.quant_bit for layer in drafts.cache.layers} == {4}  # type: ignore[attr-defined]
     assert drafts.cache.groups == [16]
     ids = [n % 900 + 30 for n in range(190)]
-    options = {"draft": drafts, "prompt_cache": session.cache, "sampler": greedy}
-    list(kvant.stream_generate(session.model, session.tokenizer, ids, 12, **options))  # type: ignore[arg-type]
+    list(DraftedRun(session.model, ids, session.cache, drafts=drafts, max_tokens=12))
     assert mx.get_peak_memory() - base <= made.arrays
     assert drafts.cache.nbytes == made.draft_cache
 

@@ -55,7 +55,7 @@ def test_the_same_text(pocket: Pocket, small: LanguageModel, bits: int) -> None:
         plain = list(Run(model, PROMPT, model.make_cache(80, quant_bit=bits), **settings))
         text = [token for token, _ in plain]
         cache = model.make_cache(80, quant_bit=bits)
-        drafts = ChanceModelDrafts(model=draft_model, vocab_size=model.config.vocab_size).beside(cache)
+        drafts = ChanceModelDrafts(model=draft_model, vocab_size=model.config.vocab_size)
         run = DraftedRun(model, PROMPT, cache, drafts=drafts, **settings)
         for number, (token, logprobs) in enumerate(run):
             assert mx.abs(mx.exp(logprobs) - mx.exp(plain[number][1])).max() < {0: 1e-4, 8: 0.05, 4: 0.1}[bits]
@@ -144,7 +144,7 @@ def test_its_context_ends_before_the_models(pocket: Pocket, pocket_folder: Path,
     )
     short = kvant.load(folder)[0]
     cache = model.make_cache(128)
-    drafts = ModelDrafts(model=short, vocab_size=model.config.vocab_size).beside(cache)
+    drafts = ModelDrafts(model=short, vocab_size=model.config.vocab_size)
     run = DraftedRun(model, PROMPT, cache, drafts=drafts, max_tokens=TOKENS)
     made = run._drafter
     assert isinstance(made, ModelDrafter)
@@ -163,7 +163,7 @@ def test_windows_and_states(pocket: Pocket, tmp_path: Path) -> None:
     drafts = ChanceModelDrafts(model=model, vocab_size=128, num_draft_tokens=7)
     prompt = [n % 100 + 6 for n in range(40)]
     cache = model.make_cache(128)
-    run = DraftedRun(model, prompt, cache, drafts=drafts.beside(cache), max_tokens=TOKENS)
+    run = DraftedRun(model, prompt, cache, drafts=drafts, max_tokens=TOKENS)
     assert [t for t, _ in run] == [t for t, _ in Run(model, prompt, model.make_cache(128), max_tokens=TOKENS)]
     assert run.drafts is not None
     assert run.drafts.accepted

@@ -43,7 +43,7 @@ class DraftedRun(Run):
         self._at_once = own and all(type(processor) in KINDS for processor in self._processors)
         # A step that was built, and not computed, is dropped without a trace; a caller's functions would remember it.
         self._can_drop = self._at_once
-        self._drafter = drafts.drafter()
+        self._drafter = drafts.beside(self._cache, self._cache.offset + len(self.prompt) + self._limit).drafter()
         formats = tuple(sorted({str(layer.format) for layer in self._cache.layers}))
         costs = costs_of(model, (self._drafter.name, self._at_once, formats))
         self._choice = drafts.choice(costs, self._drafter)
