@@ -11,11 +11,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from support.drafts import KnownDrafts
 from support.pools import tiny_model
 
 from kvant.cache import ModelCache
 from kvant.cache.pool_batch import PoolBatch
+from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.draw import Sampler
+from kvant.engine.limits import go_back
 from kvant.engine.request import Request
 from kvant.engine.run import Run
 from kvant.engine.scheduler import Scheduler
@@ -42,6 +45,10 @@ class Recorded:
 
     def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
         self.logits.append(self._model.next_logits(inputs, cache))
+        return self.logits[-1]
+
+    def every_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
+        self.logits.append(self._model.every_logits(inputs, cache))
         return self.logits[-1]
 
     def __call__(self, inputs: mx.array, cache: ModelCache) -> mx.array:
@@ -131,6 +138,54 @@ def test_a_run_and_its_tokens(led: tuple[Lead, Loopback]) -> None:
     assert isinstance(follower, ModelCache)
     assert follower.ids[0] == cache.ids[0][: follower.offset]
     assert follower.offset >= 158
+
+
+@pytest.mark.parametrize("bits", [0, 4, 8])
+def test_drafts_and_their_interruption(led: tuple[Lead, Loopback], bits: int) -> None:
+    """What is accepted is committed everywhere, also where a run is left, or broken off in the middle of a step."""
+    lead, other = led
+    draw = random.Random(bits)
+    sampler: Sampler = make_sampler(temp=0.8, seed=3)
+    cache = lead.make_cache(600, quant_bit=bits, quant_group=32)
+    own = lead.part
+    assert isinstance(own, Recorded)
+    alone = own.make_cache(600, quant_bit=bits, quant_group=32)
+    left = 0
+
+    def fail(tokens: mx.array, logits: mx.array) -> mx.array:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+        return logits
+
+    for turn in range(6):
+        prompt = TEXT[7 * turn : 7 * turn + draw.choice([1, 3, 60])]
+        plain = [token for token, _ in Run(own, prompt, alone, max_tokens=20, sampler=sampler)]
+        own.logits.clear()
+        given = cache.ids[0]
+        drafts = KnownDrafts(text=[*prompt, *plain], mistakes=0.1, seed=turn)
+        processors = [fail] if turn % 3 == 2 else []
+        run = DraftedRun(
+            lead, prompt, cache, max_tokens=20, sampler=sampler, drafts=drafts, logits_processors=processors
+        )
+        left = draw.randrange(2, 19)
+        if processors:
+            with pytest.raises(KeyboardInterrupt):
+                list(run)
+        else:
+            for _ in range(left if turn % 3 else 20):
+                next(run)
+        assert run.generated == plain[: len(run.generated)]
+        assert cache.ids[0] == [*given, *prompt, *run.generated[:-1]]
+        check(own.logits, other)
+        own.logits.clear()
+        go_back(alone, cache.offset)
+        if alone.ids != cache.ids:  # a window cannot go back so far
+            list(Run(own, cache.ids[0], alone, max_tokens=1))
+            own.logits.clear()
+    calls = [message["call"] for message in other.messages if "call" in message]
+    assert "every_logits" in calls
 
 
 def test_a_pool_of_requests_that_share_and_fork(led: tuple[Lead, Loopback]) -> None:

@@ -35,12 +35,10 @@ class DraftedRun(Run):
         """``drafts``: where they come from; other arguments and errors as those of :class:`Run`.
 
         Raises:
-            ArgumentError: a cache that cannot take back a part of a step, or is divided over ranks.
+            ArgumentError: a cache that cannot take back a part of a step.
         """
         super().__init__(model, prompt, cache, **options)
-        if self._cache.divided:
-            raise ArgumentError("draft", f"is {drafts.source!r}; drafts are not verified over several ranks")
-        back = min((limit.tokens for layer in self._cache.layers for limit in layer.limits), default=LARGEST_STEP)
+        back = min((limit.tokens for limit in self._cache.layers[0].sequences.limits), default=LARGEST_STEP)
         if back < LARGEST_STEP:
             raise ArgumentError(
                 "draft",
