@@ -38,7 +38,8 @@ class DraftedRun(Run):
             ArgumentError: a cache that cannot take back a part of a step.
         """
         super().__init__(model, prompt, cache, **options)
-        back = min((limit.tokens for limit in self._cache.layers[0].sequences.limits), default=LARGEST_STEP)
+        limits = self._cache.layers[0].sequences.limits
+        back = min((limit.tokens for limit in limits), default=LARGEST_STEP)
         if back < LARGEST_STEP:
             raise ArgumentError(
                 "draft",
@@ -47,6 +48,10 @@ class DraftedRun(Run):
             )
         own = isinstance(self._sampler, SeededSampler) or self._sampler is greedy
         self._at_once = own and all(type(processor) in KINDS for processor in self._processors)
+        # Over ranks a step is computed where it is begun.
+        self._at_begin = self._cache.divided
+        # A step that was built, and not computed, is dropped without a trace; a caller's functions would remember it.
+        self._can_drop = self._at_once and not self._at_begin
         self._drafter = drafts.drafter()
         formats = tuple(sorted({str(layer.format) for layer in self._cache.layers}))
         costs = costs_of(model, (self._drafter.name, self._at_once, formats))
@@ -55,7 +60,8 @@ class DraftedRun(Run):
         self._base = 0  # tokens of the cache after the prompt
         self._learnt = 0  # tokens of the answer that the drafter knows
         self._rows: _Rows | None = None
-        self._ready: float | None = None  # when the token before was ready, where its step was one of the plain loop
+        self._ready: float | None = None  # when the token was ready whose step, of one token, is under way
+        self._alone = False  # whether that was begun after it was ready, not before
 
     def _start_over(self, held: int) -> None:
         super()._start_over(held)
@@ -82,52 +88,81 @@ class DraftedRun(Run):
     def _take_next(self) -> tuple[int, mx.array]:
         if self._rows is not None:
             return self._take_row(self._rows)
+        began = time.perf_counter()
+        if self._at_begin:
+            self._measure()
         self.from_draft = False
         self._choice.counts.steps += bool(self.generated)
         if self._choice.may_draft(self._drafter.match + 1):
-            assert self._next is not None
-            token, logprobs = self._next
-            token_id = self._read(token)
-            self._ready = None
-            self._go_on(token, token_id)
-            return token_id, logprobs
+            return self._take_or_draft()
         token_id, logprobs = super()._take_next()
-        now = time.perf_counter()
-        if self._ready is not None:
-            self._choice.stepped(now - self._ready)
-        self._ready = now
+        if not self._at_begin:
+            self._measure()
+        self._ready, self._alone = began if self._at_begin else time.perf_counter(), False
         self._learn(token_id)
         return token_id, logprobs
+
+    def _take_or_draft(self) -> tuple[int, mx.array]:
+        """As :meth:`_take_next`. The step begun while the token is computed is dropped where a draft follows."""
+        cache, tokens = self._cache, self._tokens
+        assert self._next is not None
+        token, logprobs = self._next
+        following = held = None
+        if self._can_drop and len(self.generated) + 1 < self._limit:
+            held = cache.hold()
+            following = self._feed(token)
+        token_id = self._read(token)
+        if not self._at_begin:
+            self._measure()
+        if following is None or held is None:
+            self._go_on(token, token_id)
+            return token_id, logprobs
+        began = time.perf_counter()
+        self._learn(token_id)
+        if draft := self._draft():
+            cache.put_back(held)
+            self._tokens = tokens
+            self._verify(token, token_id, draft, began)
+        else:
+            del held  # or MLX would copy the buffers
+            mx.async_eval(*following)
+            self._next, self._fed = following, cache.step
+            self._ready, self._alone = began, False
+        return token_id, logprobs
+
+    def _measure(self) -> None:
+        """A token of a step of one is ready."""
+        if self._ready is not None:
+            self._choice.stepped(time.perf_counter() - self._ready, alone=self._alone)
 
     def _go_on(self, token: mx.array, token_id: int) -> None:
         """Begin the step of a token (1,) that is known, with a draft where one pays."""
         began = time.perf_counter()
         self._learn(token_id)
-        # A step may give one token more than were drafted.
-        most = self._limit - len(self.generated) - 2
-        if most < 0 or token_id in self._stop_tokens:
+        if len(self.generated) + 1 >= self._limit or token_id in self._stop_tokens:
             self._cache.end_step()
-            self._next = self._rows = None
-        elif draft := self._draft(most):
-            rows = self._verify(token, token_id, draft, began)
-            self._next, self._rows = None, rows
+            self._next = self._rows = self._ready = None
+        elif draft := self._draft():
+            self._verify(token, token_id, draft, began)
         else:
             following = self._feed(token)
             mx.async_eval(*following)
             self._next, self._rows = following, None
+            self._ready, self._alone = began, not self._at_begin
         self._fed = self._cache.step
 
-    def _draft(self, most: int) -> list[int]:
-        """Tokens that may follow, as many as pay, at most ``most``."""
+    def _draft(self) -> list[int]:
+        """Tokens that may follow, as many as pay."""
         choice, drafter = self._choice, self._drafter
-        count = choice.count(drafter.match, most)
+        # A step gives one token more than were accepted.
+        count = choice.count(drafter.match, self._limit - len(self.generated) - 2)
         draft = drafter.propose(count) if count else []
         vocab_size = self._model.config.vocab_size
         known = next((n for n, token in enumerate(draft) if not 0 <= token < vocab_size), len(draft))
         return draft[: choice.count(drafter.match, known)]
 
-    def _verify(self, token: mx.array, token_id: int, draft: list[int], began: float) -> "_Rows":
-        """Begin the step of a token and the draft behind it; queued, with the sampling where that is done at once."""
+    def _verify(self, token: mx.array, token_id: int, draft: list[int], began: float) -> None:
+        """Begin the step of a token (1,) and the draft behind it; queued, with the sampling where that is at once."""
         cache = self._cache
         if self._tokens is not None:
             self._tokens = mx.concatenate([self._tokens, token])
@@ -135,16 +170,15 @@ class DraftedRun(Run):
         rows = _Rows(draft, began, logits)
         if self._at_once:
             known = [*cache.ids[0], token_id] if self._processors else []
-            places = range(len(draft) + 1)
             asked = [
                 Row(self._sampler, self._processors, cache.offset + 1 + place, [*known, *draft[:place]])
-                for place in places
+                for place in range(len(draft) + 1)
             ]
             rows.picked, rows.logits = sample_rows(logits, asked)
             mx.async_eval(rows.picked, rows.logits)
         else:
             mx.async_eval(logits)
-        return rows
+        self._next, self._rows, self._ready, self._fed = None, rows, None, cache.step
 
     def _take_row(self, rows: "_Rows") -> tuple[int, mx.array]:
         """The token of the next position that was verified; where that ends what was accepted, a step is begun."""
@@ -172,7 +206,6 @@ class DraftedRun(Run):
             self._fed = self._cache.step
         else:
             self._choice.verified(len(rows.draft), place, rows.seconds)
-            self._ready = None
             self._go_on(token, token_id)
         return token_id, logprobs
 

@@ -10,9 +10,10 @@ from kvant.engine.drafting.drafter import Drafter
 SIZES = (1, 3, 7)
 CLASSES = 7  # of match lengths: 0, 1, 2 to 3, 4 to 7, ... 32 and more
 DECAY = 0.95  # of what an older observation counts, for each newer one
-LEAST_GAIN = 1.05  # tokens a second expected of a draft, over those of none
+LEAST_GAIN = 1.05  # tokens expected of a draft in the time of one
 SAMPLES = 9  # of a step's cost, of which the median counts
-LOSS_STEPS, LOSS_SHARE = 2, 0.01  # what drafts may lose: so many steps of one token, and a share of the run's time
+LIFE = 256  # steps of one token after which the oldest sample is forgotten
+LOSS, LOSS_SHARE = 2, 0.01  # what drafts may lose: so many steps of one token, and a share of the run's steps
 
 
 @dataclass(slots=True)
@@ -39,21 +40,43 @@ class DraftCounts:
 
 
 class StepCosts:
-    """Seconds of a step of S tokens, measured while texts are generated. A model's are kept with it in this process."""
+    """What a step of S tokens costs in steps of one, measured while texts are generated.
+
+    A model's are kept with it in this process. A step is compared with the plain ones just before it, because a
+    machine's load and the cache's length change.
+    """
 
     def __init__(self) -> None:
-        self._seconds: dict[int, deque[float]] = {}
+        self._singles: deque[float] = deque(maxlen=SAMPLES)  # seconds
+        self._ratios: dict[int, deque[float]] = {}
+        self._age = 0
+
+    def add_single(self, seconds: float) -> None:
+        """A step of one token took so long, in the plain loop."""
+        self._singles.append(seconds)
+        self._age += 1
+        if self._age % LIFE == 0:  # or a cost that was measured wrongly, and is not paid since, would stay
+            for ratios in self._ratios.values():
+                if ratios:
+                    ratios.popleft()
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """A step of S = ``num_tokens`` took so long."""
-        self._seconds.setdefault(num_tokens, deque(maxlen=SAMPLES)).append(seconds)
+        """A step of S = ``num_tokens`` took so long, with the drafting. 0: one of one token, not begun in advance."""
+        if self.is_known:
+            ratios = self._ratios.setdefault(num_tokens, deque(maxlen=SAMPLES))
+            ratios.append(seconds / sorted(self._singles)[len(self._singles) // 2])
+
+    @property
+    def is_known(self) -> bool:
+        """Whether steps of one token were measured."""
+        return len(self._singles) > 1
 
     def get(self, num_tokens: int) -> float | None:
         """The median of the last steps; of few, the shortest, for first steps take longer. None before the second."""
-        samples = self._seconds.get(num_tokens, ())
-        if len(samples) < 2:
+        ratios = self._ratios.get(num_tokens, ())
+        if len(ratios) < 2:
             return None
-        return sorted(samples)[0 if len(samples) < 5 else (len(samples) - 1) // 2]
+        return sorted(ratios)[0 if len(ratios) < 5 else (len(ratios) - 1) // 2]
 
 
 _costs: WeakKeyDictionary[object, dict[Hashable, StepCosts]] = WeakKeyDictionary()
@@ -88,7 +111,8 @@ class Choice:
         self._hits = [0.0 if is_free else 1.0] * CLASSES
         self._tries = [1.0] * CLASSES
         self._seen = [not is_free] * CLASSES
-        self._gained = self._spent = 0.0
+        self._gained = 0.0  # in steps of one token
+        self._steps = 0
         self._chosen: dict[int, int] = {}  # of each class, until something is learnt
 
     def saw(self, match: int, *, hit: bool) -> None:
@@ -123,44 +147,44 @@ class Choice:
         """Whether anything would be drafted after a match of 1 to ``longest`` tokens, at most."""
         return not self.counts.off and any(self.count(1 << c >> 1, 1) for c in range(1, _class(longest) + 1))
 
-    def stepped(self, seconds: float) -> None:
-        """A step of one token took so long in the plain loop."""
-        self._costs.add(1, seconds)
-        self._spent += seconds
-        if self.counts.steps % 16 == 0:
+    def stepped(self, seconds: float, *, alone: bool) -> None:
+        """A step of one token took so long; ``alone``: it was not begun while the one before it ran."""
+        if alone:
+            self._costs.add(0, seconds)
+            self._gained -= max(0.0, (self._costs.get(0) or 1.0) - 1)
+        else:
+            self._costs.add_single(seconds)
+        self._steps += 1
+        if self._steps % SAMPLES == 0:
             self._chosen.clear()
 
     def verified(self, drafted: int, accepted: int, seconds: float) -> None:
         """A step verified a draft, of which so many tokens were accepted; ``seconds``: with the drafting."""
         self._costs.add(drafted + 1, seconds)
         self._chosen.clear()
-        single = self._costs.get(1)
-        if single is None:
-            return
-        self._spent += seconds
-        self._gained += (accepted + 1) * single - seconds
-        if self._gained < -(LOSS_STEPS * single + LOSS_SHARE * self._spent):
+        self._steps += 1
+        self._gained += accepted + 1 - (self._costs.get(drafted + 1) or 1.0)
+        if self._gained < -(LOSS + LOSS_SHARE * self._steps):
             counts = self.counts
-            counts.off = f"they lost {-self._gained * 1e3:.3g} ms; {counts.accepted} of {counts.drafted} were accepted"
+            counts.off = f"they cost {-self._gained:.1f} steps; {counts.accepted} of {counts.drafted} were accepted"
 
     def _best(self, match: int) -> int:
         """The number of tokens that gives the most a second."""
-        known = self._costs.get(1)
-        if known is None:
+        if not self._costs.is_known:
             return 0
-        best, most = 0, LEAST_GAIN / known
-        expected, likely, drafted = 1.0, 1.0, 0
+        best, most = 0, LEAST_GAIN
+        expected, likely, drafted, known = 1.0, 1.0, 0, 1.0
         for size in self._sizes:
             while drafted < size:
                 likely *= self._likely(_class(match + drafted))
                 expected += likely
                 drafted += 1
             cost = self._costs.get(size + 1)
-            if expected / (cost or known) > most:
-                best, most = size, expected / (cost or known)
+            known = max(known, cost or known)
+            if expected / known > most:
+                best, most = size, expected / known
             if cost is None:
                 break  # a larger one waits for this one's measurement
-            known = max(known, cost)
         return best
 
     def _likely(self, each: int) -> float:
