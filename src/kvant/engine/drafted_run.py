@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.cache import KVCache
+from kvant.cache import KVCache, ModelCache
 from kvant.engine.drafting.choice import costs_of
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.draw import SeededSampler, greedy
@@ -38,14 +38,7 @@ class DraftedRun(Run):
             ArgumentError: a cache that cannot take back a part of a step.
         """
         super().__init__(model, prompt, cache, **options)
-        limits = self._cache.layers[0].sequences.limits
-        back = min((limit.tokens for limit in limits), default=LARGEST_STEP)
-        if back < LARGEST_STEP:
-            raise ArgumentError(
-                "draft",
-                f"is {drafts.source!r}; a rejected draft takes back up to {LARGEST_STEP} tokens, and this model's "
-                f"{'states cannot' if not back else f'windows take back {back}'}",
-            )
+        check_drafts(drafts, self._cache)
         own = isinstance(self._sampler, SeededSampler) or self._sampler is greedy
         self._at_once = own and all(type(processor) in KINDS for processor in self._processors)
         # Over ranks a step is computed where it is begun.
@@ -214,6 +207,24 @@ class DraftedRun(Run):
         if self._learnt == len(self.generated):
             self._choice.learn(self._drafter, [token_id])
             self._learnt += 1
+
+
+def check_drafts(drafts: Drafts | None, cache: ModelCache) -> None:
+    """Refuse drafts through a cache that cannot take back a part of a step, and a draft model beside several ranks.
+
+    Raises:
+        ArgumentError: such a cache.
+    """
+    if drafts is None:
+        return
+    if cache.divided and drafts.source != "prompt":
+        raise ArgumentError("draft", f"is {drafts.source!r}; over several ranks expected 'prompt' or 'none'")
+    back = min((limit.tokens for limit in cache.layers[0].sequences.limits), default=LARGEST_STEP)
+    if back < LARGEST_STEP:
+        kept = f"windows take back {back}" if back else "linear or convolution layers have states that cannot"
+        raise ArgumentError(
+            "draft", f"is {drafts.source!r}; up to {LARGEST_STEP} tokens of a step are taken back, this model's {kept}"
+        )
 
 
 def make_run(
