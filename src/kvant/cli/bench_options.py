@@ -198,6 +198,33 @@ def baseline(label: str | None, engines: Sequence[EngineSpec]) -> str:
     return label
 
 
+def check_draft(
+    draft: str,
+    replay: str | None,
+    streams: str | None,
+    plot: Path | None,
+    engines: Sequence[str],
+    servers: Sequence[str],
+) -> None:
+    """Refuse what drafts are not measured with, and a known text where it would not be generated."""
+    if draft == "none":
+        if replay is not None:
+            raise BadValueError(f"--replay is {replay}, which has no effect without --draft prompt")
+        return
+    if streams is not None:
+        raise BadValueError(f"--draft is {draft}; with --streams {streams} drafts are not measured")
+    if plot is not None:
+        raise BadValueError(
+            f"--draft is {draft}; --plot draws each token's time, and drafted tokens come several at once"
+        )
+    if replay is not None:
+        for flag, name in [
+            *(("engine", e) for e in engines if not e.startswith("kvant")),
+            *(("server", s) for s in servers),
+        ]:
+            raise BadValueError(f"--replay is {replay}; --{flag} {name} generates the likeliest tokens alone")
+
+
 def refuse_over_ranks(
     engines: Sequence[str] | None, shape: str | None, streams: str | None, servers: Sequence[str]
 ) -> list[str]:

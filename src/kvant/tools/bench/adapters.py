@@ -7,13 +7,16 @@ that step too, so that all engines do the same work.
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
 from kvant.bridge.config import is_bridged
 from kvant.cache import ModelCache
 from kvant.cache.pages import PAGE_SIZE, pages_for
+from kvant.engine.drafted_run import make_run
+from kvant.engine.drafting.choice import DraftCounts
+from kvant.engine.drafting.drafts import drafts_of
 from kvant.engine.draw import greedy
 from kvant.engine.load import load_model
 from kvant.engine.request import Request
@@ -25,17 +28,25 @@ from kvant.models import LanguageModel
 from kvant.models.checkpoint import check_folder
 from kvant.models.tensors import TensorFiles
 from kvant.tools.bench.engines import KVANT_GROUP, EngineSpec
+from kvant.tools.bench.replay import Replayed
 
 Tokens = Generator[int, None, None]
 StreamTokens = Generator[tuple[int, int], None, None]
 
 
 class Kvant:
-    """kvant's decoder, or mlx-lm's model, with kvant's preallocated cache."""
+    """kvant's decoder, or mlx-lm's model, with kvant's preallocated cache.
+
+    Attributes:
+        drafts: what they did in the last run; None: there are none.
+    """
+
+    drafts: DraftCounts | None = None
 
     def __init__(self, spec: EngineSpec, model: Path | LanguageModel, prefill_step_size: int) -> None:
         """Load the model, unless it is; a KvantError for a folder that cannot be loaded."""
         self._model = load_model(model) if isinstance(model, Path) else model
+        self._replayed = Replayed(self._model)
         self._spec = spec
         self._prefill_step_size = prefill_step_size
         self._cache: ModelCache | None = None
@@ -50,8 +61,11 @@ class Kvant:
         """Bytes of all weights, and of those one decode step reads."""
         return self._model.nbytes, self._model.nbytes_read
 
-    def tokens(self, prompt: Sequence[int], max_tokens: int) -> Tokens:
-        """At least ``max_tokens`` greedy tokens; the cache is made when the first is asked for."""
+    def tokens(self, prompt: Sequence[int], max_tokens: int, answer: Sequence[int] | None = None) -> Tokens:
+        """At least ``max_tokens`` greedy tokens; the cache is made when the first is asked for.
+
+        ``answer``: the tokens are these, whatever the model gives.
+        """
         self._cache = None  # frees the last run's before the next is reserved
         cache = self._cache = self._model.make_cache(
             len(prompt) + max_tokens,
@@ -59,8 +73,20 @@ class Kvant:
             quant_group=self._spec.kv_group_size or KVANT_GROUP,
             kernels=self._spec.kernels,
         )
+        model = self._model
+        if answer is not None:
+            self._replayed.replay([*prompt, *answer])
+            model = cast(LanguageModel, self._replayed)
         # One more than is taken, so that the step after the last token is queued.
-        run = Run(self._model, prompt, cache, max_tokens=max_tokens + 1, prefill_step_size=self._prefill_step_size)
+        run = make_run(
+            drafts_of(self._spec.draft),
+            model,
+            prompt,
+            cache,
+            max_tokens=max_tokens + 1,
+            prefill_step_size=self._prefill_step_size,
+        )
+        self.drafts = run.drafts
         for token, _ in run:
             yield token
 
@@ -104,6 +130,8 @@ class Kvant:
 
 class MLXLM:
     """mlx-lm's model, caches and generation step; with a dtype, its weights cast to that."""
+
+    drafts = None
 
     def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
         """Load the model; a KvantError for a folder that cannot be loaded, or an exception of mlx-lm."""
