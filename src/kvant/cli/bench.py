@@ -105,7 +105,7 @@ def bench(
         Replay | None,
         typer.Option(
             help="With --draft, generate a text that is known instead of the likeliest tokens: edit, the prompt again "
-            "with one of 40 tokens another; new, random tokens, which cannot be drafted."
+            "with one of 100 tokens another; new, random tokens, which cannot be drafted."
         ),
     ] = None,
     streams: Annotated[

@@ -13,7 +13,7 @@ from kvant.errors import BenchError
 from kvant.text.tokenizer import Tokenizer
 
 MAX_DRAWS = 1000  # a token wanted
-UNCHANGED = 40  # tokens of a replayed edit of which one is another
+UNCHANGED = 100  # tokens of a replayed edit of which one is another
 Replay = Literal["edit", "new"]
 REPLAYS = get_args(Replay)
 WORD = re.compile(r" [A-Za-z]+")
@@ -65,7 +65,7 @@ def word_prompts(seed: int, tokenizer: Tokenizer, vocab_size: int) -> Prompts:
 
 
 def with_answers(prompts: Prompts, replay: Replay, seed: int, vocab_size: int, max_tokens: int) -> Prompts:
-    """Prompts with an answer: "edit", the prompt again, one of 40 tokens another; "new", random ids."""
+    """Prompts with an answer: "edit", the prompt again, one of 100 tokens another; "new", random ids."""
 
     def draw(context: int, round_number: int) -> Prompt:
         prompt = prompts(context, round_number)
