@@ -20,7 +20,6 @@ from kvant.cli.prompt import check_first_word, read_prompt, split_arguments
 from kvant.cli.session import RunOptions, Session, load_session, open_session
 from kvant.cli.template import chat_ids
 from kvant.engine.drafted_run import make_run
-from kvant.engine.drafting.drafts import drafts_of
 from kvant.engine.draw import Sampler, greedy
 from kvant.engine.generate import responses
 from kvant.engine.processors import LogitsProcessor
@@ -108,10 +107,12 @@ def generate(
         raise BadValueError(
             f"--prefill-step-size is {run.prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
         )
-    if run.draft != "none":
+    if run.draft != "none" or run.draft_model is not None:
+        asked = f"--draft is {run.draft}" if run.draft_model is None else f"--draft-model is {run.draft_model!r:.80}"
         for flag, given in {"--n": n > 1, "--deterministic": deterministic, "--prompts-file": prompts_file}.items():
             if given:
-                raise BadValueError(f"--draft is {run.draft}; beside {flag} it is not supported")
+                raise BadValueError(f"{asked}; beside {flag} it is not supported")
+    ranks.refuse_draft_model(run.draft_model)
     side: SideBySide = {"at_once": sequences or SEQUENCES, "deterministic": deterministic}
     if prompts_file is not None:
         one = {"--prompt": prompt, "--n": n if n > 1 else None, "--prefill-response": prefill}
@@ -182,7 +183,7 @@ def _answer(
     rest = cache_file.take(file, session.cache, ids, quiet=run.quiet)
     started = time.perf_counter()
     reading = make_run(
-        drafts_of(run.draft),
+        session.drafts,
         session.model,
         rest,
         session.cache,

@@ -8,11 +8,12 @@ import mlx.core as mx
 
 from kvant.cache import KVCache
 from kvant.engine.drafted_run import make_run
-from kvant.engine.drafting.drafts import drafts_of
+from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.draw import Sampler
 from kvant.engine.keywords import cache_for, check_generate
 from kvant.engine.limits import check_stops
 from kvant.engine.long_run import LongRun
+from kvant.engine.model_drafts import ModelDrafts, asked_drafts
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.response import GenerationResponse
 from kvant.engine.run import PREFILL_STEP_SIZE, PromptProgress, Run
@@ -27,7 +28,7 @@ def stream_generate(
     tokenizer: Tokenizer,
     prompt: str | Sequence[int] | mx.array,
     max_tokens: int = 256,
-    draft_model: None = None,
+    draft_model: LanguageModel | None = None,
     stream: None = None,
     *,
     sampler: Sampler | None = None,
@@ -42,7 +43,7 @@ def stream_generate(
     prompt_progress_callback: PromptProgress | None = None,
     input_embeddings: None = None,
     num_draft_tokens: int | None = None,
-    draft: str = "none",
+    draft: str | Drafts = "none",
 ) -> Iterator[GenerationResponse]:
     """Generate text token by token. The arguments are mlx-lm's, ``stop`` and ``draft``.
 
@@ -53,7 +54,11 @@ def stream_generate(
         prompt: text, encoded as it is (a beginning-of-text token only where the tokenizer adds one and the text lacks
             it), or token ids. Messages go through ``tokenizer.apply_chat_template`` first.
         max_tokens: generate at most this many; -1: until the context is full.
-        draft_model, stream, input_embeddings: refused.
+        draft_model: a smaller model from :func:`kvant.load` with the same tokenizer, of which up to
+            ``num_draft_tokens`` tokens are verified in a step, where that is expected to be faster. The text is the
+            same, but for rounding. It has a cache of its own, with the format and the reservation of the model's; past
+            its own context nothing is drafted.
+        stream, input_embeddings: refused.
         sampler: from :func:`kvant.sample_utils.make_sampler`, or any function of log-probabilities (1, vocab) to
             a token (1,), such as mlx-lm's; default: greedy.
         logits_processors: functions of (tokens so far, logits), such as those of
@@ -70,10 +75,10 @@ def stream_generate(
         quantized_kv_start: 0 or None. A cache is quantized from the first token.
         stop: a string or strings that end the text, which does not include them.
         prompt_progress_callback: called with (prompt tokens fed, prompt tokens in all).
-        num_draft_tokens: without effect, as in mlx-lm without a draft model.
+        num_draft_tokens: that the draft model drafts, 1 to 7; default: 3. Refused without one.
         draft: "prompt": tokens that follow the last ones where they occurred before, in what the cache holds and the
             answer, are verified several a step, where that is expected to be faster. The text is the same, but for
-            rounding. "none": no drafts.
+            rounding. "none": no drafts, unless there is a draft model.
 
     Yields:
         One :class:`GenerationResponse` a token; the last has a ``finish_reason``.
@@ -82,13 +87,12 @@ def stream_generate(
         ContextError: the prompt does not fit the reserved context.
         RuntimeError: another thread uses the cache, now or when a token is asked for; or this process was forked from
             one that had loaded a model.
+        ModelError: a draft model with another tokenizer.
         PromptError: an empty prompt, or ids the model does not know.
         ValueError: any other argument out of range. Nothing has been fed then.
     """
     started = time.perf_counter()
     check_generate(
-        draft_model=draft_model,
-        num_draft_tokens=num_draft_tokens,
         input_embeddings=input_embeddings,
         stream=stream,
         kv_bits=kv_bits,
@@ -97,7 +101,7 @@ def stream_generate(
         max_kv_size=max_kv_size,
     )
     stops = check_stops(stop)
-    drafts = drafts_of(draft)
+    drafts = asked_drafts(draft, draft_model, num_draft_tokens, model, tokenizer)
     ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)
     cache = cache_for(
         model,
@@ -108,6 +112,8 @@ def stream_generate(
         kv_group_size=kv_group_size,
         max_kv_size=max_kv_size,
     )
+    if isinstance(drafts, ModelDrafts):
+        drafts = drafts.beside(cache, len(ids) + max_tokens if max_tokens != -1 else None)
     run = make_run(
         drafts,
         model,
