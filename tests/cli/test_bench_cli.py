@@ -229,7 +229,10 @@ def test_an_engine_that_cannot_load(make_checkpoint: Callable[..., tuple[Path, A
         (["--replay", "edit"], "--replay is edit, which has no effect without --draft prompt"),
         (["--draft", "prompt", "--streams", "2"], "--draft is prompt; with --streams 2 drafts are not measured"),
         (["--draft", "prompt", "--plot", "a.svg"], "--draft is prompt; --plot draws each token's time, and drafted"),
-        (["--draft", "prompt", "--engine", "mlx-lm"], "--draft: 'prompt' is of kvant; expected --engine kvant"),
+        (
+            ["--draft", "prompt", "--engine", "mlx-lm"],
+            "--draft is prompt; of --engine mlx-lm none is kvant, which drafts",
+        ),
         (
             ["--draft", "prompt", "--replay", "new", "--engine", "kvant", "--engine", "mlx-lm"],
             "--replay is new; --engine mlx-lm generates the likeliest tokens alone",
@@ -238,6 +241,10 @@ def test_an_engine_that_cannot_load(make_checkpoint: Callable[..., tuple[Path, A
             ["--draft", "prompt", "--replay", "new", "--server", "http://localhost:1"],
             "--replay is new; --server http://localhost:1 generates the likeliest tokens alone",
         ),
+        (["--draft-model", "pocket", "--draft", "prompt"], "--draft is prompt, and --draft-model drafts: expected one"),
+        (["--draft-model", "pocket", "--replay", "new"], "it drafts what a model writes, and --replay new is no such"),
+        (["--draft-model", "pocket", "--random", "pocket"], "and --random pocket is no such text"),
+        (["--num-draft-tokens", "3"], "num-draft-tokens is 3, which has no effect without --draft-model"),
         (["--baseline", "mlxlm"], "--baseline is 'mlxlm'; expected one of 'kvant full', 'kvant 8-bit', 'kvant 4-bit'"),
         (["--output", "HERE/there.jsonl"], "there.jsonl exists; a recording goes to a new file"),
         (["--output", "HERE/no/x.jsonl"], "does not exist"),

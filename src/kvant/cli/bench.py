@@ -13,8 +13,9 @@ import typer
 from typer.core import TyperGroup
 
 from kvant.cli import bench_options, options, ranks, terminal
-from kvant.cli.options import BadValueError, named
+from kvant.cli.options import BadValueError
 from kvant.engine.drafting.drafts import Source
+from kvant.engine.model_drafts import check_draft_tokens
 from kvant.text.tokenizer import load_tokenizer
 from kvant.tools.bench.engines import with_drafts
 from kvant.tools.bench.prompts import Replay
@@ -101,11 +102,19 @@ def bench(
             "kvant alone."
         ),
     ] = "none",
+    draft_model: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure kvant with the drafts of this model too, instead of --draft prompt.",
+            autocompletion=options.complete_models,
+        ),
+    ] = None,
+    num_draft_tokens: options.NumDraftTokens = None,
     replay: Annotated[
         Replay | None,
         typer.Option(
-            help="With --draft, generate a text that is known instead of the likeliest tokens: edit, the prompt again "
-            "with one of 100 tokens another; new, random tokens, which cannot be drafted."
+            help="With --draft prompt, generate a text that is known instead of the likeliest tokens: edit, the prompt "
+            "again with one of 100 tokens another; new, random tokens, which cannot be drafted."
         ),
     ] = None,
     streams: Annotated[
@@ -146,17 +155,19 @@ def bench(
         kv_group_size=kv_group_size,
         weight_group_size=weight_group_size,
     )
-    options.check_text(model=model)
+    options.check_text(model=model, draft_model=draft_model)
     for url in server or []:
         options.check_text(server=url)
     for name in server_model or []:
         options.check_text(server_model=name)
     options.check_kernels()  # the workers' environment is this process's
     ranks.check_parallel(parallel)
-    bench_options.check_draft(draft, replay, streams, plot, engine or (), server or [])
+    ranks.refuse_draft_model(draft_model)
+    check_draft_tokens(num_draft_tokens, has_model=draft_model is not None)
+    drafting = bench_options.check_draft(draft, draft_model, replay, streams, plot, random, engine or (), server or [])
     if ranks.guard() is not None:
         engine = bench_options.refuse_over_ranks(engine, random, streams, server or [])
-    elif draft != "none":
+    elif drafting is not None:
         engine = engine or ["kvant"]
     bench_options.check_seed(seed)
     if plot is not None and max_tokens == 1:
@@ -170,9 +181,8 @@ def bench(
     if only_servers:
         bench_options.check_no_cache(kv_bits, kv_group_size)
     here = [] if only_servers else bench_options.specs(engine, kv_bits, kv_group_size, source.sizes, bool(counts))
-    if draft != "none":
-        with named("--draft"):
-            here = with_drafts(here, draft)
+    if drafting is not None:
+        here = with_drafts(here, drafting, bench_options.draft_folder(draft_model, source), num_draft_tokens)
     specs = here + servers
     baseline = bench_options.baseline(baseline, specs)
     over_ranks = None

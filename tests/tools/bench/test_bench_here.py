@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +20,7 @@ from kvant.engine.run import Run
 from kvant.errors import BenchError
 from kvant.models import Decoder, load_decoder
 from kvant.ranks.group import Ranks, Traffic
+from kvant.tools.bench.adapters import Kvant
 from kvant.tools.bench.engines import EngineSpec, with_drafts
 from kvant.tools.bench.here import OverRanks
 from kvant.tools.bench.prompts import REPLAYS, random_prompts, with_answers
@@ -122,6 +124,16 @@ def test_drafts_of_a_known_text(divided: Divided, tmp_path: Path) -> None:
         assert f"kvant 8-bit, drafts: first token {drafted.first_token_ms:.1f} ms, " in told[-1]
         assert told[-1].endswith(f"then {drafted.ms_per_token:.2f} ms a token")
         assert kind == "edit" or found.accepted <= 2
+
+
+def test_a_draft_model(divided: Divided, pocket_folder: Path) -> None:
+    [plain, drafting] = with_drafts([EngineSpec("kvant", 0)], "model", str(pocket_folder), 3)
+    adapters = [Kvant(spec, divided.model, 512) for spec in (plain, drafting)]
+    texts = [list(islice(adapter.tokens(range(20, 50), 12), 12)) for adapter in adapters]
+    assert texts[0] == texts[1]
+    assert adapters[0].drafts is None
+    assert adapters[1].drafts is not None
+    assert adapters[1].weight_bytes == (2 * divided.model.nbytes, divided.model.nbytes_read)
 
 
 def test_a_comparison_says_how_many_ranks(divided: Divided, tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from kvant.cache import ModelCache
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.engine.drafted_run import make_run
 from kvant.engine.drafting.choice import DraftCounts
-from kvant.engine.drafting.drafts import drafts_of
+from kvant.engine.drafting.drafts import Drafts, drafts_of
 from kvant.engine.draw import greedy
 from kvant.engine.load import load_model
+from kvant.engine.model_drafts import DEFAULT_DRAFT_TOKENS, ModelDrafts
 from kvant.engine.request import Request
 from kvant.engine.run import Run
 from kvant.engine.scheduler import Scheduler
@@ -46,6 +47,7 @@ class Kvant:
     def __init__(self, spec: EngineSpec, model: Path | LanguageModel, prefill_step_size: int) -> None:
         """Load the model, unless it is; a KvantError for a folder that cannot be loaded."""
         self._model = load_model(model) if isinstance(model, Path) else model
+        self._draft_model = None if spec.draft_model is None else load_model(Path(spec.draft_model))
         self._replayed = Replayed(self._model)
         self._spec = spec
         self._prefill_step_size = prefill_step_size
@@ -58,8 +60,9 @@ class Kvant:
 
     @property
     def weight_bytes(self) -> tuple[int, int]:
-        """Bytes of all weights, and of those one decode step reads."""
-        return self._model.nbytes, self._model.nbytes_read
+        """Bytes of all weights, a draft model's too, and of those one decode step of the model reads."""
+        drafts = 0 if self._draft_model is None else self._draft_model.nbytes
+        return self._model.nbytes + drafts, self._model.nbytes_read
 
     def tokens(self, prompt: Sequence[int], max_tokens: int, answer: Sequence[int] | None = None) -> Tokens:
         """At least ``max_tokens`` greedy tokens; the cache is made when the first is asked for.
@@ -79,7 +82,7 @@ class Kvant:
             model = cast(LanguageModel, self._replayed)
         # One more than is taken, so that the step after the last token is queued.
         run = make_run(
-            drafts_of(self._spec.draft),
+            self._drafts(cache),
             model,
             prompt,
             cache,
@@ -89,6 +92,14 @@ class Kvant:
         self.drafts = run.drafts
         for token, _ in run:
             yield token
+
+    def _drafts(self, cache: ModelCache) -> Drafts | None:
+        """Where the drafts of a run with this cache come from."""
+        if self._draft_model is None:
+            return drafts_of(self._spec.draft)
+        count = self._spec.num_draft_tokens or DEFAULT_DRAFT_TOKENS
+        vocab_size = self._model.config.vocab_size
+        return ModelDrafts(model=self._draft_model, vocab_size=vocab_size, num_draft_tokens=count).beside(cache)
 
     def streams(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> StreamTokens:
         """Greedy tokens of all prompts with the numbers of their streams: through a pool, or one stream by one."""

@@ -29,7 +29,9 @@ class EngineSpec:
         server_model: the name a server knows the model by; None: it is not said.
         title: a server's label, where there are several.
         one_by_one: of kvant, where several streams are measured: one after another, not together.
-        draft: of kvant: where drafts come from; "none": there are none.
+        draft: of kvant: where drafts come from, "prompt" or "model"; "none": there are none.
+        draft_model: the folder of the model that drafts.
+        num_draft_tokens: that it drafts a step, at most.
     """
 
     name: str
@@ -43,6 +45,8 @@ class EngineSpec:
     one_by_one: bool = False
     title: str = "server"
     draft: str = "none"
+    draft_model: str | None = None
+    num_draft_tokens: int | None = None
 
     @property
     def label(self) -> str:
@@ -107,15 +111,12 @@ def stream_specs(
     return [*specs, *(replace(spec, one_by_one=True) for spec in specs), *others]
 
 
-def with_drafts(specs: Sequence[EngineSpec], draft: str) -> list[EngineSpec]:
-    """Beside each kvant the same with drafts.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if not any(spec.name == "kvant" for spec in specs):
-        raise ValueError(f"{draft!r} is of kvant; expected --engine kvant")
-    pairs = ([spec, replace(spec, draft=draft)] if spec.name == "kvant" else [spec] for spec in specs)
+def with_drafts(
+    specs: Sequence[EngineSpec], draft: str, draft_model: str | None = None, num_draft_tokens: int | None = None
+) -> list[EngineSpec]:
+    """Beside each kvant the same with drafts; arguments as the attributes of an :class:`EngineSpec`."""
+    options = {"draft": draft, "draft_model": draft_model, "num_draft_tokens": num_draft_tokens}
+    pairs = ([spec, replace(spec, **options)] if spec.name == "kvant" else [spec] for spec in specs)  # type: ignore[arg-type]
     return [spec for pair in pairs for spec in pair]
 
 
