@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
+from support.drafts import KnownDrafts
 from support.failing_kernel import WORDS, FailingKernel, cannot_be_evaluated
 from support.fused_path import unfused_append
 from support.kinds import Loaded
@@ -17,6 +18,7 @@ from support.metal_host import host_pytest_skip
 from kvant.cache import ModelCache, QuantizedKVCache
 from kvant.engine import fallback
 from kvant.engine.conversation import Conversation
+from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.fallback import fused_layers
 from kvant.engine.run import Run
 from kvant.engine.sampling import make_sampler
@@ -77,6 +79,27 @@ def test_the_answer_goes_on(
         warnings.simplefilter("error")
         assert answer(model, cache, [5, 6, 7] * 4) == expected[1]  # what the cache holds is right
         assert not fused_layers(model.make_cache(512))  # the kernel was given up
+
+
+@pytest.mark.parametrize(
+    ("how", "first", "sampler"),
+    [("build", 19, "greedy"), ("eval", 38, "greedy"), ("eval", 43, "foreign"), ("build", 60, "foreign")],
+)
+def test_drafts_go_on(
+    pocket: tuple[Decoder, Any], fail: Fail, expected: tuple[list[int], list[int]], how: str, first: int, sampler: str
+) -> None:
+    """Where a step fails that verifies tokens, or one behind it, with some of them handed out."""
+    model, _ = pocket
+    fail(how, first)
+    cache = model.make_cache(512)
+    picks: dict[str, Any] = {} if sampler == "greedy" else {"sampler": lambda logprobs: mx.argmax(logprobs, axis=-1)}
+    run = DraftedRun(model, PROMPT, cache, max_tokens=60, drafts=KnownDrafts(text=PROMPT + expected[0]), **picks)
+    with pytest.warns(RuntimeWarning, match="failed in a run"):
+        for number, (token, _) in enumerate(run):
+            assert token == expected[0][number]
+            assert cache.ids[0] == PROMPT + expected[0][:number]
+    assert number == 59
+    assert not fused_layers(cache)
 
 
 @pytest.mark.parametrize("kind", ["seeded", "global", "processed"])

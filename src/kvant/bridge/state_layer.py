@@ -136,6 +136,10 @@ class StateCache(KVCache):
         super().reset()
         self.begin()
 
+    def put_back(self, held: list[mx.array]) -> None:
+        """See :class:`kvant.cache.KVCache`."""
+        self.begin()
+
     def release(self) -> None:
         """Give the memory back. The cache cannot be used after it."""
         self.sequences.reset()

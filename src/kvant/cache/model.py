@@ -182,6 +182,16 @@ class ModelCache(SavedCache, Sequence[KVCache]):
             raise RuntimeError("a step was begun since; expected to resume one whose first tokens were just committed")
         self._sequences.step = rest
 
+    def hold(self) -> list[list[mx.array]]:
+        """All layers' arrays before a step, for :meth:`put_back`; see :meth:`KVCache.hold`."""
+        return [layer.hold() for layer in self._layers]
+
+    def put_back(self, held: list[list[mx.array]]) -> None:
+        """Drop a step that was begun, and not computed: no later one waits for it."""
+        self.end_step()
+        for layer, arrays in zip(self._layers, held, strict=True):
+            layer.put_back(arrays)
+
     @property
     def compiled_state(self) -> list[list[mx.array]]:
         """The lists of arrays that a compiled step changes."""

@@ -203,6 +203,15 @@ class WindowKVCache(QuantizedKVCache):
         made._rotation = copied(self._rotation)
         return made
 
+    def hold(self) -> list[mx.array]:
+        """See :class:`kvant.cache.KVCache`."""
+        return [mx.array(array) for array in (*self.arrays, self._rotation)]
+
+    def put_back(self, held: list[mx.array]) -> None:
+        """See :class:`kvant.cache.KVCache`."""
+        *self.arrays[:], self._rotation = held
+        self._pending = []
+
     def settle(self) -> None:
         """Write what waited for the step to be committed, as far as it was; what was not is gone."""
         for part, start, new in self._pending:

@@ -19,11 +19,13 @@ from kvant.cli.progress import LateProgress
 from kvant.cli.prompt import check_first_word, read_prompt, split_arguments
 from kvant.cli.session import RunOptions, Session, load_session, open_session
 from kvant.cli.template import chat_ids
+from kvant.engine.drafted_run import make_run
+from kvant.engine.drafting.drafts import drafts_of
 from kvant.engine.draw import Sampler, greedy
 from kvant.engine.generate import responses
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.response import GenerationResponse
-from kvant.engine.run import PromptProgress, Run
+from kvant.engine.run import PromptProgress
 from kvant.engine.sampling import SamplingOptions
 from kvant.text.prompt import encode_prompt
 
@@ -106,6 +108,11 @@ def generate(
         raise BadValueError(
             f"--prefill-step-size is {run.prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
         )
+    if run.draft != "none":
+        for flag, given in {"--n": n > 1, "--deterministic": deterministic, "--prompts-file": prompts_file}.items():
+            if given:
+                raise BadValueError(f"--draft is {run.draft}; beside {flag} it is not supported")
+    ranks.refuse_drafts(run.draft)
     side: SideBySide = {"at_once": sequences or SEQUENCES, "deterministic": deterministic}
     if prompts_file is not None:
         one = {"--prompt": prompt, "--n": n if n > 1 else None, "--prefill-response": prefill}
@@ -175,7 +182,8 @@ def _answer(
     """One answer, number 0, through the session's cache; what the file holds of the prompt is not read again."""
     rest = cache_file.take(file, session.cache, ids, quiet=run.quiet)
     started = time.perf_counter()
-    reading = Run(
+    reading = make_run(
+        drafts_of(run.draft),
         session.model,
         rest,
         session.cache,

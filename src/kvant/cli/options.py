@@ -14,6 +14,7 @@ import typer
 
 from kvant.cli.bad_value import BadValueError as BadValueError  # here for the commands
 from kvant.cli.defaults import Defaults, blocked_by
+from kvant.engine.drafting.drafts import Source
 from kvant.engine.load import POCKET
 from kvant.errors import ArgumentError, KvantError, one_line
 from kvant.files import unique_keys
@@ -121,6 +122,13 @@ Parallel = Annotated[
     ),
 ]
 PrefillStepSize = Annotated[int, typer.Option(help="Prompt tokens fed at a time; smaller takes less memory.")]
+Draft = Annotated[
+    Source,
+    typer.Option(
+        help="prompt: guess tokens where prompt or answer repeat, and verify several a step, where that is expected to "
+        "be faster; the text is the same, but for rounding."
+    ),
+]
 Raw = Annotated[
     bool, typer.Option("--raw", help="On a terminal, send control characters of the text as they are; it obeys them.")
 ]

@@ -53,6 +53,7 @@ class RunOptions:
     max_kv_size: options.MaxKvSize = None
     kernels: options.Kernels = None
     prefill_step_size: options.PrefillStepSize = 512
+    draft: options.Draft = "none"
     parallel: options.Parallel = None
     wired: options.Wired = False
     raw: options.Raw = False

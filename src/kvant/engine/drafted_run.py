@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.cache import KVCache
+from kvant.cache import KVCache, ModelCache
 from kvant.engine.drafting.choice import costs_of
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.draw import SeededSampler, greedy
@@ -38,17 +38,11 @@ class DraftedRun(Run):
             ArgumentError: a cache that cannot take back a part of a step, or is divided over ranks.
         """
         super().__init__(model, prompt, cache, **options)
-        if self._cache.divided:
-            raise ArgumentError("draft", f"is {drafts.source!r}; drafts are not verified over several ranks")
-        back = min((limit.tokens for layer in self._cache.layers for limit in layer.limits), default=LARGEST_STEP)
-        if back < LARGEST_STEP:
-            raise ArgumentError(
-                "draft",
-                f"is {drafts.source!r}; a rejected draft takes back up to {LARGEST_STEP} tokens, and this model's "
-                f"{'states cannot' if not back else f'windows take back {back}'}",
-            )
+        check_drafts(drafts, self._cache)
         own = isinstance(self._sampler, SeededSampler) or self._sampler is greedy
         self._at_once = own and all(type(processor) in KINDS for processor in self._processors)
+        # A step that was built, and not computed, is dropped without a trace; a caller's functions would remember it.
+        self._can_drop = self._at_once
         self._drafter = drafts.drafter()
         formats = tuple(sorted({str(layer.format) for layer in self._cache.layers}))
         costs = costs_of(model, (self._drafter.name, self._at_once, formats))
@@ -88,16 +82,38 @@ class DraftedRun(Run):
         self.from_draft = False
         self._choice.counts.steps += bool(self.generated)
         if self._choice.may_draft(self._drafter.match + 1):
-            assert self._next is not None
-            token, logprobs = self._next
-            token_id = self._read(token)
-            self._measure()
-            self._go_on(token, token_id)
-            return token_id, logprobs
+            return self._take_or_draft()
         token_id, logprobs = super()._take_next()
         self._measure()
         self._ready, self._alone = time.perf_counter(), False
         self._learn(token_id)
+        return token_id, logprobs
+
+    def _take_or_draft(self) -> tuple[int, mx.array]:
+        """As :meth:`_take_next`. The step begun while the token is computed is dropped where a draft follows."""
+        cache, tokens = self._cache, self._tokens
+        assert self._next is not None
+        token, logprobs = self._next
+        following = held = None
+        if self._can_drop and len(self.generated) + 1 < self._limit:
+            held = cache.hold()
+            following = self._feed(token)
+        token_id = self._read(token)
+        self._measure()
+        if following is None or held is None:
+            self._go_on(token, token_id)
+            return token_id, logprobs
+        began = time.perf_counter()
+        self._learn(token_id)
+        if draft := self._draft():
+            cache.put_back(held)
+            self._tokens = tokens
+            self._verify(token, token_id, draft, began)
+        else:
+            del held  # or MLX would copy the buffers
+            mx.async_eval(*following)
+            self._next, self._fed = following, cache.step
+            self._ready, self._alone = began, False
         return token_id, logprobs
 
     def _measure(self) -> None:
@@ -109,14 +125,11 @@ class DraftedRun(Run):
         """Begin the step of a token (1,) that is known, with a draft where one pays."""
         began = time.perf_counter()
         self._learn(token_id)
-        # A step may give one token more than were drafted.
-        most = self._limit - len(self.generated) - 2
-        if most < 0 or token_id in self._stop_tokens:
+        if len(self.generated) + 1 >= self._limit or token_id in self._stop_tokens:
             self._cache.end_step()
             self._next = self._rows = self._ready = None
-        elif draft := self._draft(most):
-            rows = self._verify(token, token_id, draft, began)
-            self._next, self._rows, self._ready = None, rows, None
+        elif draft := self._draft():
+            self._verify(token, token_id, draft, began)
         else:
             following = self._feed(token)
             mx.async_eval(*following)
@@ -124,17 +137,18 @@ class DraftedRun(Run):
             self._ready, self._alone = began, True
         self._fed = self._cache.step
 
-    def _draft(self, most: int) -> list[int]:
-        """Tokens that may follow, as many as pay, at most ``most``."""
+    def _draft(self) -> list[int]:
+        """Tokens that may follow, as many as pay."""
         choice, drafter = self._choice, self._drafter
-        count = choice.count(drafter.match, most)
+        # A step gives one token more than were accepted.
+        count = choice.count(drafter.match, self._limit - len(self.generated) - 2)
         draft = drafter.propose(count) if count else []
         vocab_size = self._model.config.vocab_size
         known = next((n for n, token in enumerate(draft) if not 0 <= token < vocab_size), len(draft))
         return draft[: choice.count(drafter.match, known)]
 
-    def _verify(self, token: mx.array, token_id: int, draft: list[int], began: float) -> "_Rows":
-        """Begin the step of a token and the draft behind it; queued, with the sampling where that is done at once."""
+    def _verify(self, token: mx.array, token_id: int, draft: list[int], began: float) -> None:
+        """Begin the step of a token (1,) and the draft behind it; queued, with the sampling where that is at once."""
         cache = self._cache
         if self._tokens is not None:
             self._tokens = mx.concatenate([self._tokens, token])
@@ -142,16 +156,15 @@ class DraftedRun(Run):
         rows = _Rows(draft, began, logits)
         if self._at_once:
             known = [*cache.ids[0], token_id] if self._processors else []
-            places = range(len(draft) + 1)
             asked = [
                 Row(self._sampler, self._processors, cache.offset + 1 + place, [*known, *draft[:place]])
-                for place in places
+                for place in range(len(draft) + 1)
             ]
             rows.picked, rows.logits = sample_rows(logits, asked)
             mx.async_eval(rows.picked, rows.logits)
         else:
             mx.async_eval(logits)
-        return rows
+        self._next, self._rows, self._ready, self._fed = None, rows, None, cache.step
 
     def _take_row(self, rows: "_Rows") -> tuple[int, mx.array]:
         """The token of the next position that was verified; where that ends what was accepted, a step is begun."""
@@ -187,6 +200,24 @@ class DraftedRun(Run):
         if self._learnt == len(self.generated):
             self._choice.learn(self._drafter, [token_id])
             self._learnt += 1
+
+
+def check_drafts(drafts: Drafts | None, cache: ModelCache) -> None:
+    """Refuse drafts through a cache that cannot take back a part of a step, or is divided over ranks.
+
+    Raises:
+        ArgumentError: such a cache.
+    """
+    if drafts is None:
+        return
+    if cache.divided:
+        raise ArgumentError("draft", f"is {drafts.source!r}; drafts are not verified over several ranks")
+    back = min((limit.tokens for limit in cache.layers[0].sequences.limits), default=LARGEST_STEP)
+    if back < LARGEST_STEP:
+        kept = f"windows take back {back}" if back else "linear or convolution layers have states that cannot"
+        raise ArgumentError(
+            "draft", f"is {drafts.source!r}; up to {LARGEST_STEP} tokens of a step are taken back, this model's {kept}"
+        )
 
 
 def make_run(

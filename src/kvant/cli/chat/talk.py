@@ -13,6 +13,8 @@ from kvant.cli.progress import LateProgress
 from kvant.cli.session import RunOptions, Session
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.conversation import Conversation
+from kvant.engine.drafted_run import check_drafts
+from kvant.engine.drafting.drafts import drafts_of
 from kvant.engine.draw import for_answer
 from kvant.engine.overflow import Overflow
 from kvant.engine.response import GenerationResponse
@@ -59,7 +61,7 @@ class Talk:
 
         Raises:
             PromptError: a model without a chat template.
-            ArgumentError: an option of sampling that the model cannot have.
+            ArgumentError: an option of sampling, or drafts, that the model cannot have.
         """
         self.wanted = wanted
         self.draft = ""
@@ -94,6 +96,7 @@ class Talk:
             raise PromptError(
                 "the model has no chat template; kvant generate --ignore-chat-template continues a prompt"
             )
+        check_drafts(drafts_of(run.draft), session.cache)
         sampling = session.sampling(self.wanted)
         self.conversation = Conversation(
             session.model,
@@ -174,6 +177,7 @@ class Talk:
                     stop=self.run.stop or (),
                     prefill_step_size=self.run.prefill_step_size,
                     prompt_progress_callback=progress.update,
+                    draft=self.run.draft,
                 )
                 with closing(responses), self._shown() as show:  # type: ignore[type-var]
                     for response in responses:

@@ -32,6 +32,11 @@ class DraftCounts:
     accepted: int = 0
     off: str | None = None
 
+    @property
+    def tokens_a_step(self) -> float:
+        """Tokens that a step gave, on average; 1.0 before the first."""
+        return 1 + self.accepted / max(1, self.steps)
+
     def __add__(self, later: "DraftCounts") -> "DraftCounts":
         """Of two runs, one after the other."""
         return DraftCounts(
@@ -174,7 +179,9 @@ class Choice:
         self._gained += accepted + 1 - (self._costs.get(drafted + 1) or 1.0)
         if self._gained < -(LOSS + LOSS_SHARE * self._steps):
             counts = self.counts
-            counts.off = f"they cost {-self._gained:.1f} steps; {counts.accepted} of {counts.drafted} were accepted"
+            counts.off = (
+                f"they cost the time of {-self._gained:.1f} tokens; {counts.accepted} of {counts.drafted} were accepted"
+            )
 
     def _best(self, match: int) -> int:
         """The number of tokens that gives the most a second."""

@@ -1,13 +1,14 @@
 """What a request asks of drafts."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from kvant.engine.drafting.choice import SIZES, Choice, StepCosts
 from kvant.engine.drafting.drafter import Drafter
 from kvant.engine.drafting.suffix import SuffixDrafter
 from kvant.errors import ArgumentError
 
-SOURCES = ("none", "prompt")
+Source = Literal["none", "prompt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,6 @@ def drafts_of(draft: object) -> Drafts | None:
     Raises:
         ArgumentError: it is neither.
     """
-    if draft not in SOURCES:
-        raise ArgumentError("draft", f"is {draft!r}; expected {' or '.join(map(repr, SOURCES))}")
+    if draft not in get_args(Source):
+        raise ArgumentError("draft", f"is {draft!r}; expected {' or '.join(map(repr, get_args(Source)))}")
     return None if draft == "none" else Drafts()
