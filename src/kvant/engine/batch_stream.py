@@ -65,6 +65,7 @@ class _Answer:
 
     def __init__(self, number: int, wanted: Wanted, tokenizer: Tokenizer) -> None:
         self.last: Piece | None = None  # where its text ended it; the scheduler has yet to say so
+        self.after = 0  # tokens behind that, which came with it
         self._number, self._wanted = number, wanted
         self._text = TextStream(tokenizer, wanted.stop)
         self._tokens: list[int] = []
@@ -105,10 +106,12 @@ class _Answer:
             cache=token.cache,
         )
 
-    def with_cache(self, cache: ModelCache | None) -> Piece:
+    def ended(self, token: Token) -> Piece:
         """Its last token, with the cache that came later."""
         assert self.last is not None
-        return replace(self.last, cache=cache)
+        if token.cache is not None:
+            token.cache.trim(self.after)
+        return replace(self.last, cache=token.cache)
 
 
 def stream_pieces(scheduler: Scheduler, wanted: Sequence[Wanted], tokenizer: Tokenizer) -> Iterator[Piece]:
@@ -138,8 +141,9 @@ def stream_pieces(scheduler: Scheduler, wanted: Sequence[Wanted], tokenizer: Tok
                 place = token.request, token.answer
                 under_way = answers[place] if token.finish_reason is None else answers.pop(place)
                 if under_way.last is not None:  # it was cancelled below
+                    under_way.after += token.token is not None
                     if token.finish_reason is not None:
-                        yield under_way.with_cache(token.cache)
+                        yield under_way.ended(token)
                     continue
                 piece = under_way.take(token, seconds)
                 if piece.finish_reason is None or token.finish_reason is not None:

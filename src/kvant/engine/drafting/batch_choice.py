@@ -117,7 +117,9 @@ class BatchChoice:
         if self._gained >= -(LOSS + LOSS_SHARE * self._steps):
             return None
         lost, self._gained, self._steps = -self._gained, 0.0, 0
-        self.counts.off = f"they cost {lost:.1f} steps; {self.counts.accepted} of {self.counts.drafted} were accepted"
+        self.counts.off = (
+            f"they cost the time of {lost:.1f} steps; {self.counts.accepted} of {self.counts.drafted} were accepted"
+        )
         return self.counts.off
 
     def _costs(self, rows: int, *, at_once: bool) -> StepCosts:

@@ -37,6 +37,12 @@ class DraftCounts:
         """Tokens that a step gave, on average; 1.0 before the first."""
         return 1 + self.accepted / max(1, self.steps)
 
+    def describe(self) -> str:
+        """In a line: what was accepted, and why nothing is drafted any more."""
+        share = f", {100 * self.accepted / self.drafted:.0f} %" if self.drafted else ""
+        text = f"drafts: {self.accepted} of {self.drafted} tokens accepted{share}"
+        return text if self.off is None else f"drafts off: {self.off}{share}"
+
     def __add__(self, later: "DraftCounts") -> "DraftCounts":
         """Of two runs, one after the other."""
         return DraftCounts(
