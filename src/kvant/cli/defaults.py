@@ -52,8 +52,7 @@ def blocked_by(name: str, values: Mapping[str, Any]) -> str | None:
     if name == "kv_group_size":
         return None if values["kv_bits"] else "kv_bits"
     if name == "draft":
-        together = ("prompts_file", "deterministic", *(["n"] if values.get("n", 1) > 1 else []))
-        return next((other for other in together if values.get(other)), None)
+        return "deterministic" if values.get("deterministic") else None
     if name in (*OF_THE_TEMPLATE, "prefill"):
         return "ignore_chat_template" if values.get("ignore_chat_template") else None
     if name == "extra_eos_token":

@@ -108,10 +108,8 @@ def generate(
         raise BadValueError(
             f"--prefill-step-size is {run.prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
         )
-    if run.draft != "none":
-        for flag, given in {"--n": n > 1, "--deterministic": deterministic, "--prompts-file": prompts_file}.items():
-            if given:
-                raise BadValueError(f"--draft is {run.draft}; beside {flag} it is not supported")
+    if run.draft != "none" and deterministic:
+        raise BadValueError(f"--draft is {run.draft}; it changes how a step rounds, so not with --deterministic")
     ranks.refuse_drafts(run.draft)
     side: SideBySide = {"at_once": sequences or SEQUENCES, "deterministic": deterministic}
     if prompts_file is not None:

@@ -48,7 +48,7 @@ class RunStatistics:
             f"ended by {last.finish_reason or 'interruption'}",
             f"first token: {first_ms / 1e3:.3f} s, after {session.load_s:.2f} s of loading",
         ]
-        if later and isinstance(last, GenerationResponse) and last.drafts is not None:
+        if later and last.drafts is not None:
             # The median would be that of tokens that came together.
             lines.append(
                 f"latency: {sum(later) / len(later):.2f} ms a token, {last.drafts.tokens_a_step:.2f} tokens a step"

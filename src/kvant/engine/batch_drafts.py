@@ -28,7 +28,7 @@ class BatchDrafter:
 
     @property
     def counts(self) -> DraftCounts:
-        """What drafts did, but for the number of steps."""
+        """What drafts did. A step counts once for every answer."""
         return self._choice.counts
 
     @staticmethod
@@ -79,6 +79,7 @@ class BatchDrafter:
 
     def read(self, step: Step, *, is_counted: bool) -> None:
         """A step was evaluated just now; ``is_counted``: an answer might have drafted in it."""
+        self.counts.steps += len(step.answers)
         now, before = time.perf_counter(), self._read_at
         self._read_at, self._seconds = now, None if before is None else now - before
         if is_counted and step.drafts is None and self._seconds is not None:

@@ -165,8 +165,8 @@ def batch_generate(
     check_count("prefill_step_size", step_size)
     if deterministic and step_size < CHUNK:
         raise ArgumentError("prefill_step_size", f"is {step_size}; expected {CHUNK} or more with", "deterministic")
-    check_format(kv_bits, kv_group_size, max_kv_size)
     drafts = drafts_of(draft)
+    check_format(kv_bits, kv_group_size, max_kv_size)
     stops, ends = check_stops(stop), _ends(stop_tokens, tokenizer)
     shared = for_a_run(sampler or greedy)
     wanted: list[Wanted] = []

@@ -131,12 +131,6 @@ def check_request(request: Request, model: LanguageModel, pool: Pool, max_batch:
     vocab_size = model.config.vocab_size
     if type(request.top_logprobs) is not int or not 0 <= request.top_logprobs <= vocab_size:
         raise ValueError(f"top_logprobs is {request.top_logprobs!r}; expected 0 to {vocab_size}")
-    if request.drafts is not None and not pool.takes_back:
-        raise ArgumentError(
-            "draft",
-            f"is {request.drafts.source!r}; a step of several sequences is verified only with the models that kvant "
-            "computes without mlx-lm",
-        )
     if not isinstance(request.salt, bytes):
         raise ValueError(f"salt is {request.salt!r:.80}; expected bytes")
     sampler = for_a_run(greedy if request.sampler is None else request.sampler)
@@ -191,6 +185,23 @@ def check_request(request: Request, model: LanguageModel, pool: Pool, max_batch:
         full="length" if limit == request.max_tokens else "context",
         reserved=reserved,
     )
+
+
+def check_drafts(drafts: Drafts | None, pool: Pool, *, deterministic: bool) -> None:
+    """Refuse drafts where a step of several sequences cannot verify them.
+
+    Raises:
+        ArgumentError: such a pool, or answers that are not to depend on those beside them.
+    """
+    if drafts is None:
+        return
+    given = f"is {drafts.source!r}"
+    if deterministic:
+        raise ArgumentError(
+            "draft", f"{given}; a step of more tokens rounds differently: it is refused with", "deterministic"
+        )
+    if not pool.takes_back:
+        raise ArgumentError("draft", f"{given}; side by side drafts are for models that kvant computes without mlx-lm")
 
 
 def own_tokens(prompt_tokens: int, reserved: int, pool: Pool) -> int:

@@ -16,10 +16,10 @@ from kvant.engine.drafting.choice import DraftCounts
 from kvant.engine.fallback import repeated_unfused
 from kvant.engine.feeding import CHUNK, PromptFeeder
 from kvant.engine.limits import check_count
-from kvant.engine.request import CheckedRequest, FinishReason, Request, Token, check_request
+from kvant.engine.request import CheckedRequest, FinishReason, Request, Token, check_drafts, check_request
 from kvant.engine.row_sampling import Picked
 from kvant.engine.work import Answer, Work
-from kvant.errors import ArgumentError, ContextError, QueueFullError
+from kvant.errors import ContextError, QueueFullError
 from kvant.models import LanguageModel
 from kvant.threads import check_process
 
@@ -127,8 +127,8 @@ class Scheduler:
 
     @property
     def drafts(self) -> DraftCounts:
-        """What drafts did for all answers. Another thread must not ask during a step."""
-        return replace(self._drafter.counts, steps=self.steps)
+        """What drafts did for all answers, whose steps are counted one by one. Another thread must not ask in a step."""
+        return replace(self._drafter.counts)
 
     @property
     def held(self) -> list[tuple[Request, int, PoolSequence]]:
@@ -143,9 +143,7 @@ class Scheduler:
 
     def check(self, request: Request) -> CheckedRequest:
         """See :func:`kvant.engine.request.check_request`; any thread may call it."""
-        if request.drafts is not None and self._deterministic:
-            given = f"is {request.drafts.source!r}; a step of more tokens rounds differently, so it is refused with"
-            raise ArgumentError("draft", given, "deterministic")
+        check_drafts(request.drafts, self._pool, deterministic=self._deterministic)
         return check_request(request, self._model, self._pool, self._max_batch)
 
     def submit(self, request: Request | CheckedRequest) -> None:
