@@ -10,8 +10,11 @@ from support.batches import PAGES, alone, ids_of, run_all, scheduler_of
 from support.counts import count
 from support.drafts import KnownDrafts, draft_by_chance
 from support.pools import check_pages, tiny_model
+from support.tiny_models import build
 
 from kvant import batch_generate
+from kvant.bridge.config import BridgedConfig
+from kvant.bridge.model import BridgedModel
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.request import Request
 from kvant.engine.sampling import make_logits_processors, make_sampler
@@ -58,8 +61,7 @@ SEEING: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("bits", [0, 8])
-@pytest.mark.parametrize("seeing", [False, True])
+@pytest.mark.parametrize(("bits", "seeing"), [(0, False), (8, False), (0, True), *count([], [(8, True)])])
 def test_every_answer_as_alone(
     pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch, bits: int, *, seeing: bool
 ) -> None:
@@ -68,7 +70,7 @@ def test_every_answer_as_alone(
     requests = []
     for number, options in enumerate((OPTIONS + SEEING if seeing else OPTIONS) * count(1, 20)):
         prompt = heldout_ids[43 * number % 900 :][: 5 + 37 * number % 160]
-        request = Request(prompt, **{"max_tokens": 18 + number, **{k: v for k, v in options.items() if k != "stop"}})
+        request = Request(prompt, **{"max_tokens": 12 + number, **{k: v for k, v in options.items() if k != "stop"}})
         if "stop" in options:
             request = replace(request, stop_tokens={alone(pocket[0], request, bits)[options["stop"]]})
         requests.append(request)
@@ -114,7 +116,7 @@ def test_windows_reservations_and_whoever_comes_and_goes(tmp_path: Any, monkeypa
     ids = [(7 + 31 * i) % 290 for i in range(600)]
     requests = [
         Request(ids[(s := random.randrange(300)) : s + random.randrange(1, 220)], random.choice([-1, 3, 20, 31]))
-        for _ in range(14)
+        for _ in range(9)
     ]
     requests = [
         replace(r, max_tokens=min(r.max_tokens, 60) if r.max_tokens > 0 else 257 - len(r.prompt)) for r in requests
@@ -136,7 +138,7 @@ def test_windows_reservations_and_whoever_comes_and_goes(tmp_path: Any, monkeypa
     for request, answer in zip(made, plain, strict=True):
         got = ids_of(told[request])
         assert got == (answer[: len(got)] if request in cancelled else answer)
-    assert scheduler.drafts.accepted > 50
+    assert scheduler.drafts.accepted > 40
     check_pages(pool, [])
 
 
@@ -204,6 +206,12 @@ def test_refusals(pocket: Pocket) -> None:
         batch_generate(*pocket, ["a"], draft="prompt", deterministic=True)
     with pytest.raises(ArgumentError, match="draft is 'suffix'; expected 'none' or 'prompt'"):
         batch_generate(*pocket, ["a"], draft="suffix")
+    bridged = BridgedModel(build("qwen3_next")[0], BridgedConfig("qwen3_next", 100_000, None), mx.float32)
+    states = bridged.make_pool(256, sequences=1, max_seq_len=64, quant_bit=0)
+    with pytest.raises(
+        ArgumentError, match="draft is 'prompt'; side by side drafts are for models that kvant computes"
+    ):
+        Scheduler(bridged, states, max_batch=1).submit(Request([5], drafts=Drafts()))
     pool = pocket[0].make_pool(256, sequences=1)
     scheduler = Scheduler(pocket[0], pool, max_batch=1, deterministic=True)
     with pytest.raises(ArgumentError, match=r"draft is 'prompt'.*deterministic"):

@@ -127,7 +127,7 @@ class Scheduler:
 
     @property
     def drafts(self) -> DraftCounts:
-        """What drafts did for all answers, whose steps are counted one by one. Another thread must not ask in a step."""
+        """What drafts did for all answers, whose steps are counted one by one. Another thread must not ask."""
         return replace(self._drafter.counts)
 
     @property
