@@ -37,6 +37,12 @@ class DraftCounts:
         """Tokens that a step gave, on average; 1.0 before the first."""
         return 1 + self.accepted / max(1, self.steps)
 
+    def describe(self) -> str:
+        """In a line: what was accepted, and why nothing is drafted any more."""
+        share = f", {100 * self.accepted / self.drafted:.0f} %" if self.drafted else ""
+        text = f"drafts: {self.accepted} of {self.drafted} tokens accepted{share}"
+        return text if self.off is None else f"drafts off: {self.off}{share}"
+
     def __add__(self, later: "DraftCounts") -> "DraftCounts":
         """Of two runs, one after the other."""
         return DraftCounts(
@@ -153,6 +159,14 @@ class Choice:
             self._chosen[each] = self._best(match)
         return max((size for size in self._sizes if size <= min(self._chosen[each], most)), default=0)
 
+    def expected(self, match: int, most: int) -> list[float]:
+        """Tokens that are expected to be accepted of none, one, two and up to ``most`` tokens drafted after a match."""
+        found, likely = [0.0], 1.0
+        for drafted in range(most):
+            likely *= self._likely(_class(match + drafted))
+            found.append(found[-1] + likely)
+        return found
+
     def may_draft(self, longest: int) -> bool:
         """Whether anything would be drafted after a match of 1 to ``longest`` tokens, at most."""
         return not self.counts.off and any(self.count(1 << c >> 1, 1) for c in range(1, _class(longest) + 1))
@@ -185,12 +199,9 @@ class Choice:
         if not self._costs.is_known:
             return 0
         best, most = 0, LEAST_GAIN
-        expected, likely, drafted, known = 1.0, 1.0, 0, 1.0
+        known, added = 1.0, self.expected(match, self._sizes[-1])
         for size in self._sizes:
-            while drafted < size:
-                likely *= self._likely(_class(match + drafted))
-                expected += likely
-                drafted += 1
+            expected = 1 + added[size]
             cost = self._costs.get(size + 1)
             known = max(known, cost or known)
             if expected / known > most:
