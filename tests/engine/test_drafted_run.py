@@ -14,7 +14,7 @@ from kvant.models import Decoder
 
 Pocket = tuple[Decoder, Any]
 PROMPT = [(7 * i) % 1000 + 20 for i in range(40)]
-TOKENS = 40
+TOKENS = 30
 SAMPLERS = {"greedy": {}, "seeded": {"temp": 0.9, "seed": 3}, "filtered": {"temp": 1.3, "top_p": 0.95, "seed": 8}}
 
 
@@ -23,9 +23,10 @@ def _settings(sampler: str, *, processed: bool) -> dict[str, Any]:
     return {"sampler": make_sampler(**SAMPLERS[sampler]), "logits_processors": processors}
 
 
-@pytest.mark.parametrize("bits", [0, 8, 4])
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("processed", [False, True])
+@pytest.mark.parametrize(
+    ("bits", "sampler", "processed"),
+    [(bits, sampler, sampler == "seeded" and bits != 8) for bits in (0, 8, 4) for sampler in SAMPLERS],
+)
 def test_the_same_text_and_cache(pocket: Pocket, bits: int, sampler: str, *, processed: bool) -> None:
     model, _ = pocket
     plain_cache, cache = (model.make_cache(128, quant_bit=bits) for _ in range(2))
@@ -82,7 +83,7 @@ def test_whoever_samples_sees_every_token_in_order(pocket: Pocket) -> None:
 def test_a_stop_token_and_limits(pocket: Pocket) -> None:
     model, _ = pocket
     plain = [token for token, _ in Run(model, PROMPT, model.make_cache(128), max_tokens=TOKENS)]
-    for end in range(1, 20):
+    for end in range(1, 20, 3):
         stop = plain[end]
         first = plain.index(stop)
         for options in ({"stop_tokens": {stop}}, {"max_tokens": first + 1}):
@@ -110,7 +111,7 @@ def test_another_run_ends_it(pocket: Pocket) -> None:
     model, _ = pocket
     rng = random.Random(1)
     plain = [token for token, _ in Run(model, PROMPT, model.make_cache(128), max_tokens=TOKENS)]
-    for seed in range(6):
+    for seed in range(3):
         cache = model.make_cache(256)
         run = DraftedRun(model, PROMPT, cache, max_tokens=TOKENS, drafts=KnownDrafts(text=PROMPT + plain, seed=seed))
         taken = rng.randrange(1, 20)

@@ -24,7 +24,7 @@ from kvant.models import LanguageModel
 
 PROMPT = [9, 17, 30, 17]
 KEPT, TEMP, TOKENS = 3, 40.0, 3
-RUNS = count(250, 6000)
+RUNS = count(150, 6000)
 Pick = Callable[[mx.array, Sequence[Row]], tuple[mx.array, mx.array]]
 
 

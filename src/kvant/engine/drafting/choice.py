@@ -12,7 +12,7 @@ CLASSES = 7  # of match lengths: 0, 1, 2 to 3, 4 to 7, ... 32 and more
 DECAY = 0.95  # of what an older observation counts, for each newer one
 LEAST_GAIN = 1.05  # tokens expected of a draft in the time of one
 SAMPLES = 9  # of a step's cost, of which the median counts
-LIFE = 256  # steps of one token after which the oldest sample is forgotten
+LIFE = 128  # steps after which the oldest sample of each size is forgotten
 LOSS, LOSS_SHARE = 2, 0.01  # what drafts may lose: so many steps of one token, and a share of the run's steps
 
 
@@ -64,18 +64,23 @@ class StepCosts:
 
     def add_single(self, seconds: float) -> None:
         """A step of one token took so long, in the plain loop."""
+        self._grow_old()
         self._singles.append(seconds)
-        self._age += 1
-        if self._age % LIFE == 0:  # or a cost that was measured wrongly, and is not paid since, would stay
-            for ratios in self._ratios.values():
-                if ratios:
-                    ratios.popleft()
 
     def add(self, num_tokens: int, seconds: float) -> None:
         """A step of S = ``num_tokens`` took so long, with the drafting. 0: one of one token, not begun in advance."""
+        self._grow_old()
         if self.is_known:
             ratios = self._ratios.setdefault(num_tokens, deque(maxlen=SAMPLES))
             ratios.append(seconds / sorted(self._singles)[len(self._singles) // 2])
+
+    def _grow_old(self) -> None:
+        """Forget the oldest samples now and then: a cost measured too high, and not paid since, would stay."""
+        self._age += 1
+        if self._age % LIFE == 0:
+            for ratios in self._ratios.values():
+                if ratios:
+                    ratios.popleft()
 
     @property
     def is_known(self) -> bool:
