@@ -15,6 +15,7 @@ from support.tiny_models import build
 from kvant import batch_generate
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.model import BridgedModel
+from kvant.cache import ModelCache
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.request import Request
 from kvant.engine.sampling import make_logits_processors, make_sampler
@@ -95,7 +96,7 @@ def test_every_answer_as_alone(
 
 def test_what_a_prompt_repeats_is_drafted(pocket: Pocket, heldout_ids: list[int]) -> None:
     """By the costs of this machine, and beside one that does not draft: the same tokens in fewer steps."""
-    prompts = [[*heldout_ids[s : s + 12]] * 3 for s in (0, 60)]
+    prompts = [pocket[1].encode(" ".join(str(1 + (i + n) % 5) for i in range(18))) for n in range(2)]
     biases = make_logits_processors(dict.fromkeys(range(1280), 0.0))
     requests = [Request(prompt, 80, logits_processors=biases if n else ()) for n, prompt in enumerate(prompts)]
     plain = [alone(pocket[0], request) for request in requests]
@@ -104,7 +105,9 @@ def test_what_a_prompt_repeats_is_drafted(pocket: Pocket, heldout_ids: list[int]
     told = run_all(scheduler, made)
     assert [ids_of(told[request]) for request in made] == [*plain, alone(pocket[0], made[2])]
     counts = scheduler.drafts
-    assert counts.off is not None or counts.accepted
+    assert (
+        counts.off is not None or counts.accepted > 40
+    )  # on a machine that is busy with something else they may be off
 
 
 def test_windows_reservations_and_whoever_comes_and_goes(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,22 +186,33 @@ def test_an_error_of_one(pocket: Pocket, heldout_ids: list[int], monkeypatch: py
     assert pool.num_free == PAGES
 
 
-def test_stops_and_kept_caches_of_batch_generate(pocket: Pocket) -> None:
+def test_stops_and_kept_caches_of_batch_generate(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that ends within accepted tokens: its cache ends there too."""
-    prompts = ["one two three four one two three four one two", "a b c a b c a b c a b"]
-    options: dict[str, Any] = {
-        "max_tokens": 40, "return_prompt_caches": True, "return_token_ids": True, "kv_bits": 0
-    }  # fmt: skip
+    draft_by_chance(monkeypatch, 7)
+    prompts = [" ".join(str(1 + i % 5) for i in range(18)), "Once upon a time"]
+    options: dict[str, Any] = {"max_tokens": 40, "return_prompt_caches": True, "return_token_ids": True, "kv_bits": 0}
     plain = batch_generate(*pocket, prompts, **options)
-    stop = plain.texts[0][20:24]
-    expected, drafted = (
-        batch_generate(*pocket, prompts, stop=stop, draft=draft, **options) for draft in ("none", "prompt")
-    )
-    assert drafted.texts == expected.texts
-    assert drafted.token_ids == expected.token_ids
-    assert [cache.ids for cache in drafted.caches or ()] == [cache.ids for cache in expected.caches or ()]
-    assert drafted.stats.drafts is not None
-    assert expected.stats.drafts is None
+    after = 0
+    for end in (24, 30, 36):
+        stop = plain.texts[0][end : end + 4]
+        with monkeypatch.context() as counting:
+            trim = ModelCache.trim
+
+            def counted(cache: ModelCache, num_tokens: int, trim: Any = trim) -> Any:
+                nonlocal after
+                after += num_tokens
+                return trim(cache, num_tokens)
+
+            counting.setattr(ModelCache, "trim", counted)
+            drafted = batch_generate(*pocket, prompts, stop=stop, draft="prompt", **options)
+        expected = batch_generate(*pocket, prompts, stop=stop, **options)
+        assert drafted.texts == expected.texts
+        assert drafted.token_ids == expected.token_ids
+        assert [cache.ids for cache in drafted.caches or ()] == [cache.ids for cache in expected.caches or ()]
+        assert drafted.stats.drafts is not None
+        assert drafted.stats.drafts.accepted
+        assert expected.stats.drafts is None
+    assert after  # tokens were accepted behind the end of a text
 
 
 def test_refusals(pocket: Pocket) -> None:

@@ -127,6 +127,7 @@ class Choice:
         self._hits = [0.0 if is_free else 1.0] * CLASSES
         self._tries = [1.0] * CLASSES
         self._seen = [not is_free] * CLASSES
+        self._each: list[float] | None = None  # how likely a guess of each class is, until something is learnt
         self._gained = 0.0  # in steps of one token
         self._steps = 0
         self._chosen: dict[int, int] = {}  # of each class, until something is learnt
@@ -137,6 +138,7 @@ class Choice:
         self._hits[each] = self._hits[each] * DECAY + hit
         self._tries[each] = self._tries[each] * DECAY + 1
         self._seen[each] = True
+        self._each = None
         self._chosen.clear()
 
     def learn(self, drafter: Drafter, tokens: Sequence[int]) -> None:
@@ -161,10 +163,14 @@ class Choice:
 
     def expected(self, match: int, most: int) -> list[float]:
         """Tokens that are expected to be accepted of none, one, two and up to ``most`` tokens drafted after a match."""
-        found, likely = [0.0], 1.0
-        for drafted in range(most):
-            likely *= self._likely(_class(match + drafted))
-            found.append(found[-1] + likely)
+        if self._each is None:
+            self._each = [self._likely(each) for each in range(CLASSES)]
+        each, last = self._each, CLASSES - 1
+        found, likely, total = [0.0], 1.0, 0.0
+        for length in range(match, match + most):
+            likely *= each[min(length.bit_length(), last)]
+            total += likely
+            found.append(total)
         return found
 
     def may_draft(self, longest: int) -> bool:
