@@ -6,12 +6,13 @@ The other rank is a second model in this process, with all layers. Parts of a mo
 import gc
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from support.drafts import KnownDrafts
+from support.drafts import KnownDrafts, draft_by_chance
 from support.pools import tiny_model
 
 from kvant.cache import ModelCache
@@ -188,7 +189,7 @@ def test_drafts_and_their_interruption(led: tuple[Lead, Loopback], bits: int) ->
     assert "every_logits" in calls
 
 
-def test_a_pool_of_requests_that_share_and_fork(led: tuple[Lead, Loopback]) -> None:
+def test_a_pool_of_requests_that_share_and_fork(led: tuple[Lead, Loopback], monkeypatch: pytest.MonkeyPatch) -> None:
     lead, other = led
     pool = lead.make_pool(4 * 640, sequences=4, quant_bit=8, quant_group=32, prefill_step_size=128)
     scheduler = Scheduler(lead, pool, max_batch=4)
@@ -199,14 +200,25 @@ def test_a_pool_of_requests_that_share_and_fork(led: tuple[Lead, Loopback]) -> N
     ]
     for request in requests:
         scheduler.submit(request)
+    answers: dict[Request, list[int]] = {request: [*request.prompt] for request in requests}
     ended = 0
     while not scheduler.idle:
-        ended += sum(token.finish_reason is not None for token in scheduler.step())
+        for token in scheduler.step():
+            ended += token.finish_reason is not None
+            answers[token.request] += [token.token or 0] if not token.answer else []
     assert ended == 4
     assert any(copies for message in other.messages if "copies" in message for copies in message["copies"])
     own = lead.part
     assert isinstance(own, Recorded)
     assert len(own.logits) > 30
+    check(own.logits, other)
+    own.logits.clear()
+    draft_by_chance(monkeypatch, 1)  # what was written is drafted, for two of the three
+    for number, (request, text) in enumerate(answers.items()):
+        scheduler.submit(replace(request, drafts=KnownDrafts(text=text, mistakes=0.1) if number else None))
+    while not scheduler.idle:
+        scheduler.step()
+    assert scheduler.drafts.accepted > 0
     check(own.logits, other)
 
 

@@ -77,14 +77,20 @@ class BatchDrafter:
         """Something else is computed before the next step: the time until then is not the step's."""
         self._read_at = None
 
-    def read(self, step: Step, *, is_counted: bool) -> None:
-        """A step was evaluated just now; ``is_counted``: an answer might have drafted in it."""
+    def read(self, step: Step, following: Step | None, *, is_counted: bool) -> None:
+        """A step was evaluated just now; ``is_counted``: an answer might have drafted in it.
+
+        ``following``: the step that was begun meanwhile. Over several ranks a step is computed where it is begun.
+        """
         self.counts.steps += len(step.answers)
         now, before = time.perf_counter(), self._read_at
         self._read_at, self._seconds = now, None if before is None else now - before
+        in_order = self._pool.divided
+        if in_order and step.is_ahead == (following is None):  # none was computed since the last was read, or two
+            self._seconds = None
         if is_counted and step.drafts is None and self._seconds is not None:
             at_once = _at_once(step.answers)
-            self._choice.stepped(len(step.answers), self._seconds, at_once=at_once, ahead=step.is_ahead)
+            self._choice.stepped(len(step.answers), self._seconds, at_once=at_once, ahead=step.is_ahead or in_order)
 
     def commit(self, step: Step, picked: Sequence[Picked] | None) -> Found:
         """Commit what was drafted rightly in a step. Returns the next tokens of its answers.

@@ -200,8 +200,6 @@ def check_drafts(drafts: Drafts | None, pool: Pool, *, deterministic: bool) -> N
         raise ArgumentError(
             "draft", f"{given}; a step of more tokens rounds differently: it is refused with", "deterministic"
         )
-    if pool.divided:
-        raise ArgumentError("draft", f"{given}; side by side drafts are not verified over several ranks")
     if not pool.takes_back:
         raise ArgumentError("draft", f"{given}; side by side drafts are for models that kvant computes without mlx-lm")
 

@@ -304,7 +304,7 @@ class Scheduler:
             picked = step.sampled.read()
         if following is not None and following.sampled is not None:
             mx.async_eval(following.sampled.arrays)
-        self._drafter.read(step, is_counted=bool(drafting))
+        self._drafter.read(step, following, is_counted=bool(drafting))
         return step, picked, following
 
     def _bring_back(self, lengths: Mapping[PoolSequence, int] | None = None) -> None:
