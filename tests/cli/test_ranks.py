@@ -88,7 +88,21 @@ def _wait(url: str, server: "subprocess.Popen[str]") -> None:
 def test_a_server(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with subprocess.Popen(
-        [*KVANT, "launch", "-n", "2", "--", "serve", "--port", str(port), "-q", "--parallel", "tensor"],
+        [
+            *KVANT,
+            "launch",
+            "-n",
+            "2",
+            "--",
+            "serve",
+            "--port",
+            str(port),
+            "-q",
+            "--parallel",
+            "tensor",
+            "--draft",
+            "prompt",
+        ],
         env={**os.environ, "PYTHONPATH": str(SRC)},
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
