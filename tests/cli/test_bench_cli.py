@@ -93,11 +93,19 @@ def test_compare(recorded: tuple[subprocess.CompletedProcess[str], Path], tmp_pa
 
 def test_json_of_random_weights_with_quantized_caches() -> None:
     model = ["--random", "pocket", "--weight-bits", "8", "--kv-bits", "8,4", "--kv-group-size", "32"]
-    done = run(*SMALL, *model, "--engine", "kvant", "--baseline", "kvant 4-bit", "--json", "--quiet")
+    model += ["--draft", "prompt", "--replay", "edit"]
+    done = run(*SMALL, *model, "--baseline", "kvant 4-bit", "--json", "--quiet")
     assert (done.returncode, done.stderr) == (0, "")
     summaries = json.loads(done.stdout)
-    assert [summary["engine"] for summary in summaries] == ["kvant 8-bit", "kvant 4-bit"]
-    assert [summary["ratio"]["median"] == 1.0 for summary in summaries] == [False, True]
+    labels = ["kvant 8-bit", "kvant 8-bit, drafts", "kvant 4-bit", "kvant 4-bit, drafts"]
+    assert [summary["engine"] for summary in summaries] == labels
+    assert [summary["ratio"] and summary["ratio"]["median"] == 1.0 for summary in summaries] == [
+        False,
+        None,
+        True,
+        None,
+    ]
+    assert [summary["tokens_per_step"] is not None for summary in summaries] == [False, True, False, True]
 
 
 def test_streams(tmp_path: Path) -> None:
@@ -218,6 +226,25 @@ def test_an_engine_that_cannot_load(make_checkpoint: Callable[..., tuple[Path, A
         ),
         (["--server", "ftp://x"], "--server: server URL is 'ftp://x'; expected http"),
         (["--random", "pocket", "--server", "http://x"], "--server needs --model"),
+        (["--replay", "edit"], "--replay is edit, which has no effect without --draft prompt"),
+        (["--draft", "prompt", "--streams", "2"], "--draft is prompt; with --streams 2 drafts are not measured"),
+        (["--draft", "prompt", "--plot", "a.svg"], "--draft is prompt; --plot draws each token's time, and drafted"),
+        (
+            ["--draft", "prompt", "--engine", "mlx-lm"],
+            "--draft is prompt; of --engine mlx-lm none is kvant, which drafts",
+        ),
+        (
+            ["--draft", "prompt", "--replay", "new", "--engine", "kvant", "--engine", "mlx-lm"],
+            "--replay is new; --engine mlx-lm generates the likeliest tokens alone",
+        ),
+        (
+            ["--draft", "prompt", "--replay", "new", "--server", "http://localhost:1"],
+            "--replay is new; --server http://localhost:1 generates the likeliest tokens alone",
+        ),
+        (["--draft-model", "pocket", "--draft", "prompt"], "--draft is prompt, and --draft-model drafts: expected one"),
+        (["--draft-model", "pocket", "--replay", "new"], "it drafts what a model writes, and --replay new is no such"),
+        (["--draft-model", "pocket", "--random", "pocket"], "and --random pocket is no such text"),
+        (["--num-draft-tokens", "3"], "num-draft-tokens is 3, which has no effect without --draft-model"),
         (["--baseline", "mlxlm"], "--baseline is 'mlxlm'; expected one of 'kvant full', 'kvant 8-bit', 'kvant 4-bit'"),
         (["--output", "HERE/there.jsonl"], "there.jsonl exists; a recording goes to a new file"),
         (["--output", "HERE/no/x.jsonl"], "does not exist"),

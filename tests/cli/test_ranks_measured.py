@@ -39,13 +39,15 @@ def run(*arguments: str, program: Sequence[str] = KVANT) -> subprocess.Completed
 @pytest.mark.parametrize("parallel", count(["tensor"], ["pipeline", "tensor"]))
 def test_bench(parallel: str, tmp_path: Path) -> None:
     file = tmp_path / "ranks.jsonl"
-    small = ["--prompt-tokens", "16", "-m", "8", "--repeats", "1", "--kv-bits", "8,0"]
+    small = ["--prompt-tokens", "16", "-m", "8", "--repeats", "1", "--kv-bits", "8,0", "--draft", "prompt"]
     done = run("bench", *small, "--parallel", parallel, "--output", str(file))
     assert done.returncode == 0, done.stderr
     assert f"2 ranks, {parallel}." in done.stdout
     assert "warming up" in done.stderr
     recording = read_recording(file)
-    assert list(recording.engines) == ["kvant 8-bit", "kvant full"]  # and no mlx-lm
+    labels = ["kvant 8-bit", "kvant 8-bit, drafts", "kvant full", "kvant full, drafts"]  # and no mlx-lm
+    assert list(recording.engines) == labels
+    assert {label for label, _, _ in recording.drafts} == {labels[1], labels[3]}
     model = load_decoder(find_model("pocket"))
     for line in recording.runs:
         cache = model.make_cache(64, quant_bit=recording.engines[line.engine].kv_bits or 0)
@@ -53,6 +55,8 @@ def test_bench(parallel: str, tmp_path: Path) -> None:
         assert list(line.token_ids or ()) == expected  # of one process
     for sent in recording.sent.values():
         assert (sent.ranks, sent.parallel, sent.steps) == (2, parallel, 7)
+        if sent.engine in (labels[1], labels[3]):
+            continue
         # A token's activations: summed twice a layer, or to rank 1 and back.
         sums, messages = (2 * LAYERS, 0) if parallel == "tensor" else (0, 2)
         size = HIDDEN * model.dtype.size

@@ -65,12 +65,12 @@ def test_other_words_are_refused(pocket: Pocket) -> None:
         kvant.stream_generate(*pocket, "Hello", draft="promt")
 
 
-def test_a_cache_over_ranks_is_refused(pocket: Pocket) -> None:
+def test_a_draft_model_over_ranks_is_refused(pocket: Pocket) -> None:
     model, tokenizer = pocket
     cache = model.make_cache(64)
     cache.divided = True
-    with pytest.raises(ArgumentError, match="over several ranks"):
-        kvant.stream_generate(model, tokenizer, "Hello", draft="prompt", prompt_cache=cache)
+    with pytest.raises(ArgumentError, match="draft is 'model'; over several ranks expected 'prompt' or 'none'"):
+        kvant.stream_generate(model, tokenizer, "Hello", draft_model=model, prompt_cache=cache)
 
 
 @pytest.mark.usefixtures("paying")

@@ -74,6 +74,12 @@ def life(model, cache, chosen):  # tokens and logits of a text, of one that goes
     for ids in ([[5, 9]], [[3]]):
         logits.append(model(mx.array(ids), cache=cache))
         mx.eval(logits[-1])
+    logits.append(model.every_logits(mx.array([[5, 9, 2, 7]]), cache))  # a draft, of which two tokens are accepted
+    mx.eval(logits[-1])
+    takes_back = min((limit.tokens for limit in cache.layers[0].sequences.limits), default=4)
+    cache.commit(2 if takes_back >= 4 else None)
+    logits.append(model.next_logits(mx.array([[3]]), cache))
+    mx.eval(logits[-1])
     cache.begin(mx.array([[1, 2]]))  # of a step that is given up nothing stays
     cache.reset()
     logits += feed(model, cache, fed[:24], chosen)

@@ -1,4 +1,7 @@
-"""A thousand tokens over several ranks: rank 0 draws them, and every rank has the same, in a run and in an engine."""
+"""A thousand tokens over several ranks: rank 0 draws them, and every rank has the same, in a run and in an engine.
+
+Drafts are rank 0's too: what it accepted is what every rank counts, and the text is that of one process without any.
+"""
 
 import json
 from pathlib import Path
@@ -16,9 +19,14 @@ SCRIPT = """
 import json, os, sys
 from pathlib import Path
 import kvant
+sys.path.insert(0, sys.argv[4])
+from support.drafts import KnownDrafts
 from kvant.engine.batch_engine import BatchEngine
+from kvant.engine.drafted_run import DraftedRun
+from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.request import Request
 from kvant.engine.run import Run
+from kvant.models import load_decoder
 from kvant.ranks.environment import find_place
 from kvant.ranks.follow import Follower
 from kvant.ranks.group import connect
@@ -33,10 +41,26 @@ folder, number = Path(sys.argv[1]), int(sys.argv[2])
 place = find_place(os.environ)
 guard = Guard.join(place, {})
 ranks = connect(place.backend)
-if sys.argv[3] == "tensor":
-    part = load_tensor(folder, ranks)
-else:
-    part = load_stage(folder, ranks, range(ranks.rank, ranks.rank + 1))
+
+def load(parallel):
+    if parallel == "tensor":
+        return load_tensor(folder, ranks)
+    return load_stage(folder, ranks, range(ranks.rank, ranks.rank + 1))
+
+def drafted(lead, whole, bits):  # the text of several ranks with drafts, and of one process without
+    prompt, options = [1, 2, 3] * 8, {"max_tokens": 40, "sampler": make_sampler(temp=1.0, seed=bits)}
+    alone = whole.make_cache(90, quant_bit=bits, quant_group=16)
+    text = [token for token, _ in Run(whole, prompt, alone, **options)]
+    cache = lead.make_cache(90, quant_bit=bits, quant_group=16)
+    run = DraftedRun(lead, prompt, cache, drafts=KnownDrafts(text=[*prompt, *text], seed=bits), **options)
+    tokens, counts = [token for token, _ in run], run.drafts
+    assert cache.ids[0] == [*prompt, *tokens[:-1]]
+    assert 0 < counts.accepted < counts.drafted and counts.steps < 32, counts
+    measured = DraftedRun(lead, prompt, lead.make_cache(90), drafts=Drafts(), max_tokens=40)  # by rank 0's clock
+    assert len(list(measured)) == 40
+    return [text, tokens]
+
+part = load(sys.argv[3])
 if ranks.rank == 0:
     lead = Lead(part, ranks, guard)
     # The engine first: MLX aborts a process that exits right after another thread of it which computed.
@@ -51,13 +75,22 @@ if ranks.rank == 0:
     cache = lead.make_cache(number + 10, quant_bit=8, quant_group=16)
     run = Run(lead, [1, 2, 3], cache, max_tokens=number, sampler=make_sampler(temp=1.0, seed=5))
     print(json.dumps([token for token, _ in run]))
+    whole = load_decoder(folder)
+    texts = [drafted(lead, whole, bits) for bits in (0, 8, 4)]
+    guard.tell({"then": "tensor"})
+    lead = Lead(load("tensor"), ranks, guard)
+    texts += [drafted(lead, whole, bits) for bits in (0, 8, 4)]
+    print(json.dumps(texts))
     guard.end(0)
 else:
-    follower, told = Follower(part), []
+    follower, told, then = Follower(part), [], False
     try:
         while True:
             message = guard.receive()
-            told.append(message)
+            if "then" in message:
+                follower, then = Follower(load(message["then"])), True
+                continue
+            told += [] if then else [message]
             if (reply := follower.obey(message)) is not None:
                 guard.gather(reply)
     except Ended as ended:
@@ -80,8 +113,11 @@ def test_every_rank_has_the_tokens_of_one_process(tmp_path: Path) -> None:
     sampler = make_sampler(temp=1.0, seed=5)
     expected = [token for token, _ in Run(model, [1, 2, 3], cache, max_tokens=TOKENS, sampler=sampler)]
     for parallel in count(["pipeline"], ["pipeline", "tensor"]):
-        first, *others = run_script(2, SCRIPT, str(tmp_path), str(TOKENS), parallel, timeout=300)
-        answers, run = map(json.loads, first.splitlines())
+        arguments = str(tmp_path), str(TOKENS), parallel, str(Path(__file__).parents[1])
+        first, *others = run_script(2, SCRIPT, *arguments, timeout=300)
+        answers, run, drafted = map(json.loads, first.splitlines())
+        for alone, divided in drafted:
+            assert divided == alone
         if parallel == "pipeline":
             assert run == expected
         assert len(run) == TOKENS

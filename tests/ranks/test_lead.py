@@ -6,16 +6,20 @@ The other rank is a second model in this process, with all layers. Parts of a mo
 import gc
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from support.drafts import KnownDrafts, draft_by_chance
 from support.pools import tiny_model
 
 from kvant.cache import ModelCache
 from kvant.cache.pool_batch import PoolBatch
+from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.draw import Sampler
+from kvant.engine.limits import go_back
 from kvant.engine.request import Request
 from kvant.engine.run import Run
 from kvant.engine.scheduler import Scheduler
@@ -42,6 +46,10 @@ class Recorded:
 
     def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
         self.logits.append(self._model.next_logits(inputs, cache))
+        return self.logits[-1]
+
+    def every_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
+        self.logits.append(self._model.every_logits(inputs, cache))
         return self.logits[-1]
 
     def __call__(self, inputs: mx.array, cache: ModelCache) -> mx.array:
@@ -133,7 +141,55 @@ def test_a_run_and_its_tokens(led: tuple[Lead, Loopback]) -> None:
     assert follower.offset >= 158
 
 
-def test_a_pool_of_requests_that_share_and_fork(led: tuple[Lead, Loopback]) -> None:
+@pytest.mark.parametrize("bits", [0, 4, 8])
+def test_drafts_and_their_interruption(led: tuple[Lead, Loopback], bits: int) -> None:
+    """What is accepted is committed everywhere, also where a run is left, or broken off in the middle of a step."""
+    lead, other = led
+    draw = random.Random(bits)
+    sampler: Sampler = make_sampler(temp=0.8, seed=3)
+    cache = lead.make_cache(600, quant_bit=bits, quant_group=32)
+    own = lead.part
+    assert isinstance(own, Recorded)
+    alone = own.make_cache(600, quant_bit=bits, quant_group=32)
+    left = 0
+
+    def fail(tokens: mx.array, logits: mx.array) -> mx.array:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+        return logits
+
+    for turn in range(6):
+        prompt = TEXT[7 * turn : 7 * turn + draw.choice([1, 3, 60])]
+        plain = [token for token, _ in Run(own, prompt, alone, max_tokens=20, sampler=sampler)]
+        own.logits.clear()
+        given = cache.ids[0]
+        drafts = KnownDrafts(text=[*prompt, *plain], mistakes=0.1, seed=turn)
+        processors = [fail] if turn % 3 == 2 else []
+        run = DraftedRun(
+            lead, prompt, cache, max_tokens=20, sampler=sampler, drafts=drafts, logits_processors=processors
+        )
+        left = draw.randrange(2, 19)
+        if processors:
+            with pytest.raises(KeyboardInterrupt):
+                list(run)
+        else:
+            for _ in range(left if turn % 3 else 20):
+                next(run)
+        assert run.generated == plain[: len(run.generated)]
+        assert cache.ids[0] == [*given, *prompt, *run.generated[:-1]]
+        check(own.logits, other)
+        own.logits.clear()
+        go_back(alone, cache.offset)
+        if alone.ids != cache.ids:  # a window cannot go back so far
+            list(Run(own, cache.ids[0], alone, max_tokens=1))
+            own.logits.clear()
+    calls = [message["call"] for message in other.messages if "call" in message]
+    assert "every_logits" in calls
+
+
+def test_a_pool_of_requests_that_share_and_fork(led: tuple[Lead, Loopback], monkeypatch: pytest.MonkeyPatch) -> None:
     lead, other = led
     pool = lead.make_pool(4 * 640, sequences=4, quant_bit=8, quant_group=32, prefill_step_size=128)
     scheduler = Scheduler(lead, pool, max_batch=4)
@@ -144,14 +200,25 @@ def test_a_pool_of_requests_that_share_and_fork(led: tuple[Lead, Loopback]) -> N
     ]
     for request in requests:
         scheduler.submit(request)
+    answers: dict[Request, list[int]] = {request: [*request.prompt] for request in requests}
     ended = 0
     while not scheduler.idle:
-        ended += sum(token.finish_reason is not None for token in scheduler.step())
+        for token in scheduler.step():
+            ended += token.finish_reason is not None
+            answers[token.request] += [token.token or 0] if not token.answer else []
     assert ended == 4
     assert any(copies for message in other.messages if "copies" in message for copies in message["copies"])
     own = lead.part
     assert isinstance(own, Recorded)
     assert len(own.logits) > 30
+    check(own.logits, other)
+    own.logits.clear()
+    draft_by_chance(monkeypatch, 1)  # what was written is drafted, for two of the three
+    for number, (request, text) in enumerate(answers.items()):
+        scheduler.submit(replace(request, drafts=KnownDrafts(text=text, mistakes=0.1) if number else None))
+    while not scheduler.idle:
+        scheduler.step()
+    assert scheduler.drafts.accepted > 0
     check(own.logits, other)
 
 

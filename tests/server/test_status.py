@@ -91,7 +91,9 @@ def test_props_say_what_is_in_force(server: Running) -> None:
         "kv_bias_split": True,
         "kernels": "unfused",
     }
-    assert found["engine"] == {"prefill_step_size": 512, "deterministic": False, "max_queue": 16}
+    engine = {"prefill_step_size": 512, "deterministic": False, "max_queue": 16, "draft": "none"}
+    drafts = service.engine.drafts
+    assert found["engine"] == engine | {"drafted_tokens": drafts.drafted, "accepted_tokens": drafts.accepted}
     assert found["environment"]["versions"]["mlx"] == mx.__version__
     assert found["memory"]["active"] > service.pool.nbytes + service.model.nbytes
     assert found["key_required"] is False

@@ -4,6 +4,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
+
+from kvant.engine.drafting.batch_choice import BatchChoice
 from kvant.engine.drafting.choice import Choice, StepCosts
 from kvant.engine.drafting.drafter import Drafter
 from kvant.engine.drafting.drafts import Drafts
@@ -55,3 +58,15 @@ class KnownDrafts(Drafts):
 
     def choice(self, costs: StepCosts, drafter: Drafter) -> Choice:
         return Chance(random.Random(self.seed + 1))
+
+
+def draft_by_chance(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Have the answers of batches draft 0, 1, 3 or 7 tokens, as far as there is room."""
+    rng = random.Random(seed)
+
+    def size(self: BatchChoice, rows: int, drafting: object, most: int, *, at_once: bool) -> int:
+        return max(number for number in (0, 1, 3, 7) if number <= min(most, rng.choice((0, 1, 3, 7, 7))))
+
+    monkeypatch.setattr(BatchChoice, "size", size)
+    monkeypatch.setattr(BatchChoice, "may_draft", lambda *_, **__: rng.random() < 0.8)
+    monkeypatch.setattr(BatchChoice, "verified", lambda *_, **__: None)

@@ -106,6 +106,7 @@ class BridgedPool(Pool):
     """
 
     may_have_sinks = True
+    takes_back = False  # states take all of a step, and several new tokens of several sequences are not tried
     sequence_kind = BridgedSequence
 
     def __init__(self, found: Sequence[Entry], formats: Sequence[LayerFormat], **options: Any) -> None:

@@ -33,9 +33,11 @@ class PoolState:
         make_cache: a cache for so many tokens of one sequence, in the pool's format.
         identity: of the model whose tokens it holds; None: not known.
         divided: other ranks hold a part of the rows. A sequence takes no cache and gives none then.
+        takes_back: a step of a sequence may be committed in part, one of several sequences too.
     """
 
     divided = False
+    takes_back = True
 
     def __init__(
         self,

@@ -92,7 +92,7 @@ def _json_line(number: int, response: "Generated") -> str:
         "latency_ms": round(response.latency_ms, 3),
         "finish_reason": response.finish_reason,
     }
-    if isinstance(response, GenerationResponse) and response.drafts is not None:
+    if response.drafts is not None:
         record["from_draft"] = response.from_draft
     return json_text(record)
 

@@ -8,6 +8,7 @@ from kvant.cli import prompt_cache_file as cache_file
 from kvant.cli.many import most_tokens, reserve_pool
 from kvant.cli.session import RunOptions, Session
 from kvant.engine.batch_stream import Piece, Wanted, stream_pieces
+from kvant.engine.drafting.drafts import drafts_of
 from kvant.engine.draw import Sampler, for_answer
 from kvant.engine.limits import reservation
 from kvant.engine.processors import LogitsProcessor
@@ -44,6 +45,7 @@ def answer_several(
     caches = 0
     if file is not None:  # the last answer's, and before it what was loaded, twice while it is taken over
         caches = 2 if held else 1
+    drafts = drafts_of(run.draft)
     pool = reserve_pool(session, run, needs, at_once, deterministic=deterministic, caches=caches, cached=held)
     cache, rest = None, list(ids)
     if held:
@@ -63,6 +65,7 @@ def answer_several(
                 answers=len(group),
                 cache=cache,
                 keep_cache=file is not None and group is groups[-1],
+                drafts=drafts,
             ),
             run.stop or (),
         )

@@ -14,7 +14,11 @@ from typer.core import TyperGroup
 
 from kvant.cli import bench_options, options, ranks, terminal
 from kvant.cli.options import BadValueError
+from kvant.engine.drafting.drafts import Source
+from kvant.engine.model_drafts import check_draft_tokens
 from kvant.text.tokenizer import load_tokenizer
+from kvant.tools.bench.engines import with_drafts
+from kvant.tools.bench.prompts import Replay
 
 if TYPE_CHECKING:
     from kvant.tools.bench.engines import EngineSpec
@@ -91,6 +95,28 @@ def bench(
     ] = False,
     prefill_step_size: options.PrefillStepSize = 512,
     parallel: options.Parallel = None,
+    draft: Annotated[
+        Source,
+        typer.Option(
+            help="prompt: measure kvant with drafts of prompt and answer too, beside kvant without; default engine: "
+            "kvant alone."
+        ),
+    ] = "none",
+    draft_model: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure kvant with the drafts of this model too, instead of --draft prompt.",
+            autocompletion=options.complete_models,
+        ),
+    ] = None,
+    num_draft_tokens: options.NumDraftTokens = None,
+    replay: Annotated[
+        Replay | None,
+        typer.Option(
+            help="With --draft prompt, generate a text that is known instead of the likeliest tokens: edit, the prompt "
+            "again with one of 100 tokens another; new, random tokens, which cannot be drafted."
+        ),
+    ] = None,
     streams: Annotated[
         str | None,
         typer.Option(
@@ -129,15 +155,20 @@ def bench(
         kv_group_size=kv_group_size,
         weight_group_size=weight_group_size,
     )
-    options.check_text(model=model)
+    options.check_text(model=model, draft_model=draft_model)
     for url in server or []:
         options.check_text(server=url)
     for name in server_model or []:
         options.check_text(server_model=name)
     options.check_kernels()  # the workers' environment is this process's
     ranks.check_parallel(parallel)
+    ranks.refuse_draft_model(draft_model)
+    check_draft_tokens(num_draft_tokens, has_model=draft_model is not None)
+    drafting = bench_options.check_draft(draft, draft_model, replay, streams, plot, random, engine or (), server or [])
     if ranks.guard() is not None:
         engine = bench_options.refuse_over_ranks(engine, random, streams, server or [])
+    elif drafting is not None:
+        engine = engine or ["kvant"]
     bench_options.check_seed(seed)
     if plot is not None and max_tokens == 1:
         raise BadValueError("--plot draws the tokens after the first, but --max-tokens is 1")
@@ -150,6 +181,8 @@ def bench(
     if only_servers:
         bench_options.check_no_cache(kv_bits, kv_group_size)
     here = [] if only_servers else bench_options.specs(engine, kv_bits, kv_group_size, source.sizes, bool(counts))
+    if drafting is not None:
+        here = with_drafts(here, drafting, bench_options.draft_folder(draft_model, source), num_draft_tokens)
     specs = here + servers
     baseline = bench_options.baseline(baseline, specs)
     over_ranks = None
@@ -158,7 +191,7 @@ def bench(
         over_ranks = _load_over_ranks(source.name, here, prefill_step_size, parallel, tokens, quiet=quiet)
     bench_options.check_files(output, plot)
 
-    from kvant.tools.bench.prompts import random_prompts, word_prompts
+    from kvant.tools.bench.prompts import random_prompts, with_answers, word_prompts
     from kvant.tools.bench.recording import Recorder
     from kvant.tools.bench.runner import Plan, measure
 
@@ -180,6 +213,8 @@ def bench(
                 prompts = random_prompts(seed, source.sizes.vocab_size)
             else:
                 prompts = word_prompts(seed, load_tokenizer(folder), source.sizes.vocab_size)
+            if replay is not None:
+                prompts = with_answers(prompts, replay, seed, source.sizes.vocab_size, max_tokens)
             progress("measuring the copy bandwidth")
             recorder.write(_header(source.name, seed, baseline))
             plan = Plan(specs, folder, prefill_step_size, contexts, max_tokens, repeats, prompts, counts)

@@ -198,6 +198,61 @@ def baseline(label: str | None, engines: Sequence[EngineSpec]) -> str:
     return label
 
 
+def check_draft(
+    draft: str,
+    draft_model: str | None,
+    replay: str | None,
+    streams: str | None,
+    plot: Path | None,
+    shape: str | None,
+    engines: Sequence[str],
+    servers: Sequence[str],
+) -> str | None:
+    """Where kvant's drafts come from, "prompt" or "model"; None: there are none.
+
+    Raises:
+        BadValueError: what drafts are not measured with, or a known text where it would not be generated.
+    """
+    if draft == "none" and draft_model is None:
+        if replay is not None:
+            raise BadValueError(f"--replay is {replay}, which has no effect without --draft prompt")
+        return None
+    if draft_model is not None and draft != "none":
+        raise BadValueError(f"--draft is {draft}, and --draft-model drafts: expected one of the two")
+    asked = f"--draft is {draft}" if draft_model is None else f"--draft-model is {draft_model!r:.80}"
+    if streams is not None:
+        raise BadValueError(f"{asked}; with --streams {streams} drafts are not measured")
+    if plot is not None:
+        raise BadValueError(f"{asked}; --plot draws each token's time, and drafted tokens come several at once")
+    if engines and not any(name.partition(":")[0] == "kvant" for name in engines):
+        raise BadValueError(f"{asked}; of --engine {', '.join(engines)} none is kvant, which drafts")
+    if draft_model is not None:
+        for flag, given in (("random", shape), ("replay", replay)):
+            if given is not None:
+                raise BadValueError(f"{asked}; it drafts what a model writes, and --{flag} {given} is no such text")
+    if replay is not None:
+        others = [("engine", name) for name in engines if name.partition(":")[0] != "kvant"]
+        for flag, name in [*others, *(("server", url) for url in servers)]:
+            raise BadValueError(f"--replay is {replay}; --{flag} {name} generates the likeliest tokens alone")
+    return "prompt" if draft_model is None else "model"
+
+
+def draft_folder(name: str | None, source: Source) -> str | None:
+    """The folder of a draft model; its tokenizer is compared with the model's.
+
+    Raises:
+        KvantError: there is no such folder, or the tokenizer is another.
+    """
+    if name is None:
+        return None
+    from kvant.engine.drafting.same_tokenizer import check_folders
+
+    path = find_model(name)
+    with source.folder() as folder:
+        check_folders(folder, path)
+    return str(path)
+
+
 def refuse_over_ranks(
     engines: Sequence[str] | None, shape: str | None, streams: str | None, servers: Sequence[str]
 ) -> list[str]:

@@ -19,6 +19,8 @@ from kvant.cli.session import RunOptions, Session, load_session
 from kvant.cli.statistics import RunStatistics
 from kvant.cli.template import chat_ids
 from kvant.engine.batch_stream import Piece, Wanted, stream_pieces
+from kvant.engine.drafting.choice import DraftCounts
+from kvant.engine.drafting.drafts import drafts_of
 from kvant.engine.draw import SeededSampler, for_answer
 from kvant.engine.limits import reservation
 from kvant.engine.request import Request
@@ -106,6 +108,7 @@ def _wanted(session: Session, run: RunOptions, line: Line, number: int, seed: in
         sampler=sampler if line.has_seed else for_answer(sampler, number),
         logits_processors=tuple(processors),
         stop_tokens=session.tokenizer.eos_token_ids,
+        drafts=drafts_of(run.draft),
     )
     return Wanted(request, (run.stop or ()) if line.stop is None else line.stop)
 
@@ -147,6 +150,7 @@ class _Output:
         self._next = 0  # to be printed
         self._printed = False
         self._fed = self._generated = self.finished = 0
+        self._drafts: DraftCounts | None = None
 
     def write(self, piece: Piece) -> None:
         """The next token of an answer."""
@@ -154,6 +158,7 @@ class _Output:
         answer.text += piece.text
         answer.last = piece
         self._generated += 1
+        self._drafts = piece.drafts
         if piece.generation_tokens == 1:
             self._fed += piece.prompt_tokens
         if piece.finish_reason is None:
@@ -172,9 +177,15 @@ class _Output:
     def statistics(self, seconds: float) -> list[str]:
         """Of all answers, in so many seconds, a line each."""
         count, load_s = len(self._lines), self._session.load_s
+        drafts = self._drafts
         return [
             f"prompts: {self.finished} of {count} answered, {self._fed} tokens fed, after {load_s:.2f} s of loading",
             f"generated: {self._generated} tokens in {seconds:.2f} s, {self._generated / seconds:.1f} tokens/s in all",
+            *(
+                []
+                if drafts is None
+                else [f"{drafts.tokens_a_step:.2f} tokens a step of an answer; {drafts.describe()}"]
+            ),
             f"peak memory: {format_bytes(mx.get_peak_memory())}",
         ]
 

@@ -14,7 +14,9 @@ from kvant.cli.fitting import named_format
 from kvant.cli.follow import follow
 from kvant.cli.options import BadValueError
 from kvant.cli.session import RunOptions, bound_memory, load_session
+from kvant.engine.drafting.drafts import drafts_of
 from kvant.engine.load import POCKET
+from kvant.engine.request import check_drafts
 from kvant.errors import KvantError
 from kvant.sizes import format_bytes
 from kvant.tools.plan import MemoryPlan
@@ -53,6 +55,7 @@ def serve(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="An answer is the same whatever runs beside it; slower.")
     ] = False,
+    draft: options.Draft = "none",
     chat_template_config: options.ChatTemplateConfig = None,
     prompt_cache_file: Annotated[
         list[str] | None,
@@ -108,6 +111,8 @@ def serve(
         raise BadValueError(
             f"--prefill-step-size is {prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
         )
+    if deterministic and draft != "none":
+        raise BadValueError(f"--draft is {draft}; it changes how a step rounds, so not with --deterministic")
     if deterministic and prompt_cache_file:
         raise BadValueError(
             "--prompt-cache-file: nobody knows in which chunks it was read, so not with --deterministic"
@@ -127,6 +132,7 @@ def serve(
         kernels=kernels,
         prefill_step_size=prefill_step_size,
         deterministic=deterministic,
+        draft=draft,
         max_queue=max_queue,
         api_keys=read_keys(api_key_file),
         allow_origins=tuple(allow_origin or ()),
@@ -167,6 +173,7 @@ def serve(
         bound_memory(planned.arrays, planned.scratch)
         with named_format(session.settings):
             pool = make_pool(settings, session.model)
+        check_drafts(drafts_of(draft), pool, deterministic=deterministic)
         warm_start(settings, session.model, pool, prompt_cache_file or ())
         with options.named("--deterministic"):
             service = Service(settings, session.model, session.tokenizer, pool, as_record(planned))

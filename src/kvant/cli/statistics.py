@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvant.cli.session import Session
-from kvant.engine.drafting.choice import DraftCounts
 from kvant.engine.response import GenerationResponse
 from kvant.sizes import format_bytes
 from kvant.tools.statistics import percentile
@@ -49,12 +48,12 @@ class RunStatistics:
             f"ended by {last.finish_reason or 'interruption'}",
             f"first token: {first_ms / 1e3:.3f} s, after {session.load_s:.2f} s of loading",
         ]
-        if later and isinstance(last, GenerationResponse) and last.drafts is not None:
+        if later and last.drafts is not None:
             # The median would be that of tokens that came together.
             lines.append(
                 f"latency: {sum(later) / len(later):.2f} ms a token, {last.drafts.tokens_a_step:.2f} tokens a step"
             )
-            lines.append(_of_drafts(last.drafts))
+            lines.append(last.drafts.describe())
         elif later:
             median, p95 = (percentile(later, percent) for percent in (50, 95))
             lines.append(f"latency: median {median:.2f} ms, p95 {p95:.2f} ms a token")
@@ -62,9 +61,3 @@ class RunStatistics:
             lines.append(session.arranged.describe(session.model))
         lines.append(f"peak memory: {format_bytes(round(last.peak_memory * 1e9))}")
         return lines
-
-
-def _of_drafts(counts: DraftCounts) -> str:
-    share = f", {100 * counts.accepted / counts.drafted:.0f} %" if counts.drafted else ""
-    text = f"drafts: {counts.accepted} of {counts.drafted} tokens accepted{share}"
-    return text if counts.off is None else f"drafts off: {counts.off}{share}"

@@ -9,6 +9,8 @@ import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
 from kvant.engine.batch_stream import Piece, Wanted, stream_pieces
+from kvant.engine.drafting.choice import DraftCounts
+from kvant.engine.drafting.drafts import drafts_of
 from kvant.engine.draw import Sampler, for_a_run, for_answer, greedy
 from kvant.engine.feeding import CHUNK
 from kvant.engine.keywords import DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE, check_format
@@ -26,17 +28,18 @@ from kvant.text.tokenizer import Tokenizer
 
 @dataclass(kw_only=True, slots=True)
 class BatchStats:
-    """What a batch took. The fields and properties are mlx-lm's, and ``reserved_bytes``.
+    """What a batch took. The fields and properties are mlx-lm's, ``reserved_bytes`` and ``drafts``.
 
     Attributes:
         prompt_tokens: tokens of prompts that were fed; those of a shared prefix are fed once.
         prompt_time: seconds that feeding them took.
         generation_tokens: tokens generated, those that ended a text included.
-        generation_steps: steps, each of one token of every sequence that ran.
+        generation_steps: steps, each of one token of every sequence that ran, and of drafts that were accepted.
         decode_time: seconds that these steps took.
         wall_time: seconds in all.
         peak_memory: most memory that MLX held so far, in GB (1e9 bytes).
         reserved_bytes: of the pool.
+        drafts: what drafts did; None: there were none.
     """
 
     prompt_tokens: int = 0
@@ -47,6 +50,7 @@ class BatchStats:
     wall_time: float = 0.0
     peak_memory: float = 0.0
     reserved_bytes: int = 0
+    drafts: DraftCounts | None = None
 
     @property
     def prompt_tps(self) -> float:
@@ -117,6 +121,7 @@ def batch_generate(
     kv_bits: int | None = None,
     kv_group_size: int | None = None,
     deterministic: bool = False,
+    draft: str = "none",
 ) -> BatchResponse:
     """Answer many prompts at once. The arguments up to ``stream`` are mlx-lm's, those of its BatchGenerator too.
 
@@ -142,6 +147,7 @@ def batch_generate(
         stop: a string or strings that end an answer, which does not include them.
         kv_bits, kv_group_size: of the pool; default: 8 bits in groups of 32. 0 bits: no quantization, as in mlx-lm.
         deterministic: a prompt's answer does not depend on the others, on a CPU to the last bit. It takes longer.
+        draft: as in :func:`kvant.stream_generate`; every sequence drafts for itself.
 
     Raises:
         ContextError: a prompt that does not fit the context or max_kv_size, or a pool that does not fit this machine.
@@ -159,6 +165,7 @@ def batch_generate(
     check_count("prefill_step_size", step_size)
     if deterministic and step_size < CHUNK:
         raise ArgumentError("prefill_step_size", f"is {step_size}; expected {CHUNK} or more with", "deterministic")
+    drafts = drafts_of(draft)
     check_format(kv_bits, kv_group_size, max_kv_size)
     stops, ends = check_stops(stop), _ends(stop_tokens, tokenizer)
     shared = for_a_run(sampler or greedy)
@@ -181,6 +188,7 @@ def batch_generate(
             stop_tokens={end[0] for end in ends if len(end) == 1},
             cache=cache,
             keep_cache=return_prompt_caches,
+            drafts=drafts,
         )
         wanted.append(Wanted(request, stops, [end for end in ends if len(end) > 1]))
     at_once = max(completion_batch_size, prefill_batch_size)
@@ -201,11 +209,14 @@ def batch_generate(
         scheduler = Scheduler(model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
         stats, answers = _answer(scheduler, wanted, tokenizer, verbose)
         stats.reserved_bytes = pool.nbytes
+        stats.drafts = None if drafts is None else scheduler.drafts
     if verbose:
         print(f"[batch_generate] Prompt: {stats.prompt_tokens} tokens, {stats.prompt_tps:.3f} tokens-per-sec")
         print(
             f"[batch_generate] Generation: {stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec"
         )
+        if stats.drafts is not None:
+            print(f"[batch_generate] {stats.drafts.describe().capitalize()}")
         print(f"[batch_generate] Peak memory: {stats.peak_memory:.3f} GB")
     return BatchResponse(
         texts=["".join(answer.text) for answer in answers],

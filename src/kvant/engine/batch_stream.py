@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from kvant.cache import ModelCache
+from kvant.engine.drafting.choice import DraftCounts
 from kvant.engine.request import FinishReason, Request, Token
 from kvant.engine.scheduler import Scheduler
 from kvant.text.stream import TextStream
@@ -42,6 +43,8 @@ class Piece:
         since_start_ms: milliseconds since the stream began.
         latency_ms: milliseconds since the answer's previous token; for the first, since the stream began.
         cache: of prompt and answer, with the last token, where the request wants one.
+        from_draft: whether the token was drafted.
+        drafts: what drafts did so far, for all answers; None: none of them drafts.
     """
 
     number: int
@@ -58,6 +61,8 @@ class Piece:
     since_start_ms: float
     latency_ms: float
     cache: ModelCache | None
+    from_draft: bool = False
+    drafts: DraftCounts | None = None
 
 
 class _Answer:
@@ -65,13 +70,14 @@ class _Answer:
 
     def __init__(self, number: int, wanted: Wanted, tokenizer: Tokenizer) -> None:
         self.last: Piece | None = None  # where its text ended it; the scheduler has yet to say so
+        self.after = 0  # tokens behind that, which came with it
         self._number, self._wanted = number, wanted
         self._text = TextStream(tokenizer, wanted.stop)
         self._tokens: list[int] = []
         self._first_s = self._previous_s = 0.0
 
-    def take(self, token: Token, seconds: float) -> Piece:
-        """Its next token, so many seconds after the stream began."""
+    def take(self, token: Token, seconds: float, drafts: DraftCounts | None) -> Piece:
+        """Its next token, so many seconds after the stream began, and what drafts did until then."""
         assert token.token is not None
         assert token.logprob is not None
         self._tokens.append(token.token)
@@ -103,12 +109,16 @@ class _Answer:
             since_start_ms=seconds * 1e3,
             latency_ms=latency_s * 1e3,
             cache=token.cache,
+            from_draft=token.from_draft,
+            drafts=drafts,
         )
 
-    def with_cache(self, cache: ModelCache | None) -> Piece:
+    def ended(self, token: Token) -> Piece:
         """Its last token, with the cache that came later."""
         assert self.last is not None
-        return replace(self.last, cache=cache)
+        if token.cache is not None:
+            token.cache.trim(self.after)
+        return replace(self.last, cache=token.cache)
 
 
 def stream_pieces(scheduler: Scheduler, wanted: Sequence[Wanted], tokenizer: Tokenizer) -> Iterator[Piece]:
@@ -123,6 +133,7 @@ def stream_pieces(scheduler: Scheduler, wanted: Sequence[Wanted], tokenizer: Tok
     started = time.perf_counter()
     pending = deque(enumerate(wanted))
     answers: dict[tuple[Request, int], _Answer] = {}
+    is_drafting = any(each.request.drafts is not None for each in wanted)
     try:
         while pending or not scheduler.idle:
             while pending and not scheduler.num_waiting:
@@ -132,16 +143,18 @@ def stream_pieces(scheduler: Scheduler, wanted: Sequence[Wanted], tokenizer: Tok
                     answers[each.request, answer] = _Answer(number, each, tokenizer)
             tokens = scheduler.step()
             seconds = time.perf_counter() - started
+            drafts = scheduler.drafts if is_drafting else None
             for token in tokens:
                 if token.error is not None:
                     raise token.error
                 place = token.request, token.answer
                 under_way = answers[place] if token.finish_reason is None else answers.pop(place)
                 if under_way.last is not None:  # it was cancelled below
+                    under_way.after += token.token is not None
                     if token.finish_reason is not None:
-                        yield under_way.with_cache(token.cache)
+                        yield under_way.ended(token)
                     continue
-                piece = under_way.take(token, seconds)
+                piece = under_way.take(token, seconds, drafts)
                 if piece.finish_reason is None or token.finish_reason is not None:
                     yield piece
                 else:

@@ -20,12 +20,17 @@ class Step:
     Attributes:
         logits: (rows, vocab), the first rows being the answers', not evaluated.
         sampled: the next tokens; None where something has to see the tokens before them.
+        is_ahead: it was begun before the tokens that it feeds were read.
+        drafts: what is fed of each answer behind its last token, to be verified; None: nothing of any. Logits are
+            (rows, S, vocab) then, and ``sampled`` has the tokens behind each last one and its draft, answer by answer.
     """
 
     answers: list[Answer]
     batch: PoolBatch
     logits: mx.array
     sampled: Sampled | None
+    is_ahead: bool = False
+    drafts: list[list[int]] | None = None
 
 
 class BatchDecoder:
@@ -50,8 +55,8 @@ class BatchDecoder:
         sampled = None
         if not any(answer.sees_tokens for answer in answers):
             tops = [answer.work.checked.request.top_logprobs for answer in answers]
-            sampled = pick_rows(logits, [answer.row(is_unread=answer in unread) for answer in answers], tops)
-        return Step(list(answers), batch, logits, sampled)
+            sampled = pick_rows(logits, [answer.row(ahead=answer in unread) for answer in answers], tops)
+        return Step(list(answers), batch, logits, sampled, is_ahead=bool(unread))
 
     def begin_after(self, step: Step, running: Sequence[Answer]) -> Step | None:
         """Begin the step after one that is committed and not read, of all answers that do not end with it.

@@ -38,14 +38,16 @@ class DraftedRun(Run):
         """``drafts``: where they come from; other arguments and errors as those of :class:`Run`.
 
         Raises:
-            ArgumentError: a cache that cannot take back a part of a step, or is divided over ranks.
+            ArgumentError: a cache that cannot take back a part of a step.
         """
         super().__init__(model, prompt, cache, **options)
         check_drafts(drafts, self._cache)
         own = isinstance(self._sampler, SeededSampler) or self._sampler is greedy
         self._at_once = own and all(type(processor) in KINDS for processor in self._processors)
+        # Over ranks a step is computed where it is begun.
+        self._at_begin = self._cache.divided
         # A step that was built, and not computed, is dropped without a trace; a caller's functions would remember it.
-        self._can_drop = self._at_once
+        self._can_drop = self._at_once and not self._at_begin
         self._drafter = drafts.beside(self._cache, self._cache.offset + len(self.prompt) + self._limit).drafter()
         formats = tuple(sorted({str(layer.format) for layer in self._cache.layers}))
         compiled = can_compile(model, self._cache, self._compiled)
@@ -83,13 +85,17 @@ class DraftedRun(Run):
     def _take_next(self) -> tuple[int, mx.array]:
         if self._rows is not None:
             return self._take_row(self._rows)
+        began = time.perf_counter()
+        if self._at_begin:
+            self._measure()
         self.from_draft = False
         self._choice.counts.steps += bool(self.generated)
         if self._choice.may_draft(self._drafter.match + 1):
             return self._take_or_draft()
         token_id, logprobs = super()._take_next()
-        self._measure()
-        self._ready, self._alone = time.perf_counter(), False
+        if not self._at_begin:
+            self._measure()
+        self._ready, self._alone = began if self._at_begin else time.perf_counter(), False
         self._learn(token_id)
         return token_id, logprobs
 
@@ -103,7 +109,8 @@ class DraftedRun(Run):
             held = cache.hold()
             following = self._feed(token)
         token_id = self._read(token)
-        self._measure()
+        if not self._at_begin:
+            self._measure()
         if following is None or held is None:
             self._go_on(token, token_id)
             return token_id, logprobs
@@ -139,7 +146,7 @@ class DraftedRun(Run):
             following = self._feed(token)
             mx.async_eval(*following)
             self._next, self._rows = following, None
-            self._ready, self._alone = began, True
+            self._ready, self._alone = began, not self._at_begin
         self._fed = self._cache.step
 
     def _draft(self) -> list[int]:
@@ -219,7 +226,7 @@ class DraftedRun(Run):
 
 
 def check_drafts(drafts: Drafts | None, cache: ModelCache) -> None:
-    """Refuse drafts through a cache that cannot take back a part of a step, or is divided over ranks.
+    """Refuse drafts through a cache that cannot take back a part of a step, and a draft model beside several ranks.
 
     Raises:
         ArgumentError: such a cache.
@@ -227,8 +234,8 @@ def check_drafts(drafts: Drafts | None, cache: ModelCache) -> None:
     if drafts is None:
         return
     argument, value = drafts.asked
-    if cache.divided:
-        raise ArgumentError(argument, f"{value}; drafts are not verified over several ranks")
+    if cache.divided and drafts.source != "prompt":
+        raise ArgumentError(argument, f"{value}; over several ranks expected draft 'prompt' or 'none'")
     back = min((limit.tokens for limit in cache.layers[0].sequences.limits), default=LARGEST_STEP)
     if back < LARGEST_STEP:
         kept = f"windows take back {back}" if back else "linear or convolution layers have states that cannot"

@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 from kvant.cache.pool import Pool, PoolSequence
+from kvant.engine.drafting.batch_choice import AnswerDrafts
 from kvant.engine.draw import for_answer
 from kvant.engine.request import own_tokens
 from kvant.engine.work import Answer, Work
@@ -84,7 +85,8 @@ class PromptFeeder:
                 sequences[place] = first.fork(checked.reserved)
             sampler = for_answer(checked.sampler, number)
             matcher = None if checked.grammar is None else checked.grammar.matcher()
-            answers.append(Answer(work, number, sampler, sequences[place], list(checked.ids), matcher))
+            drafts = None if checked.request.drafts is None else AnswerDrafts(checked.request.drafts)
+            answers.append(Answer(work, number, sampler, sequences[place], list(checked.ids), matcher, drafts))
         for sequence in sequences[len(answers) :]:  # of answers that were cancelled since
             sequence.release()
         return answers

@@ -9,10 +9,11 @@ import mlx.core as mx
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.pool import Pool
 from kvant.engine.constraint import apart
+from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.draw import Sampler, SeededSampler, for_a_run, greedy
 from kvant.engine.limits import check_count, limit_in_words
 from kvant.engine.processors import KINDS, Bias, Change, LogitsProcessor
-from kvant.errors import ContextError
+from kvant.errors import ArgumentError, ContextError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
 from kvant.text.grammar import Grammar
@@ -41,6 +42,7 @@ class Request:
         keep_cache: the last token of an answer brings a cache of its own with the prompt and the answer. It is reserved
             for as many tokens as ``cache``, or more where prompt and answer need more; without one, for as many as a
             sequence of the pool can have.
+        drafts: each answer drafts for itself, from these; None: none does. The tokens are the same, but for rounding.
     """
 
     prompt: Sequence[int] | mx.array
@@ -53,6 +55,7 @@ class Request:
     answers: int = 1
     cache: Sequence[KVCache] | None = None
     keep_cache: bool = False
+    drafts: Drafts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ class Token:
         cached_tokens: tokens of the prompt that other requests had fed.
         cache: with the last token, where it was wanted.
         error: why an answer failed.
+        from_draft: the token was drafted.
     """
 
     request: Request
@@ -81,6 +85,7 @@ class Token:
     cached_tokens: int = 0
     cache: ModelCache | None = None
     error: BaseException | None = None
+    from_draft: bool = False
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -180,6 +185,23 @@ def check_request(request: Request, model: LanguageModel, pool: Pool, max_batch:
         full="length" if limit == request.max_tokens else "context",
         reserved=reserved,
     )
+
+
+def check_drafts(drafts: Drafts | None, pool: Pool, *, deterministic: bool) -> None:
+    """Refuse drafts where a step of several sequences cannot verify them.
+
+    Raises:
+        ArgumentError: such a pool, or answers that are not to depend on those beside them.
+    """
+    if drafts is None:
+        return
+    given = f"is {drafts.source!r}"
+    if deterministic:
+        raise ArgumentError(
+            "draft", f"{given}; a step of more tokens rounds differently: it is refused with", "deterministic"
+        )
+    if not pool.takes_back:
+        raise ArgumentError("draft", f"{given}; side by side drafts are for models that kvant computes without mlx-lm")
 
 
 def own_tokens(prompt_tokens: int, reserved: int, pool: Pool) -> int:

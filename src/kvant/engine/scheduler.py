@@ -3,17 +3,20 @@
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
+from kvant.engine.batch_drafts import BatchDrafter, Found, is_drafted
 from kvant.engine.decoding import BatchDecoder, Step, pick
+from kvant.engine.drafting.choice import DraftCounts
 from kvant.engine.fallback import repeated_unfused
 from kvant.engine.feeding import CHUNK, PromptFeeder
 from kvant.engine.limits import check_count
-from kvant.engine.request import CheckedRequest, FinishReason, Request, Token, check_request
+from kvant.engine.request import CheckedRequest, FinishReason, Request, Token, check_drafts, check_request
 from kvant.engine.row_sampling import Picked
 from kvant.engine.work import Answer, Work
 from kvant.errors import ContextError, QueueFullError
@@ -48,6 +51,9 @@ class Scheduler:
     are free. Then one chunk of that prompt is fed, and whole short prompts behind it: 128 tokens together at most, or
     ``prefill_step_size`` where nothing ran. The last chunk of a prompt gives its answers their first tokens. Whole
     pages of prompts and answers are shared with later requests of the same salt.
+
+    Where answers draft, a step feeds their drafts too, and of the others as many tokens that do not count. An answer
+    gets as many tokens as were drafted rightly, and one more.
 
     Deterministic: the tokens of a request, and its logits on a CPU, do not depend on the other requests. Every step has
     ``max_batch`` rows then, chunks end at multiples of 128, and only pages that such chunks computed are shared.
@@ -92,6 +98,7 @@ class Scheduler:
         self._deterministic = deterministic
         self._feeder = PromptFeeder(model, pool, deterministic=deterministic)
         self._decoder = BatchDecoder(model, pool, rows=max_batch if deterministic else None)
+        self._drafter = BatchDrafter(model, pool)
         self._under_way: dict[Request, Work] = {}
         self._waiting: deque[Work] = deque()
         self._free_when_full: int | None = None  # the free pages when the first that waits did not fit
@@ -119,6 +126,11 @@ class Scheduler:
         return Counts(len(self._waiting), prefilling, len(self._running), self._pool.num_free)
 
     @property
+    def drafts(self) -> DraftCounts:
+        """What drafts did for all answers, whose steps are counted one by one. Another thread must not ask."""
+        return replace(self._drafter.counts)
+
+    @property
     def held(self) -> list[tuple[Request, int, PoolSequence]]:
         """Every answer whose pages are reserved: its request, its number and its sequence, those that run first.
 
@@ -131,6 +143,7 @@ class Scheduler:
 
     def check(self, request: Request) -> CheckedRequest:
         """See :func:`kvant.engine.request.check_request`; any thread may call it."""
+        check_drafts(request.drafts, self._pool, deterministic=self._deterministic)
         return check_request(request, self._model, self._pool, self._max_batch)
 
     def submit(self, request: Request | CheckedRequest) -> None:
@@ -212,6 +225,7 @@ class Scheduler:
         self._admit()
         while (work := self._prompt) is not None and (room == most or work.left <= room):
             left = work.left
+            self._drafter.paused()
             self._feed(work, room)
             room -= min(left, room)
             self._admit()
@@ -259,38 +273,59 @@ class Scheduler:
             return
         self.steps += 1
         self._queued = following
-        self._take(pick(step.logits, step.answers) if picked is None else picked, step.answers)
+        if step.drafts is not None:
+            self._take_drafted(step.answers, step.drafts, self._drafter.commit(step, picked))
+        else:
+            self._take(pick(step.logits, step.answers) if picked is None else picked, step.answers)
         if not self._running:
             self._queued = None
 
     def _computed(self) -> tuple[Step, list[Picked] | None, Step | None]:
-        """A step, committed, the tokens that were sampled in it, and the next step where it could be begun."""
+        """A step, the tokens that were sampled in it, and the next step where it could be begun.
+
+        The step is committed, unless drafts are verified in it.
+        """
         step, self._queued = self._queued, None
+        drafting = self._drafter.ready(self._running)
+        if step is None and drafting:
+            step = self._drafter.begin(self._running, drafting)
         if step is None:
             answers = list(self._running)
             step = self._decoder.begin(answers, mx.array([answer.tokens[-1] for answer in answers]))
-        step.batch.commit(ids=[answer.tokens[-1:] for answer in step.answers])
-        # The answers of a prompt that is being fed are to be in the next step.
-        following = None if self._prompt is not None else self._decoder.begin_after(step, self._running)
-        picked = None
+        following = picked = None
+        if step.drafts is None:
+            step.batch.commit(ids=[answer.tokens[-1:] for answer in step.answers])
+            # The answers of a prompt that is being fed are to be in the next step; a draft follows what is read.
+            if self._prompt is None and not self._drafter.may_draft(self._running, drafting):
+                following = self._decoder.begin_after(step, self._running)
         if step.sampled is None:
             mx.eval(step.logits)
         else:
             picked = step.sampled.read()
         if following is not None and following.sampled is not None:
             mx.async_eval(following.sampled.arrays)
+        self._drafter.read(step, following, is_counted=bool(drafting))
         return step, picked, following
 
     def _bring_back(self, lengths: Mapping[PoolSequence, int] | None = None) -> None:
         """Have every sequence as it was before a step that failed; ``lengths``: of those that were longer since."""
         self._queued = None
+        self._drafter.paused()
         held = [answer.sequence for answer in self._running]
         if self._prompt is not None:
             held.append(self._prompt.sequences[0])
         before = {sequence: sequence.length for sequence in held} | dict(lengths or {})
         self._pool.bring_back(before, self._feeder.feed_again)
 
-    def _take(self, picked: Sequence[Picked | Exception], answers: Sequence[Answer]) -> None:
+    def _take_drafted(self, answers: Sequence[Answer], drafts: Sequence[Sequence[int]], found: Found) -> None:
+        """Hand out the next tokens of each answer of a step that verified drafts."""
+        for answer, draft, own in zip(answers, drafts, found, strict=True):
+            for place, each in enumerate(own):
+                self._take([each], [answer], from_draft=is_drafted(draft, place, each))
+
+    def _take(
+        self, picked: Sequence[Picked | Exception], answers: Sequence[Answer], *, from_draft: bool = False
+    ) -> None:
         """Hand out the next token of each answer."""
         for answer, each in zip(answers, picked, strict=True):
             if answer.number not in answer.work.open:
@@ -298,9 +333,9 @@ class Scheduler:
             if isinstance(each, Exception):
                 self._end(answer.work, "error", answer.work.open, each)
             else:
-                self._took(answer, each)
+                self._took(answer, each, from_draft=from_draft)
 
-    def _took(self, answer: Answer, picked: Picked) -> None:
+    def _took(self, answer: Answer, picked: Picked, *, from_draft: bool) -> None:
         """Count a token and hand it out; after the last one the answer leaves."""
         checked = answer.work.checked
         answer.tokens.append(picked.token)
@@ -313,7 +348,7 @@ class Scheduler:
         if reason is not None:
             cache, error = self._leave(answer)
             reason = reason if error is None else "error"
-        last = Token(checked.request, answer.number, *picked, reason, answer.work.cached, cache, error)
+        last = Token(checked.request, answer.number, *picked, reason, answer.work.cached, cache, error, from_draft)
         self._hand_out(answer.work, last)
 
     def _hand_out(self, work: Work, token: Token) -> None:

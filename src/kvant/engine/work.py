@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvant.cache.pool import PoolSequence
+from kvant.engine.drafting.batch_choice import AnswerDrafts
 from kvant.engine.draw import Sampler
 from kvant.engine.request import CheckedRequest
 from kvant.engine.row_sampling import Row
@@ -44,6 +45,8 @@ class Answer:
 
     Attributes:
         tokens: of the cache, the prompt and the answer.
+        matcher: where the answer follows a grammar.
+        drafts: where it drafts.
     """
 
     work: Work
@@ -51,16 +54,17 @@ class Answer:
     sampler: Sampler
     sequence: PoolSequence
     tokens: list[int]
-    matcher: Matcher | None  # where the answer follows a grammar
+    matcher: Matcher | None = None
+    drafts: AnswerDrafts | None = None
 
-    def row(self, *, is_unread: bool = False, mask: bytes | None = None) -> Row:
+    def row(self, *, ahead: int = 0, mask: bytes | None = None) -> Row:
         """How its next token is sampled.
 
         Args:
-            is_unread: the token before it is not known yet.
+            ahead: tokens before it that are not known yet.
             mask: of its grammar.
         """
-        position = len(self.tokens) + is_unread
+        position = len(self.tokens) + ahead
         return Row(self.sampler, self.work.checked.processors, position, self.tokens, mask)
 
     @property
@@ -68,6 +72,11 @@ class Answer:
         """Tokens that it may still get."""
         checked = self.work.checked
         return len(checked.ids) + checked.limit - len(self.tokens)
+
+    @property
+    def room(self) -> int:
+        """Tokens of a step that its sequence has room for."""
+        return self.sequence.max_tokens - self.sequence.length
 
     @property
     def sees_tokens(self) -> bool:

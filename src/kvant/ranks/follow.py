@@ -11,7 +11,7 @@ from kvant.models import LanguageModel
 from kvant.ranks.guard import Ended, Guard
 from kvant.ranks.plans import Plan, align, planned_batch
 
-CALLS = ("__call__", "feed", "next_logits")
+CALLS = ("__call__", "feed", "next_logits", "every_logits")
 
 
 class Follower:

@@ -58,6 +58,11 @@ class StageDecoder(Decoder):
         passed = self._passed(inputs, None, cache, wanted=1)
         return passed if self.ranks.rank else self._logits(passed)[:, -1]
 
+    def every_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
+        """As :meth:`Decoder.every_logits`."""
+        passed = self._passed(inputs, None, cache, wanted=inputs.shape[1])
+        return passed if self.ranks.rank else self._logits(passed)
+
     def can_compile(self, cache: ModelCache, new_tokens: int = 1) -> bool:
         """No: a step waits for other ranks."""
         return False

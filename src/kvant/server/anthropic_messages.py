@@ -53,6 +53,7 @@ def messages_generation(body: MessagesBody, service: Service, salt: bytes) -> Ge
         sampling=sampling,
         max_tokens=max_tokens(body.max_tokens),
         stop=stops(body.stop_sequences, "stop_sequences"),
+        draft=body.draft,
         salt=salt,
     )
 

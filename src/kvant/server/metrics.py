@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvant import __version__
@@ -100,3 +100,6 @@ class _State(Collector):
             ("kvant_memory_peak_bytes", "Most bytes of MLX's arrays so far.", mx.get_peak_memory()),
         ):
             yield GaugeMetricFamily(name, help_text, value=value)
+        drafts = engine.drafts
+        yield CounterMetricFamily("kvant_drafted_tokens", "Tokens drafted and verified.", value=drafts.drafted)
+        yield CounterMetricFamily("kvant_accepted_tokens", "Of them those that answers have.", value=drafts.accepted)

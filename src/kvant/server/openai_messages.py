@@ -74,6 +74,7 @@ def common_fields(body: CommonBody, service: Service, salt: bytes) -> dict[str, 
         "stop": stops(body.stop),
         "answers": number_of_answers(body.n, service),
         "ignore_eos": bool(body.ignore_eos),
+        "draft": body.draft,
         "salt": salt,
     }
 

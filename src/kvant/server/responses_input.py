@@ -75,6 +75,7 @@ def responses_generation(body: ResponsesBody, service: Service, salt: bytes) -> 
         logprobs=top_logprobs > 0 or "message.output_text.logprobs" in (body.include or []),
         top_logprobs=top_logprobs,
         variables=variables,
+        draft=body.draft,
         salt=salt,
     )
 

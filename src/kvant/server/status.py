@@ -61,7 +61,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 async def props(request: Request) -> Response:
     """What is in force."""
     service: Service = request.app.state.service
-    settings, pool = service.settings, service.pool
+    settings, pool, drafts = service.settings, service.pool, service.engine.drafts
     groups = sorted({layer.format.quant_group for layer in pool.layers} - {0})
     return JSONResponse(
         {
@@ -88,6 +88,9 @@ async def props(request: Request) -> Response:
                 "prefill_step_size": settings.prefill_step_size,
                 "deterministic": settings.deterministic,
                 "max_queue": settings.max_queue,
+                "draft": settings.draft,
+                "drafted_tokens": drafts.drafted,
+                "accepted_tokens": drafts.accepted,
             },
             "sampling": service.sampling,
             "memory": {

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console, RenderableType
 from support.recordings import ENGINE, HEADER, RUN, record, write_tokens
 
-from kvant.tools.bench.recording import Engine, Header, Recorder, Recording, Run
+from kvant.tools.bench.recording import Drafted, Engine, Header, Recorder, Recording, Run
 from kvant.tools.bench.report import compare, describe, table
 from kvant.tools.bench.summary import Summary, summarize
 from kvant.tools.statistics import Spread
@@ -159,11 +159,45 @@ def test_what_is_not_known_is_null() -> None:
         "achieved_gb_per_s": None,
         "copy_bandwidth_share": None,
         **dict.fromkeys(("ranks", "parallel", "sums_per_token", "messages_per_token", "sent_bytes_per_token")),
+        **dict.fromkeys(("ms_per_token", "tokens_per_step", "draft_acceptance", "drafts_off", "draft_ratio")),
         "ratio": {"median": 1.0, "minimum": 1.0, "maximum": 1.0, "count": 1},
         "first_token_ratio": {"median": 1.0, "minimum": 1.0, "maximum": 1.0, "count": 1},
     }
     assert json.loads(json.dumps([asdict(summary)])) == [expected]
     assert "Memory" not in _printed(table([summary]))
+
+
+def test_drafts_are_judged_by_the_mean() -> None:
+    """Seven tokens in two steps of 14 and 7 ms, in bursts: 3 ms each; without drafts 5 and 6 ms. No percentile."""
+    slow, bursts = [10.0, *[5.0] * 7], [10.0, 14.0, 0.001, 0.001, 0.001, 6.995, 0.001, 0.001]
+    with Recorder() as recorder:
+        recorder.write(Header(**HEADER | {"baseline": "kvant"}))
+        for label in ("kvant", "kvant, drafts"):
+            recorder.write(Engine(engine=label, **ENGINE))
+        for run in range(2):
+            plain = [10.0, *(ms + run for ms in slow[1:])]
+            for label, times in (("kvant", plain), ("kvant, drafts", bursts)):
+                write_tokens(recorder, label, run, 4, times)
+                if label != "kvant":
+                    off = "why" if run else None
+                    line = {"engine": label, "run": run, "context": 4, "drafted": 10 - run, "accepted": 5, "off": off}
+                    recorder.write(Drafted(steps=2, **line))  # type: ignore[arg-type]
+                recorder.write(Run(engine=label, run=run, context=4, tokens=8, **RUN))
+    plain_summary, drafted = summarize(recorder.recording)
+    assert plain_summary.ms_per_token == pytest.approx(5.5)
+    assert (plain_summary.latency_p50_ms, plain_summary.tokens_per_step) == (5.5, None)
+    assert drafted.ms_per_token == pytest.approx(3)
+    assert drafted.tokens_per_s == pytest.approx(1000 / 3)
+    assert (drafted.tokens_per_step, drafted.draft_acceptance, drafted.drafts_off) == (3.5, pytest.approx(10 / 19), 1)
+    assert drafted.draft_ratio is not None
+    assert drafted.draft_ratio.minimum == pytest.approx(3 / 6)
+    assert drafted.draft_ratio.maximum == pytest.approx(3 / 5)
+    not_given = (drafted.latency_p50_ms, drafted.latency_p99_ms, drafted.slope_us_per_1k, drafted.ratio)
+    assert (*not_given, drafted.achieved_gb_per_s) == (None,) * 5
+    printed = _printed(table([plain_summary, drafted]))
+    assert "Drafts: a token's time, in the mean" in printed
+    assert "0.55 (0.50-0.60)" in printed
+    assert max(map(len, printed.splitlines())) <= 80
 
 
 def test_one_token_has_no_latency_after_the_first() -> None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,9 +20,10 @@ from kvant.engine.run import Run
 from kvant.errors import BenchError
 from kvant.models import Decoder, load_decoder
 from kvant.ranks.group import Ranks, Traffic
-from kvant.tools.bench.engines import EngineSpec
+from kvant.tools.bench.adapters import Kvant
+from kvant.tools.bench.engines import EngineSpec, with_drafts
 from kvant.tools.bench.here import OverRanks
-from kvant.tools.bench.prompts import random_prompts
+from kvant.tools.bench.prompts import REPLAYS, random_prompts, with_answers
 from kvant.tools.bench.recording import Header, Recorder, read_recording
 from kvant.tools.bench.report import compare, table
 from kvant.tools.bench.runner import Plan, measure
@@ -95,6 +97,43 @@ def test_tokens_and_what_a_step_sends(divided: Divided, tmp_path: Path) -> None:
     assert "Between ranks" in printed
     assert "2 ranks, tensor." in printed
     assert "9.00" in printed
+
+
+def test_drafts_of_a_known_text(divided: Divided, tmp_path: Path) -> None:
+    """With drafts or without, the answer that was given is generated; it repeats the prompt, or cannot be drafted."""
+    specs = with_drafts([EngineSpec("kvant", 8, 32)], "prompt")
+    assert [spec.label for spec in specs] == ["kvant 8-bit", "kvant 8-bit, drafts"]
+    over = OverRanks(divided.model, cast(Ranks, SimpleNamespace(size=2, traffic=divided.traffic)), "tensor")
+    for kind in REPLAYS:
+        prompts = with_answers(random_prompts(7, 1280), kind, 7, 1280, 30)
+        plan = Plan(specs, Path("not read"), 512, (20,), 30, 1, prompts)
+        with Recorder(tmp_path / f"{kind}.jsonl") as recorder:
+            recorder.write(Header(**HEADER | {"baseline": "kvant 8-bit"}))
+            told: list[str] = []
+            measure(plan, recorder, told.append, over_ranks=over)
+        recording = read_recording(tmp_path / f"{kind}.jsonl")
+        prompt = prompts(20, 0)
+        assert prompt.answer is not None
+        assert [list(run.token_ids or ()) for run in recording.runs] == [prompt.answer] * 2
+        changed = sum(a != b for a, b in zip(prompt.answer, prompt.ids * 2, strict=False))
+        assert (changed < 8) == (kind == "edit")
+        [found] = recording.drafts.values()
+        plain, drafted = summarize(recording)
+        assert drafted.tokens_per_step == pytest.approx(29 / found.steps)
+        assert plain.tokens_per_step is None
+        assert f"kvant 8-bit, drafts: first token {drafted.first_token_ms:.1f} ms, " in told[-1]
+        assert told[-1].endswith(f"then {drafted.ms_per_token:.2f} ms a token")
+        assert kind == "edit" or found.accepted <= 2
+
+
+def test_a_draft_model(divided: Divided, pocket_folder: Path) -> None:
+    [plain, drafting] = with_drafts([EngineSpec("kvant", 0)], "model", str(pocket_folder), 3)
+    adapters = [Kvant(spec, divided.model, 512) for spec in (plain, drafting)]
+    texts = [list(islice(adapter.tokens(range(20, 50), 12), 12)) for adapter in adapters]
+    assert texts[0] == texts[1]
+    assert adapters[0].drafts is None
+    assert adapters[1].drafts is not None
+    assert adapters[1].weight_bytes == (2 * divided.model.nbytes, divided.model.nbytes_read)
 
 
 def test_a_comparison_says_how_many_ranks(divided: Divided, tmp_path: Path) -> None:

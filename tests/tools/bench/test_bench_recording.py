@@ -12,6 +12,9 @@ from kvant.errors import KvantError
 from kvant.tools.bench.recording import Engine, Header, Recorder, Recording, Run, Token, read_recording
 
 Object = dict[str, Any]
+DRAFTS: Object = {
+    "kind": "drafts", "engine": "a", "run": 0, "context": 4, "steps": 1, "drafted": 8, "accepted": 2, "off": None
+}  # fmt: skip
 TOKEN: Object = {"kind": "token", "engine": "a", "run": 0, "context": 4, "position": 4, "latency_ms": 2.5}
 
 
@@ -144,6 +147,9 @@ BAD: list[tuple[str, Change, int, str]] = [
     ("another version", _change(0, version=2), 1, "version is 2; expected 1"),
     ("version true", _change(0, version=True), 1, "version is True; expected 1"),
     ("an unknown kind", _change(2, kind="tokens"), 3, "kind is 'tokens'; expected one of header, engine, token, run"),
+    ("more accepted than drafted", lambda o: o.insert(4, DRAFTS | {"accepted": 9}), 5, "accepted is 9; expected at"),
+    ("drafts without a step", lambda o: o.insert(4, DRAFTS | {"steps": 0}), 5, "steps is 0; expected .* at least 1"),
+    ("drafts twice", lambda o: o.extend([DRAFTS] * 2) or o.append(o.pop(4)), 6, "a second drafts of a run"),
     ("no kind", lambda o: o[2].pop("kind"), 3, "kind is None"),
     ("a kind that is a list", _change(2, kind=[1]), 3, r"kind is \[1\]"),
     ("a missing field", lambda o: o[2].pop("latency_ms"), 3, "the token line lacks latency_ms"),

@@ -37,6 +37,12 @@ class DraftCounts:
         """Tokens that a step gave, on average; 1.0 before the first."""
         return 1 + self.accepted / max(1, self.steps)
 
+    def describe(self) -> str:
+        """In a line: what was accepted, and why nothing is drafted any more."""
+        share = f", {100 * self.accepted / self.drafted:.0f} %" if self.drafted else ""
+        text = f"drafts: {self.accepted} of {self.drafted} tokens accepted{share}"
+        return text if self.off is None else f"drafts off: {self.off}{share}"
+
     def __add__(self, later: "DraftCounts") -> "DraftCounts":
         """Of two runs, one after the other."""
         return DraftCounts(
@@ -119,6 +125,7 @@ class Choice:
         self._hits = [0.0 if is_free else 1.0] * CLASSES
         self._tries = [1.0] * CLASSES
         self._seen = [not is_free] * CLASSES
+        self._each: list[float] | None = None  # how likely a guess of each class is, until something is learnt
         self._gained = 0.0  # in steps of one token
         self._steps = 0
         self._chosen: dict[int, int] = {}  # of each class, until something is learnt
@@ -129,6 +136,7 @@ class Choice:
         self._hits[each] = self._hits[each] * DECAY + hit
         self._tries[each] = self._tries[each] * DECAY + 1
         self._seen[each] = True
+        self._each = None
         self._chosen.clear()
 
     def learn(self, drafter: Drafter, tokens: Sequence[int]) -> None:
@@ -150,6 +158,18 @@ class Choice:
         if each not in self._chosen:
             self._chosen[each] = self._best(match)
         return max((size for size in self._sizes if size <= min(self._chosen[each], most)), default=0)
+
+    def expected(self, match: int, most: int) -> list[float]:
+        """Tokens that are expected to be accepted of none, one, two and up to ``most`` tokens drafted after a match."""
+        if self._each is None:
+            self._each = [self._likely(each) for each in range(CLASSES)]
+        each, last = self._each, CLASSES - 1
+        found, likely, total = [0.0], 1.0, 0.0
+        for length in range(match, match + most):
+            likely *= each[min(length.bit_length(), last)]
+            total += likely
+            found.append(total)
+        return found
 
     def may_draft(self, longest: int) -> bool:
         """Whether anything would be drafted after a match of 1 to ``longest`` tokens, at most."""
@@ -183,12 +203,9 @@ class Choice:
         if not self._costs.is_known:
             return 0
         best, most = 0, LEAST_GAIN
-        expected, likely, drafted, known = 1.0, 1.0, 0, 1.0
+        known, added = 1.0, self.expected(match, self._sizes[-1])
         for size in self._sizes:
-            while drafted < size:
-                likely *= self._likely(_class(match + drafted))
-                expected += likely
-                drafted += 1
+            expected = 1 + added[size]
             cost = self._costs.get(size + 1)
             known = max(known, cost or known)
             if expected / known > most:

@@ -7,15 +7,19 @@ that step too, so that all engines do the same work.
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
 from kvant.bridge.config import is_bridged
 from kvant.cache import ModelCache
 from kvant.cache.pages import PAGE_SIZE, pages_for
+from kvant.engine.drafted_run import make_run
+from kvant.engine.drafting.choice import DraftCounts
+from kvant.engine.drafting.drafts import Drafts, drafts_of
 from kvant.engine.draw import greedy
 from kvant.engine.load import load_model
+from kvant.engine.model_drafts import DEFAULT_DRAFT_TOKENS, ModelDrafts
 from kvant.engine.request import Request
 from kvant.engine.run import Run
 from kvant.engine.scheduler import Scheduler
@@ -25,17 +29,26 @@ from kvant.models import LanguageModel
 from kvant.models.checkpoint import check_folder
 from kvant.models.tensors import TensorFiles
 from kvant.tools.bench.engines import KVANT_GROUP, EngineSpec
+from kvant.tools.bench.replay import Replayed
 
 Tokens = Generator[int, None, None]
 StreamTokens = Generator[tuple[int, int], None, None]
 
 
 class Kvant:
-    """kvant's decoder, or mlx-lm's model, with kvant's preallocated cache."""
+    """kvant's decoder, or mlx-lm's model, with kvant's preallocated cache.
+
+    Attributes:
+        drafts: what they did in the last run; None: there are none.
+    """
+
+    drafts: DraftCounts | None = None
 
     def __init__(self, spec: EngineSpec, model: Path | LanguageModel, prefill_step_size: int) -> None:
         """Load the model, unless it is; a KvantError for a folder that cannot be loaded."""
         self._model = load_model(model) if isinstance(model, Path) else model
+        self._draft_model = None if spec.draft_model is None else load_model(Path(spec.draft_model))
+        self._replayed = Replayed(self._model)
         self._spec = spec
         self._prefill_step_size = prefill_step_size
         self._cache: ModelCache | None = None
@@ -47,11 +60,15 @@ class Kvant:
 
     @property
     def weight_bytes(self) -> tuple[int, int]:
-        """Bytes of all weights, and of those one decode step reads."""
-        return self._model.nbytes, self._model.nbytes_read
+        """Bytes of all weights, a draft model's too, and of those one decode step of the model reads."""
+        drafts = 0 if self._draft_model is None else self._draft_model.nbytes
+        return self._model.nbytes + drafts, self._model.nbytes_read
 
-    def tokens(self, prompt: Sequence[int], max_tokens: int) -> Tokens:
-        """At least ``max_tokens`` greedy tokens; the cache is made when the first is asked for."""
+    def tokens(self, prompt: Sequence[int], max_tokens: int, answer: Sequence[int] | None = None) -> Tokens:
+        """At least ``max_tokens`` greedy tokens; the cache is made when the first is asked for.
+
+        ``answer``: the tokens are these, whatever the model gives.
+        """
         self._cache = None  # frees the last run's before the next is reserved
         cache = self._cache = self._model.make_cache(
             len(prompt) + max_tokens,
@@ -59,10 +76,30 @@ class Kvant:
             quant_group=self._spec.kv_group_size or KVANT_GROUP,
             kernels=self._spec.kernels,
         )
+        model = self._model
+        if answer is not None:
+            self._replayed.replay([*prompt, *answer])
+            model = cast(LanguageModel, self._replayed)
         # One more than is taken, so that the step after the last token is queued.
-        run = Run(self._model, prompt, cache, max_tokens=max_tokens + 1, prefill_step_size=self._prefill_step_size)
+        run = make_run(
+            self._drafts(cache),
+            model,
+            prompt,
+            cache,
+            max_tokens=max_tokens + 1,
+            prefill_step_size=self._prefill_step_size,
+        )
+        self.drafts = run.drafts
         for token, _ in run:
             yield token
+
+    def _drafts(self, cache: ModelCache) -> Drafts | None:
+        """Where the drafts of a run with this cache come from."""
+        if self._draft_model is None:
+            return drafts_of(self._spec.draft)
+        count = self._spec.num_draft_tokens or DEFAULT_DRAFT_TOKENS
+        vocab_size = self._model.config.vocab_size
+        return ModelDrafts(model=self._draft_model, vocab_size=vocab_size, num_draft_tokens=count).beside(cache)
 
     def streams(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> StreamTokens:
         """Greedy tokens of all prompts with the numbers of their streams: through a pool, or one stream by one."""
@@ -104,6 +141,8 @@ class Kvant:
 
 class MLXLM:
     """mlx-lm's model, caches and generation step; with a dtype, its weights cast to that."""
+
+    drafts = None
 
     def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
         """Load the model; a KvantError for a folder that cannot be loaded, or an exception of mlx-lm."""

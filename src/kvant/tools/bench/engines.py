@@ -10,6 +10,7 @@ OPENBLAS = "openblas"
 # Engines that load the model themselves, and what may follow a colon, one of each group. The other engine is a server.
 SETTINGS: dict[str, tuple[tuple[str, ...], ...]] = {"kvant": (tuple(KERNELS),), "mlx-lm": (DTYPES, (OPENBLAS,))}
 KVANT_GROUP = 32
+DRAFTS = ", drafts"  # ends the label of an engine that drafts; without, it is that of the plain loop beside it
 MLX_LM_GROUPS = (64, 32, 128)  # those MLX quantizes, mlx-lm's own default first
 
 
@@ -28,6 +29,9 @@ class EngineSpec:
         server_model: the name a server knows the model by; None: it is not said.
         title: a server's label, where there are several.
         one_by_one: of kvant, where several streams are measured: one after another, not together.
+        draft: of kvant: where drafts come from, "prompt" or "model"; "none": there are none.
+        draft_model: the folder of the model that drafts.
+        num_draft_tokens: that it drafts a step, at most.
     """
 
     name: str
@@ -40,6 +44,9 @@ class EngineSpec:
     server_model: str | None = None
     one_by_one: bool = False
     title: str = "server"
+    draft: str = "none"
+    draft_model: str | None = None
+    num_draft_tokens: int | None = None
 
     @property
     def label(self) -> str:
@@ -49,6 +56,7 @@ class EngineSpec:
         if self.name == "kvant":
             own = f"kvant {self.kv_bits}-bit" if self.kv_bits else "kvant full"
             own = f"{own} {self.kernels}" if self.kernels else own
+            own = f"{own}{DRAFTS}" if self.draft != "none" else own
             return f"{own}, one by one" if self.one_by_one else own
         bits = f"{self.kv_bits}-bit" if self.kv_bits else None
         return " ".join(part for part in (self.name, self.dtype, self.openblas and "OpenBLAS", bits) if part)
@@ -101,6 +109,15 @@ def stream_specs(
     specs = engine_specs(kvant, kv_bits, kv_group_size, head_dim)
     others = engine_specs([name for name in names if name not in kvant], [0], None, head_dim)
     return [*specs, *(replace(spec, one_by_one=True) for spec in specs), *others]
+
+
+def with_drafts(
+    specs: Sequence[EngineSpec], draft: str, draft_model: str | None = None, num_draft_tokens: int | None = None
+) -> list[EngineSpec]:
+    """Beside each kvant the same with drafts; arguments as the attributes of an :class:`EngineSpec`."""
+    options = {"draft": draft, "draft_model": draft_model, "num_draft_tokens": num_draft_tokens}
+    pairs = ([spec, replace(spec, **options)] if spec.name == "kvant" else [spec] for spec in specs)  # type: ignore[arg-type]
+    return [spec for pair in pairs for spec in pair]
 
 
 def _group_size(name: str, given: int | None, head_dim: int | None) -> int:

@@ -36,10 +36,10 @@ class Counted(Kvant):
         self._over = over
         self.sent: dict[str, Any] = {}  # by the attributes of a Sent, but for those of the run
 
-    def tokens(self, prompt: Sequence[int], max_tokens: int) -> Tokens:
+    def tokens(self, prompt: Sequence[int], max_tokens: int, answer: Sequence[int] | None = None) -> Tokens:
         """As kvant's. Whenever a token is handed over, the step after it is built and counted."""
         before: dict[str, int] = {}
-        for number, token in enumerate(super().tokens(prompt, max_tokens)):
+        for number, token in enumerate(super().tokens(prompt, max_tokens, answer)):
             counts = asdict(self._over.ranks.traffic)
             before = before or counts
             counts = {name: count - before[name] for name, count in counts.items()}

@@ -196,7 +196,33 @@ class Sent:
         _check(self, context=1, ranks=2, steps=1)
 
 
-Line = Header | Engine | Token | Run | Streams | Sent
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafted:
+    """What drafts did in a run, before the run's end.
+
+    Attributes:
+        engine, run, context: as a token's.
+        steps: of the model, for the tokens after the first.
+        drafted: tokens that were drafted.
+        accepted: of these, tokens that are in the text.
+        off: why nothing was drafted any more; None: it was, where it paid.
+    """
+
+    engine: str
+    run: int
+    context: int
+    steps: int
+    drafted: int
+    accepted: int
+    off: str | None
+
+    def __post_init__(self) -> None:
+        _check(self, context=1, steps=1)
+        if self.accepted > self.drafted:
+            raise ValueError(f"accepted is {self.accepted}; expected at most the {self.drafted} drafted")
+
+
+Line = Header | Engine | Token | Run | Streams | Sent | Drafted
 KINDS: dict[str, type[Line]] = {
     "header": Header,
     "engine": Engine,
@@ -204,6 +230,7 @@ KINDS: dict[str, type[Line]] = {
     "run": Run,
     "streams": Streams,
     "sent": Sent,
+    "drafts": Drafted,
 }
 NAMES = {kind: name for name, kind in KINDS.items()}
 # Of each kind of line, its fields of text and of numbers: name, type, and whether null is allowed.

@@ -1,23 +1,35 @@
-"""Prompts drawn at random, the same for every engine; each round has its own, lest a server remembers the last."""
+"""Prompts drawn at random, the same for every engine; each round has its own, lest a server remembers the last.
+
+A prompt may come with its answer: then that is generated, whatever the model holds for likely.
+"""
 
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from kvant.errors import BenchError
 from kvant.text.tokenizer import Tokenizer
 
 MAX_DRAWS = 1000  # a token wanted
+UNCHANGED = 100  # tokens of a replayed edit of which one is another
+Replay = Literal["edit", "new"]
+REPLAYS = get_args(Replay)
 WORD = re.compile(r" [A-Za-z]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and the text a server is sent, which has these ids; None where no server is measured."""
+    """Token ids, and the text a server is sent, which has these ids; None where no server is measured.
+
+    Attributes:
+        answer: token ids to generate; None: the likeliest ones.
+    """
 
     ids: list[int]
     text: str | None = None
+    answer: list[int] | None = None
 
 
 Prompts = Callable[[int, int], Prompt]  # of a number of tokens, in a round
@@ -48,6 +60,21 @@ def word_prompts(seed: int, tokenizer: Tokenizer, vocab_size: int) -> Prompts:
         if len(ids) < context or tokenizer.encode(text, add_special_tokens=False) != ids:
             raise BenchError("the model's tokenizer has no tokens of a word each, to make a server's prompt of")
         return Prompt(ids, text)
+
+    return draw
+
+
+def with_answers(prompts: Prompts, replay: Replay, seed: int, vocab_size: int, max_tokens: int) -> Prompts:
+    """Prompts with an answer: "edit", the prompt again, one of 100 tokens another; "new", random ids."""
+
+    def draw(context: int, round_number: int) -> Prompt:
+        prompt = prompts(context, round_number)
+        source = _random(seed, -context, round_number)
+        answer = source.choices(range(vocab_size), k=max_tokens)
+        if replay == "edit":
+            kept = (prompt.ids * (max_tokens // context + 1))[:max_tokens]
+            answer = [new if source.randrange(UNCHANGED) == 0 else old for new, old in zip(answer, kept, strict=True)]
+        return replace(prompt, answer=answer)
 
     return draw
 

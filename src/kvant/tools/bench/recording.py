@@ -6,10 +6,25 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from kvant.errors import KvantError
-from kvant.tools.bench.lines import KINDS, NAMES, VERSION, Case, Engine, Header, Line, Run, Sent, Streams, Token, shown
+from kvant.tools.bench.lines import (
+    KINDS,
+    NAMES,
+    VERSION,
+    Case,
+    Drafted,
+    Engine,
+    Header,
+    Line,
+    Run,
+    Sent,
+    Streams,
+    Token,
+    shown,
+)
 
 __all__ = [
     "Case",
+    "Drafted",
     "Engine",
     "Header",
     "Line",
@@ -33,6 +48,7 @@ class Recording:
     runs: list[Run] = field(default_factory=list, init=False)
     streams: list[Streams] = field(default_factory=list, init=False)
     sent: dict[Case, Sent] = field(default_factory=dict, init=False)
+    drafts: dict[Case, Drafted] = field(default_factory=dict, init=False)
     _tokens_of: dict[Case, list[Token]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _ended: set[Case] = field(default_factory=set, init=False, repr=False, compare=False)
 
@@ -61,10 +77,11 @@ class Recording:
         case = (line.engine, line.run, line.context)
         if case in self._ended:
             raise ValueError(f"a {NAMES[type(line)]} of a run that has ended; expected another round or context")
-        if isinstance(line, Sent):
-            if case in self.sent:
-                raise ValueError(f"a second {NAMES[Sent]} of a run; expected one")
-            self.sent[case] = line
+        if isinstance(line, Sent | Drafted):
+            held: dict[Case, Any] = self.sent if isinstance(line, Sent) else self.drafts
+            if case in held:
+                raise ValueError(f"a second {NAMES[type(line)]} of a run; expected one")
+            held[case] = line
             return
         before = self._tokens_of.get(case, [])
         if isinstance(line, Token):

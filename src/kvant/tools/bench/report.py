@@ -39,6 +39,13 @@ BETWEEN_RANKS: list[Column] = [
     ("messages\na token", "messages_per_token", 1),
     ("sent\nkB/token", "sent_bytes_per_token", 1e-3),
 ]
+DRAFTED: list[Column] = [
+    ("mean\nms", "ms_per_token", 1),
+    ("tokens\na step", "tokens_per_step", 1),
+    ("accepted\n%", "draft_acceptance", 100),
+    ("against\nplain", "draft_ratio", 1),
+    ("runs\noff", "drafts_off", 1),
+]
 STREAMS_TIMES: list[Column] = [
     ("in all\ntokens/s", "tokens_per_s", 1),
     ("first\nms", "first_token_ms", 1),
@@ -66,6 +73,7 @@ LESS = (
 )
 COMPARED: list[Column] = [
     ("latency p50, ms", "latency_p50_ms", 1),
+    ("mean of drafts, ms", "ms_per_token", 1),
     ("first token, ms", "first_token_ms", 1),
     ("prefill, tokens/s", "prefill_tokens_per_s", 1),
     ("peak memory, MB", "peak_memory_bytes", 1e-6),
@@ -81,6 +89,11 @@ READ = (
 BY_RANK_0 = (
     "Sums: arrays that all ranks add up or gather. Messages: arrays to or from one other rank. Sent: the bytes of "
     "both. All are of rank 0 alone, as are times and memory."
+)
+MEANS = (
+    "Mean: the time of all tokens after the first divided by their number. Tokens of one step come at once: their "
+    "median says nothing. Against plain: that mean divided by the one without drafts of the same round: median over "
+    "rounds, and range. Below 1 is faster. Off: runs in which drafts did not pay and were switched off."
 )
 NOT_PAIRED = (
     "Not paired: the recordings were made apart. A machine that was busier in one of them shows as a difference. "
@@ -110,6 +123,7 @@ def table(summaries: Sequence[Summary]) -> Group:
         ("Time", TIMES, _times_caption(summaries)),
         ("Time against the baseline", RATIOS, PAIRED),
         ("Memory and bandwidth", MEMORY, READ),
+        *([("Drafts: a token's time, in the mean", DRAFTED, MEANS)] if _drafts(summaries) else []),
         *_between_ranks(summaries),
     ):
         known = [column for column in columns if any(getattr(s, column[1]) is not None for s in summaries)]
@@ -223,6 +237,11 @@ def _times_caption(summaries: Sequence[Summary]) -> str:
         if s.interrupted
     ]
     return "\n".join(lines)
+
+
+def _drafts(summaries: Sequence[Summary]) -> bool:
+    """Whether some engine drafts."""
+    return any(summary.tokens_per_step is not None for summary in summaries)
 
 
 def _between_ranks(summaries: Sequence[Summary]) -> list[tuple[str, list[Column], str]]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from kvant import blas
@@ -12,7 +12,7 @@ from kvant.tools.bench.engines import EngineSpec
 from kvant.tools.bench.here import Here, OverRanks
 from kvant.tools.bench.process import WORKER_COMMAND, Worker
 from kvant.tools.bench.prompts import Prompt, Prompts
-from kvant.tools.bench.recording import Engine, Recorder, Run, Sent, Streams, Token
+from kvant.tools.bench.recording import Drafted, Engine, Recorder, Run, Sent, Streams, Token
 
 WARM_UP = -1  # the round that is not recorded
 STREAMS_FIGURES = ("arrivals_ms", "token_ids", "cpu_ms", "peak_memory_bytes")
@@ -97,7 +97,7 @@ def measure(
                         worker.ask(_run_command(plan.prompts(context, WARM_UP), plan.max_tokens), "done")
                 for spec in list(workers)[:: -1 if number % 2 else 1]:
                     latencies = _measure_run(workers[spec], plan, recorder, spec, number, context)
-                    progress(_run_progress(plan, spec.label, number, context, latencies))
+                    progress(_run_progress(plan, spec, number, context, latencies))
 
 
 def _measure_streams(
@@ -161,13 +161,16 @@ def _measure_run(
         _write_tokens(recorder, label, number, context, latencies)
         if (sent := done.get("sent")) is not None:
             recorder.write(Sent(engine=label, run=number, context=context, **sent))
+        if (drafts := done.get("drafts")) is not None and drafts["steps"]:
+            recorder.write(Drafted(engine=label, run=number, context=context, **drafts))
         figures = {name: done[name] for name in RUN_FIGURES}
         recorder.write(Run(engine=label, run=number, context=context, **figures))
     return latencies
 
 
 def _run_command(prompt: Prompt, max_tokens: int) -> dict[str, Any]:
-    return {"command": "run", "prompt": prompt.ids, "text": prompt.text, "max_tokens": max_tokens}
+    command = {"command": "run", "prompt": prompt.ids, "text": prompt.text, "max_tokens": max_tokens}
+    return command if prompt.answer is None else command | {"answer": prompt.answer}
 
 
 def _write_tokens(recorder: Recorder, label: str, number: int, context: int, latencies: Sequence[float]) -> None:
@@ -175,10 +178,11 @@ def _write_tokens(recorder: Recorder, label: str, number: int, context: int, lat
         recorder.write(Token(engine=label, run=number, context=context, position=context + index, latency_ms=latency))
 
 
-def _run_progress(plan: Plan, label: str, number: int, context: int, latencies: Sequence[float]) -> str:
-    typical = f", then {median(latencies[1:]):.2f} ms a token" if latencies[1:] else ""
+def _run_progress(plan: Plan, spec: EngineSpec, number: int, context: int, latencies: Sequence[float]) -> str:
+    middle = median if spec.draft == "none" else fmean  # tokens of one step come at once: the median is of nothing
+    typical = f", then {middle(latencies[1:]):.2f} ms a token" if latencies[1:] else ""
     typical += f", ended after {len(latencies)} tokens" if len(latencies) < plan.max_tokens else ""
     return (
-        f"round {number + 1} of {plan.repeats}, {context:,} tokens of context, {label}: "
+        f"round {number + 1} of {plan.repeats}, {context:,} tokens of context, {spec.label}: "
         f"first token {latencies[0]:.1f} ms{typical}"
     )

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
-from kvant.tools.bench.recording import Engine, Recording, Run, Sent, Token
+from kvant.tools.bench.engines import DRAFTS
+from kvant.tools.bench.recording import Drafted, Engine, Recording, Run, Sent, Token
 from kvant.tools.statistics import Spread, paired_ratio, percentile, theil_sen
 
 Runs = list[tuple[Run, list[Token]]]
@@ -31,6 +32,13 @@ class Summary:
         copy_bandwidth_share: that divided by the device's copy bandwidth.
         ranks, parallel: processes in all, and how the model is divided among them.
         sums_per_token, messages_per_token, sent_bytes_per_token: of rank 0 in a decode step, on average.
+        ms_per_token: the time of the tokens after the first divided by their number, median over runs; where some
+            engine drafts. The tokens of one step come at once, so an engine that drafts has no percentiles, no slope
+            and no bytes.
+        tokens_per_step, draft_acceptance: of an engine that drafts, the tokens after the first divided by the steps,
+            and the share of drafted tokens that are in the text, over all runs; None: nothing was drafted.
+        drafts_off: runs in which drafts did not pay and were switched off.
+        draft_ratio: time a token divided by that of the same engine without drafts in the same round.
         ratio, first_token_ratio: this engine's median latency and first-token time to the baseline's of the same
             round; below 1 is faster.
     """
@@ -56,6 +64,11 @@ class Summary:
     sums_per_token: float | None = None
     messages_per_token: float | None = None
     sent_bytes_per_token: float | None = None
+    ms_per_token: float | None = None
+    tokens_per_step: float | None = None
+    draft_acceptance: float | None = None
+    drafts_off: int | None = None
+    draft_ratio: Spread | None = None
     ratio: Spread | None = None
     first_token_ratio: Spread | None = None
 
@@ -83,15 +96,19 @@ def summarize(recording: Recording, baseline: str | None = None) -> list[Summary
     summaries = []
     for context, label in sorted({*runs, *left_out}, key=lambda case: (case[0], order.index(case[1]))):
         own, others = runs.get((context, label), []), runs.get((context, baseline or ""), [])
-        figures = _figures(own, recording.engines[label], bandwidth) if own else {}
+        drafts = [found for run, _ in own if (found := recording.drafts.get((label, run.run, context)))]
+        figures = _figures(own, recording.engines[label], bandwidth, drafted=bool(drafts)) if own else {}
+        if recording.drafts and own:
+            plain = runs.get((context, label.removesuffix(DRAFTS)), []) if drafts else []
+            figures |= _drafts(own, drafts, plain)
         summaries.append(
             Summary(
                 engine=label,
                 context=context,
                 runs=len(own),
                 interrupted=left_out.count((context, label)),
-                slope_us_per_1k=slopes[label] if own else None,
-                ratio=paired_ratio(_p50s(own), _p50s(others)),
+                slope_us_per_1k=slopes[label] if own and not drafts else None,
+                ratio=None if drafts else paired_ratio(_p50s(own), _p50s(others)),
                 first_token_ratio=paired_ratio(_firsts(own), _firsts(others)),
                 **figures,
                 **_sent([sent for run, _ in own if (sent := recording.sent.get((label, run.run, context)))]),
@@ -117,7 +134,7 @@ def agreement(recording: Recording) -> str | None:
     return f"Runs with the same tokens as {baseline}: {counts}." if pairs else None
 
 
-def _figures(runs: Runs, engine: Engine, bandwidth: float | None) -> dict[str, Any]:
+def _figures(runs: Runs, engine: Engine, bandwidth: float | None, *, drafted: bool) -> dict[str, Any]:
     """The figures of one engine's completed runs at one context that need no other engine."""
     firsts = _firsts(runs).values()
     later = [token for _, tokens in runs for token in tokens[1:]]
@@ -129,11 +146,12 @@ def _figures(runs: Runs, engine: Engine, bandwidth: float | None) -> dict[str, A
     }
     if not later:
         return figures
+    figures["tokens_per_s"] = median(1e3 / mean for mean in _means(runs).values())
+    if drafted:
+        return figures
     latencies = [token.latency_ms for token in later]
     for percent in (50, 95, 99):
         figures[f"latency_p{percent}_ms"] = percentile(latencies, percent)
-    means = [sum(t.latency_ms for t in tokens[1:]) / len(tokens[1:]) for _, tokens in runs if tokens[1:]]
-    figures["tokens_per_s"] = median(1e3 / mean for mean in means)
     per_cached = [run.cache_bytes_per_token for run, _ in runs if run.cache_bytes_per_token is not None]
     if engine.weight_bytes_read is not None and per_cached:
         # The step that makes the token of position p attends to p cached tokens.
@@ -142,6 +160,22 @@ def _figures(runs: Runs, engine: Engine, bandwidth: float | None) -> dict[str, A
         figures["achieved_gb_per_s"] = achieved = read / figures["latency_p50_ms"] / 1e6
         figures["copy_bandwidth_share"] = achieved / bandwidth if bandwidth else None
     return figures
+
+
+def _drafts(runs: Runs, drafts: Sequence[Drafted], plain: Runs) -> dict[str, Any]:
+    """What drafts did, and the time a token, which they are judged by; ``plain``: the runs without."""
+    means = _means(runs)
+    figures: dict[str, Any] = {"ms_per_token": median(means.values()) if means else None}
+    if not drafts:
+        return figures
+    drafted = sum(each.drafted for each in drafts)
+    later = sum(len(tokens) - 1 for _, tokens in runs)
+    return figures | {
+        "tokens_per_step": later / sum(each.steps for each in drafts),
+        "draft_acceptance": sum(each.accepted for each in drafts) / drafted if drafted else None,
+        "drafts_off": sum(each.off is not None for each in drafts),
+        "draft_ratio": paired_ratio(means, _means(plain)),
+    }
 
 
 def _sent(runs: Sequence[Sent]) -> dict[str, Any]:
@@ -180,6 +214,11 @@ def _firsts(runs: Runs) -> dict[int, float]:
 def _p50s(runs: Runs) -> dict[int, float]:
     """Median latency by round, the first token left out."""
     return {run.run: median(t.latency_ms for t in tokens[1:]) for run, tokens in runs if tokens[1:]}
+
+
+def _means(runs: Runs) -> dict[int, float]:
+    """Mean latency by round, the first token left out."""
+    return {run.run: fmean(t.latency_ms for t in tokens[1:]) for run, tokens in runs if tokens[1:]}
 
 
 def _largest(values: Iterable[int | None]) -> int | None:

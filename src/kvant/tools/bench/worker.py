@@ -2,9 +2,10 @@
 
     {"command": "load", "engine": an EngineSpec's attributes, "model": folder, "prefill_step_size"}
         -> {"kind": "ready", "dtype", "weight_bytes", "weight_bytes_read"}
-    {"command": "run", "prompt": token ids, "text": the same as text or null, "max_tokens"}
+    {"command": "run", "prompt": token ids, "text": the same as text or null, "max_tokens", "answer": token ids to
+     generate; without it the likeliest}
         -> {"kind": "done", "latencies_ms", "token_ids", "tokens", "peak_memory_bytes", "cache_bytes",
-            "cache_bytes_per_token"}
+            "cache_bytes_per_token", "drafts": what they did, where there are any}
         -> {"kind": "interrupted", "latencies_ms"} after a SIGINT
     {"command": "streams", "prompts": token ids of each, "texts": the same as text or null, "max_tokens"}
         -> {"kind": "done", "arrivals_ms", "token_ids", "cpu_ms", "peak_memory_bytes"}
@@ -25,6 +26,7 @@ import time
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
@@ -67,13 +69,16 @@ class LocalEngine:
 
         count = command["max_tokens"]
         with _quiet():
-            take(self._adapter.tokens(command["prompt"], count), count, taken)
+            answer = {"answer": command["answer"]} if "answer" in command else {}
+            take(self._adapter.tokens(command["prompt"], count, **answer), count, taken)
         nbytes, room = self._adapter.cache_size()
         if len(taken) < count:
             raise BenchError(f"generated {len(taken)} tokens; expected {count}")
+        drafts = self._adapter.drafts
+        more = {} if drafts is None else {"drafts": asdict(drafts)}
         memory = {"peak_memory_bytes": mx.get_peak_memory(), "cache_bytes": nbytes}
         ids = [token for token, _ in taken]
-        return {"token_ids": ids, "tokens": count, **memory, "cache_bytes_per_token": nbytes / room}
+        return {"token_ids": ids, "tokens": count, **memory, "cache_bytes_per_token": nbytes / room, **more}
 
     def streams(self, command: Message) -> Message:
         """One measured run of several requests at once."""

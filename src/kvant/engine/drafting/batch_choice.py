@@ -1,0 +1,148 @@
+"""How many tokens the answers of a batch draft: they share its steps, so they decide together."""
+
+from collections.abc import Hashable, Sequence
+
+from kvant.engine.drafting.choice import LEAST_GAIN, LOSS, LOSS_SHARE, SIZES, DraftCounts, StepCosts, costs_of
+from kvant.engine.drafting.drafts import Drafts
+
+READ_AT_ONCE = 2048  # tokens that a drafter reads in a step: a long prompt holds nobody up
+EXACT_ROWS = 8  # sequences, up to which the cost of a step is kept for each number
+
+
+class AnswerDrafts:
+    """What an answer drafts.
+
+    Attributes:
+        match: tokens that its next draft rests on.
+        off: why it drafts no more; None: it does, where that pays.
+    """
+
+    def __init__(self, drafts: Drafts) -> None:
+        self.off: str | None = None
+        self._drafter = drafts.drafter()
+        self._choice = drafts.choice(StepCosts(), self._drafter)
+        self._read = 0
+        self._expected: dict[int, list[float]] = {}  # by the match, until more is read
+
+    @property
+    def match(self) -> int:
+        """Tokens that its next draft rests on."""
+        return self._drafter.match
+
+    def read(self, tokens: Sequence[int]) -> bool:
+        """Take the sequence's tokens that are new. Returns whether all of them are known now."""
+        if self.off is None and self._read < len(tokens):
+            new = tokens[self._read : self._read + READ_AT_ONCE]
+            self._choice.learn(self._drafter, new)
+            self._read += len(new)
+            self._expected.clear()
+        return self.off is None and self._read == len(tokens)
+
+    def expected(self, match: int) -> list[float]:
+        """Tokens that a draft after a match of this length is expected to add, of none, of one, of two..."""
+        if match not in self._expected:
+            self._expected[match] = self._choice.expected(match, SIZES[-1])
+        return self._expected[match]
+
+    def propose(self, most: int, vocab_size: int) -> list[int]:
+        """At most so many tokens that may follow, of those that the model knows."""
+        draft = self._drafter.propose(most) if most > 0 else []
+        return draft[: next((n for n, token in enumerate(draft) if not 0 <= token < vocab_size), len(draft))]
+
+
+class BatchChoice:
+    """Decides for the answers of a batch how many tokens a step has.
+
+    As :class:`kvant.engine.drafting.choice.Choice`, for all of them at once: the number is taken with which they are
+    expected to get the most tokens in the time of a step. A step of S tokens feeds S of every answer, of one that does
+    not draft too, so the drafts of few have to pay for all.
+
+    Attributes:
+        counts: of all steps.
+    """
+
+    def __init__(self, model: object, kind: Hashable) -> None:
+        """``kind``: of the pool, for the record of costs that is kept with the model."""
+        self.counts = DraftCounts()
+        self._model, self._kind = model, kind
+        self._gained = 0.0  # in steps of one token
+        self._steps = 0
+
+    def may_draft(self, rows: int, drafting: Sequence[AnswerDrafts], *, at_once: bool) -> bool:
+        """Whether anything would be drafted after the next token, whatever it is.
+
+        Args:
+            rows: answers of the step.
+            drafting: those of them that may draft.
+            at_once: no answer has to see a token before the next one is sampled.
+        """
+        best = []
+        for each in drafting:  # the next match is one longer, or shorter
+            matches = {(1 << bits) >> 1 for bits in range(1, (each.match + 1).bit_length() + 1)}
+            options = [each.expected(match) for match in matches]
+            best.append([max(of_size) for of_size in zip(*options, strict=True)])
+        return self._size(self._costs(rows, at_once=at_once), rows, best, SIZES[-1]) > 0
+
+    def size(self, rows: int, drafting: Sequence[tuple[AnswerDrafts, int]], most: int, *, at_once: bool) -> int:
+        """Tokens to draft at most: 0, or one of 1, 3 and 7.
+
+        Args:
+            rows, at_once: as in :meth:`may_draft`.
+            drafting: answers that may draft, and how many tokens they propose.
+            most: tokens that may be drafted, by the room that every answer has.
+        """
+        gains = [each.expected(each.match)[: count + 1] for each, count in drafting]
+        return self._size(self._costs(rows, at_once=at_once), rows, gains, most)
+
+    def stepped(self, rows: int, seconds: float, *, at_once: bool, ahead: bool) -> None:
+        """A step of one token of each answer took so long; ``ahead``: it was begun while the one before it ran."""
+        costs = self._costs(rows, at_once=at_once)
+        if ahead or not at_once:
+            costs.add_single(seconds)
+        else:
+            costs.add(0, seconds)
+            self._gained -= max(0.0, (costs.get(0) or 1.0) - 1)
+        self._steps += 1
+
+    def verified(self, rows: int, size: int, tokens: int, seconds: float | None, *, at_once: bool) -> str | None:
+        """A step in which up to ``size`` tokens were drafted gave so many. Returns why drafts are off, if they are now.
+
+        ``seconds``: that it took; None: they are not known.
+        """
+        costs = self._costs(rows, at_once=at_once)
+        if seconds is not None:
+            costs.add(size + 1, seconds)
+        self._steps += 1
+        self._gained += tokens / rows - (costs.get(size + 1) or 1.0)
+        if self._gained >= -(LOSS + LOSS_SHARE * self._steps):
+            return None
+        lost, self._gained, self._steps = -self._gained, 0.0, 0
+        self.counts.off = (
+            f"they cost the time of {lost:.1f} steps; {self.counts.accepted} of {self.counts.drafted} were accepted"
+        )
+        return self.counts.off
+
+    def _costs(self, rows: int, *, at_once: bool) -> StepCosts:
+        rows = rows if rows <= EXACT_ROWS else 1 << (rows - 1).bit_length()
+        return costs_of(self._model, (self._kind, rows, at_once))
+
+    @staticmethod
+    def _size(costs: StepCosts, rows: int, gains: Sequence[Sequence[float]], most: int) -> int:
+        """The number of drafted tokens that gives the most tokens in the time of a step.
+
+        ``gains``: of each answer that drafts the tokens that are expected of none, one, two... drafted ones.
+        """
+        if not costs.is_known:
+            return 0
+        best, highest, known = 0, LEAST_GAIN, 1.0
+        for size in SIZES:
+            if size > most:
+                break
+            cost = costs.get(size + 1)
+            known = max(known, cost or known)
+            rate = (1 + sum(gain[min(size, len(gain) - 1)] for gain in gains) / rows) / known
+            if rate > highest:
+                best, highest = size, rate
+            if cost is None:
+                break  # a larger one waits for this one's measurement
+        return best
