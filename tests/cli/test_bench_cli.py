@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from support.command import call
@@ -16,20 +17,29 @@ from support.completions import Reply
 
 from kvant.cli import main
 from kvant.cli.bench_options import SHAPE_NAMES, contexts
+from kvant.tools.bench import bandwidth
 from kvant.tools.bench.recording import Recording, read_recording
 from kvant.tools.bench.shapes import SHAPES
 
-COMMAND = [sys.executable, "-m", "kvant", "bench"]
+# The device's bandwidth takes seconds; test_all_engines_agree alone measures it.
+UNMEASURED = """
+from kvant.tools.bench import bandwidth
+bandwidth.measure_bandwidth = lambda: 1.0
+from kvant_command import main
+main()
+"""
+COMMAND = [sys.executable, "-c", UNMEASURED, "bench"]
 ONE = ["--engine", "kvant", "--kv-bits", "8"]
 SMALL = ["--prompt-tokens", "16", "-m", "8", "--repeats", "1"]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, measure: Callable[[], float] = lambda: 1.0) -> subprocess.CompletedProcess[str]:
     """The command in this process, whose signals it takes; the engines have their own processes."""
     taken = (signal.SIGTERM, signal.SIGHUP)
     usual = [signal.getsignal(number) for number in taken]
     try:
-        return call("bench", *arguments)
+        with patch.object(bandwidth, "measure_bandwidth", measure):
+            return call("bench", *arguments)
     finally:
         for number, handler in zip(taken, usual, strict=True):
             signal.signal(number, handler)
@@ -40,7 +50,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Compl
     """Every engine that computes here, on the embedded model with an unquantized cache."""
     file = tmp_path_factory.mktemp("bench") / "all.jsonl"
     engines = ["--engine", "kvant", "--engine", "kvant:unfused", "--engine", "mlx-lm:float32"]
-    return run(*SMALL, *engines, "--kv-bits", "0", "--output", str(file)), file
+    arguments = [*SMALL, *engines, "--kv-bits", "0", "--output", str(file)]
+    return run(*arguments, measure=bandwidth.measure_bandwidth), file
 
 
 def test_all_engines_agree(recorded: tuple[subprocess.CompletedProcess[str], Path]) -> None:
