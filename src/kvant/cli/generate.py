@@ -109,7 +109,7 @@ def generate(
             f"--prefill-step-size is {run.prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
         )
     if run.draft != "none" and deterministic:
-        raise BadValueError(f"--draft is {run.draft}; it changes how a step rounds, so not with --deterministic")
+        raise BadValueError(f"--draft is {run.draft}; beside --deterministic it is not supported")
     ranks.refuse_drafts(run.draft)
     side: SideBySide = {"at_once": sequences or SEQUENCES, "deterministic": deterministic}
     if prompts_file is not None:
