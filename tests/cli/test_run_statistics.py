@@ -14,7 +14,7 @@ def test_the_percentiles_are_numpys_without_the_first_token() -> None:
     for latency_ms in latencies:
         response: Any = SimpleNamespace(
             latency_ms=latency_ms, prompt_tokens=5, prompt_tps=1.0, generation_tokens=38, generation_tps=1.0,
-            finish_reason="length", peak_memory=0.001,
+            finish_reason="length", peak_memory=0.001, drafts=None,
         )  # fmt: skip
         run.add(response)
     session: Any = SimpleNamespace(load_s=1.0, arranged=None, describe_cache=lambda: "small")

@@ -257,7 +257,7 @@ def _refused() -> Iterator[tuple[dict[str, Any], type[Exception], str]]:
         ({"stream": mx.default_stream(mx.cpu)}, "stream is a Stream; expected None"),
     ):
         yield given, ValueError, words
-    yield {"draft_model": None}, TypeError, "draft_model"
+    yield {"input_embeddings": None}, TypeError, "input_embeddings"
 
 
 @pytest.mark.parametrize(("given", "kind", "words"), [*_refused()])
