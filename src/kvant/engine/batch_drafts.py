@@ -78,9 +78,7 @@ class BatchDrafter:
         drafter.drafts.feed(drafter)
         self.paused()
 
-    def _by_model(
-        self, asked: Sequence[tuple[Answer, PooledDrafter, int]], size: int
-    ) -> dict[Answer, list[int]]:
+    def _by_model(self, asked: Sequence[tuple[Answer, PooledDrafter, int]], size: int) -> dict[Answer, list[int]]:
         """What models draft for these answers, as many tokens as they may have each, up to ``size``."""
         found: dict[Answer, list[int]] = {}
         for drafts in dict.fromkeys(drafter.drafts for _, drafter, _ in asked if size):

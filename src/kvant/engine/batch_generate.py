@@ -150,8 +150,8 @@ def batch_generate(
         kv_bits, kv_group_size: of the pool; default: 8 bits in groups of 32. 0 bits: no quantization, as in mlx-lm.
         deterministic: a prompt's answer does not depend on the others, on a CPU to the last bit. It takes longer.
         draft: as in :func:`kvant.stream_generate`; every sequence drafts for itself.
-        draft_model, num_draft_tokens: as in :func:`kvant.stream_generate`. For its cache a second pool is reserved, of as
-            many sequences and tokens.
+        draft_model, num_draft_tokens: as in :func:`kvant.stream_generate`. A second pool is reserved for it, of
+            as many sequences.
 
     Raises:
         ContextError: a prompt that does not fit the context or max_kv_size, or a pool that does not fit this machine.

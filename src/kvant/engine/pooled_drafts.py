@@ -14,6 +14,7 @@ from kvant.engine.fallback import repeated_unfused
 from kvant.engine.feeding import CHUNK
 from kvant.errors import ContextError, one_line
 from kvant.models import LanguageModel
+from kvant.sizes import format_bytes
 
 MOST_BEHIND = 8  # tokens of a sequence that are fed with the step that drafts; more are fed before, in chunks
 
@@ -168,6 +169,11 @@ class PooledDrafts(Drafts):
     def asked(self) -> tuple[str, str]:
         """The argument that asks for them, and its value in words; for a refusal."""
         return "draft_model", "is given"
+
+    def describe(self) -> str:
+        """The reservation of :attr:`pool` in a line."""
+        pool = self.pool
+        return f"{pool.num_pages * pool.page_size} tokens reserved, {format_bytes(pool.nbytes)}"
 
     @property
     def most(self) -> int:

@@ -10,6 +10,7 @@ from kvant.engine.drafting.suffix import SuffixDrafter
 from kvant.errors import ArgumentError
 
 Source = Literal["none", "prompt"]
+ServedSource = Literal["none", "prompt", "model"]  # where a server may have a draft model
 
 
 @dataclass(frozen=True, slots=True)
