@@ -68,6 +68,7 @@ def test_each_sequence_is_continued_greedily(pocket: Pocket) -> None:
             new = [*draft[: rng.randint(0, wanted)], rng.randrange(20, 900)]
             drafters[n].extend(new)
             texts[n] += new
+    drafters.pop().release()
     again = drafts.for_answer(b"", 300)
     again.extend(texts[1][:200])
     assert again.opened()
@@ -178,7 +179,8 @@ def test_batch_generate(pocket: Pocket, small: LanguageModel) -> None:
         assert drafted.texts == plain.texts
         assert drafted.stats.drafts is not None
         row = 4 * sum(2 * layer.format.num_kv_heads * layer.format.head_dim for layer in _layers(draft_model))
-        assert drafted.stats.reserved_bytes - plain.stats.reserved_bytes == 3 * 128 * row
+        more = drafted.stats.reserved_bytes - plain.stats.reserved_bytes
+        assert 3 * 128 * row <= more < 1.01 * 3 * 128 * row  # and tables of biases
     for wrong, said in (
         ({"draft_model": pocket[0], "draft": "prompt"}, "draft is 'prompt'; expected 'none' beside a"),
         ({"draft_model": pocket[0], "deterministic": True}, "draft_model is given; .* refused with"),
