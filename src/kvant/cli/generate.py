@@ -107,12 +107,14 @@ def generate(
         raise BadValueError(
             f"--prefill-step-size is {run.prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
         )
-    if run.draft != "none" or run.draft_model is not None:
-        asked = f"--draft is {run.draft}" if run.draft_model is None else f"--draft-model is {run.draft_model!r:.80}"
+    if run.draft != "none":
         for flag, given in {"--n": n > 1, "--deterministic": deterministic, "--prompts-file": prompts_file}.items():
             if given:
-                raise BadValueError(f"{asked}; beside {flag} it is not supported")
+                raise BadValueError(f"--draft is {run.draft}; beside {flag} it is not supported")
     ranks.refuse_drafts(run.draft, run.draft_model)
+    if run.draft_model is not None and (together or prompts_file is not None):
+        flag = "--prompts-file" if prompts_file is not None else "--n" if n > 1 else "--deterministic"
+        raise BadValueError(f"--draft-model is {run.draft_model!r:.80}; beside {flag} it is not supported")
     side: SideBySide = {"at_once": sequences or SEQUENCES, "deterministic": deterministic}
     if prompts_file is not None:
         one = {"--prompt": prompt, "--n": n if n > 1 else None, "--prefill-response": prefill}
