@@ -20,6 +20,7 @@ from kvant.engine import fallback
 from kvant.engine.conversation import Conversation
 from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.fallback import fused_layers
+from kvant.engine.model_drafter import ModelDrafter
 from kvant.engine.run import Run
 from kvant.engine.sampling import make_sampler
 from kvant.models import Decoder
@@ -98,6 +99,24 @@ def test_drafts_go_on(
         seen = [(token, cache.ids[0]) for token, _ in run]
     assert seen == [(token, PROMPT + expected[0][:number]) for number, token in enumerate(expected[0][:60])]
     assert not fused_layers(cache)
+
+
+@pytest.mark.parametrize(("how", "first"), [("build", 5), ("eval", 3 * LAYERS + 1)])
+def test_a_draft_model_goes_on(
+    pocket: tuple[Decoder, Any], fail: Fail, expected: tuple[list[int], list[int]], how: str, first: int
+) -> None:
+    """Where its own step fails: in the prompt, or with some tokens of a draft read. What it drafts is the same text."""
+    model, _ = pocket
+    fail(how, first)
+    cache = model.make_cache(512)
+    drafter = ModelDrafter(model, cache, model.config.vocab_size)
+    drafter.extend(PROMPT)
+    with pytest.warns(RuntimeWarning, match="failed in a run"):
+        drafted = drafter.propose(7)
+    assert drafted == expected[0][:7]
+    assert not fused_layers(cache)
+    drafter.extend(expected[0][:4])
+    assert drafter.propose(5) == expected[0][4:9]
 
 
 @pytest.mark.parametrize("kind", ["seeded", "global", "processed"])

@@ -1,6 +1,7 @@
 """Which model and tokenizer a cache's tokens belong to."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,7 +11,9 @@ class Identity:
     Attributes:
         model: of config.json, the weights and the adapter; 64 hexadecimal digits.
         tokenizer: of its files; 64 hexadecimal digits.
+        folder: that they were read from; it does not count in a comparison. None: not known.
     """
 
     model: str
     tokenizer: str
+    folder: Path | None = field(default=None, compare=False)

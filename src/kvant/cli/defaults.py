@@ -51,8 +51,14 @@ def blocked_by(name: str, values: Mapping[str, Any]) -> str | None:
     """The other parameter whose value leaves this one without effect; the two together would be refused."""
     if name == "kv_group_size":
         return None if values["kv_bits"] else "kv_bits"
-    if name == "draft":
-        return "deterministic" if values.get("deterministic") else None
+    if name == "num_draft_tokens":
+        return None if values["draft_model"] else "draft_model"
+    if name in ("draft", "draft_model"):
+        other = "draft_model" if name == "draft" else "draft"
+        if values.get(other) not in (None, "none"):
+            return other
+        several = ("prompts_file", *(["n"] if values.get("n", 1) > 1 else [])) if name == "draft_model" else ()
+        return next((flag for flag in ("deterministic", *several) if values.get(flag)), None)
     if name in (*OF_THE_TEMPLATE, "prefill"):
         return "ignore_chat_template" if values.get("ignore_chat_template") else None
     if name == "extra_eos_token":

@@ -152,6 +152,8 @@ def describe(made: MemoryPlan, machine: Machine, on: str = "") -> str:
     """A plan that does not fit, in a line; ``on``: which machine, of several."""
     parts = {"weights": made.weights, "cache": made.cache, "prefill scratch": made.scratch}
     parts |= {"state": made.state} if made.state else {}
+    if made.settings.draft_model is not None:
+        parts |= {"the draft model's weights": made.draft_weights, "its cache": made.draft_cache}
     parts |= {"caches for --prompt-cache-file": made.caches} if made.caches else {}
     if made.loading > sum(parts.values()):
         parts = {"loading the weights": made.loading}
@@ -259,6 +261,9 @@ def _ways(
     small_steps = replace(settings, prefill_step_size=min(settings.prefill_step_size, LEAST_STEP))
     if small_steps != settings and longest(small_steps) >= made.max_kv_size:
         ways.append(f"--prefill-step-size {LEAST_STEP}")
+    alone = replace(settings, draft_model=None)
+    if alone != settings and longest(alone) >= made.max_kv_size:
+        ways.append("leaving out --draft-model")
     if ways:
         return f"{' or '.join(ways)} would fit"
     smaller = {"--kv-bits 4": replace(settings, kv_bits=4)}

@@ -20,7 +20,6 @@ from kvant.cli.prompt import check_first_word, read_prompt, split_arguments
 from kvant.cli.session import RunOptions, Session, load_session, open_session
 from kvant.cli.template import chat_ids
 from kvant.engine.drafted_run import make_run
-from kvant.engine.drafting.drafts import drafts_of
 from kvant.engine.draw import Sampler, greedy
 from kvant.engine.generate import responses
 from kvant.engine.processors import LogitsProcessor
@@ -108,9 +107,14 @@ def generate(
         raise BadValueError(
             f"--prefill-step-size is {run.prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
         )
-    if run.draft != "none" and deterministic:
-        raise BadValueError(f"--draft is {run.draft}; beside --deterministic it is not supported")
-    ranks.refuse_drafts(run.draft)
+    model_drafts = None if run.draft_model is None else repr(run.draft_model)
+    asked = {"--draft": None if run.draft == "none" else run.draft, "--draft-model": model_drafts}
+    for flag, drafts in asked.items():
+        several = {"--n": n > 1, "--prompts-file": prompts_file} if flag == "--draft-model" else {}
+        for other, given in ({"--deterministic": deterministic} | several).items():
+            if drafts is not None and given:
+                raise BadValueError(f"{flag} is {drafts:.80}; beside {other} it is not supported")
+    ranks.refuse_drafts(run.draft, run.draft_model)
     side: SideBySide = {"at_once": sequences or SEQUENCES, "deterministic": deterministic}
     if prompts_file is not None:
         one = {"--prompt": prompt, "--n": n if n > 1 else None, "--prefill-response": prefill}
@@ -181,7 +185,7 @@ def _answer(
     rest = cache_file.take(file, session.cache, ids, quiet=run.quiet)
     started = time.perf_counter()
     reading = make_run(
-        drafts_of(run.draft),
+        session.drafts,
         session.model,
         rest,
         session.cache,

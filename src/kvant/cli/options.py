@@ -129,6 +129,17 @@ Draft = Annotated[
         "be faster; the text is the same, but for rounding."
     ),
 ]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        help="A smaller model with the same tokenizer that drafts tokens, which are verified several a step, where "
+        "that is expected to be faster; named as --model is.",
+        autocompletion=complete_models,
+    ),
+]
+NumDraftTokens = Annotated[
+    int | None, typer.Option(help="Tokens that the draft model drafts a step, 1 to 7; default: 3.")
+]
 Raw = Annotated[
     bool, typer.Option("--raw", help="On a terminal, send control characters of the text as they are; it obeys them.")
 ]
@@ -214,6 +225,8 @@ def settings_used(context: typer.Context, values: dict[str, Any]) -> dict[str, t
     }
     for name, (_, source) in list(used.items()):
         blocker = blocked_by(name, values)
+        if name == "draft_model" and _source(context, "draft") == "COMMANDLINE":
+            blocker = "draft"  # none, too
         if blocker is not None and (blocker not in used or used[blocker][1] != source):
             values[name] = next(option.default for option in context.command.params if option.name == name)
             del used[name]

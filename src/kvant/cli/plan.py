@@ -23,6 +23,7 @@ from kvant.tools.machine import Device, Machine, default_device, machine_with, t
 from kvant.tools.plan import (
     BridgedCheckpoint,
     Checkpoint,
+    DraftModel,
     LongestContext,
     MemoryPlan,
     Parallel,
@@ -31,7 +32,7 @@ from kvant.tools.plan import (
     read_facts,
     read_folder,
 )
-from kvant.tools.plan.plan import as_record
+from kvant.tools.plan.plan import as_record, settings_record
 
 MAX_RANKS = 256
 DOES_NOT_FIT = 1
@@ -49,6 +50,7 @@ def plan(
         ),
     ] = POCKET,
     adapter_path: options.AdapterPath = None,
+    draft_model: options.DraftModel = None,
     max_kv_size: options.MaxKvSize = None,
     kv_bits: options.KvBits = 8,
     kv_group_size: options.KvGroupSize = None,
@@ -95,7 +97,7 @@ def plan(
     group_size = options.check_kv_format(kv_bits, kv_group_size)
     settings = Settings(kv_bits, group_size, kv_bias_split, prefill_step_size, sequences=sequences)
     reserved = options.kv_size(max_kv_size)
-    options.check_text(model=model, adapter_path=adapter_path)
+    options.check_text(model=model, adapter_path=adapter_path, draft_model=draft_model)
     weight_format = _weight_format(weight_bits, weight_group_size)
     kind = options.check_parallel(parallel)
     sizes = [] if memory is None else [_size(text) for text in memory.split(",")]
@@ -109,6 +111,10 @@ def plan(
         checkpoint = checkpoint.quantized(weight_format.bits, weight_format.group_size)
     if adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(adapter_path))
+    if draft_model is not None:
+        if count is not None:
+            raise BadValueError(f"--draft-model is {draft_model!r:.80}; drafts are not verified over several ranks")
+        settings = replace(settings, draft_model=DraftModel(_checkpoint(draft_model, remote)))
     if count is not None:
         if len(machines) == 1:
             machines *= count
@@ -128,7 +134,7 @@ def plan(
     }
     fits = made.total <= machine.limit_bytes
     if as_json:
-        print(json.dumps(_record(model, checkpoint, made, machine, longest), indent=2))
+        print(json.dumps(_record(model, draft_model, checkpoint, made, machine, longest), indent=2))
     else:
         _print_table(model, checkpoint, made, machine, longest)
     if not fits:
@@ -277,6 +283,15 @@ def _describe_experts(checkpoint: Checkpoint | BridgedCheckpoint, made: MemoryPl
     return f"; a token reads {format_bytes(made.weights_read)}, {of}" if of else ""
 
 
+def _draft_rows(made: MemoryPlan) -> list[tuple[str, int, str]]:
+    """Of a draft model, where there is one."""
+    if (draft := made.settings.draft_model) is None:
+        return []
+    context = draft.checkpoint.config.max_position_embeddings
+    remark = f"{min(made.max_kv_size, context or made.max_kv_size)} tokens, of each sequence"
+    return [("draft weights", made.draft_weights, ""), ("draft cache", made.draft_cache, remark)]
+
+
 def _describe_cache(made: MemoryPlan, bits: int) -> str:
     if (count := made.settings.sequences) is None:
         return f"{made.max_kv_size} tokens at {bits} bits"
@@ -286,6 +301,7 @@ def _describe_cache(made: MemoryPlan, bits: int) -> str:
 
 def _record(
     model: str,
+    draft_model: str | None,
     checkpoint: Checkpoint | BridgedCheckpoint,
     made: MemoryPlan,
     machine: Machine,
@@ -293,9 +309,10 @@ def _record(
 ) -> dict[str, Any]:
     return {
         "model": model,
+        **({} if draft_model is None else {"draft_model": draft_model}),
         "context": checkpoint.config.max_position_embeddings,
         "max_kv_size": made.max_kv_size,
-        **{name: value for name, value in asdict(made.settings).items() if name not in ("pool_tokens", "caches")},
+        **settings_record(made.settings),
         "bytes": as_record(made),
         "machine": asdict(machine),
         "fits": made.total <= machine.limit_bytes,
@@ -327,9 +344,10 @@ def _print_table(
         ("weights", made.weights, describe_weights(checkpoint, machine) + _describe_experts(checkpoint, made)),
         ("cache", made.cache, _describe_cache(made, bits)),
         *([("state", made.state, "of linear layers, allocated at the first prefill")] if made.state else []),
+        *_draft_rows(made),
         ("prefill scratch", made.scratch, f"{settings.prefill_step_size} tokens at a time{estimate}"),
     ]
-    more = made.arrays - (made.weights + made.cache + made.state + made.scratch)
+    more = made.arrays - sum(count for _, count, _ in rows)
     if more:  # so that the lines add up
         rows.append(("loading", more, "beyond these, before there is a cache: a matrix in several forms"))
     if made.process:

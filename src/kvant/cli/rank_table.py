@@ -20,7 +20,7 @@ from kvant.tools.plan import (
     RankPlanner,
     Settings,
 )
-from kvant.tools.plan.plan import as_record
+from kvant.tools.plan.plan import as_record, settings_record
 from kvant.tools.plan.scratch import FLOAT32
 
 BITS = (0, 8, 4)  # of a cache whose longest context is told; 0 is the compute dtype's 16 or 32
@@ -104,7 +104,7 @@ def _record(
         "model": model,
         "context": checkpoint.config.max_position_embeddings,
         "max_kv_size": first.max_kv_size,
-        **{name: value for name, value in asdict(first.settings).items() if name not in ("pool_tokens", "caches")},
+        **settings_record(first.settings),
         "parallel": made.parallel,
         "fits": made.fits,
         "ranks": [

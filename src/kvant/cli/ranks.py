@@ -137,14 +137,16 @@ def refuse(**values: object) -> None:
             raise BadValueError(f"{flag} is given; the cache is divided over {_guard.size} ranks and is in no file")
 
 
-def refuse_drafts(draft: str) -> None:
-    """Refuse --draft where there are several ranks.
+def refuse_drafts(draft: str, draft_model: str | None) -> None:
+    """Refuse --draft and --draft-model where there are several ranks.
 
     Raises:
         BadValueError: it is given.
     """
     if _guard is not None and draft != "none":
         raise BadValueError(f"--draft is {draft}; drafts are not verified over {_guard.size} ranks")
+    if _guard is not None and draft_model is not None:
+        raise BadValueError(f"--draft-model is {draft_model!r:.80}; drafts are not verified over {_guard.size} ranks")
 
 
 def check_parallel(parallel: str | None) -> None:

@@ -237,6 +237,7 @@ def read_keys(path: str | None) -> tuple[str, ...]:
 def describe_plan(planned: MemoryPlan) -> str:
     """The memory of a server in a line; no more is taken. Of a GPU's memory neither process nor requests take any."""
     parts = {"weights": planned.weights, "cache": planned.cache, "state": planned.state, "scratch": planned.scratch}
+    parts |= {"draft weights": planned.draft_weights, "draft cache": planned.draft_cache}
     parts |= {"process": planned.process, "requests": REQUEST_BYTES if planned.process else 0}
     total = planned.total + parts["requests"]
     listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)

@@ -18,16 +18,21 @@ from kvant.cli.parts import Arranged, arrange, loader
 from kvant.cli.progress import LateProgress
 from kvant.cli.sampling import describe_sampling, drawn_seed, in_force, model_sampling
 from kvant.cli.template import checked_variables, set_ends
+from kvant.engine.drafting.drafts import Drafts, drafts_of
+from kvant.engine.drafting.same_tokenizer import check_folders
 from kvant.engine.draw import Sampler
-from kvant.engine.load import POCKET, find_adapter, find_model, load_folder
+from kvant.engine.load import POCKET, find_adapter, find_model, load_folder, load_model
+from kvant.engine.model_drafts import DEFAULT_DRAFT_TOKENS, ModelDrafts, check_draft_tokens
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.sampling import SamplingOptions
 from kvant.models import LanguageModel
+from kvant.models.checkpoint import Progress
+from kvant.models.identity import identify
 from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer
 from kvant.tools.machine import Machine, default_device, this_machine
-from kvant.tools.plan import BridgedCheckpoint, Checkpoint, MemoryPlan, Settings, read_folder, split_pairs
+from kvant.tools.plan import BridgedCheckpoint, Checkpoint, DraftModel, MemoryPlan, Settings, read_folder, split_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,8 @@ class RunOptions:
     kernels: options.Kernels = None
     prefill_step_size: options.PrefillStepSize = 512
     draft: options.Draft = "none"
+    draft_model: options.DraftModel = None
+    num_draft_tokens: options.NumDraftTokens = None
     parallel: options.Parallel = None
     wired: options.Wired = False
     raw: options.Raw = False
@@ -67,6 +74,10 @@ class RunOptions:
         options.check_kv_format(self.kv_bits, self.kv_group_size)
         options.check_kernels(self.kernels)
         options.check_text(model=self.model, adapter_path=self.adapter_path, system_prompt=self.system_prompt)
+        options.check_text(draft_model=self.draft_model)
+        check_draft_tokens(self.num_draft_tokens, has_model=self.draft_model is not None)
+        if self.draft_model is not None and self.draft != "none":
+            raise BadValueError(f"--draft is {self.draft}, and --draft-model drafts: expected one of the two")
         options.check_stop(self.stop or ())
         options.check_text(**{"--extra-eos-token": "".join(self.extra_eos_token or ())})
         options.template_variables(self.chat_template_config)
@@ -99,6 +110,8 @@ class Session:
         reserved: tokens that a sequence can have.
         state_bytes: of linear and convolution layers, beside keys and values: mlx-lm allocates them at the first
             prefill.
+        draft_model: a second model, that drafts; None: there is none.
+        drafts: where drafts come from, a draft model's with its reserved cache; None: there are none.
         arranged: how the model is divided; None: it is in this process.
         sampling_line: for a person, what :meth:`sampling` gave last: every option in force and where it comes from.
     """
@@ -114,6 +127,8 @@ class Session:
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     arranged: Arranged | None = None
+    draft_model: LanguageModel | None = None
+    drafts: Drafts | None = field(default=None, init=False)
     reserved: int | None = field(default=None, init=False)
     state_bytes: int = field(default=0, init=False)
     sampling_line: str = field(default="", init=False)
@@ -228,10 +243,34 @@ def open_session(
             kernels=run.kernels,
         )
     session.load_s += time.perf_counter() - started
+    session.drafts = drafts_of(run.draft) if session.draft_model is None else _model_drafts(session, run, planned)
     session.reserved, session.state_bytes = planned.max_kv_size, planned.state
     if announce and not run.quiet:
         print("\n  ".join([f"cache: {session.describe_cache()}", *session.describe_layers()]), file=sys.stderr)
+        if isinstance(session.drafts, ModelDrafts):
+            print(f"draft model: {run.draft_model}, {session.drafts.describe_cache()}", file=sys.stderr)
     return session
+
+
+def _model_drafts(session: Session, run: RunOptions, planned: MemoryPlan) -> ModelDrafts:
+    """Drafts of the session's draft model, with its cache.
+
+    Raises:
+        ArgumentError: a cache that cannot take back a rejected draft.
+    """
+    assert session.draft_model is not None
+    settings = session.settings
+    made = ModelDrafts(
+        model=session.draft_model,
+        vocab_size=session.model.config.vocab_size,
+        num_draft_tokens=run.num_draft_tokens or DEFAULT_DRAFT_TOKENS,
+        tokens=planned.max_kv_size,
+        kv_bits=settings.kv_bits,
+        kv_group_size=settings.kv_group_size,
+        kv_bias_split=settings.kv_bias_split,
+        prefill_step_size=settings.prefill_step_size,
+    )
+    return replace(made, cache=made.make_cache())
 
 
 def load_session(
@@ -256,7 +295,7 @@ def load_session(
         tell: called with the plan, before anything is loaded.
 
     Raises:
-        ModelError: a model or adapter that cannot be loaded.
+        ModelError: a model or adapter that cannot be loaded, or a draft model with another tokenizer.
         ContextError: more tokens asked for than the model's context, or a plan that does not fit into this machine.
         BadValueError: a group size that does not divide the model's head dimension, or memory that cannot be wired.
     """
@@ -264,6 +303,9 @@ def load_session(
     folder = find_model(run.model)
     if sampling is not None:
         in_force(sampling, model_sampling(folder, sampling), run.origins)
+    draft_folder = None if run.draft_model is None else find_model(run.draft_model)
+    if draft_folder is not None:
+        check_folders(folder, draft_folder)
     checkpoint, settings, machine = prepare(run, folder, sequences=sequences, requests=requests)
     arranged = None
     if ranks.guard() is None:
@@ -279,11 +321,15 @@ def load_session(
         model, tokenizer = load_folder(
             folder, progress.update, adapter_path=run.adapter_path, process=process, load_weights=load_weights
         )
+        draft_model = None if draft_folder is None else _load_draft(draft_folder, progress.update)
+    if draft_model is not None and settings.draft_model is not None:
+        pairs = tuple(split_pairs(draft_model))
+        settings = replace(settings, draft_model=replace(settings.draft_model, split_pairs=pairs))
     variables = checked_variables(tokenizer, run.chat_template_config)
     set_ends(tokenizer, run.extra_eos_token or (), model.config.vocab_size, ignored=run.ignore_eos)
     gc.freeze()  # the loaded objects stay: the collector need not look at them between tokens
     load_s = time.perf_counter() - started
-    known = (folder, checkpoint, settings, machine, variables, run.origins, arranged)
+    known = (folder, checkpoint, settings, machine, variables, run.origins, arranged, draft_model)
     return Session(model, tokenizer, load_s, run.model, *known)
 
 
@@ -299,10 +345,18 @@ def prepare(
     if run.adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))
     machine, settings = this_machine(), replace(run.settings(), sequences=sequences)
+    if run.draft_model is not None:
+        settings = replace(settings, draft_model=DraftModel(read_folder(find_model(run.draft_model))))
     if requests and machine.device == "cpu":
         source = f"{machine.limit_source}, less {format_bytes(requests)} for requests"
         machine = replace(machine, limit_bytes=machine.limit_bytes - requests, limit_source=source)
     return checkpoint, settings, machine
+
+
+def _load_draft(folder: Path, progress: Progress) -> LanguageModel:
+    model = load_model(folder, progress)
+    model.identity = identify(folder)
+    return model
 
 
 def wire(count: int) -> None:

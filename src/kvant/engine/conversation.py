@@ -3,20 +3,22 @@
 Where a window or a state of the cache cannot go back to where a turn differs from what is held, the turn feeds all.
 """
 
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from kvant.cache import KVCache
 from kvant.cache.snapshot import read_header
 from kvant.engine.drafted_run import make_run
-from kvant.engine.drafting.drafts import drafts_of
+from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.draw import Sampler
 from kvant.engine.generate import responses
 from kvant.engine.limits import check_stops, limit_in_words, reuse
 from kvant.engine.long_run import LongRun
+from kvant.engine.model_drafts import ModelDrafts, asked_drafts
 from kvant.engine.overflow import Overflow, Prompt, newest_turns, questions
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.response import GenerationResponse
@@ -76,6 +78,7 @@ class Conversation:
         self._overflow = overflow
         self._variables = dict(template_variables or {})
         self._turn: Generator[GenerationResponse, None, None] | None = None
+        self._drafts: ModelDrafts | None = None  # of the last turn that had a draft model, with its cache
         self.messages: list[Message] = []
         self._set_system(system_prompt)
         self.reset()
@@ -119,7 +122,8 @@ class Conversation:
         Args:
             text: the question.
             options: max_tokens, sampler, logits_processors, stop, prefill_step_size, prompt_progress_callback and
-                draft, as in :func:`kvant.stream_generate`. Without them every turn is answered as there.
+                draft, draft_model and num_draft_tokens, as in :func:`kvant.stream_generate`. Without them every turn is
+                answered as there. A draft model's cache is kept for the next turn.
 
         Raises:
             ContextError: the conversation no longer fits, or the question alone does not; it is as it was before.
@@ -198,12 +202,16 @@ class Conversation:
         stop: str | Sequence[str] | None = None,
         prefill_step_size: int = PREFILL_STEP_SIZE,
         prompt_progress_callback: PromptProgress | None = None,
-        draft: str = "none",
+        draft: str | Drafts = "none",
+        draft_model: LanguageModel | None = None,
+        num_draft_tokens: int | None = None,
     ) -> Iterator[GenerationResponse]:
         """Begin a turn after these messages; see :meth:`send`."""
         started = time.perf_counter()
         stops = check_stops(stop)
-        drafts = drafts_of(draft)
+        drafts = asked_drafts(draft, draft_model, num_draft_tokens, self._model, self._tokenizer)
+        if isinstance(drafts, ModelDrafts):
+            drafts = self._kept(drafts)
         whole = [*before, {"role": "user", "content": text}]
         turn = _Turn(self._fit(whole, []))
 
@@ -243,6 +251,17 @@ class Conversation:
         self._prompt_text = turn.prompt.text
         self._turn = self._record(turn, responses(turn.run, self._tokenizer, stops, started))
         return self._turn
+
+    def _kept(self, drafts: ModelDrafts) -> ModelDrafts:
+        """These drafts with the draft model's cache of the last turn, or one that is reserved now."""
+        if drafts.cache is None:
+            known = self._drafts
+            if known is None or known.model is not drafts.model:
+                self._drafts = None  # frees its cache
+                made = drafts.beside(self._cache, sys.maxsize)
+                known = replace(made, cache=made.make_cache())
+            self._drafts = drafts = replace(drafts, cache=known.cache)
+        return drafts
 
     def _fit(self, messages: list[Message], answer: Sequence[int]) -> Prompt:
         """The prompt of these messages and the answer so far, without the oldest turns where that is allowed.

@@ -43,7 +43,7 @@ class DraftedRun(Run):
         self._at_once = own and all(type(processor) in KINDS for processor in self._processors)
         # A step that was built, and not computed, is dropped without a trace; a caller's functions would remember it.
         self._can_drop = self._at_once
-        self._drafter = drafts.drafter()
+        self._drafter = drafts.beside(self._cache, self._cache.offset + len(self.prompt) + self._limit).drafter()
         formats = tuple(sorted({str(layer.format) for layer in self._cache.layers}))
         costs = costs_of(model, (self._drafter.name, self._at_once, formats))
         self._choice = drafts.choice(costs, self._drafter)
@@ -210,13 +210,14 @@ def check_drafts(drafts: Drafts | None, cache: ModelCache) -> None:
     """
     if drafts is None:
         return
+    argument, value = drafts.asked
     if cache.divided:
-        raise ArgumentError("draft", f"is {drafts.source!r}; drafts are not verified over several ranks")
+        raise ArgumentError(argument, f"{value}; drafts are not verified over several ranks")
     back = min((limit.tokens for limit in cache.layers[0].sequences.limits), default=LARGEST_STEP)
     if back < LARGEST_STEP:
         kept = f"windows take back {back}" if back else "linear or convolution layers have states that cannot"
         raise ArgumentError(
-            "draft", f"is {drafts.source!r}; up to {LARGEST_STEP} tokens of a step are taken back, this model's {kept}"
+            argument, f"{value}; up to {LARGEST_STEP} tokens of a step are taken back, this model's {kept}"
         )
 
 

@@ -8,11 +8,11 @@ import mlx.core as mx
 
 from kvant.cache import KVCache
 from kvant.engine.drafted_run import make_run
-from kvant.engine.drafting.drafts import drafts_of
 from kvant.engine.draw import Sampler
 from kvant.engine.keywords import cache_for, check_generate
 from kvant.engine.limits import check_stops
 from kvant.engine.long_run import LongRun
+from kvant.engine.model_drafts import asked_drafts
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.response import GenerationResponse
 from kvant.engine.run import PREFILL_STEP_SIZE, PromptProgress, Run
@@ -27,7 +27,7 @@ def stream_generate(
     tokenizer: Tokenizer,
     prompt: str | Sequence[int] | mx.array,
     max_tokens: int = 256,
-    draft_model: None = None,
+    draft_model: LanguageModel | None = None,
     stream: None = None,
     *,
     sampler: Sampler | None = None,
@@ -53,7 +53,9 @@ def stream_generate(
         prompt: text, encoded as it is (a beginning-of-text token only where the tokenizer adds one and the text lacks
             it), or token ids. Messages go through ``tokenizer.apply_chat_template`` first.
         max_tokens: generate at most this many; -1: until the context is full.
-        draft_model, stream, input_embeddings: refused.
+        draft_model, num_draft_tokens: a smaller model with the same tokenizer, of whose tokens up to 1 to 7, default 3,
+            are verified in a step. It has a cache of its own, with the format and reservation of the model's.
+        stream, input_embeddings: refused.
         sampler: from :func:`kvant.sample_utils.make_sampler`, or any function of log-probabilities (1, vocab) to
             a token (1,), such as mlx-lm's; default: greedy.
         logits_processors: functions of (tokens so far, logits), such as those of
@@ -70,9 +72,8 @@ def stream_generate(
         quantized_kv_start: 0 or None. A cache is quantized from the first token.
         stop: a string or strings that end the text, which does not include them.
         prompt_progress_callback: called with (prompt tokens fed, prompt tokens in all).
-        num_draft_tokens: without effect, as in mlx-lm without a draft model.
         draft: "prompt": where text repeats, verify several tokens a step. It is the same text but for rounding, and
-            quicker where that pays. "none": one token a step.
+            quicker where that pays. "none": one token a step, unless there is a draft model.
 
     Yields:
         One :class:`GenerationResponse` a token; the last has a ``finish_reason``.
@@ -81,13 +82,12 @@ def stream_generate(
         ContextError: the prompt does not fit the reserved context.
         RuntimeError: another thread uses the cache, now or when a token is asked for; or this process was forked from
             one that had loaded a model.
+        ModelError: a draft model with another tokenizer.
         PromptError: an empty prompt, or ids the model does not know.
         ValueError: any other argument out of range. Nothing has been fed then.
     """
     started = time.perf_counter()
     check_generate(
-        draft_model=draft_model,
-        num_draft_tokens=num_draft_tokens,
         input_embeddings=input_embeddings,
         stream=stream,
         kv_bits=kv_bits,
@@ -96,7 +96,7 @@ def stream_generate(
         max_kv_size=max_kv_size,
     )
     stops = check_stops(stop)
-    drafts = drafts_of(draft)
+    drafts = asked_drafts(draft, draft_model, num_draft_tokens, model, tokenizer)
     ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)
     cache = cache_for(
         model,

@@ -100,8 +100,6 @@ def model_config_of(folder: Path) -> dict[str, Any]:
 
 def check_generate(
     *,
-    draft_model: object,
-    num_draft_tokens: int | None,
     input_embeddings: object,
     stream: object,
     kv_bits: int | None,
@@ -115,14 +113,11 @@ def check_generate(
         ArgumentError: there is something.
     """
     for name, value, reason in (
-        ("draft_model", draft_model, "kvant drafts no tokens"),
         ("input_embeddings", input_embeddings, "a prompt is text or token ids"),
         ("stream", stream, "kvant computes on MLX's default stream"),
     ):
         if value is not None:
             raise ArgumentError(name, f"is a {type(value).__name__}; expected None: {reason}")
-    if num_draft_tokens is not None:  # as in mlx-lm: of no draft model there are none
-        check_count("num_draft_tokens", num_draft_tokens)
     check_format(kv_bits, kv_group_size, max_kv_size)
     if quantized_kv_start is not None and quantized_kv_start != 0 and kv_bits != 0:
         raise ArgumentError(

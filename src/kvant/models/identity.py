@@ -34,8 +34,16 @@ def identify(folder: Path, adapter: Path | None = None) -> Identity:
     parts = _folder_parts(folder / "config.json", tensor_files(folder))
     if adapter is not None:
         parts += _folder_parts(adapter / CONFIG_FILE, [adapter / TENSORS_FILE])
-    vocabulary = read_bytes(folder / "tokenizer.json", MAX_TOKENIZER_BYTES)
-    return Identity(model=_digest(parts), tokenizer=hashlib.sha256(vocabulary).hexdigest())
+    return Identity(model=_digest(parts), tokenizer=tokenizer_digest(folder), folder=folder)
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """Of a folder's tokenizer.json; 64 hexadecimal digits.
+
+    Raises:
+        ModelError: it is missing or cannot be read.
+    """
+    return hashlib.sha256(read_bytes(folder / "tokenizer.json", MAX_TOKENIZER_BYTES)).hexdigest()
 
 
 def _folder_parts(config: Path, files: Sequence[Path]) -> list[bytes]:

@@ -16,6 +16,7 @@ from tokenizers.models import BPE
 
 from kvant.files import unique_keys
 from kvant.text.added import TOKEN_KEYS, folder_tokens, token
+from kvant.text.parts import digests
 
 MAX_ID = 2**24  # a token's id is a place in a table
 # Tokens of a vocabulary -> the marks around its model's thoughts, as mlx-lm finds them.
@@ -141,6 +142,10 @@ class Encoder:
     def vocabulary(self) -> dict[str, Any]:
         """Every token's id."""
         return {"vocabulary": self._tokenizer.get_vocab(with_added_tokens=True)}
+
+    def parts(self) -> dict[str, Any]:
+        """A digest of each part that says which ids a text becomes, or which text they are."""
+        return {"parts": digests(self._tokenizer)}
 
     def _finish(self, name: str | None) -> None:
         """The last steps of some classes, after their tokens were added."""

@@ -206,6 +206,10 @@ class Tokenizer:
         """Every token's id."""
         return dict(self._ask({"do": "vocabulary"}, "the vocabulary cannot be had")["vocabulary"])
 
+    def parts(self) -> dict[str, str]:
+        """A digest of each part of the tokenizer by its name; see :mod:`kvant.text.parts`."""
+        return dict(self._ask({"do": "parts"}, "the tokenizer cannot be compared")["parts"])
+
     @property
     def mark_ids(self) -> list[int]:
         """Ids of the added tokens that are more than text: control tokens, and marks such as ``<tool_call>``."""

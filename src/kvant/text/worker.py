@@ -8,7 +8,7 @@ that says the process is ready. It ends when its standard input does.
     {"do": "encode", "text": ..., "add_special_tokens": ...} -> {"ids": [...]}
     {"do": "decode", "ids": [...], "skip_special_tokens": ..., "clean_up": ...} -> {"text": ...}
     {"do": "tokens", "ids": [...]} -> {"tokens": [...]}   and   {"do": "ids", "tokens": [...]} -> {"ids": [...]}
-    {"do": "vocabulary"} -> {"vocabulary": {...}}
+    {"do": "vocabulary"} -> {"vocabulary": {...}}   and   {"do": "parts"} -> {"parts": {name: digest}}
     anything that fails -> {"error": a line}
 """
 

@@ -41,7 +41,7 @@ def chat(
     cache_file.check(prompt_cache_file)
     run = replace(run, model=options.choose_model(context, model_argument, run.model))
     ranks.refuse(prompt_cache_file=prompt_cache_file)
-    ranks.refuse_drafts(run.draft)
+    ranks.refuse_drafts(run.draft, run.draft_model)
     follow(run)
     keyboard = Keyboard()
     with keyboard.kept():

@@ -19,7 +19,8 @@ def switch_model(talk: Talk, name: str) -> None:
     """Load another model with a reservation of its own, and go on with it; the turns are fed to it with the next one.
 
     Memory is planned first. Where both models fit, the old one stays until the new one is there. Where only one fits,
-    the old one makes room, and is loaded again if the new one cannot be. An adapter is not for another model.
+    the old one makes room, and is loaded again if the new one cannot be. An adapter and a
+    draft model are not for another model.
 
     Raises:
         KvantError, BadValueError, ArgumentError: as :func:`kvant.cli.session.open_session` and
@@ -29,7 +30,9 @@ def switch_model(talk: Talk, name: str) -> None:
     if ranks.guard() is not None:
         raise ModelError("another model on several ranks is another run; end the chat and start it with that model")
     before = talk.run
-    wanted = replace(before, model=name, adapter_path=None)
+    wanted = replace(before, model=name, adapter_path=None, draft_model=None, num_draft_tokens=None)
+    if before.draft_model is not None:
+        notice(f"{name} goes without the draft model, {before.draft_model}")
     if _both_fit(wanted):
         talk.use(wanted, open_session(wanted, announce=False))
         _give_back()

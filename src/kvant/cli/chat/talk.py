@@ -14,7 +14,6 @@ from kvant.cli.session import RunOptions, Session
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.conversation import Conversation
 from kvant.engine.drafted_run import check_drafts
-from kvant.engine.drafting.drafts import drafts_of
 from kvant.engine.draw import for_answer
 from kvant.engine.overflow import Overflow
 from kvant.engine.response import GenerationResponse
@@ -96,7 +95,7 @@ class Talk:
             raise PromptError(
                 "the model has no chat template; kvant generate --ignore-chat-template continues a prompt"
             )
-        check_drafts(drafts_of(run.draft), session.cache)
+        check_drafts(session.drafts, session.cache)
         sampling = session.sampling(self.wanted)
         self.conversation = Conversation(
             session.model,
@@ -177,7 +176,7 @@ class Talk:
                     stop=self.run.stop or (),
                     prefill_step_size=self.run.prefill_step_size,
                     prompt_progress_callback=progress.update,
-                    draft=self.run.draft,
+                    draft=self.session.drafts or "none",
                 )
                 with closing(responses), self._shown() as show:  # type: ignore[type-var]
                     for response in responses:

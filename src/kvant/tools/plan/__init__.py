@@ -7,7 +7,7 @@ print(needed.total, this_machine().limit_bytes)
 """
 
 from kvant.tools.plan.bridged import BridgedCheckpoint
-from kvant.tools.plan.plan import LongestContext, MemoryPlan, Settings, longest_context, plan, split_pairs
+from kvant.tools.plan.plan import DraftModel, LongestContext, MemoryPlan, Settings, longest_context, plan, split_pairs
 from kvant.tools.plan.ranks import Parallel, RankPlan, RankPlanner
 from kvant.tools.plan.source import read_facts, read_folder
 from kvant.tools.plan.stored import Checkpoint
@@ -15,6 +15,7 @@ from kvant.tools.plan.stored import Checkpoint
 __all__ = [
     "BridgedCheckpoint",
     "Checkpoint",
+    "DraftModel",
     "LongestContext",
     "MemoryPlan",
     "Parallel",

@@ -4,12 +4,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.window import SLACK
+from kvant.engine.drafted_run import LARGEST_STEP
+from kvant.engine.model_drafts import draft_format
 from kvant.engine.run import PREFILL_STEP_SIZE
 from kvant.fields import MAX_SIZE
 from kvant.models import Decoder, LanguageModel
@@ -41,6 +43,19 @@ GUESSED_PAIRS = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A model that drafts for another one.
+
+    Attributes:
+        checkpoint: what is known of it.
+        split_pairs: as in :func:`plan`, of its layers; None: they were not read.
+    """
+
+    checkpoint: Checkpoint | BridgedCheckpoint
+    split_pairs: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """What the user chooses of a run; as the flags of the same names.
 
@@ -52,6 +67,7 @@ class Settings:
         sequences: of a pool, at once; None: a cache of one sequence.
         pool_tokens: that the pool is reserved for in all; None: each sequence has max_kv_size of them.
         caches: of conversations that are held beside a pool.
+        draft_model: what drafts, with a cache of its own for each sequence; None: no model does.
     """
 
     kv_bits: int = 8
@@ -61,6 +77,7 @@ class Settings:
     sequences: int | None = None
     pool_tokens: int | None = None
     caches: int = 0
+    draft_model: DraftModel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +96,8 @@ class MemoryPlan:
         process: interpreter, libraries, tokenizer and MLX's buffers for reuse; 0 where it isn't the GPU's memory.
         caches: of conversations' caches and their states, beside a pool.
         sequence: of a pool, the part of the cache that one more sequence of max_kv_size tokens would add.
+        draft_weights: of a draft model.
+        draft_cache: of its caches, one a sequence, and their states; at most its own context.
     """
 
     max_kv_size: int
@@ -92,11 +111,14 @@ class MemoryPlan:
     state: int = 0
     caches: int = 0
     sequence: int = 0
+    draft_weights: int = 0
+    draft_cache: int = 0
 
     @property
     def arrays(self) -> int:
         """An upper bound of what ``mx.get_peak_memory`` says after a run of the full context."""
-        return max(self.weights + self.cache + self.state + self.caches + self.scratch, self.loading)
+        drafts = self.draft_weights + self.draft_cache
+        return max(self.weights + self.cache + self.state + self.caches + drafts + self.scratch, self.loading)
 
     @property
     def total(self) -> int:
@@ -213,10 +235,11 @@ def planner(
     run = run_bytes(checkpoint, settings, on_cpu=on_cpu, split_pairs=split_pairs)
     loading, weights_read = checkpoint.loading(on_cpu=on_cpu), checkpoint.read_bytes(on_cpu=on_cpu)
     process = process_bytes(checkpoint) if on_cpu else 0
+    draft = None if settings.draft_model is None else _draft_planner(settings.draft_model, settings, device)
 
     def planned(tokens: int) -> MemoryPlan:
         needed = run(tokens)
-        return MemoryPlan(
+        made = MemoryPlan(
             max_kv_size=tokens,
             settings=settings,
             weights=loading.held,
@@ -229,8 +252,31 @@ def planner(
             caches=needed.caches,
             sequence=needed.sequence,
         )
+        return made if draft is None else _with_draft(made, draft(tokens), checkpoint)
 
     return planned
+
+
+def _draft_planner(draft: DraftModel, settings: Settings, device: Device | None) -> Callable[[int], MemoryPlan]:
+    """The plan of a draft model alone, by the tokens reserved for the model that it drafts for."""
+    config = draft.checkpoint.config
+    bits, group = draft_format(config, settings.kv_bits, settings.kv_group_size)
+    chosen = Settings(bits, group, settings.kv_bias_split, settings.prefill_step_size)
+    planned = planner(draft.checkpoint, chosen, device, draft.split_pairs)
+    return lambda tokens: planned(min(tokens, config.max_position_embeddings or tokens))
+
+
+def _with_draft(made: MemoryPlan, draft: MemoryPlan, checkpoint: Checkpoint | BridgedCheckpoint) -> MemoryPlan:
+    """A plan with a draft model beside. The two compute in turns; what the larger step sampled is held meanwhile."""
+    rows = LARGEST_STEP * LOGITS_COPIES * FLOAT32 * checkpoint.config.vocab_size * (made.settings.sequences or 1)
+    return replace(
+        made,
+        scratch=max(made.scratch, draft.scratch) + rows,
+        loading=max(made.loading, made.weights + draft.loading),
+        process=max(made.process, draft.process),
+        draft_weights=draft.weights,
+        draft_cache=(made.settings.sequences or 1) * (draft.cache + draft.state),
+    )
 
 
 def process_bytes(checkpoint: Checkpoint | BridgedCheckpoint) -> int:
@@ -400,7 +446,14 @@ def _pool_bytes(
 
 
 def as_record(plan: MemoryPlan) -> dict[str, int]:
-    """A plan's bytes by name, with the sums; "sequence" where it is of a pool."""
+    """A plan's bytes by name, with the sums; "sequence" of a pool alone, and so with a draft model's."""
     left_out = {"max_kv_size", "settings", "caches", *(["sequence"] if plan.settings.sequences is None else [])}
+    left_out |= {"draft_weights", "draft_cache"} if plan.settings.draft_model is None else set()
     names = [field.name for field in fields(plan) if field.name not in left_out]
     return {name: getattr(plan, name) for name in (*names, "arrays", "total")}
+
+
+def settings_record(settings: Settings) -> dict[str, Any]:
+    """The settings that are flags of ``kvant plan``, by name."""
+    left_out = ("pool_tokens", "caches", "draft_model")
+    return {field.name: getattr(settings, field.name) for field in fields(settings) if field.name not in left_out}
