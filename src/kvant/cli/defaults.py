@@ -49,16 +49,18 @@ class Defaults(dict[str, Any]):
 
 def blocked_by(name: str, values: Mapping[str, Any]) -> str | None:
     """The other parameter whose value leaves this one without effect; the two together would be refused."""
-    if name == "kv_group_size":
-        return None if values["kv_bits"] else "kv_bits"
     if name == "num_draft_tokens":
         return None if values["draft_model"] else "draft_model"
-    if name in ("draft", "draft_model"):
-        other = "draft_model" if name == "draft" else "draft"
-        if values.get(other) not in (None, "none"):
-            return other
-        several = ("prompts_file", *(["n"] if values.get("n", 1) > 1 else [])) if name == "draft_model" else ()
-        return next((flag for flag in ("deterministic", *several) if values.get(flag)), None)
+    if name == "draft" and values.get("draft_model"):
+        return "draft_model"
+    if name == "draft_model":
+        beside = {"draft": values.get("draft", "none") != "none", "n": values.get("n", 1) > 1}
+        beside |= {flag: bool(values.get(flag)) for flag in ("prompts_file", "deterministic")}
+        return next((flag for flag, given in beside.items() if given), None)
+    if name == "kv_group_size":
+        return None if values["kv_bits"] else "kv_bits"
+    if name == "draft":
+        return "deterministic" if values.get("deterministic") else None
     if name in (*OF_THE_TEMPLATE, "prefill"):
         return "ignore_chat_template" if values.get("ignore_chat_template") else None
     if name == "extra_eos_token":

@@ -107,14 +107,12 @@ def generate(
         raise BadValueError(
             f"--prefill-step-size is {run.prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
         )
-    model_drafts = None if run.draft_model is None else repr(run.draft_model)
-    asked = {"--draft": None if run.draft == "none" else run.draft, "--draft-model": model_drafts}
-    for flag, drafts in asked.items():
-        several = {"--n": n > 1, "--prompts-file": prompts_file} if flag == "--draft-model" else {}
-        for other, given in ({"--deterministic": deterministic} | several).items():
-            if drafts is not None and given:
-                raise BadValueError(f"{flag} is {drafts:.80}; beside {other} it is not supported")
+    if run.draft != "none" and deterministic:
+        raise BadValueError(f"--draft is {run.draft}; beside --deterministic it is not supported")
     ranks.refuse_drafts(run.draft, run.draft_model)
+    if run.draft_model is not None and (together or prompts_file is not None):
+        flag = "--prompts-file" if prompts_file is not None else "--n" if n > 1 else "--deterministic"
+        raise BadValueError(f"--draft-model is {run.draft_model!r:.80}; beside {flag} it is not supported")
     side: SideBySide = {"at_once": sequences or SEQUENCES, "deterministic": deterministic}
     if prompts_file is not None:
         one = {"--prompt": prompt, "--n": n if n > 1 else None, "--prefill-response": prefill}
