@@ -102,14 +102,6 @@ class KVCache(SavedLayer):
                 f"{num_tokens} more tokens do not fit: {self.offset} of the {self.max_seq_len} reserved tokens are used"
             )
 
-    def hold(self) -> list[mx.array]:
-        """Its arrays before a step, for :meth:`put_back`. MLX copies their buffers at an append while they are held."""
-        return [mx.array(array) for array in self.buffers]
-
-    @abstractmethod
-    def put_back(self, held: list[mx.array]) -> None:
-        """Have the arrays again that were there before a step that was begun, and not computed."""
-
     def bind(self, sequences: Sequences, number: int) -> None:
         """Become layer ``number`` of a model's cache with these sequences."""
         self.sequences, self._number = sequences, number

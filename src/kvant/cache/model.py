@@ -6,15 +6,15 @@ from typing import overload
 
 import mlx.core as mx
 
-from kvant.cache.compiled import CompiledCacheView
 from kvant.cache.layer import KVCache
 from kvant.cache.quantized import QuantizedKVCache
 from kvant.cache.saved_cache import SavedCache
 from kvant.cache.sequences import Sequences
+from kvant.cache.step_cache import StepCache
 from kvant.threads import Turn
 
 
-class ModelCache(SavedCache, Sequence[KVCache]):
+class ModelCache(SavedCache, StepCache, Sequence[KVCache]):
     """One cache for all layers of a model. ``model.make_cache()`` makes it.
 
     It is a sequence of its layers, as mlx-lm expects of a ``prompt_cache``. All layers have the same lengths.
@@ -168,39 +168,6 @@ class ModelCache(SavedCache, Sequence[KVCache]):
         self._sequences.commit(count, given)
         for layer in self._layers:
             layer.settle()
-
-    def resume_step(self, rest: mx.array) -> None:
-        """After a commit of the first tokens of a step, begin the step of the others again: nothing is computed anew.
-
-        Args:
-            rest: their ids (B, S).
-
-        Raises:
-            RuntimeError: a step is begun already; what this one computed may be overwritten.
-        """
-        if self._sequences.step is not None:
-            raise RuntimeError("a step was begun since; expected to resume one whose first tokens were just committed")
-        self._sequences.step = rest
-
-    def hold(self) -> list[list[mx.array]]:
-        """All layers' arrays before a step, for :meth:`put_back`; see :meth:`KVCache.hold`."""
-        return [layer.hold() for layer in self._layers]
-
-    def put_back(self, held: list[list[mx.array]]) -> None:
-        """Drop a step that was begun, and not computed: no later one waits for it."""
-        self.end_step()
-        for layer, arrays in zip(self._layers, held, strict=True):
-            layer.put_back(arrays)
-
-    @property
-    def compiled_state(self) -> list[list[mx.array]]:
-        """The lists of arrays that a compiled step changes."""
-        return [layer.arrays for layer in self._layers if isinstance(layer, QuantizedKVCache)]
-
-    def compiled_views(self, offset: mx.array, num_tokens: int) -> list[CompiledCacheView]:
-        """The layers of a step that is compiled; arguments as in :class:`CompiledCacheView`."""
-        layers = [layer for layer in self._layers if isinstance(layer, QuantizedKVCache)]
-        return [CompiledCacheView(layer, offset, num_tokens) for layer in layers]
 
     def trim(self, num_tokens: int | Sequence[int]) -> int:
         """Forget the last tokens of every sequence; see :meth:`Sequences.trim`."""

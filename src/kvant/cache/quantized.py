@@ -219,10 +219,6 @@ class QuantizedKVCache(SavedRows, KVCache):
                 f"given {batch}, {num_kv_heads} and {head_dim}"
             )
 
-    def put_back(self, held: list[mx.array]) -> None:
-        """See :class:`kvant.cache.KVCache`."""
-        self.arrays[:] = held
-
     def release(self) -> None:
         """Give the memory back. The cache cannot be used after it."""
         self.sequences.reset()

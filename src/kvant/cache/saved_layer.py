@@ -36,6 +36,14 @@ class SavedLayer(ABC):
     def buffers(self) -> list[mx.array]:
         """Its arrays, with what waits to be written into them."""
 
+    def hold(self) -> list[mx.array]:
+        """Its arrays before a step, for :meth:`put_back`. MLX copies their buffers at an append while they are held."""
+        return [mx.array(array) for array in self.buffers]
+
+    @abstractmethod
+    def put_back(self, held: list[mx.array]) -> None:
+        """Have the arrays again that were there before a step that was begun, and not computed."""
+
     @property
     def state(self) -> list[str | mx.array]:
         """For mlx-lm, which evaluates and saves it: what the layer is, as JSON, and the tokens that count.
@@ -122,6 +130,10 @@ class SavedRows(SavedLayer):
     @abstractmethod
     def num_rows(self) -> int:
         """Rows of its arrays that a sequence has."""
+
+    def put_back(self, held: list[mx.array]) -> None:
+        """See :class:`kvant.cache.KVCache`."""
+        self.arrays[:] = held
 
     @property
     def format(self) -> LayerFormat:

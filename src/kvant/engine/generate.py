@@ -76,9 +76,8 @@ def stream_generate(
         stop: a string or strings that end the text, which does not include them.
         prompt_progress_callback: called with (prompt tokens fed, prompt tokens in all).
         num_draft_tokens: that the draft model drafts, 1 to 7; default: 3. Refused without one.
-        draft: "prompt": tokens that follow the last ones where they occurred before, in what the cache holds and the
-            answer, are verified several a step, where that is expected to be faster. The text is the same, but for
-            rounding. "none": no drafts, unless there is a draft model.
+        draft: "prompt": where text repeats, verify several tokens a step. It is the same text but for rounding, and
+            quicker where that pays. "none": no drafts, unless there is a draft model.
 
     Yields:
         One :class:`GenerationResponse` a token; the last has a ``finish_reason``.

@@ -13,7 +13,7 @@ from kvant.engine.draw import Sampler, draw_key, for_a_run, greedy, sample
 from kvant.engine.fallback import bring_back, repeated_unfused
 from kvant.engine.limits import check_count, go_back, room_after
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.step import CompiledStep, should_compile
+from kvant.engine.step import CompiledStep, can_compile
 from kvant.models import LanguageModel
 from kvant.threads import check_process
 
@@ -38,8 +38,7 @@ class Run:
         prompt: token ids that are fed.
         logits: (1, vocab) after the prompt; None until it was fed.
         generated: token ids that were handed out.
-        from_draft: whether the token handed out last was drafted; never, without drafts.
-        drafts: what drafts did; None: there are none.
+        from_draft, drafts: whether the last token was drafted, and what drafts did; without any False and None.
         finish_reason: None while there may be more; "stop": the last token is one of ``stop_tokens``, or :meth:`stop`
             was called; "length": ``max_tokens``; "context": the cache, or the model's context, is full.
     """
@@ -107,7 +106,7 @@ class Run:
         self._step_function: CompiledStep | None = None
         self._decided = False  # whether there is one
         with cache.turn:
-            self._can_compile()
+            can_compile(model, cache, compiled)
             room = room_after(model, cache, len(self.prompt))
             cache.end_step()  # a run that was left suspended here does not go on
             self._lengths = cache.lengths
@@ -160,7 +159,8 @@ class Run:
         self._tokens = None if self._tokens is None else mx.array(cache.ids[0])
 
     def _next_token(self) -> tuple[int, mx.array]:
-        token, logprobs = self._step()
+        self._settle_last()
+        token, logprobs = self._take_next()
         self.generated.append(token)
         if token in self._stop_tokens:
             self.stop()
@@ -183,10 +183,6 @@ class Run:
                 fed = partial(self._model.feed, last, cache)
                 repeated_unfused(lambda: mx.eval(fed()), cache, lambda: self._start_over(held))
             cache.commit(1, ids=[self.generated[-1:]])
-
-    def _step(self) -> tuple[int, mx.array]:
-        self._settle_last()
-        return self._take_next()
 
     def _settle_last(self) -> None:
         """Have the first token computed, or commit the one that was handed out last."""
@@ -222,11 +218,7 @@ class Run:
         return token_id, logprobs
 
     def _read(self, token: mx.array) -> int:
-        """Wait for a token (1,).
-
-        Raises:
-            ValueError: the model does not have it.
-        """
+        """Wait for a token (1,); a ValueError where the model does not have it."""
         token_id, vocab_size = int(token.item()), self._model.config.vocab_size  # type: ignore[arg-type]
         if not 0 <= token_id < vocab_size:  # as an index it would be read out of bounds
             raise ValueError(f"the sampler picked token {token_id}; the model knows 0 to {vocab_size - 1}")
@@ -243,7 +235,7 @@ class Run:
         """Begin the step of a token (1,). Returns the token that follows and its log-probabilities, not evaluated."""
         if self._tokens is not None:
             self._tokens = mx.concatenate([self._tokens, token])
-        if not self._decided and self._can_compile():
+        if not self._decided and can_compile(self._model, self._cache, self._compiled):
             processed = bool(self._processors)
             self._step_function = CompiledStep(self._model, self._cache, self._sampler, processed=processed)
         self._decided = True
@@ -252,18 +244,6 @@ class Run:
             return self._sample(logits, self._cache.offset + 1)
         result = self._step_function(token)
         return result if len(result) == 2 else self._sample(result[0], self._cache.offset + 1)
-
-    def _can_compile(self) -> bool:
-        """Whether the step is to be compiled, and can be.
-
-        Raises:
-            ValueError: it was asked for, and cannot be.
-        """
-        wanted = should_compile() if self._compiled is None else self._compiled
-        can = wanted and self._model.can_compile(self._cache)
-        if self._compiled and not can:
-            raise ValueError("compiled is True; the model's step through this cache is not the same for every token")
-        return can
 
     def _sample(self, logits: mx.array, position: int) -> tuple[mx.array, mx.array]:
         return sample(logits, self._tokens, self._sampler, self._processors, draw_key(self._sampler, position))

@@ -18,6 +18,18 @@ def should_compile() -> bool:
     return mx.default_device().type == mx.gpu
 
 
+def can_compile(model: LanguageModel, cache: ModelCache, wanted: bool | None) -> bool:
+    """Whether the step through a cache is to be compiled, and can be; ``wanted``: None: where that is faster.
+
+    Raises:
+        ValueError: it was asked for, and cannot be.
+    """
+    can = (should_compile() if wanted is None else wanted) and model.can_compile(cache)
+    if wanted and not can:
+        raise ValueError("compiled is True; the model's step through this cache is not the same for every token")
+    return can
+
+
 def bucket_size(num_tokens: int, max_seq_len: int) -> int:
     """Tokens a step reads where ``num_tokens`` are needed: the next of 256, 512, ... 2048, then 4 sizes per octave."""
     size = max(SMALLEST_BUCKET, 1 << max(0, (num_tokens - 1).bit_length() - 3))

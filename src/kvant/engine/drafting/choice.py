@@ -1,7 +1,7 @@
 """How many tokens to draft: as many as pay, by what was accepted before and what steps cost on this device."""
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -10,8 +10,8 @@ from kvant.engine.drafting.drafter import Drafter
 SIZES = (1, 3, 7)
 CLASSES = 7  # of match lengths: 0, 1, 2 to 3, 4 to 7, ... 32 and more
 DECAY = 0.95  # of what an older observation counts, for each newer one
-LEAST_GAIN = 1.05  # tokens expected of a draft in the time of one
-SAMPLES = 9  # of a step's cost, of which the median counts
+LEAST_GAIN = 1.15  # tokens expected of a draft in the time of one
+SAMPLES = 9  # of a step's cost, of which the lower quartile counts
 LIFE = 128  # steps after which the oldest sample of each size is forgotten
 LOSS, LOSS_SHARE = 2, 0.01  # what drafts may lose: so many steps of one token, and a share of the run's steps
 
@@ -72,7 +72,7 @@ class StepCosts:
         self._grow_old()
         if self.is_known:
             ratios = self._ratios.setdefault(num_tokens, deque(maxlen=SAMPLES))
-            ratios.append(seconds / sorted(self._singles)[len(self._singles) // 2])
+            ratios.append(seconds / _quartile(self._singles))
 
     def _grow_old(self) -> None:
         """Forget the oldest samples now and then: a cost measured too high, and not paid since, would stay."""
@@ -88,11 +88,9 @@ class StepCosts:
         return len(self._singles) > 1
 
     def get(self, num_tokens: int) -> float | None:
-        """The median of the last steps; of few, the shortest, for first steps take longer. None before the second."""
+        """A quarter of the last steps cost less: first steps take longer, and others wait. None before the second."""
         ratios = self._ratios.get(num_tokens, ())
-        if len(ratios) < 2:
-            return None
-        return sorted(ratios)[0 if len(ratios) < 5 else (len(ratios) - 1) // 2]
+        return _quartile(ratios) if len(ratios) > 1 else None
 
 
 _costs: WeakKeyDictionary[object, dict[Hashable, StepCosts]] = WeakKeyDictionary()
@@ -221,6 +219,10 @@ class Choice:
         while each and not self._seen[each]:
             each -= 1
         return self._hits[each] / self._tries[each]
+
+
+def _quartile(values: Collection[float]) -> float:
+    return sorted(values)[len(values) // 4]
 
 
 def _class(match: int) -> int:

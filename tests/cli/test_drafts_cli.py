@@ -1,0 +1,74 @@
+"""--draft: the same text, its statistics, and where it is refused."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from support.command import QUESTION, call
+
+from kvant.engine.drafting.choice import StepCosts
+
+
+@pytest.fixture
+def paying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every draft seems to pay."""
+    monkeypatch.setattr(StepCosts, "is_known", True)
+    monkeypatch.setattr(StepCosts, "get", lambda costs, num_tokens: 1.0)
+
+
+TWICE = "Say it twice: a red ball, a red ball, a red ball, a red ball."
+STORY = [TWICE, "--temp", "0.5", "--seed", "3", "-m", "40"]
+
+
+@pytest.mark.usefixtures("paying")
+def test_generate() -> None:
+    plain, drafted = call("generate", *STORY), call("generate", *STORY, "--draft", "prompt")
+    assert drafted.returncode == 0
+    assert drafted.stdout == plain.stdout
+    assert re.search(r"^latency: \d+\.\d\d ms a token, \d\.\d\d tokens a step$", drafted.stderr, re.MULTILINE)
+    assert re.search(r"^drafts( off)?: .*\d+ of \d+ (tokens|were) accepted, \d+ %$", drafted.stderr, re.MULTILINE)
+    assert "median" not in drafted.stderr
+    assert "draft" not in plain.stderr
+    assert "median" in plain.stderr
+
+
+@pytest.mark.usefixtures("paying")
+def test_json_says_which_tokens_were_drafted() -> None:
+    lines = [json.loads(line) for line in call("generate", *STORY, "--json", "--draft", "prompt").stdout.splitlines()]
+    assert {line["from_draft"] for line in lines} == {False, True}
+    assert "from_draft" not in json.loads(call("generate", *STORY, "--json").stdout.splitlines()[0])
+
+
+@pytest.mark.usefixtures("paying")
+def test_chat() -> None:
+    said = f"{QUESTION}\n{QUESTION}\n"
+    plain, drafted = (
+        call("chat", "--temp", "0", "-m", "30", "--draft", draft, stdin=said) for draft in ("none", "prompt")
+    )
+    assert drafted.returncode == 0
+    assert drafted.stdout == plain.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--n", "2", "--temp", "1"], "--draft is prompt; beside --n it is not supported"),
+        (["--deterministic"], "--draft is prompt; beside --deterministic it is not supported"),
+        (["--prompts-file", "p.jsonl"], "--draft is prompt; beside --prompts-file it is not supported"),
+    ],
+)
+def test_refused(flags: list[str], message: str) -> None:
+    done = call("generate", QUESTION, "--draft", "prompt", *flags)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+def test_a_default_counts_for_nothing_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('draft = "prompt"\n')
+    monkeypatch.setenv("KVANT_CONFIG", str(path))
+    assert "tokens a step" in call("generate", QUESTION, "-m", "3").stderr
+    done = call("generate", QUESTION, "-m", "3", "--n", "2", "--temp", "1")
+    assert done.returncode == 0
+    assert "draft" not in done.stderr
