@@ -225,6 +225,8 @@ def settings_used(context: typer.Context, values: dict[str, Any]) -> dict[str, t
     }
     for name, (_, source) in list(used.items()):
         blocker = blocked_by(name, values)
+        if name == "draft_model" and _source(context, "draft") == "COMMANDLINE":
+            blocker = "draft"  # none, too
         if blocker is not None and (blocker not in used or used[blocker][1] != source):
             values[name] = next(option.default for option in context.command.params if option.name == name)
             del used[name]

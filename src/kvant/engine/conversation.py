@@ -3,6 +3,7 @@
 Where a window or a state of the cache cannot go back to where a turn differs from what is held, the turn feeds all.
 """
 
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -257,7 +258,7 @@ class Conversation:
             known = self._drafts
             if known is None or known.model is not drafts.model:
                 self._drafts = None  # frees its cache
-                made = drafts.beside(self._cache)
+                made = drafts.beside(self._cache, sys.maxsize)
                 known = replace(made, cache=made.make_cache())
             self._drafts = drafts = replace(drafts, cache=known.cache)
         return drafts

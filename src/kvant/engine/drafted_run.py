@@ -45,7 +45,7 @@ class DraftedRun(Run):
         self._at_begin = self._cache.divided
         # A step that was built, and not computed, is dropped without a trace; a caller's functions would remember it.
         self._can_drop = self._at_once and not self._at_begin
-        self._drafter = drafts.drafter()
+        self._drafter = drafts.beside(self._cache, self._cache.offset + len(self.prompt) + self._limit).drafter()
         formats = tuple(sorted({str(layer.format) for layer in self._cache.layers}))
         costs = costs_of(model, (self._drafter.name, self._at_once, formats))
         self._choice = drafts.choice(costs, self._drafter)
@@ -217,13 +217,14 @@ def check_drafts(drafts: Drafts | None, cache: ModelCache) -> None:
     """
     if drafts is None:
         return
+    argument, value = drafts.asked
     if cache.divided and drafts.source != "prompt":
-        raise ArgumentError("draft", f"is {drafts.source!r}; over several ranks expected 'prompt' or 'none'")
+        raise ArgumentError(argument, f"{value}; several ranks draft from prompt and answer alone")
     back = min((limit.tokens for limit in cache.layers[0].sequences.limits), default=LARGEST_STEP)
     if back < LARGEST_STEP:
         kept = f"windows take back {back}" if back else "linear or convolution layers have states that cannot"
         raise ArgumentError(
-            "draft", f"is {drafts.source!r}; up to {LARGEST_STEP} tokens of a step are taken back, this model's {kept}"
+            argument, f"{value}; up to {LARGEST_STEP} tokens of a step are taken back, this model's {kept}"
         )
 
 

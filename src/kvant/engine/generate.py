@@ -8,12 +8,11 @@ import mlx.core as mx
 
 from kvant.cache import KVCache
 from kvant.engine.drafted_run import make_run
-from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.draw import Sampler
 from kvant.engine.keywords import cache_for, check_generate
 from kvant.engine.limits import check_stops
 from kvant.engine.long_run import LongRun
-from kvant.engine.model_drafts import ModelDrafts, asked_drafts
+from kvant.engine.model_drafts import asked_drafts
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.response import GenerationResponse
 from kvant.engine.run import PREFILL_STEP_SIZE, PromptProgress, Run
@@ -43,7 +42,7 @@ def stream_generate(
     prompt_progress_callback: PromptProgress | None = None,
     input_embeddings: None = None,
     num_draft_tokens: int | None = None,
-    draft: str | Drafts = "none",
+    draft: str = "none",
 ) -> Iterator[GenerationResponse]:
     """Generate text token by token. The arguments are mlx-lm's, ``stop`` and ``draft``.
 
@@ -54,10 +53,8 @@ def stream_generate(
         prompt: text, encoded as it is (a beginning-of-text token only where the tokenizer adds one and the text lacks
             it), or token ids. Messages go through ``tokenizer.apply_chat_template`` first.
         max_tokens: generate at most this many; -1: until the context is full.
-        draft_model: a smaller model from :func:`kvant.load` with the same tokenizer, of which up to
-            ``num_draft_tokens`` tokens are verified in a step, where that is expected to be faster. The text is the
-            same, but for rounding. It has a cache of its own, with the format and the reservation of the model's; past
-            its own context nothing is drafted.
+        draft_model, num_draft_tokens: a smaller model with the same tokenizer, of whose tokens up to 1 to 7, default 3,
+            are verified in a step. It has a cache of its own, with the format and reservation of the model's.
         stream, input_embeddings: refused.
         sampler: from :func:`kvant.sample_utils.make_sampler`, or any function of log-probabilities (1, vocab) to
             a token (1,), such as mlx-lm's; default: greedy.
@@ -75,9 +72,8 @@ def stream_generate(
         quantized_kv_start: 0 or None. A cache is quantized from the first token.
         stop: a string or strings that end the text, which does not include them.
         prompt_progress_callback: called with (prompt tokens fed, prompt tokens in all).
-        num_draft_tokens: that the draft model drafts, 1 to 7; default: 3. Refused without one.
         draft: "prompt": where text repeats, verify several tokens a step. It is the same text but for rounding, and
-            quicker where that pays. "none": no drafts, unless there is a draft model.
+            quicker where that pays. "none": one token a step, unless there is a draft model.
 
     Yields:
         One :class:`GenerationResponse` a token; the last has a ``finish_reason``.
@@ -111,8 +107,6 @@ def stream_generate(
         kv_group_size=kv_group_size,
         max_kv_size=max_kv_size,
     )
-    if isinstance(drafts, ModelDrafts):
-        drafts = drafts.beside(cache, len(ids) + max_tokens if max_tokens != -1 else None)
     run = make_run(
         drafts,
         model,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from kvant.cache import KVCache, ModelCache, QuantizedKVCache
+from kvant.cache import ModelCache, QuantizedKVCache
 from kvant.engine.drafting.choice import Choice, StepCosts
 from kvant.engine.drafting.drafter import Drafter
 from kvant.engine.drafting.drafts import Drafts, drafts_of
@@ -16,6 +16,7 @@ from kvant.engine.run import PREFILL_STEP_SIZE
 from kvant.errors import ArgumentError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
+from kvant.models.reservation import default_reservation
 from kvant.sizes import format_bytes
 from kvant.text.tokenizer import Tokenizer
 
@@ -48,20 +49,26 @@ class ModelDrafts(Drafts):
     prefill_step_size: int = PREFILL_STEP_SIZE
     cache: ModelCache | None = None
 
-    def beside(self, cache: Sequence[KVCache], tokens: int | None = None) -> "ModelDrafts":
-        """These drafts, with a cache of the same format and as many tokens as the model's.
+    @property
+    def asked(self) -> tuple[str, str]:
+        """The argument that asks for them, and its value in words; for a refusal."""
+        return "draft_model", "is given"
+
+    def beside(self, cache: ModelCache, tokens: int) -> "ModelDrafts":
+        """These drafts, where nobody said otherwise with a cache of the same format and as many tokens as the model's.
 
         Args:
             cache: the model's.
-            tokens: where the model's cache grows: that it is going to have.
+            tokens: where that grows: that the sequence will have at most.
         """
-        found = ModelCache.of(cache)
-        bits = {layer.quant_bit for layer in found.layers if isinstance(layer, QuantizedKVCache)}
+        if self.tokens is not None or self.cache is not None:
+            return self
+        bits = {layer.quant_bit for layer in cache.layers if isinstance(layer, QuantizedKVCache)}
         return replace(
             self,
-            tokens=found.max_seq_len or tokens,
+            tokens=cache.max_seq_len or min(tokens, default_reservation(self.model.config)),
             kv_bits=max(bits, default=0),
-            kv_group_size=max(found.groups, default=DEFAULT_KV_GROUP_SIZE),
+            kv_group_size=max(cache.groups, default=DEFAULT_KV_GROUP_SIZE),
         )
 
     def make_cache(self) -> ModelCache:
@@ -72,7 +79,7 @@ class ModelDrafts(Drafts):
             ContextError: more than this machine's memory.
         """
         bits, group = draft_format(self.model.config, self.kv_bits, self.kv_group_size)
-        tokens = context_limit(self.model, self.tokens)
+        tokens = context_limit(self.model, self.tokens) or default_reservation(self.model.config)
         split: dict[str, Any] = {"bias_split": self.kv_bias_split}
         cache = self.model.make_cache(tokens, quant_bit=bits, quant_group=group, **split)
         back = min((limit.tokens for layer in cache.layers for limit in layer.limits), default=MOST_DRAFT_TOKENS)

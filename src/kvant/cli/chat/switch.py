@@ -31,6 +31,8 @@ def switch_model(talk: Talk, name: str) -> None:
         raise ModelError("another model on several ranks is another run; end the chat and start it with that model")
     before = talk.run
     wanted = replace(before, model=name, adapter_path=None, draft_model=None, num_draft_tokens=None)
+    if before.draft_model is not None:
+        notice(f"{name} goes without the draft model, {before.draft_model}")
     if _both_fit(wanted):
         talk.use(wanted, open_session(wanted, announce=False))
         _give_back()

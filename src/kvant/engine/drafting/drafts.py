@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from kvant.cache import ModelCache
 from kvant.engine.drafting.choice import SIZES, Choice, StepCosts
 from kvant.engine.drafting.drafter import Drafter
 from kvant.engine.drafting.suffix import SuffixDrafter
@@ -20,6 +21,15 @@ class Drafts:
     """
 
     source: str = "prompt"
+
+    @property
+    def asked(self) -> tuple[str, str]:
+        """The argument that asks for them, and its value in words; for a refusal."""
+        return "draft", f"is {self.source!r}"
+
+    def beside(self, cache: ModelCache, tokens: int) -> "Drafts":
+        """For a model with this cache, whose sequence will have ``tokens`` tokens at most."""
+        return self
 
     def drafter(self) -> Drafter:
         """A drafter for one sequence."""
