@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.command import QUESTION, call
+from support.drafts import draft_by_chance
 
 from kvant.engine.drafting.choice import StepCosts
 
@@ -50,25 +51,30 @@ def test_chat() -> None:
     assert drafted.stdout == plain.stdout
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--n", "2", "--temp", "1"], "--draft is prompt; beside --n it is not supported"),
-        (["--deterministic"], "--draft is prompt; beside --deterministic it is not supported"),
-        (["--prompts-file", "p.jsonl"], "--draft is prompt; beside --prompts-file it is not supported"),
-    ],
-)
-def test_refused(flags: list[str], message: str) -> None:
-    done = call("generate", QUESTION, "--draft", "prompt", *flags)
+def test_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft_by_chance(monkeypatch, 1)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in (TWICE, QUESTION)))
+    for flags in (["--prompts-file", str(prompts), *STORY[1:]], [*STORY, "--n", "2"]):
+        plain, drafted = (call("generate", *flags, "--kv-bits", "0", *more) for more in ([], ["--draft", "prompt"]))
+        assert (drafted.returncode, drafted.stdout) == (0, plain.stdout)
+        assert re.search(r"\d\.\d\d tokens a step", drafted.stderr)
+        assert re.search(r"drafts( off)?: .*\d+ of \d+ (tokens|were) accepted", drafted.stderr)
+        assert "draft" not in plain.stderr
+
+
+@pytest.mark.parametrize("command", [["generate", QUESTION], ["serve"]])
+def test_refused(command: list[str]) -> None:
+    done = call(*command, "--draft", "prompt", "--deterministic")
     assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
+    assert "--draft is prompt; beside --deterministic it is not supported" in done.stderr
 
 
-def test_a_default_counts_for_nothing_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_default_counts_for_nothing_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.toml"
     path.write_text('draft = "prompt"\n')
     monkeypatch.setenv("KVANT_CONFIG", str(path))
     assert "tokens a step" in call("generate", QUESTION, "-m", "3").stderr
-    done = call("generate", QUESTION, "-m", "3", "--n", "2", "--temp", "1")
+    done = call("generate", QUESTION, "-m", "3", "--deterministic")
     assert done.returncode == 0
     assert "draft" not in done.stderr

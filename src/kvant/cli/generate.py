@@ -112,7 +112,7 @@ def generate(
             if given:
                 raise BadValueError(f"--draft-model is {run.draft_model!r:.80}; beside {flag} it is not supported")
     if run.draft != "none" and deterministic:
-        raise BadValueError(f"--draft is {run.draft}; it changes how a step rounds, so not with --deterministic")
+        raise BadValueError(f"--draft is {run.draft}; beside --deterministic it is not supported")
     ranks.refuse_draft_model(run.draft_model)
     side: SideBySide = {"at_once": sequences or SEQUENCES, "deterministic": deterministic}
     if prompts_file is not None:

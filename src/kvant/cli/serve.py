@@ -112,7 +112,7 @@ def serve(
             f"--prefill-step-size is {prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
         )
     if deterministic and draft != "none":
-        raise BadValueError(f"--draft is {draft}; it changes how a step rounds, so not with --deterministic")
+        raise BadValueError(f"--draft is {draft}; beside --deterministic it is not supported")
     if deterministic and prompt_cache_file:
         raise BadValueError(
             "--prompt-cache-file: nobody knows in which chunks it was read, so not with --deterministic"

@@ -90,7 +90,9 @@ class BatchDrafter:
             self._seconds = None
         if is_counted and step.drafts is None and self._seconds is not None:
             at_once = _at_once(step.answers)
-            self._choice.stepped(len(step.answers), self._seconds, at_once=at_once, ahead=step.is_ahead or in_order)
+            ahead = step.is_ahead or in_order
+            off = self._choice.stepped(len(step.answers), self._seconds, at_once=at_once, ahead=ahead)
+            _switch_off(step.answers, off)
 
     def commit(self, step: Step, picked: Sequence[Picked] | None) -> Found:
         """Commit what was drafted rightly in a step. Returns the next tokens of its answers.
@@ -113,10 +115,15 @@ class BatchDrafter:
         )
         size = step.logits.shape[1] - 1
         off = self._choice.verified(len(found), size, sum(counts), self._seconds, at_once=step.sampled is not None)
-        for answer in step.answers if off is not None else ():
-            if answer.drafts is not None:
-                answer.drafts.off = off
+        _switch_off(step.answers, off)
         return found
+
+
+def _switch_off(answers: Sequence[Answer], reason: str | None) -> None:
+    """Have none of these answers draft any more, where there is a reason."""
+    for answer in answers if reason is not None else ():
+        if answer.drafts is not None:
+            answer.drafts.off = reason
 
 
 def is_drafted(draft: Sequence[int], place: int, picked: Picked | Exception) -> bool:

@@ -122,6 +122,8 @@ def batch_generate(
     kv_group_size: int | None = None,
     deterministic: bool = False,
     draft: str = "none",
+    draft_model: None = None,
+    num_draft_tokens: None = None,
 ) -> BatchResponse:
     """Answer many prompts at once. The arguments up to ``stream`` are mlx-lm's, those of its BatchGenerator too.
 
@@ -148,6 +150,7 @@ def batch_generate(
         kv_bits, kv_group_size: of the pool; default: 8 bits in groups of 32. 0 bits: no quantization, as in mlx-lm.
         deterministic: a prompt's answer does not depend on the others, on a CPU to the last bit. It takes longer.
         draft: as in :func:`kvant.stream_generate`; every sequence drafts for itself.
+        draft_model, num_draft_tokens: refused.
 
     Raises:
         ContextError: a prompt that does not fit the context or max_kv_size, or a pool that does not fit this machine.
@@ -165,6 +168,11 @@ def batch_generate(
     check_count("prefill_step_size", step_size)
     if deterministic and step_size < CHUNK:
         raise ArgumentError("prefill_step_size", f"is {step_size}; expected {CHUNK} or more with", "deterministic")
+    for name, given in (("draft_model", draft_model), ("num_draft_tokens", num_draft_tokens)):
+        if given is not None:
+            raise ArgumentError(
+                name, f"is {given!r:.80}; sequences side by side have no draft model: expected None, or draft='prompt'"
+            )
     drafts = drafts_of(draft)
     check_format(kv_bits, kv_group_size, max_kv_size)
     stops, ends = check_stops(stop), _ends(stop_tokens, tokenizer)

@@ -2,10 +2,12 @@
 
 from collections.abc import Hashable, Sequence
 
-from kvant.engine.drafting.choice import LEAST_GAIN, LOSS, LOSS_SHARE, SIZES, DraftCounts, StepCosts, costs_of
+from kvant.engine.drafting.choice import LOSS, LOSS_SHARE, SIZES, DraftCounts, StepCosts, costs_of
 from kvant.engine.drafting.drafts import Drafts
 
 READ_AT_ONCE = 2048  # tokens that a drafter reads in a step: a long prompt holds nobody up
+LEAST_GAIN = 1.15  # tokens expected of a draft in the time of one; all pay for a wrong estimate
+UNKNOWN = 1.25  # a step whose cost is not known yet, in steps of the next smaller size: so few texts pay for measuring
 EXACT_ROWS = 8  # sequences, up to which the cost of a step is kept for each number
 
 
@@ -94,15 +96,17 @@ class BatchChoice:
         gains = [each.expected(each.match)[: count + 1] for each, count in drafting]
         return self._size(self._costs(rows, at_once=at_once), rows, gains, most)
 
-    def stepped(self, rows: int, seconds: float, *, at_once: bool, ahead: bool) -> None:
-        """A step of one token of each answer took so long; ``ahead``: it was begun while the one before it ran."""
+    def stepped(self, rows: int, seconds: float, *, at_once: bool, ahead: bool) -> str | None:
+        """A step of one token of each answer took so long; ``ahead``: it was begun while the one before it ran.
+
+        Returns why drafts are off, if they are now: waiting for what might be drafted costs time too.
+        """
         costs = self._costs(rows, at_once=at_once)
         if ahead or not at_once:
             costs.add_single(seconds)
-        else:
-            costs.add(0, seconds)
-            self._gained -= max(0.0, (costs.get(0) or 1.0) - 1)
-        self._steps += 1
+            return self._stepped(0.0)
+        costs.add(0, seconds)
+        return self._stepped(min(0.0, 1 - (costs.get(0) or 1.0)))
 
     def verified(self, rows: int, size: int, tokens: int, seconds: float | None, *, at_once: bool) -> str | None:
         """A step in which up to ``size`` tokens were drafted gave so many. Returns why drafts are off, if they are now.
@@ -112,15 +116,17 @@ class BatchChoice:
         costs = self._costs(rows, at_once=at_once)
         if seconds is not None:
             costs.add(size + 1, seconds)
+        return self._stepped(tokens / rows - (costs.get(size + 1) or 1.0))
+
+    def _stepped(self, gained: float) -> str | None:
         self._steps += 1
-        self._gained += tokens / rows - (costs.get(size + 1) or 1.0)
+        self._gained += gained
         if self._gained >= -(LOSS + LOSS_SHARE * self._steps):
             return None
         lost, self._gained, self._steps = -self._gained, 0.0, 0
-        self.counts.off = (
-            f"they cost the time of {lost:.1f} steps; {self.counts.accepted} of {self.counts.drafted} were accepted"
-        )
-        return self.counts.off
+        counts = self.counts
+        counts.off = f"they cost the time of {lost:.1f} steps; {counts.accepted} of {counts.drafted} were accepted"
+        return counts.off
 
     def _costs(self, rows: int, *, at_once: bool) -> StepCosts:
         rows = rows if rows <= EXACT_ROWS else 1 << (rows - 1).bit_length()
@@ -139,7 +145,7 @@ class BatchChoice:
             if size > most:
                 break
             cost = costs.get(size + 1)
-            known = max(known, cost or known)
+            known = max(known, UNKNOWN * known if cost is None else cost)
             rate = (1 + sum(gain[min(size, len(gain) - 1)] for gain in gains) / rows) / known
             if rate > highest:
                 best, highest = size, rate

@@ -82,7 +82,7 @@ class Kvant:
             model = cast(LanguageModel, self._replayed)
         # One more than is taken, so that the step after the last token is queued.
         run = make_run(
-            self._drafts(cache),
+            self._drafts(),
             model,
             prompt,
             cache,
@@ -93,13 +93,13 @@ class Kvant:
         for token, _ in run:
             yield token
 
-    def _drafts(self, cache: ModelCache) -> Drafts | None:
-        """Where the drafts of a run with this cache come from."""
+    def _drafts(self) -> Drafts | None:
+        """Where the drafts of a run come from."""
         if self._draft_model is None:
             return drafts_of(self._spec.draft)
         count = self._spec.num_draft_tokens or DEFAULT_DRAFT_TOKENS
         vocab_size = self._model.config.vocab_size
-        return ModelDrafts(model=self._draft_model, vocab_size=vocab_size, num_draft_tokens=count).beside(cache)
+        return ModelDrafts(model=self._draft_model, vocab_size=vocab_size, num_draft_tokens=count)
 
     def streams(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> StreamTokens:
         """Greedy tokens of all prompts with the numbers of their streams: through a pool, or one stream by one."""
