@@ -15,6 +15,7 @@ from support.drafts import draft_by_chance
 from support.pools import check_pages, tiny_model
 
 from kvant import batch_generate
+from kvant.cache.pool_batch import PoolBatch
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.request import Request
@@ -57,7 +58,7 @@ def test_each_sequence_is_continued_greedily(pocket: Pocket) -> None:
     for drafter, text in zip(drafters, texts, strict=True):
         drafter.extend(text)
     assert drafts.pool.num_free == drafts.pool.num_pages  # nothing before a draft is asked for
-    for _ in range(count(6, 60)):
+    for _ in range(count(4, 60)):
         some = rng.sample(range(3), rng.randint(1, 3))
         for n in some:
             while drafters[n].is_behind:
@@ -93,11 +94,11 @@ def test_every_answer_as_alone(
         {"prompt": shared, "answers": 3, "sampler": make_sampler(1.0, seed=3)},
         {"prompt": heldout_ids[200:205]},
         {"prompt": shared[:130], "logits_processors": make_logits_processors({5: -9.0}, 1.3)},
-        {"prompt": heldout_ids[300:340], "sampler": make_sampler(0.7, 0.9, top_k=40, seed=4), "max_tokens": 30},
+        {"prompt": heldout_ids[300:340], "sampler": make_sampler(0.7, 0.9, top_k=40, seed=4), "max_tokens": 20},
         {"prompt": heldout_ids[9:12], "sampler": lambda logprobs: mx.argmax(logprobs, axis=-1)},
         {"prompt": heldout_ids[400:409], "drafts": None},
     ] * count(1, 10)
-    made = [Request(**({"max_tokens": 16, "drafts": drafts} | each)) for each in options]
+    made = [Request(**({"max_tokens": 12, "drafts": drafts} | each)) for each in options]
     gone = Request(heldout_ids[500:540], 100, drafts=drafts)
     waiting, told = [*made[:2], gone, *made[2:]], {}
     while waiting or not scheduler.idle:
@@ -168,12 +169,38 @@ def test_an_error_of_the_draft_model(pocket: Pocket, heldout_ids: list[int], mon
     check_pages(drafts.pool, [])
 
 
+@pytest.mark.parametrize("at", count([7], [*range(1, 40)]))
+def test_an_interruption(pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """In the middle of a draft: all answers end, and the draft model's pool serves the next ones."""
+    draft_by_chance(monkeypatch, 4)
+    model = pocket[0]
+    scheduler, pool = scheduler_of(model, max_batch=3)
+    drafts = _beside(pool, model, model)
+    commit, calls = PoolBatch.commit, []
+
+    def interrupted(self: PoolBatch, *arguments: Any, **options: Any) -> None:
+        if self.pool is drafts.pool:
+            calls.append(1)
+            if len(calls) == at:
+                raise KeyboardInterrupt
+        commit(self, *arguments, **options)
+
+    monkeypatch.setattr(PoolBatch, "commit", interrupted)
+    requests = [Request(heldout_ids[s : s + 30], 40, drafts=drafts) for s in (0, 70)]
+    with pytest.raises(KeyboardInterrupt):
+        run_all(scheduler, requests)
+    assert not drafts.drafters
+    check_pages(drafts.pool, [])
+    request = replace(requests[0], max_tokens=20)
+    assert ids_of(run_all(scheduler, [request])[request]) == alone(model, replace(request, drafts=None))
+
+
 def test_batch_generate(pocket: Pocket, small: LanguageModel) -> None:
     """By what pays on this machine: the same tokens, and the bytes of both pools."""
     prompts = ["Once upon a time", "1 2 3 1 2 3", "The dog"]
-    options: dict[str, Any] = {"max_tokens": [20, 6, 30], "return_token_ids": True, "kv_bits": 0}
+    options: dict[str, Any] = {"max_tokens": [12, 6, 20], "return_token_ids": True, "kv_bits": 0}
     plain = batch_generate(*pocket, prompts, **options)
-    for draft_model in (pocket[0], small):
+    for draft_model in count([small], [small, pocket[0]]):
         drafted = batch_generate(*pocket, prompts, draft_model=draft_model, num_draft_tokens=2, **options)
         assert drafted.token_ids == plain.token_ids
         assert drafted.texts == plain.texts

@@ -64,7 +64,8 @@ class BatchDrafter:
         size = self._choice.size(len(running), proposed, most, kind=kind) if proposed else 0
         if size and asked:
             if behind := [drafter for _, drafter, _ in asked if drafter.is_behind]:
-                self._feed(behind[0])
+                behind[0].drafts.feed(behind[0])  # a chunk, between two steps, whose time it is not
+                self.paused()
                 late = [answer.drafts for answer, drafter, _ in asked if drafter.is_behind]
                 proposed = [(own, count) for own, count in proposed if own not in late]
                 size = self._choice.size(len(running), proposed, most, kind=kind) if proposed else 0
@@ -72,11 +73,6 @@ class BatchDrafter:
         if not size or not any(drafts.values()):
             return None
         return self._begin(list(running), [drafts.get(answer, [])[:size] for answer in running], size + 1)
-
-    def _feed(self, drafter: PooledDrafter) -> None:
-        """Feed a chunk of the first that a draft model has not read: between two steps, whose time it is not."""
-        drafter.drafts.feed(drafter)
-        self.paused()
 
     def _by_model(self, asked: Sequence[tuple[Answer, PooledDrafter, int]], size: int) -> dict[Answer, list[int]]:
         """What models draft for these answers, as many tokens as they may have each, up to ``size``."""

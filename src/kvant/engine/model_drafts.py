@@ -76,8 +76,7 @@ class ModelDrafts(Drafts):
             ContextError: more than this machine's memory.
         """
         if pool.divided:
-            raise ArgumentError("draft_model", "is given; over several ranks expected", "draft")
-        # Of a bridged model's pool the layers are its own, without a format.
+            raise ArgumentError("draft_model", "is given; several ranks draft from prompt and answer alone")
         formats = [layer.format for layer in pool.layers]
         bits, group = draft_format(
             self.model.config,
