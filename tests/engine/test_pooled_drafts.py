@@ -16,6 +16,7 @@ from support.pools import check_pages, tiny_model
 
 from kvant import batch_generate
 from kvant.cache.pool_batch import PoolBatch
+from kvant.cache.pool_sequence import PoolSequence
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.request import Request
@@ -31,7 +32,7 @@ Pocket = tuple[Decoder, Tokenizer]
 @pytest.fixture(scope="module")
 def small(pocket: Pocket, pocket_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     """A random model with pocket's tokenizer, a padded vocabulary and a shorter context."""
-    sizes = {"vocab_size": pocket[0].config.vocab_size + 64, "max_position_embeddings": 150}
+    sizes = {"vocab_size": pocket[0].config.vocab_size + 64, "max_position_embeddings": 146}
     return kvant.load(save_draft_model(tmp_path_factory.mktemp("small") / "model", pocket_folder, **sizes))[0]
 
 
@@ -120,7 +121,7 @@ def test_every_answer_as_alone(
     assert counts.drafted > 20
     assert counts.accepted >= (0.5 * counts.drafted if own else 0)
     if not own:
-        assert "the draft model's context, 150 tokens, is full" in str(counts.off)
+        assert "the draft model's context, 146 tokens, is full" in str(counts.off)
     check_pages(pool, [])
     check_pages(drafts.pool, [])
     assert not drafts.drafters
@@ -133,11 +134,21 @@ def test_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draft_by_chance(monkeypatch, 2)
     scheduler, pool = scheduler_of(model, max_batch=3, pool={"max_seq_len": 512})
     drafts = _beside(pool, model, model)
-    requests = [Request([(7 + 31 * i) % 290 for i in range(n)], 24, drafts=drafts) for n in (150, 20, 100)]
+    sampler, back = make_sampler(6.0, seed=3), []  # most drafts are wrong
+    can_trim_to = PoolSequence.can_trim_to
+
+    def told_whether(self: PoolSequence, num_tokens: int) -> bool:
+        back.append(can_trim_to(self, num_tokens))
+        return back[-1]
+
+    monkeypatch.setattr(PoolSequence, "can_trim_to", told_whether)
+    ids = [(7 + 31 * i) % 290 for i in range(150)]
+    requests = [Request(ids[:n], 24, sampler, drafts=drafts) for n in (150, 20, 100)]
     told = run_all(scheduler, requests)
     for request in requests:
         assert ids_of(told[request]) == alone(model, replace(request, drafts=None))
-    assert scheduler.drafts.accepted > 20
+    assert scheduler.drafts.drafted > 50
+    assert not all(back)
     check_pages(drafts.pool, [])
 
 
