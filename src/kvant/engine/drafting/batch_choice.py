@@ -24,7 +24,6 @@ class AnswerDrafts:
         self._drafter = drafts.drafter()
         self._choice = drafts.choice(StepCosts(), self._drafter)
         self._read = 0
-        self._expected: dict[int, list[float]] = {}  # by the match, until more is read
 
     @property
     def match(self) -> int:
@@ -37,14 +36,11 @@ class AnswerDrafts:
             new = tokens[self._read : self._read + READ_AT_ONCE]
             self._choice.learn(self._drafter, new)
             self._read += len(new)
-            self._expected.clear()
         return self.off is None and self._read == len(tokens)
 
     def expected(self, match: int) -> list[float]:
         """Tokens that a draft after a match of this length is expected to add, of none, of one, of two..."""
-        if match not in self._expected:
-            self._expected[match] = self._choice.expected(match, SIZES[-1])
-        return self._expected[match]
+        return self._choice.expected(match, SIZES[-1])
 
     def propose(self, most: int, vocab_size: int) -> list[int]:
         """At most so many tokens that may follow, of those that the model knows."""

@@ -126,6 +126,7 @@ class Choice:
         self._tries = [1.0] * CLASSES
         self._seen = [not is_free] * CLASSES
         self._each: list[float] | None = None  # how likely a guess of each class is, until something is learnt
+        self._expected: dict[tuple[int, int], list[float]] = {}  # likewise, by the match and the most tokens
         self._gained = 0.0  # in steps of one token
         self._steps = 0
         self._chosen: dict[int, int] = {}  # of each class, until something is learnt
@@ -165,13 +166,17 @@ class Choice:
         """Tokens that are expected to be accepted of none, one, two and up to ``most`` tokens drafted after a match."""
         if self._each is None:
             self._each = [self._likely(each) for each in range(CLASSES)]
+            self._expected.clear()
         each, last = self._each, CLASSES - 1
-        found, likely, total = [0.0], 1.0, 0.0
-        for length in range(match, match + most):
-            likely *= each[min(length.bit_length(), last)]
-            total += likely
-            found.append(total)
-        return found
+        match = min(match, 1 << last >> 1)  # longer ones are of the last class too
+        if (match, most) not in self._expected:
+            found, likely, total = [0.0], 1.0, 0.0
+            for length in range(match, match + most):
+                likely *= each[min(length.bit_length(), last)]
+                total += likely
+                found.append(total)
+            self._expected[match, most] = found
+        return self._expected[match, most]
 
     def may_draft(self, longest: int) -> bool:
         """Whether anything would be drafted after a match of 1 to ``longest`` tokens, at most."""
