@@ -112,6 +112,7 @@ class BatchChoice:
         costs = self._costs(rows, at_once=at_once)
         if seconds is not None:
             costs.add(size + 1, seconds)
+        self.counts.off = None  # it was of answers before these
         return self._stepped(tokens / rows - (costs.get(size + 1) or 1.0))
 
     def _stepped(self, gained: float) -> str | None:
