@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvant.cli import terminal
 from kvant.cli.session import RunOptions, Session
 from kvant.cli.statistics import RunStatistics
+from kvant.engine.drafting.choice import DraftCounts
 from kvant.engine.response import GenerationResponse
 
 if TYPE_CHECKING:
@@ -25,10 +26,12 @@ class AnswerOutput:
         self._statistics = [RunStatistics() for _ in range(n)]
         self._current = 0
         self._begun = False  # the current one
+        self._drafts: DraftCounts | None = None  # of all answers
 
     def write(self, number: int, response: "Generated") -> None:
         """The next token of an answer."""
         self._statistics[number].add(response)
+        self._drafts = response.drafts
         if self._json_lines:
             line = _json_line(number, response)
             terminal.write_generated(line, raw=self._run.raw)
@@ -43,7 +46,10 @@ class AnswerOutput:
         if len(self._statistics) > 1 and not self._run.quiet:
             tokens = sum(len(each.latencies_ms) for each in self._statistics)
             seconds = max(sum(each.latencies_ms) for each in self._statistics) / 1e3
-            print(f"together: {tokens} tokens, {tokens / (seconds or 1):.1f} tokens/s", file=sys.stderr)
+            lines = [f"together: {tokens} tokens, {tokens / (seconds or 1):.1f} tokens/s"]
+            if (drafts := self._drafts) is not None:
+                lines.append(f"{drafts.tokens_a_step:.2f} tokens a step of an answer; {drafts.describe()}")
+            print("\n".join(lines), file=sys.stderr)
 
     def _go_on(self) -> None:
         while self._current < len(self._statistics):
@@ -71,7 +77,7 @@ class AnswerOutput:
         if statistics.last is not None and not self._json_lines:
             print(flush=True)
         if not self._run.quiet:
-            lines = statistics.lines(self._session)
+            lines = statistics.lines(self._session, alone=len(self._statistics) == 1)
             # The prompt, and loading, are the first one's alone.
             print("\n".join(lines[1:2] if self._current else lines), file=sys.stderr)
         if not self._json_lines and (cut := statistics.cut(self._run.max_tokens, self._session)):

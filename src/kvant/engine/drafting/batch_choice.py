@@ -30,7 +30,6 @@ class AnswerDrafts:
         self.drafter = drafts.for_answer(salt, tokens)
         self._choice = drafts.choice(StepCosts(), self.drafter)
         self._read = 0
-        self._expected: dict[int, list[float]] = {}  # by the match, until more is read
 
     @property
     def match(self) -> int:
@@ -48,14 +47,11 @@ class AnswerDrafts:
             new = tokens[self._read : self._read + READ_AT_ONCE]
             self._choice.learn(self.drafter, new)
             self._read += len(new)
-            self._expected.clear()
         return self.off is None and self._read == len(tokens)
 
     def expected(self, match: int) -> list[float]:
         """Tokens that a draft after a match of this length is expected to add, of none, of one, of two..."""
-        if match not in self._expected:
-            self._expected[match] = self._choice.expected(match, SIZES[-1])
-        return self._expected[match]
+        return self._choice.expected(match, SIZES[-1])
 
     def verified(self, drafted: int, accepted: int) -> None:
         """Of a model's draft so many tokens were accepted. What is free to draft learns from every token read."""
@@ -152,6 +148,7 @@ class BatchChoice:
         costs = self._costs(rows, kind)
         if seconds is not None:
             costs.add(size + 1, seconds)
+        self.counts.off = None  # it was of answers before these
         return self._stepped(tokens / rows - (costs.get(size + 1) or 1.0))
 
     def _stepped(self, gained: float) -> str | None:

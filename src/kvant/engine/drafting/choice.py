@@ -126,6 +126,7 @@ class Choice:
         self._tries = [1.0] * CLASSES
         self._seen = [not is_free] * CLASSES
         self._each: list[float] | None = None  # how likely a guess of each class is, until something is learnt
+        self._expected: dict[tuple[int, int], list[float]] = {}  # likewise, by the match and the most tokens
         self._gained = 0.0  # in steps of one token
         self._steps = 0
         self._chosen: dict[int, int] = {}  # of each class, until something is learnt
@@ -140,7 +141,9 @@ class Choice:
         self._chosen.clear()
 
     def learn(self, drafter: Drafter, tokens: Sequence[int]) -> None:
-        """Give a drafter tokens that are sure. The guesses of a free one are compared with them."""
+        """Give a drafter tokens that are sure, while it drafts. The guesses of a free one are compared with them."""
+        if self.counts.off is not None:
+            return
         if not drafter.is_free:
             drafter.extend(tokens)
             return
@@ -163,13 +166,17 @@ class Choice:
         """Tokens that are expected to be accepted of none, one, two and up to ``most`` tokens drafted after a match."""
         if self._each is None:
             self._each = [self._likely(each) for each in range(CLASSES)]
+            self._expected.clear()
         each, last = self._each, CLASSES - 1
-        found, likely, total = [0.0], 1.0, 0.0
-        for length in range(match, match + most):
-            likely *= each[min(length.bit_length(), last)]
-            total += likely
-            found.append(total)
-        return found
+        match = min(match, 1 << last >> 1)  # longer ones are of the last class too
+        if (match, most) not in self._expected:
+            found, likely, total = [0.0], 1.0, 0.0
+            for length in range(match, match + most):
+                likely *= each[min(length.bit_length(), last)]
+                total += likely
+                found.append(total)
+            self._expected[match, most] = found
+        return self._expected[match, most]
 
     def may_draft(self, longest: int) -> bool:
         """Whether anything would be drafted after a match of 1 to ``longest`` tokens, at most."""
@@ -179,10 +186,11 @@ class Choice:
         """A step of one token took so long; ``alone``: it was not begun while the one before it ran."""
         if alone:
             self._costs.add(0, seconds)
-            self._gained -= max(0.0, (self._costs.get(0) or 1.0) - 1)
+            gained = min(0.0, 1 - (self._costs.get(0) or 1.0))
         else:
             self._costs.add_single(seconds)
-        self._steps += 1
+            gained = 0.0
+        self._count_step(gained)
         if self._steps % SAMPLES == 0:
             self._chosen.clear()
 
@@ -190,9 +198,13 @@ class Choice:
         """A step verified a draft, of which so many tokens were accepted; ``seconds``: with the drafting."""
         self._costs.add(drafted + 1, seconds)
         self._chosen.clear()
+        self._count_step(accepted + 1 - (self._costs.get(drafted + 1) or 1.0))
+
+    def _count_step(self, gained: float) -> None:
+        """A step gained so many steps of one token; where drafts lost too many, they are switched off."""
         self._steps += 1
-        self._gained += accepted + 1 - (self._costs.get(drafted + 1) or 1.0)
-        if self._gained < -(LOSS + LOSS_SHARE * self._steps):
+        self._gained += gained
+        if self.counts.off is None and self._gained < -(LOSS + LOSS_SHARE * self._steps):
             counts = self.counts
             counts.off = (
                 f"they cost the time of {-self._gained:.1f} tokens; {counts.accepted} of {counts.drafted} were accepted"
