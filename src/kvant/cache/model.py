@@ -147,7 +147,7 @@ class ModelCache(SavedCache, StepCache, Sequence[KVCache]):
             raise ValueError(f"the cache is for a batch of {len(self.lengths)}; given {batch}")
         self.reserve(num_rows or num_tokens)
         if num_rows:
-            self._sequences.wrote_rows(num_rows)
+            self._wrote_rows(num_rows)
         self._sequences.step = inputs
         self._sequences.values.clear()
         return self.lengths

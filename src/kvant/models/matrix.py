@@ -60,7 +60,7 @@ class QuantizedMatrix:
             rows, elements = x.size // x.shape[-1], self.num_rows * x.shape[-1]
             if self._in_bytes(x) and 1 <= rows <= FEW_ROWS:
                 if rows >= UNPACK_FROM_ROWS or elements >= UNPACK_FROM_ELEMENTS:
-                    return self._project_unpacked(x)
+                    return few_rows_product(x, self.arrays, self.quantization, self._streams(x))
             elif rows >= DEQUANTIZE_FROM_ROWS:
                 return self._project_dequantized(x)
             if elements >= PARALLEL_ELEMENTS:
@@ -90,10 +90,6 @@ class QuantizedMatrix:
             for first, last, stream in zip(bounds, bounds[1:], streams, strict=False)
         ]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
-
-    def _project_unpacked(self, x: mx.array) -> mx.array:
-        """Through floating-point weights, a few at a time, for a few rows."""
-        return few_rows_product(x, self.arrays, self.quantization, self._streams(x))
 
     def _project_dequantized(self, x: mx.array) -> mx.array:
         """Through floating-point weights, some of them at a time; MLX's CPU product unpacks them for every row of x."""
