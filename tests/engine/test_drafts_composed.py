@@ -69,7 +69,7 @@ def test_a_draft_model_over_ranks_is_refused(pocket: Pocket) -> None:
     model, tokenizer = pocket
     cache = model.make_cache(64)
     cache.divided = True
-    with pytest.raises(ArgumentError, match="over several ranks expected draft 'prompt' or 'none'"):
+    with pytest.raises(ArgumentError, match="several ranks draft from prompt and answer alone"):
         kvant.stream_generate(model, tokenizer, "Hello", draft_model=model, prompt_cache=cache)
 
 

@@ -113,7 +113,9 @@ def plan(
         checkpoint = checkpoint.adapted(find_adapter(adapter_path))
     if draft_model is not None:
         if count is not None:
-            raise BadValueError(f"--draft-model is {draft_model!r:.80}; several ranks take --draft prompt alone")
+            raise BadValueError(
+                f"--draft-model is {draft_model!r:.80}; several ranks draft from prompt and answer alone"
+            )
         settings = replace(settings, draft_model=DraftModel(_checkpoint(draft_model, remote)))
     if count is not None:
         if len(machines) == 1:
