@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
-from kvant.engine.drafting.choice import costs_of
+from kvant.engine.drafting.choice import SIZES, costs_of
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.draw import SeededSampler, greedy
 from kvant.engine.processors import KINDS
@@ -17,7 +17,7 @@ from kvant.engine.step import can_compile
 from kvant.errors import ArgumentError
 from kvant.models import LanguageModel
 
-LARGEST_STEP = 8
+LARGEST_STEP = SIZES[-1] + 1
 
 
 class DraftedRun(Run):
