@@ -14,7 +14,7 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from support.counts import at_widths
+from support.counts import at_widths, count
 from support.numbers import relative_error
 from support.tiny_models import build
 
@@ -105,12 +105,13 @@ def test_mlx_lms_drafts(name: str) -> None:
     """Rejected drafts are trimmed, also where windows have wrapped: there mlx-lm's own cache is not."""
     model, _ = build(name)
     draft, _ = build("llama")
+    tokens = count(12, 24)
     for bits in (0, 8):
-        plain, _ = _tokens(model, kvant.make_prompt_cache(model, 80, kv_bits=bits), 24)
+        plain, _ = _tokens(model, kvant.make_prompt_cache(model, 80, kv_bits=bits), tokens)
         cache = [*kvant.make_prompt_cache(model, 80, kv_bits=bits), *kvant.make_prompt_cache(draft, 80)]
         steps = list(
             speculative_generate_step(
-                mx.array(PROMPT), model, draft, num_draft_tokens=3, max_tokens=24, prompt_cache=cache
+                mx.array(PROMPT), model, draft, num_draft_tokens=3, max_tokens=tokens, prompt_cache=cache
             )
         )
         assert not all(from_draft for _, _, from_draft in steps)

@@ -116,4 +116,4 @@ def test_the_plan(small: str, pocket_folder: Path) -> None:
     assert f"{own.cache:,}" in rows["draft cache"]
     refused = call("plan", "--draft-model", small, "--ranks", "2")
     assert refused.returncode == 2
-    assert "drafts are not verified over several ranks" in " ".join(refused.stderr.replace("│", " ").split())
+    assert "several ranks draft from prompt and answer alone" in " ".join(refused.stderr.replace("│", " ").split())

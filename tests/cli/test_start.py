@@ -6,7 +6,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from support.command import COMMAND, QUESTION, call, run
@@ -222,15 +224,17 @@ def test_variables_of_the_chat_template(command: str, model: Path) -> None:
 
 
 def test_a_shell_completes_commands_flags_and_models() -> None:
-    def completed(line: str) -> list[str]:
+    def process() -> subprocess.CompletedProcess[str]:
+        return subprocess.run([Path(sys.executable).with_name("kvant")], capture_output=True, text=True)
+
+    def completed(line: str, ask: Callable[[], subprocess.CompletedProcess[str]] = call) -> list[str]:
         words = {"_KVANT_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
-        done = subprocess.run(
-            [Path(sys.executable).with_name("kvant")], env=os.environ | words, capture_output=True, text=True
-        )
+        with patch.dict(os.environ, words):
+            done = ask()
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout.split()
 
-    assert completed("kvant ge") == ["generate"]
+    assert completed("kvant ge", process) == completed("kvant ge") == ["generate"]
     assert sorted(completed("kvant generate --prefi")) == ["--prefill-response", "--prefill-step-size"]
     assert completed("kvant plan --model po") == completed("kvant chat po") == ["pocket"]
     assert completed("kvant generate --preset none --ignore-e") == ["--ignore-eos"]

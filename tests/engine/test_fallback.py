@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
+from support.counts import count
 from support.drafts import KnownDrafts
 from support.failing_kernel import WORDS, FailingKernel, cannot_be_evaluated
 from support.fused_path import unfused_append
@@ -31,8 +32,10 @@ pytestmark = host_pytest_skip
 
 LAYERS = 4
 PROMPT = [(7 * i) % 1000 for i in range(100)]
-TOKENS = 120
-HUNDREDTH = LAYERS * 99 + 3  # a layer in the middle: those before it were written, those behind it have lost their rows
+TOKENS = count(40, 120)
+FAILING = (
+    LAYERS * (TOKENS - 21) + 3
+)  # a layer in the middle: those before it were written, those behind it have lost their rows
 
 Fail = Callable[..., FailingKernel]
 
@@ -41,7 +44,7 @@ Fail = Callable[..., FailingKernel]
 def fail(checked_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Fail:
     """A function that puts a failing kernel in place."""
 
-    def put(how: str, first: int = HUNDREDTH) -> FailingKernel:
+    def put(how: str, first: int = FAILING) -> FailingKernel:
         kernel = FailingKernel(how, first)
         monkeypatch.setattr(fused_attention, "attend", kernel)
         monkeypatch.setattr(attend, "launch", unfused_append)
@@ -74,7 +77,7 @@ def test_the_answer_goes_on(
         tokens = answer(model, cache, look_ahead=look_ahead)
     assert len(caught) == 1
     assert tokens == expected[0]
-    assert HUNDREDTH <= kernel.calls <= HUNDREDTH + LAYERS
+    assert FAILING <= kernel.calls <= FAILING + LAYERS
     assert not fused_layers(cache)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -43,20 +43,25 @@ from kvant.cli import main
 SHELL = (
     LOOPBACK_ONLY
     + """
-import contextlib, io, json
+import contextlib, errno, io, json, shutil
 from pathlib import Path
+from unittest.mock import Mock, patch
 from kvant.engine.load import find_model
 from kvant.errors import ModelError
 from kvant.weights import known
 places = known.PLACES
 requests, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO())
 for line in requests:
-    arguments, listed, settings = json.loads(line)
+    arguments, listed, settings, patches = json.loads(line)
     os.environ |= settings
     known.PLACES = (Path(listed),) if listed else places
     known.known_models.cache_clear()
     output, errors, code = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+    with contextlib.ExitStack() as stack:
+        for name, value in patches.items():
+            stack.enter_context(patch(name, eval(value)))
+        stack.enter_context(contextlib.redirect_stdout(output))
+        stack.enter_context(contextlib.redirect_stderr(errors))
         try:
             if arguments[0] == "find":
                 find_model(*arguments[1:])
@@ -110,25 +115,35 @@ class Machine:
         )
 
     def run(
-        self, *arguments: str, listed: str | None = None, settings: Mapping[str, str] | None = None, **environment: str
+        self,
+        *arguments: str,
+        listed: str | None = None,
+        settings: Mapping[str, str] | None = None,
+        patches: Mapping[str, str] | None = None,
+        **environment: str,
     ) -> Done:
-        """A command, in the process of its environment; ``settings``: variables that are set for this command."""
+        """A command, in the process of its environment.
+
+        Args:
+            settings: variables that are set for this command.
+            patches: what is put in place of names for this command, by an expression: "os.fsync" -> "Mock()".
+        """
         key = json.dumps(environment)
         if key not in self.shells:
             self.shells[key] = self.start(code=SHELL, **environment)
         shell = self.shells[key]
         assert shell.stdin is not None
         assert shell.stdout is not None
-        print(json.dumps([arguments, listed, settings or {}]), file=shell.stdin, flush=True)
+        print(json.dumps([arguments, listed, settings or {}, patches or {}]), file=shell.stdin, flush=True)
         return subprocess.CompletedProcess(arguments, *json.loads(shell.stdout.readline()))
 
     def close(self) -> None:
         for shell in self.shells.values():
             shell.communicate(timeout=60)
 
-    def pull(self, *arguments: str, listed: str | None = None, **environment: str) -> Path:
+    def pull(self, *arguments: str, **options: Any) -> Path:
         """A pull that must succeed; its folder."""
-        done = self.run("pull", *arguments, listed=listed, **environment)
+        done = self.run("pull", *arguments, **options)
         assert done.returncode == 0, done.stderr
         return Path(done.stdout.removesuffix("\n"))
 

@@ -18,6 +18,7 @@ class Terminal:
     def __init__(self, *arguments: str, columns: int = 80, rows: int = 24, **environment: str) -> None:
         self.screen = pyte.HistoryScreen(columns, rows, history=10_000, ratio=0.001)
         self._stream = pyte.ByteStream(self.screen)
+        self._shown: list[str] = []
         self.written = b""
         settings = os.environ | {"TERM": "xterm-256color", "HF_HUB_OFFLINE": "1"} | environment
         settings.pop("COLUMNS", None)
@@ -74,7 +75,10 @@ class Terminal:
     @property
     def lines(self) -> list[str]:
         """The screen, without trailing spaces."""
-        return [line.rstrip() for line in self.screen.display]
+        if self.screen.dirty:  # to draw it takes milliseconds
+            self._shown = [line.rstrip() for line in self.screen.display]
+            self.screen.dirty.clear()
+        return self._shown
 
     @property
     def history(self) -> list[str]:

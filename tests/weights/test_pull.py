@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import termios
+from typing import Any
 
 import pytest
 from support.hub import Hub, serve
@@ -219,19 +220,25 @@ def test_a_file_that_changed_on_disk(machine: Machine, hub: Hub, files: dict[str
 
 
 @pytest.mark.parametrize(
-    ("prelude", "line"),
+    ("options", "line"),
     [
-        ("import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_000, 5_000_000))", "File too large"),
         (
-            "import errno\ndef full(*a, **k): raise OSError(errno.ENOSPC, 'No space left on device')\nos.fsync = full",
+            {"PRELUDE": "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_000, 5_000_000))"},
+            "File too large",
+        ),
+        (
+            {"patches": {"os.fsync": "Mock(side_effect=OSError(errno.ENOSPC, 'No space left on device'))"}},
             "No space left on device",
         ),
-        ("import shutil; shutil.disk_usage = lambda place: shutil._ntuple_diskusage(9, 9, 9)", "; 9 bytes are free"),
+        (
+            {"patches": {"shutil.disk_usage": "lambda place: shutil._ntuple_diskusage(9, 9, 9)"}},
+            "; 9 bytes are free",
+        ),
     ],
 )
-def test_a_full_disk(machine: Machine, hub: Hub, files: dict[str, bytes], prelude: str, line: str) -> None:
+def test_a_full_disk(machine: Machine, hub: Hub, files: dict[str, bytes], options: dict[str, Any], line: str) -> None:
     hub.add(REPOSITORY, files)
-    assert line in machine.refuses("pull", REPOSITORY, PRELUDE=prelude)
+    assert line in machine.refuses("pull", REPOSITORY, **options)
     assert not machine.lock.exists()
     assert "is not here" in (machine.resolves() or "")
 
@@ -244,8 +251,8 @@ def test_a_cache_that_cannot_be_written_is_told_before_the_download(
     line = machine.refuses("pull", REPOSITORY)
     assert "the record of what was pulled cannot be read: Not a directory" in line
     (machine.home / "cache").unlink()
-    read_only = "import os; os.access = lambda *a, **k: False"  # whoever runs tests may be root
-    line = machine.refuses("pull", REPOSITORY, PRELUDE=read_only)
+    read_only = {"os.access": "lambda *a, **k: False"}  # whoever runs tests may be root
+    line = machine.refuses("pull", REPOSITORY, patches=read_only)
     assert line.endswith("kvant/weights: what is pulled cannot be recorded there: Permission denied")
     assert not hub.fetched("config.json")
     assert machine.resolves() is not None
@@ -286,10 +293,11 @@ def test_what_cannot_be_had(machine: Machine, hub: Hub, files: dict[str, bytes])
     assert not [path for path in machine.home.rglob("*") if "escaped" in path.name]
     with serve(Hub()) as gone:
         pass
-    line = machine.refuses("pull", f"{REPOSITORY}@{commit}", HF_ENDPOINT=gone.endpoint)
+    elsewhere = {"huggingface_hub.constants.ENDPOINT": repr(gone.endpoint)}
+    line = machine.refuses("pull", f"{REPOSITORY}@{commit}", patches=elsewhere)
     assert f"{REPOSITORY} is not here, and {gone.endpoint} cannot be reached: " in line
     folder = machine.pull(REPOSITORY)
-    done = machine.run("pull", REPOSITORY, HF_ENDPOINT=gone.endpoint)
+    done = machine.run("pull", REPOSITORY, patches=elsewhere)
     assert (done.returncode, done.stdout) == (0, f"{folder}\n")
     assert "whether it moved cannot be asked" in done.stderr
 

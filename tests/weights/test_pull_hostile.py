@@ -4,16 +4,22 @@ import json
 import time
 
 import pytest
+from support.counts import count
 from support.hub import Hub, git_id
 from support.pull_machine import REPOSITORY, WEIGHTS, Machine
 
+
 # One limit of time each, made short; the others are so long that a busy machine keeps them.
-LIMITS = """
-import kvant.weights.answer as a, kvant.weights.download as d
-a.HEAD_S, a.WINDOW_S, wait_s, d.WAIT_S = {}, {}, {}, 0.01
-a.timeout_s = lambda: wait_s
-"""
-SHORT_HEAD, SHORT_WINDOW, SHORT_WAIT = LIMITS.format(1, 60, 1), LIMITS.format(30, 0.6, 30), LIMITS.format(30, 60, 0.5)
+def _limits(head_s: float, window_s: float, wait_s: float) -> dict[str, str]:
+    return {
+        "kvant.weights.answer.HEAD_S": str(head_s),
+        "kvant.weights.answer.WINDOW_S": str(window_s),
+        "kvant.weights.answer.timeout_s": f"lambda: {wait_s}",
+        "kvant.weights.download.WAIT_S": "0.01",
+    }
+
+
+SHORT_HEAD, SHORT_WINDOW, SHORT_WAIT = _limits(1, 60, 1), _limits(30, 0.6, 30), _limits(30, 60, 0.5)
 ETAGS = ('"../../../../escaped"', '"/../../../../../escaped"', '""', '".."', '"' + "0" * 300 + '"', "escaped", "W/x")
 
 
@@ -81,7 +87,7 @@ def test_a_body_of_single_bytes(machine: Machine, hub: Hub, files: dict[str, byt
     hub.add(REPOSITORY, files)
     hub.drip[name] = (b" ", 0.05)
     begun = time.monotonic()
-    line = machine.refuses("pull", REPOSITORY, PRELUDE=SHORT_WINDOW)
+    line = machine.refuses("pull", REPOSITORY, patches=SHORT_WINDOW)
     assert time.monotonic() - begun < 30
     assert "bytes came in 0.6 s; expected at least 10000 a second" in line
 
@@ -91,7 +97,7 @@ def test_a_body_that_stops(machine: Machine, hub: Hub, files: dict[str, bytes], 
     hub.add(REPOSITORY, files)
     hub.drip[name] = (b" ", 3600)
     begun = time.monotonic()
-    line = machine.refuses("pull", REPOSITORY, PRELUDE=SHORT_WAIT)
+    line = machine.refuses("pull", REPOSITORY, patches=SHORT_WAIT)
     assert time.monotonic() - begun < 30
     assert "cannot be reached: timed out" in line
     assert len(hub.requests) < 20
@@ -101,20 +107,22 @@ def test_a_head_of_single_bytes(machine: Machine, hub: Hub, files: dict[str, byt
     hub.add(REPOSITORY, files)
     hub.slow_head = 0.1
     begun = time.monotonic()
-    assert "no answer within 1 s" in machine.refuses("pull", REPOSITORY, PRELUDE=SHORT_HEAD)
+    assert "no answer within 1 s" in machine.refuses("pull", REPOSITORY, patches=SHORT_HEAD)
     assert time.monotonic() - begun < 30
 
 
 def test_the_login_stays_with_the_hub(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
     hub.add(REPOSITORY, files)
     hub.elsewhere["config.json"] = f"{hub.cdn}/cdn-of-small/config.json"
-    machine.refuses("pull", REPOSITORY, HF_TOKEN="hf_secret")
+    token = {"HF_TOKEN": "hf_secret"}
+    machine.refuses("pull", REPOSITORY, settings=token)
     hub.elsewhere.clear()
-    machine.pull(REPOSITORY, HF_TOKEN="hf_secret")
+    machine.pull(REPOSITORY, settings=token)
     logins = {(request.host.partition(":")[0], request.login) for request in hub.requests}
     assert logins == {("127.0.0.1", "Bearer hf_secret"), ("localhost", None)}
     hub.requests.clear()
-    machine.pull(REPOSITORY, HF_TOKEN="hf_secret", HF_HUB_DISABLE_IMPLICIT_TOKEN="1")
+    kept = {"huggingface_hub.constants.HF_HUB_DISABLE_IMPLICIT_TOKEN": "True"}
+    machine.pull(REPOSITORY, settings=token, patches=kept)
     assert {request.login for request in hub.requests} == {None}
 
 
@@ -228,7 +236,7 @@ def test_a_time_limit_that_is_none(machine: Machine, hub: Hub, files: dict[str, 
     """huggingface_hub itself ends in a traceback when it is imported."""
     hub.add(REPOSITORY, files)
     machine.pull(REPOSITORY)
-    count = len(hub.requests)
+    asked = len(hub.requests)
     wrong = [("HF_HUB_DOWNLOAD_TIMEOUT", value) for value in ("x", "", "-1", "1e400", "99999999999999999999")]
     for variable, value in [*wrong, ("HF_HUB_ETAG_TIMEOUT", "10 s")]:
         line = machine.refuses("pull", REPOSITORY, settings={variable: value})
@@ -237,7 +245,7 @@ def test_a_time_limit_that_is_none(machine: Machine, hub: Hub, files: dict[str, 
         assert found.stdout == f"{line.removeprefix('kvant: error: ')}\n"
     # huggingface_hub is in that process already. In another one it is not.
     assert line == machine.refuses("pull", REPOSITORY, HF_HUB_ETAG_TIMEOUT="10 s")
-    assert len(hub.requests) == count
+    assert len(hub.requests) == asked
 
 
 CONFIGS = [
@@ -295,6 +303,7 @@ def test_a_file_in_a_subfolder(machine: Machine, hub: Hub, files: dict[str, byte
 
 def test_the_address_of_the_hub(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
     hub.add(REPOSITORY, files)
-    for address in ("", "x", "ftp://127.0.0.1", "http://", "http://[", "file:///etc"):
+    few = ("x", "ftp://127.0.0.1", "http://[")  # no scheme, another, no host: each in a process of its own
+    for address in count(few, (*few, "", "http://", "file:///etc")):
         line = machine.refuses("pull", REPOSITORY, HF_ENDPOINT=address)
         assert REPOSITORY in line

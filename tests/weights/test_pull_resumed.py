@@ -13,7 +13,7 @@ import pytest
 from support.hub import Hub, git_id
 from support.pull_machine import REPOSITORY, WEIGHTS, Listing, Machine
 
-QUICK = "import kvant.weights.download as d; d.WAIT_S = 0.01"  # between attempts
+QUICK = {"kvant.weights.download.WAIT_S": "0.01"}  # between attempts
 
 
 def _ranges(hub: Hub, name: str = WEIGHTS) -> list[str | None]:
@@ -44,7 +44,7 @@ def _leave_partial(machine: Machine, hub: Hub, stop: signal.Signals) -> int:
 
 def _found(machine: Machine, files: dict[str, bytes]) -> Path:
     """The folder of a pull that must succeed: every file as it should be, nothing unfinished."""
-    folder = machine.pull(REPOSITORY, PRELUDE=QUICK)
+    folder = machine.pull(REPOSITORY, patches=QUICK)
     assert (folder / WEIGHTS).read_bytes() == files[WEIGHTS]
     assert machine.resolves() is None
     assert not list(machine.home.rglob("*.incomplete"))
@@ -92,10 +92,10 @@ def test_a_part_that_is_not_the_file(machine: Machine, hub: Hub, files: dict[str
 def test_a_part_that_is_more_than_the_server_has(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
     hub.add(REPOSITORY, files)
     hub.sent[WEIGHTS] = files[WEIGHTS][:3_000_000]
-    line = machine.refuses("pull", REPOSITORY, PRELUDE=QUICK)
+    line = machine.refuses("pull", REPOSITORY, patches=QUICK)
     assert f"{WEIGHTS}: 3000000 bytes; expected {len(files[WEIGHTS])}, as the hub states; what came is removed" in line
     (machine.blobs / f"{_digest(files)}.kvant.incomplete").write_bytes(files[WEIGHTS][:4_000_000])
-    line = machine.refuses("pull", REPOSITORY, PRELUDE=QUICK)
+    line = machine.refuses("pull", REPOSITORY, patches=QUICK)
     assert line.endswith(f"{WEIGHTS}: the hub has no more than what is here of it, which is removed")
     hub.sent.clear()
     _found(machine, files)
@@ -107,10 +107,13 @@ def test_a_part_counts_where_there_is_little_space(machine: Machine, hub: Hub, f
     (machine.blobs / f"{_digest(files)}.kvant.incomplete").write_bytes(files[WEIGHTS][:12_000_000])
     small = sum(len(data) for name, data in files.items() if name.endswith(".json") and "/" not in name)
     needed = small + len(files[WEIGHTS]) - 12_000_000
-    free = "import shutil; shutil.disk_usage = lambda place: shutil._ntuple_diskusage({0}, {0}, {0})"
-    line = machine.refuses("pull", REPOSITORY, PRELUDE=free.format(needed - 1))
+
+    def free(number: int) -> dict[str, str]:
+        return {"shutil.disk_usage": f"lambda place: shutil._ntuple_diskusage({number}, {number}, {number})"}
+
+    line = machine.refuses("pull", REPOSITORY, patches=free(needed - 1))
     assert f"{REPOSITORY} needs {needed / 1e3:.2f} kB in " in line
-    machine.pull(REPOSITORY, PRELUDE=free.format(needed))
+    machine.pull(REPOSITORY, patches=free(needed))
     assert _ranges(hub) == ["bytes=12000000-"]
 
 
@@ -140,7 +143,7 @@ def test_a_range_that_was_not_asked_for(machine: Machine, hub: Hub, files: dict[
     machine.blobs.mkdir(parents=True)
     for hub.ranges in RANGES:
         (machine.blobs / f"{_digest(files)}.kvant.incomplete").write_bytes(files[WEIGHTS][:3_000_000])
-        line = machine.refuses("pull", REPOSITORY, PRELUDE=QUICK)
+        line = machine.refuses("pull", REPOSITORY, patches=QUICK)
         assert f"expected 'bytes 3000000-{size - 1}/{size}'; what came is removed" in line
         assert len(line) < 400
         assert not list(machine.blobs.glob("*.incomplete"))
@@ -153,7 +156,7 @@ def test_a_connection_that_is_always_cut(machine: Machine, hub: Hub, files: dict
     hub.add(REPOSITORY, files)
     hub.always_cut = True
     hub.cut[WEIGHTS] = 10
-    line = machine.refuses("pull", REPOSITORY, PRELUDE=QUICK)
+    line = machine.refuses("pull", REPOSITORY, patches=QUICK)
     assert "cannot be reached: " in line
     assert _ranges(hub) == [None, *(f"bytes={10 * n}-" for n in range(1, 5))]
     assert machine.partial().stat().st_size == 50
@@ -228,11 +231,11 @@ def test_a_cache_without_links(machine: Machine, hub: Hub, files: dict[str, byte
     assert not any(path.is_symlink() for path in folder.iterdir())
     assert machine.resolves() is None
     machine.pull(f"{REPOSITORY}@{first}")
-    no_links = "def refuse(*a, **k): raise PermissionError(1, 'Operation not permitted')\nos.symlink = refuse"
+    no_links = {"os.symlink": "Mock(side_effect=PermissionError(1, 'Operation not permitted'))"}
     for path in folder.iterdir():  # what a snapshot with links would have left
         path.rename(machine.blobs / (_digest(files) if path.name == WEIGHTS else git_id(files[path.name])))
     machine.lock.unlink()
-    assert machine.pull(REPOSITORY, PRELUDE=no_links) == folder
+    assert machine.pull(REPOSITORY, patches=no_links) == folder
     assert not any(path.is_symlink() for path in folder.iterdir())
     assert machine.resolves() is None
     assert (machine.blobs / _digest(files)).read_bytes() == files[WEIGHTS], "others may use it"

@@ -26,6 +26,8 @@ from support.command import QUESTION, call
 from support.numbers import relative_error
 
 import kvant
+from kvant.engine.load import load_model
+from kvant.engine.run import Run
 from kvant.errors import ConvertError, KvantError, ModelError
 from kvant.tools.convert.convert import convert_folder
 from kvant.tools.convert.weight_format import WeightFormat
@@ -71,12 +73,12 @@ def _mlx_lm_logits(folder: Path) -> mx.array:
 
 
 def _check_loads(folder: Path) -> mx.array:
-    """kvant and mlx-lm load it, with the same logits; kvant generates. The logits."""
-    model, tokenizer = kvant.load(folder)
+    """kvant and mlx-lm load it, with the same logits; kvant generates. The logits. Its tokenizer: test_the_command."""
+    model = load_model(folder)
     logits = model(mx.array([IDS]))[0]
     assert relative_error(logits, _mlx_lm_logits(folder)) < TOLERANCE
     cache = model.make_cache(len(IDS) + 3, quant_bit=0)
-    tokens = [run.token for run in kvant.stream_generate(model, tokenizer, IDS, max_tokens=3, prompt_cache=cache)]
+    tokens = [token for token, _ in Run(model, IDS, cache, max_tokens=3)]
     assert tokens[0] == logits[-1].argmax().item()
     return logits
 
@@ -101,7 +103,7 @@ def test_affine(make_source: Callable[..., Path], tmp_path: Path, bits: int, gro
     config = json.loads((dest / "config.json").read_text())
     assert config["quantization"] == {"group_size": group_size, "bits": bits, "mode": "affine"}
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": THETA}
-    assert config["rope_theta"] == kvant.load(dest)[0].config.rope.theta == THETA
+    assert config["rope_theta"] == load_model(dest).config.rope.theta == THETA
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dest", "out", "source"]
 
 
@@ -145,7 +147,7 @@ def test_experts_as_transformers_stores_them(tmp_path: Path, pocket_folder: Path
 
 def _converted_logits(source: Path, dest: Path, to: WeightFormat) -> mx.array:
     convert_folder(source, dest, to)
-    return kvant.load(dest)[0](mx.array([IDS]))[0]
+    return load_model(dest)(mx.array([IDS]))[0]
 
 
 def test_a_router_that_its_own_groups_do_not_divide(tmp_path: Path, pocket_folder: Path) -> None:
@@ -196,7 +198,7 @@ def test_an_output_head_that_config_does_not_mention(make_source: Callable[..., 
     """transformers leaves tie_word_embeddings out where it has its default; mlx-lm's own would drop the head."""
     source = make_source(tie_word_embeddings=False)
     _change(source, tie_word_embeddings=None)
-    logits = kvant.load(source)[0](mx.array([IDS]))[0]
+    logits = load_model(source)(mx.array([IDS]))[0]
     convert_folder(source, tmp_path / "dest", WeightFormat.choose(8, 32))
     assert relative_error(_check_loads(tmp_path / "dest"), logits) < 0.05
     assert json.loads((tmp_path / "dest" / "config.json").read_text())["tie_word_embeddings"] is False

@@ -102,23 +102,25 @@ def test_a_terminal_gets_the_same() -> None:
 
 
 @pytest.mark.parametrize("command", [["doctor"], ["report"], ["bench"], ["generate", "hi"], ["chat"]])
-def test_a_bad_variable_is_a_usage_error(command: list[str]) -> None:
-    done = run(*command, KVANT_KERNELS="metal")
+def test_a_bad_variable_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    monkeypatch.setenv("KVANT_KERNELS", "metal")
+    done = call(*command)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "kvant: error: KVANT_KERNELS is 'metal'; expected 'unfused' or 'fused'\n"
 
 
-def test_the_flag() -> None:
-    done = run("generate", "hi", "--kernels", "quick")
+def test_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = call("generate", "hi", "--kernels", "quick")
     assert (done.returncode, done.stderr) == (2, "kvant: error: --kernels is 'quick'; expected 'unfused' or 'fused'\n")
     if mx.default_device().type == mx.cpu:
-        done = run("generate", "hi", "--kernels", "fused")
+        done = call("generate", "hi", "--kernels", "fused")
         assert done.returncode == 2
         assert done.stderr.startswith("kvant: error: --kernels is 'fused'; MLX's default device is no GPU")
-        done = run("bench", "--engine", "kvant:fused")
+        done = call("bench", "--engine", "kvant:fused")
         assert done.returncode == 2
         assert "--engine kvant's setting is 'fused'; MLX's default device is no GPU" in done.stderr
-    done = run("generate", "hi", "--kernels", "unfused", "-m", "2", KVANT_KERNELS="fused")  # the flag wins
+    monkeypatch.setenv("KVANT_KERNELS", "fused")
+    done = call("generate", "hi", "--kernels", "unfused", "-m", "2")  # the flag wins
     assert done.returncode == 0
 
 
