@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
+from kvant.cache.pages import PAGE_SIZE
 from kvant.cli import options, ranks
 from kvant.cli import prompt_cache_file as cache_file
 from kvant.cli.answer_output import AnswerOutput
@@ -102,12 +103,16 @@ def generate(
     together = n > 1 or deterministic
     if sequences is not None and not together and prompts_file is None:
         raise BadValueError(f"--sequences is {sequences}, which has no effect without --prompts-file or --n")
-    if deterministic:
-        options.check_deterministic(run.prefill_step_size, run.draft, run.draft_model)
+    if deterministic and run.prefill_step_size < PAGE_SIZE:
+        raise BadValueError(
+            f"--prefill-step-size is {run.prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
+        )
     if run.draft_model is not None:
-        for flag, given in {"--n": n > 1, "--prompts-file": prompts_file}.items():
+        for flag, given in {"--n": n > 1, "--deterministic": deterministic, "--prompts-file": prompts_file}.items():
             if given:
                 raise BadValueError(f"--draft-model is {run.draft_model!r:.80}; beside {flag} it is not supported")
+    if run.draft != "none" and deterministic:
+        raise BadValueError(f"--draft is {run.draft}; beside --deterministic it is not supported")
     ranks.refuse_draft_model(run.draft_model)
     side: SideBySide = {"at_once": sequences or SEQUENCES, "deterministic": deterministic}
     if prompts_file is not None:

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kvant.cache.pages import PAGE_SIZE
 from kvant.cli.bad_value import BadValueError as BadValueError  # here for the commands
 from kvant.cli.defaults import Defaults, blocked_by
 from kvant.engine.drafting.drafts import Source
@@ -318,18 +317,6 @@ def check_draft(draft: str, draft_model: str | None, num_draft_tokens: int | Non
     check_draft_tokens(num_draft_tokens, has_model=draft_model is not None)
     if draft_model is not None and draft != "none":
         raise BadValueError(f"--draft is {draft}, and --draft-model drafts: expected one of the two")
-
-
-def check_deterministic(prefill_step_size: int, draft: str, draft_model: str | None = None) -> None:
-    """Refuse what answers that do not depend on others cannot have beside --deterministic."""
-    if prefill_step_size < PAGE_SIZE:
-        raise BadValueError(
-            f"--prefill-step-size is {prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
-        )
-    if draft_model is not None:
-        raise BadValueError(f"--draft-model is {draft_model!r:.80}; beside --deterministic it is not supported")
-    if draft != "none":
-        raise BadValueError(f"--draft is {draft}; beside --deterministic it is not supported")
 
 
 def check_parallel(parallel: str | None) -> Literal["pipeline", "tensor"] | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvant.cache.pages import PAGE_SIZE
 from kvant.cli import options, ranks, terminal
 from kvant.cli.fitting import named_format
 from kvant.cli.follow import follow
@@ -106,8 +107,12 @@ def serve(
         quiet=quiet,
     )
     options.check_counts(sequences=sequences, max_queue=max_queue)
-    if deterministic:
-        options.check_deterministic(prefill_step_size, draft)
+    if deterministic and prefill_step_size < PAGE_SIZE:
+        raise BadValueError(
+            f"--prefill-step-size is {prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
+        )
+    if deterministic and draft != "none":
+        raise BadValueError(f"--draft is {draft}; beside --deterministic it is not supported")
     if deterministic and prompt_cache_file:
         raise BadValueError(
             "--prompt-cache-file: nobody knows in which chunks it was read, so not with --deterministic"
