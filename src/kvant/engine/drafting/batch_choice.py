@@ -2,11 +2,10 @@
 
 from collections.abc import Hashable, Sequence
 
-from kvant.engine.drafting.choice import LOSS, LOSS_SHARE, SIZES, DraftCounts, StepCosts, costs_of
+from kvant.engine.drafting.choice import LEAST_GAIN, SIZES, Balance, DraftCounts, StepCosts, costs_of
 from kvant.engine.drafting.drafts import Drafts
 
 READ_AT_ONCE = 2048  # tokens that a drafter reads in a step: a long prompt holds nobody up
-LEAST_GAIN = 1.15  # tokens expected of a draft in the time of one; all pay for a wrong estimate
 UNKNOWN = 1.25  # a step whose cost is not known yet, in steps of the next smaller size: so few texts pay for measuring
 EXACT_ROWS = 8  # sequences, up to which the cost of a step is kept for each number
 
@@ -67,8 +66,7 @@ class BatchChoice:
         """``kind``: of the pool, for the record of costs that is kept with the model."""
         self.counts = DraftCounts()
         self._model, self._kind = model, kind
-        self._gained = 0.0  # in steps of one token
-        self._steps = 0
+        self._balance = Balance()
 
     def may_draft(self, rows: int, drafting: Sequence[AnswerDrafts], *, at_once: bool) -> bool:
         """Whether anything would be drafted after the next token, whatever it is.
@@ -119,14 +117,11 @@ class BatchChoice:
         return self._stepped(tokens / rows - (costs.get(size + 1) or 1.0))
 
     def _stepped(self, gained: float) -> str | None:
-        self._steps += 1
-        self._gained += gained
-        if self._gained >= -(LOSS + LOSS_SHARE * self._steps):
-            return None
-        lost, self._gained, self._steps = -self._gained, 0.0, 0
-        counts = self.counts
-        counts.off = f"they cost the time of {lost:.1f} steps; {counts.accepted} of {counts.drafted} were accepted"
-        return counts.off
+        self._balance.add(gained)
+        lost = self._balance.loss(self.counts)
+        if lost is not None:
+            self.counts.off, self._balance = lost, Balance()
+        return lost
 
     def _costs(self, rows: int, *, at_once: bool) -> StepCosts:
         rows = rows if rows <= EXACT_ROWS else 1 << (rows - 1).bit_length()

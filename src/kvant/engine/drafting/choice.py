@@ -10,7 +10,7 @@ from kvant.engine.drafting.drafter import Drafter
 SIZES = (1, 3, 7)
 CLASSES = 7  # of match lengths: 0, 1, 2 to 3, 4 to 7, ... 32 and more
 DECAY = 0.95  # of what an older observation counts, for each newer one
-LEAST_GAIN = 1.15  # tokens expected of a draft in the time of one
+LEAST_GAIN = 1.15  # tokens expected of a draft in the time of one; in a batch all pay for a wrong estimate
 SAMPLES = 9  # of a step's cost, of which the lower quartile counts
 LIFE = 128  # steps after which the oldest sample of each size is forgotten
 LOSS, LOSS_SHARE = 2, 0.01  # what drafts may lose: so many steps of one token, and a share of the run's steps
@@ -93,6 +93,29 @@ class StepCosts:
         return _quartile(ratios) if len(ratios) > 1 else None
 
 
+class Balance:
+    """What drafts gained so far, in steps of one token. Where that is less than they may lose, they are switched off.
+
+    Attributes:
+        steps: that were counted.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._gained = 0.0
+
+    def add(self, gained: float) -> None:
+        """Count a step."""
+        self.steps += 1
+        self._gained += gained
+
+    def loss(self, counts: DraftCounts) -> str | None:
+        """Why drafts are switched off; None: they are not."""
+        if self._gained >= -(LOSS + LOSS_SHARE * self.steps):
+            return None
+        return f"they cost the time of {-self._gained:.1f} steps; {counts.accepted} of {counts.drafted} were accepted"
+
+
 _costs: WeakKeyDictionary[object, dict[Hashable, StepCosts]] = WeakKeyDictionary()
 
 
@@ -126,8 +149,7 @@ class Choice:
         self._tries = [1.0] * CLASSES
         self._seen = [not is_free] * CLASSES
         self._each: list[float] | None = None  # how likely a guess of each class is, until something is learnt
-        self._gained = 0.0  # in steps of one token
-        self._steps = 0
+        self._balance = Balance()
         self._chosen: dict[int, int] = {}  # of each class, until something is learnt
 
     def saw(self, match: int, *, hit: bool) -> None:
@@ -179,24 +201,18 @@ class Choice:
         """A step of one token took so long; ``alone``: it was not begun while the one before it ran."""
         if alone:
             self._costs.add(0, seconds)
-            self._gained -= max(0.0, (self._costs.get(0) or 1.0) - 1)
         else:
             self._costs.add_single(seconds)
-        self._steps += 1
-        if self._steps % SAMPLES == 0:
+        self._balance.add(min(0.0, 1 - (self._costs.get(0) or 1.0)) if alone else 0.0)
+        if self._balance.steps % SAMPLES == 0:
             self._chosen.clear()
 
     def verified(self, drafted: int, accepted: int, seconds: float) -> None:
         """A step verified a draft, of which so many tokens were accepted; ``seconds``: with the drafting."""
         self._costs.add(drafted + 1, seconds)
         self._chosen.clear()
-        self._steps += 1
-        self._gained += accepted + 1 - (self._costs.get(drafted + 1) or 1.0)
-        if self._gained < -(LOSS + LOSS_SHARE * self._steps):
-            counts = self.counts
-            counts.off = (
-                f"they cost the time of {-self._gained:.1f} tokens; {counts.accepted} of {counts.drafted} were accepted"
-            )
+        self._balance.add(accepted + 1 - (self._costs.get(drafted + 1) or 1.0))
+        self.counts.off = self._balance.loss(self.counts) or self.counts.off
 
     def _best(self, match: int) -> int:
         """The number of tokens that gives the most a second."""
