@@ -1,13 +1,20 @@
 """The command: as its user starts it, and in the process of the test."""
 
+import copy
 import io
 import os
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from functools import cache
+from pathlib import Path
 from unittest.mock import patch
 
 from kvant.cli import main
+from kvant.engine.load import POCKET, find_model
+from kvant.text.process import TextProcess
+from kvant.text.tokenizer import Tokenizer, begin_loading, load_tokenizer
 
 COMMAND = [sys.executable, "-m", "kvant"]
 QUESTION = "Tell me a story about a fox named Pip."
@@ -26,12 +33,43 @@ def run(*arguments: str, stdin: str | bytes = "", **environment: str) -> subproc
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
+@cache
+def _pocket_tokenizer() -> Tokenizer:
+    return load_tokenizer(find_model(POCKET))
+
+
+def _begin_loading(folder: Path, process: TextProcess | None) -> Callable[[], Tokenizer]:
+    """As kvant's, but that the embedded model's tokenizers have one process."""
+    if folder != find_model(POCKET):
+        return begin_loading(folder, process or TextProcess())
+    tokenizer = copy.copy(_pocket_tokenizer())
+    for name, value in vars(tokenizer).items():
+        if isinstance(value, dict | list | set):
+            setattr(tokenizer, name, copy.copy(value))
+    return lambda: tokenizer
+
+
+ONE_TEXT_PROCESS = {
+    "kvant.cli.app.TALKING": (),  # no process is started before the model is known
+    "kvant.engine.load.TextProcess": lambda: None,
+    "kvant.engine.load.begin_loading": _begin_loading,
+}
+
+
 def call(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """The command in this process, which spares a process's start: for a test of the answer, not of the process."""
+    """The command in this process: for a test of the answer, not of the process.
+
+    It spares a process's start, and that of the embedded model's tokenizer.
+    """
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     given = io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
     code: object = 0
-    with patch.multiple(sys, argv=["kvant", *arguments], stdin=given), redirect_stdout(out), redirect_stderr(err):
+    with ExitStack() as stack:
+        for name, value in ONE_TEXT_PROCESS.items():
+            stack.enter_context(patch(name, value))
+        stack.enter_context(patch.multiple(sys, argv=["kvant", *arguments], stdin=given))
+        stack.enter_context(redirect_stdout(out))
+        stack.enter_context(redirect_stderr(err))
         try:
             main()
         except SystemExit as ended:
