@@ -147,6 +147,23 @@ def test_drafts_that_do_not_pay_are_switched_off() -> None:
     assert choice.counts.off is not None
     assert "cost the time of" in choice.counts.off
     assert not choice.may_draft(1000)
+    drafter = SuffixDrafter()
+    choice.learn(drafter, [1, 2, 1, 2])  # nobody asks it any more
+    assert not drafter.propose(1)
+
+
+def test_waiting_for_drafts_that_never_come_is_switched_off() -> None:
+    """A step that waits for the token before it costs time too, where nothing is drafted after all."""
+    choice = Choice(_costs({0: 1.5, 2: 1.5, 4: 2.0, 8: 3.0}))
+    _with_rate(choice, 4, 1.0)
+    _with_rate(choice, 1, 0.0)
+    waited = 0
+    while choice.may_draft(4):
+        assert choice.count(1, 7) == 0
+        choice.stepped(0.015, alone=True)
+        waited += 1
+        assert waited < 10
+    assert choice.counts.off is not None
 
 
 def test_costs_stay_with_the_model_and_grow_old() -> None:

@@ -162,7 +162,9 @@ class Choice:
         self._chosen.clear()
 
     def learn(self, drafter: Drafter, tokens: Sequence[int]) -> None:
-        """Give a drafter tokens that are sure. The guesses of a free one are compared with them."""
+        """Give a drafter tokens that are sure, while it drafts. The guesses of a free one are compared with them."""
+        if self.counts.off is not None:
+            return
         if not drafter.is_free:
             drafter.extend(tokens)
             return
@@ -201,9 +203,11 @@ class Choice:
         """A step of one token took so long; ``alone``: it was not begun while the one before it ran."""
         if alone:
             self._costs.add(0, seconds)
+            gained = min(0.0, 1 - (self._costs.get(0) or 1.0))
         else:
             self._costs.add_single(seconds)
-        self._balance.add(min(0.0, 1 - (self._costs.get(0) or 1.0)) if alone else 0.0)
+            gained = 0.0
+        self._count_step(gained)
         if self._balance.steps % SAMPLES == 0:
             self._chosen.clear()
 
@@ -211,8 +215,12 @@ class Choice:
         """A step verified a draft, of which so many tokens were accepted; ``seconds``: with the drafting."""
         self._costs.add(drafted + 1, seconds)
         self._chosen.clear()
-        self._balance.add(accepted + 1 - (self._costs.get(drafted + 1) or 1.0))
-        self.counts.off = self._balance.loss(self.counts) or self.counts.off
+        self._count_step(accepted + 1 - (self._costs.get(drafted + 1) or 1.0))
+
+    def _count_step(self, gained: float) -> None:
+        """A step gained so many steps of one token; where drafts lost too many, they are switched off."""
+        self._balance.add(gained)
+        self.counts.off = self.counts.off or self._balance.loss(self.counts)
 
     def _best(self, match: int) -> int:
         """The number of tokens that gives the most a second."""
