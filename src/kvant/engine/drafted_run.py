@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -165,28 +166,24 @@ class DraftedRun(Run):
         if self._tokens is not None:
             self._tokens = mx.concatenate([self._tokens, token])
         step, ids = self._compiled_step(), [token_id, *draft]
+        picked, is_traced = None, False
         if step is None or not step.takes(len(ids)):
             logits = self._model.every_logits(mx.array([ids]), cache).squeeze(0)
-            rows = _Rows(draft, began, logits)
         else:
-            traced, result = step.compilations, step(ids)
-            logits = result[-1]
-            rows = _Rows(draft, began, logits)
-            rows.is_traced = step.compilations > traced
-            rows.picked = result[0] if step.samples else None
-        if rows.picked is not None:
-            mx.async_eval(rows.picked, rows.logits)
-        elif self._at_once:
+            traced = step.compilations
+            *sampled, logits = step(ids)
+            picked, is_traced = sampled[0] if step.samples else None, step.compilations > traced
+        if picked is None and self._at_once:
             known = [*cache.ids[0], token_id] if self._processors else []
             asked = [
                 Row(self._sampler, self._processors, cache.offset + 1 + place, [*known, *draft[:place]])
                 for place in range(len(draft) + 1)
             ]
-            rows.picked, rows.logits = sample_rows(logits, asked)
-            mx.async_eval(rows.picked, rows.logits)
-        else:
-            mx.async_eval(logits)
-        self._next, self._rows, self._ready, self._fed = None, rows, None, cache.step
+            picked, logits = sample_rows(logits, asked)
+        mx.async_eval([logits] if picked is None else [picked, logits])
+        self._rows = _Rows(draft, began, logits, picked, is_traced)
+        self._next = self._ready = None
+        self._fed = cache.step
 
     def _take_row(self, rows: "_Rows") -> tuple[int, mx.array]:
         """The token of the next position that was verified; where that ends what was accepted, a step is begun."""
@@ -253,6 +250,7 @@ def make_run(
     return DraftedRun(model, prompt, cache, drafts=drafts, **options)
 
 
+@dataclass(slots=True)
 class _Rows:
     """Positions that are verified in one step, after a token whose draft this is.
 
@@ -263,12 +261,13 @@ class _Rows:
         is_traced: it took the time of tracing a compiled step too.
     """
 
-    def __init__(self, draft: list[int], began: float, logits: mx.array) -> None:
-        self.draft, self.began, self.logits = draft, began, logits
-        self.picked: mx.array | None = None
-        self.place = 0
-        self.seconds = 0.0
-        self.is_traced = False
+    draft: list[int]
+    began: float
+    logits: mx.array
+    picked: mx.array | None
+    is_traced: bool
+    place: int = 0
+    seconds: float = 0.0
 
     def rest(self) -> list[int]:
         """Drafted tokens that are fed and not handed out yet."""
