@@ -60,7 +60,7 @@ class QuantizedMatrix:
             rows, elements = x.size // x.shape[-1], self.num_rows * x.shape[-1]
             if self._in_bytes(x) and 1 <= rows <= FEW_ROWS:
                 if rows >= UNPACK_FROM_ROWS or elements >= UNPACK_FROM_ELEMENTS:
-                    return few_rows_product(x, self.arrays, self.quantization, self._streams(x))
+                    return self._project_unpacked(x)
             elif rows >= DEQUANTIZE_FROM_ROWS:
                 return self._project_dequantized(x)
             if elements >= PARALLEL_ELEMENTS:
@@ -91,6 +91,10 @@ class QuantizedMatrix:
         ]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
+    def _project_unpacked(self, x: mx.array) -> mx.array:
+        """Through floating-point weights, a few at a time, for a few rows."""
+        return few_rows_product(x, self.arrays, self.quantization, self._streams(x))
+
     def _project_dequantized(self, x: mx.array) -> mx.array:
         """Through floating-point weights, some of them at a time; MLX's CPU product unpacks them for every row of x."""
         streams = self._streams(x)
@@ -103,9 +107,8 @@ class QuantizedMatrix:
 
     def _streams(self, x: mx.array) -> Sequence[mx.Stream | mx.ThreadLocalStream]:
         """One for each core; for a small matrix only the one in use."""
-        if self.num_rows * x.shape[-1] < PARALLEL_ELEMENTS:
-            return [mx.default_stream(mx.cpu)]
-        return cpu_streams()
+        is_small = self.num_rows * x.shape[-1] < PARALLEL_ELEMENTS
+        return [mx.default_stream(mx.cpu)] if is_small else cpu_streams()
 
     def _in_bytes(self, x: mx.array) -> bool:
         """Whether :func:`unpacked_product` knows the format."""
