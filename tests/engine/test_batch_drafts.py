@@ -222,9 +222,6 @@ def test_refusals(pocket: Pocket) -> None:
         batch_generate(*pocket, ["a"], draft="prompt", deterministic=True)
     with pytest.raises(ArgumentError, match="draft is 'suffix'; expected 'none' or 'prompt'"):
         batch_generate(*pocket, ["a"], draft="suffix")
-    for name, given in (("draft_model", pocket[0]), ("num_draft_tokens", 3)):
-        with pytest.raises(ArgumentError, match=f"{name} is .*expected None, or draft='prompt'"):
-            batch_generate(*pocket, ["a"], **{name: given})
     bridged = BridgedModel(build("qwen3_next")[0], BridgedConfig("qwen3_next", 100_000, None), mx.float32)
     states = bridged.make_pool(256, sequences=1, max_seq_len=64, quant_bit=0)
     with pytest.raises(

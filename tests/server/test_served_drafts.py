@@ -7,6 +7,8 @@ import pytest
 from support.drafts import draft_by_chance
 from support.server import Running, running
 
+from kvant.engine.model_drafts import ModelDrafts
+from kvant.errors import ArgumentError
 from kvant.server.service import Service, make_pool
 
 TEXT = " ".join(str(1 + i % 5) for i in range(23))
@@ -45,7 +47,7 @@ def test_a_field_of_every_body(server: Running) -> None:
         assert refused.status_code == 400
         error = refused.json()["error"]
         assert "`$.draft`" in error["message"]
-        assert '"none" or "prompt"' in error["message"]
+        assert '"model" or "none" or "prompt"' in error["message"]
 
 
 def test_the_default_of_a_server(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +70,34 @@ def test_the_default_of_a_server(server: Running, monkeypatch: pytest.MonkeyPatc
     expected = server.client.post("/v1/completions", json=body).json()
     assert answer["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"] == 40
     assert answer["choices"] == expected["choices"]
+
+
+def test_a_draft_model(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the server's default; a request may want none, or another source. Without one it is refused."""
+    service = server.service
+    body = LIMITS | BODIES["/v1/completions"]
+    refused = server.client.post("/v1/completions", json=body | {"draft": "model"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "draft"
+    assert "started without --draft-model" in refused.json()["error"]["message"]
+    settings = replace(service.settings, draft="model", max_kv_size=256, sequences=2)
+    pool = make_pool(settings, service.model)
+    with pytest.raises(ArgumentError, match="draft is 'model'; expected it with"):
+        Service(settings, service.model, service.tokenizer, pool)
+    drafts = ModelDrafts(model=service.model, vocab_size=service.model.config.vocab_size).beside_pool(pool)
+    draft_by_chance(monkeypatch, 1)
+    with running(Service(settings, service.model, service.tokenizer, pool, drafts=drafts)) as found:
+        expected = server.client.post("/v1/completions", json=body).json()
+        answer = found.client.post("/v1/completions", json=body).json()
+        assert answer["choices"] == expected["choices"]
+        drafted, accepted = _counts(found)
+        assert 0.5 * drafted < accepted <= drafted
+        assert found.client.get("/props").json()["engine"]["draft"] == "model"
+        for source in ("none", "prompt"):
+            other = found.client.post("/v1/completions", json=body | {"draft": source}).json()
+            assert other["choices"] == expected["choices"]
+            assert (_counts(found) == (drafted, accepted)) == (source == "none")
+    assert not drafts.drafters
 
 
 def test_a_deterministic_server_refuses_them(server: Running) -> None:

@@ -64,7 +64,7 @@ def draft_by_chance(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Have the answers of batches draft 0, 1, 3 or 7 tokens, as far as there is room."""
     rng = random.Random(seed)
 
-    def size(self: BatchChoice, rows: int, drafting: object, most: int, *, at_once: bool) -> int:
+    def size(self: BatchChoice, rows: int, drafting: object, most: int, *, kind: object) -> int:
         return max(number for number in (0, 1, 3, 7) if number <= min(most, rng.choice((0, 1, 3, 7, 7))))
 
     monkeypatch.setattr(BatchChoice, "size", size)

@@ -5,10 +5,9 @@ from collections.abc import Iterator, Sequence
 from kvant.cache import ModelCache
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cli import prompt_cache_file as cache_file
-from kvant.cli.many import most_tokens, reserve_pool
+from kvant.cli.many import drafts_beside, most_tokens, reserve_pool
 from kvant.cli.session import RunOptions, Session
 from kvant.engine.batch_stream import Piece, Wanted, stream_pieces
-from kvant.engine.drafting.drafts import drafts_of
 from kvant.engine.draw import Sampler, for_answer
 from kvant.engine.limits import reservation
 from kvant.engine.processors import LogitsProcessor
@@ -45,8 +44,8 @@ def answer_several(
     caches = 0
     if file is not None:  # the last answer's, and before it what was loaded, twice while it is taken over
         caches = 2 if held else 1
-    drafts = drafts_of(run.draft)
     pool = reserve_pool(session, run, needs, at_once, deterministic=deterministic, caches=caches, cached=held)
+    drafts = drafts_beside(session, run, pool)
     cache, rest = None, list(ids)
     if held:
         chosen = session.settings

@@ -57,10 +57,7 @@ def blocked_by(name: str, values: Mapping[str, Any]) -> str | None:
         other = "draft_model" if name == "draft" else "draft"
         if values.get(other) not in (None, "none"):
             return other
-        alone = name == "draft_model"
-        together = ("deterministic", *(["prompts_file"] if alone else []))
-        together += ("n",) if alone and values.get("n", 1) > 1 else ()
-        return next((flag for flag in together if values.get(flag)), None)
+        return "deterministic" if values.get("deterministic") else None
     if name in (*OF_THE_TEMPLATE, "prefill"):
         return "ignore_chat_template" if values.get("ignore_chat_template") else None
     if name == "extra_eos_token":

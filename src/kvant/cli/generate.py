@@ -107,12 +107,8 @@ def generate(
         raise BadValueError(
             f"--prefill-step-size is {run.prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
         )
-    if run.draft_model is not None:
-        for flag, given in {"--n": n > 1, "--deterministic": deterministic, "--prompts-file": prompts_file}.items():
-            if given:
-                raise BadValueError(f"--draft-model is {run.draft_model!r:.80}; beside {flag} it is not supported")
-    if run.draft != "none" and deterministic:
-        raise BadValueError(f"--draft is {run.draft}; beside --deterministic it is not supported")
+    if deterministic:
+        options.refuse_drafts(run.draft, run.draft_model)
     ranks.refuse_draft_model(run.draft_model)
     side: SideBySide = {"at_once": sequences or SEQUENCES, "deterministic": deterministic}
     if prompts_file is not None:

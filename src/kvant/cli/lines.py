@@ -4,13 +4,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from kvant.cli import terminal
 from kvant.cli.answer_output import json_text
-from kvant.cli.many import most_tokens, reserve_pool
+from kvant.cli.many import drafts_beside, most_tokens, reserve_pool
 from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
 from kvant.cli.prompts_file import Line, read_lines
@@ -20,7 +20,6 @@ from kvant.cli.statistics import RunStatistics
 from kvant.cli.template import chat_ids
 from kvant.engine.batch_stream import Piece, Wanted, stream_pieces
 from kvant.engine.drafting.choice import DraftCounts
-from kvant.engine.drafting.drafts import drafts_of
 from kvant.engine.draw import SeededSampler, for_answer
 from kvant.engine.limits import reservation
 from kvant.engine.request import Request
@@ -68,6 +67,8 @@ def answer_lines(
             tokens = len(each.request.prompt)
             needs.append(reservation(session.model, tokens, each.request.max_tokens, most))
     pool = reserve_pool(session, run, needs, at_once, deterministic=deterministic)
+    if (drafts := drafts_beside(session, run, pool)) is not None:
+        wanted = [replace(each, request=replace(each.request, drafts=drafts)) for each in wanted]
     scheduler = Scheduler(session.model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
     output = _Output(session, run, lines, wanted, json_lines)
     started = time.perf_counter()
@@ -108,7 +109,6 @@ def _wanted(session: Session, run: RunOptions, line: Line, number: int, seed: in
         sampler=sampler if line.has_seed else for_answer(sampler, number),
         logits_processors=tuple(processors),
         stop_tokens=session.tokenizer.eos_token_ids,
-        drafts=drafts_of(run.draft),
     )
     return Wanted(request, (run.stop or ()) if line.stop is None else line.stop)
 

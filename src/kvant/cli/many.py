@@ -9,9 +9,11 @@ from kvant.cache.pool import Pool
 from kvant.cli import options
 from kvant.cli.fitting import describe, named_format
 from kvant.cli.options import AUTO
-from kvant.cli.session import RunOptions, Session
+from kvant.cli.session import RunOptions, Session, asked_drafts
+from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.feeding import CHUNK
 from kvant.engine.limits import pool_reservation
+from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import ContextError
 from kvant.sizes import format_bytes
@@ -93,6 +95,21 @@ def reserve_pool(
     if not run.quiet:
         print(f"cache: {_describe(session, pool)}", file=sys.stderr)
     return pool
+
+
+def drafts_beside(session: Session, run: RunOptions, pool: Pool) -> Drafts | None:
+    """Where the answers of a pool draft from; a draft model's own pool is reserved, and that is printed.
+
+    Raises:
+        ArgumentError: a draft model that cannot take back a rejected draft.
+    """
+    drafts = asked_drafts(session, run)
+    if not isinstance(drafts, ModelDrafts):
+        return drafts
+    made = drafts.beside_pool(pool)
+    if not run.quiet:
+        print(f"draft model: {run.draft_model}, {made.describe()}", file=sys.stderr)
+    return made
 
 
 def _describe(session: Session, pool: Pool) -> str:

@@ -329,6 +329,17 @@ def check_parallel(parallel: str | None) -> Literal["pipeline", "tensor"] | None
     return None
 
 
+def refuse_drafts(draft: str, draft_model: str | None) -> None:
+    """Refuse drafts beside --deterministic: a step of more tokens rounds differently.
+
+    Raises:
+        BadValueError: there are some.
+    """
+    for flag, given in (("--draft", None if draft == "none" else draft), ("--draft-model", draft_model)):
+        if given is not None:
+            raise BadValueError(f"{flag} is {given[:80]}; beside --deterministic it is not supported")
+
+
 def check_kernels(kernels: str | None = None, name: str = "--kernels") -> None:
     """Refuse kernels, or a KVANT_KERNELS without them, that are unknown or cannot be had on this machine.
 

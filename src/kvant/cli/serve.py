@@ -12,10 +12,11 @@ from kvant.cache.pages import PAGE_SIZE
 from kvant.cli import options, ranks, terminal
 from kvant.cli.fitting import named_format
 from kvant.cli.follow import follow
+from kvant.cli.many import drafts_beside
 from kvant.cli.options import BadValueError
-from kvant.cli.session import RunOptions, bound_memory, load_session
-from kvant.engine.drafting.drafts import drafts_of
+from kvant.cli.session import RunOptions, asked_drafts, bound_memory, load_session
 from kvant.engine.load import POCKET
+from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.request import check_drafts
 from kvant.errors import KvantError
 from kvant.sizes import format_bytes
@@ -56,6 +57,8 @@ def serve(
         bool, typer.Option("--deterministic", help="An answer is the same whatever runs beside it; slower.")
     ] = False,
     draft: options.Draft = "none",
+    draft_model: options.DraftModel = None,
+    num_draft_tokens: options.NumDraftTokens = None,
     chat_template_config: options.ChatTemplateConfig = None,
     prompt_cache_file: Annotated[
         list[str] | None,
@@ -103,6 +106,9 @@ def serve(
         parallel=parallel,
         max_kv_size=max_kv_size,
         prefill_step_size=prefill_step_size,
+        draft=draft,
+        draft_model=draft_model,
+        num_draft_tokens=num_draft_tokens,
         wired=wired,
         quiet=quiet,
     )
@@ -111,8 +117,9 @@ def serve(
         raise BadValueError(
             f"--prefill-step-size is {prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
         )
-    if deterministic and draft != "none":
-        raise BadValueError(f"--draft is {draft}; beside --deterministic it is not supported")
+    if deterministic:
+        options.refuse_drafts(draft, draft_model)
+    ranks.refuse_draft_model(draft_model)
     if deterministic and prompt_cache_file:
         raise BadValueError(
             "--prompt-cache-file: nobody knows in which chunks it was read, so not with --deterministic"
@@ -132,7 +139,7 @@ def serve(
         kernels=kernels,
         prefill_step_size=prefill_step_size,
         deterministic=deterministic,
-        draft=draft,
+        draft=draft if draft_model is None else "model",
         max_queue=max_queue,
         api_keys=read_keys(api_key_file),
         allow_origins=tuple(allow_origin or ()),
@@ -173,10 +180,12 @@ def serve(
         bound_memory(planned.arrays, planned.scratch)
         with named_format(session.settings):
             pool = make_pool(settings, session.model)
-        check_drafts(drafts_of(draft), pool, deterministic=deterministic)
+        check_drafts(asked_drafts(session, run), pool, deterministic=deterministic)
+        drafts = drafts_beside(session, run, pool)
         warm_start(settings, session.model, pool, prompt_cache_file or ())
         with options.named("--deterministic"):
-            service = Service(settings, session.model, session.tokenizer, pool, as_record(planned))
+            pooled = drafts if isinstance(drafts, PooledDrafts) else None
+            service = Service(settings, session.model, session.tokenizer, pool, as_record(planned), pooled)
         say(f"cache: {pool.describe()}")
         if test:
             raise typer.Exit(run_self_test(service, say))

@@ -226,6 +226,7 @@ def open_session(
 
     Raises:
         ModelError, ContextError, BadValueError: as :func:`load_session`.
+        ArgumentError: a draft model's cache that cannot take back a rejected draft.
         BadValueError: a cache format that the chosen kernel does not take.
     """
     session = load_session(run, process, sampling, max_kv_size=options.kv_size(run.max_kv_size))
@@ -240,7 +241,10 @@ def open_session(
             kernels=run.kernels,
         )
     session.load_s += time.perf_counter() - started
-    session.drafts = drafts_of(run.draft) if session.draft_model is None else _model_drafts(session, run, planned)
+    session.drafts = asked_drafts(session, run)
+    if isinstance(session.drafts, ModelDrafts):
+        made = replace(session.drafts, tokens=planned.max_kv_size)
+        session.drafts = replace(made, cache=made.make_cache())
     session.reserved, session.state_bytes = planned.max_kv_size, planned.state
     if announce and not run.quiet:
         print("\n  ".join([f"cache: {session.describe_cache()}", *session.describe_layers()]), file=sys.stderr)
@@ -249,25 +253,20 @@ def open_session(
     return session
 
 
-def _model_drafts(session: Session, run: RunOptions, planned: MemoryPlan) -> ModelDrafts:
-    """Drafts of the session's draft model, with its cache.
-
-    Raises:
-        ArgumentError: a cache that cannot take back a rejected draft.
-    """
-    assert session.draft_model is not None
+def asked_drafts(session: Session, run: RunOptions) -> Drafts | None:
+    """Where drafts come from; those of the session's draft model have no cache yet. None: there are none."""
+    if session.draft_model is None:
+        return drafts_of(run.draft)
     settings = session.settings
-    made = ModelDrafts(
+    return ModelDrafts(
         model=session.draft_model,
         vocab_size=session.model.config.vocab_size,
         num_draft_tokens=run.num_draft_tokens or DEFAULT_DRAFT_TOKENS,
-        tokens=planned.max_kv_size,
         kv_bits=settings.kv_bits,
         kv_group_size=settings.kv_group_size,
         kv_bias_split=settings.kv_bias_split,
         prefill_step_size=settings.prefill_step_size,
     )
-    return replace(made, cache=made.make_cache())
 
 
 def load_session(

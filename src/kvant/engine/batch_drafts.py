@@ -7,9 +7,10 @@ import mlx.core as mx
 
 from kvant.cache.pool import Pool
 from kvant.engine.decoding import Step, pick
-from kvant.engine.drafting.batch_choice import BatchChoice
-from kvant.engine.drafting.choice import SIZES, DraftCounts
+from kvant.engine.drafting.batch_choice import AnswerDrafts, BatchChoice, StepKind
+from kvant.engine.drafting.choice import DraftCounts
 from kvant.engine.filters import rows_of
+from kvant.engine.pooled_drafts import PooledDrafter
 from kvant.engine.row_sampling import Picked, pick_rows
 from kvant.engine.work import Answer
 from kvant.models import LanguageModel
@@ -39,25 +40,53 @@ class BatchDrafter:
     def may_draft(self, running: Sequence[Answer], ready: Sequence[Answer]) -> bool:
         """Whether any of these answers may draft after its next token, whatever that is."""
         own = [answer.drafts for answer in ready if answer.drafts is not None]
-        return bool(own) and self._choice.may_draft(len(running), own, at_once=_at_once(running))
+        return bool(own) and self._choice.may_draft(len(running), own, kind=_kind(running))
 
     def begin(self, running: Sequence[Answer], ready: Sequence[Answer]) -> Step | None:
         """Begin a step of the last token of each answer and a draft behind it; None: no draft pays."""
         # Every answer has to have room, those that do not draft too. One near its end shortens a few steps.
         most = min(self._pool.prefill_step_size, *(answer.room for answer in running)) - 1
         drafts: dict[Answer, list[int]] = {}
-        proposed = []
+        proposed: list[tuple[AnswerDrafts, int]] = []
+        asked: list[tuple[Answer, PooledDrafter, int]] = []
         for answer in ready if most > 0 else ():
-            assert answer.drafts is not None
-            draft = answer.drafts.propose(min(SIZES[-1], answer.left - 1), self._model.config.vocab_size)
-            if draft:
+            own = answer.drafts
+            assert own is not None
+            count = min(own.most, answer.left - 1)
+            if isinstance(own.drafter, PooledDrafter):  # it takes time: nothing is drafted that is not fed
+                if count > 0:
+                    asked.append((answer, own.drafter, count))
+                    proposed.append((own, count))
+            elif draft := own.propose(count, self._model.config.vocab_size):
                 drafts[answer] = draft
-                proposed.append((answer.drafts, len(draft)))
-        at_once = _at_once(running)
-        size = self._choice.size(len(running), proposed, most, at_once=at_once) if proposed else 0
-        if not size:
+                proposed.append((own, len(draft)))
+        kind = _kind(running)
+        size = self._choice.size(len(running), proposed, most, kind=kind) if proposed else 0
+        if size and asked:
+            if behind := [drafter for _, drafter, _ in asked if drafter.is_behind]:
+                behind[0].drafts.feed(behind[0])  # a chunk, between two steps, whose time it is not
+                self.paused()
+                late = [answer.drafts for answer, drafter, _ in asked if drafter.is_behind]
+                proposed = [(own, count) for own, count in proposed if own not in late]
+                size = self._choice.size(len(running), proposed, most, kind=kind) if proposed else 0
+            drafts |= self._by_model([each for each in asked if not each[1].is_behind], size)
+        if not size or not any(drafts.values()):
             return None
         return self._begin(list(running), [drafts.get(answer, [])[:size] for answer in running], size + 1)
+
+    def _by_model(self, asked: Sequence[tuple[Answer, PooledDrafter, int]], size: int) -> dict[Answer, list[int]]:
+        """What models draft for these answers, as many tokens as they may have each, up to ``size``."""
+        found: dict[Answer, list[int]] = {}
+        for drafts in dict.fromkeys(drafter.drafts for _, drafter, _ in asked if size):
+            own = [each for each in asked if each[1].drafts is drafts]
+            counts = [min(size, count) for _, _, count in own]
+            made = drafts.propose([drafter for _, drafter, _ in own], counts)
+            found |= {answer: draft for (answer, _, _), draft in zip(own, made, strict=True)}
+        for answer, drafter, _ in asked:
+            if drafter.ended is not None:
+                self._choice.counts.off = drafter.ended
+                _switch_off([answer], drafter.ended)
+        return found
 
     def _begin(self, answers: list[Answer], drafts: list[list[int]], num_tokens: int) -> Step:
         rows = [[answer.tokens[-1], *draft] for answer, draft in zip(answers, drafts, strict=True)]
@@ -89,9 +118,8 @@ class BatchDrafter:
         if in_order and step.is_ahead == (following is None):  # none was computed since the last was read, or two
             self._seconds = None
         if is_counted and step.drafts is None and self._seconds is not None:
-            at_once = _at_once(step.answers)
             ahead = step.is_ahead or in_order
-            off = self._choice.stepped(len(step.answers), self._seconds, at_once=at_once, ahead=ahead)
+            off = self._choice.stepped(len(step.answers), self._seconds, kind=_kind(step.answers), ahead=ahead)
             _switch_off(step.answers, off)
 
     def commit(self, step: Step, picked: Sequence[Picked] | None) -> Found:
@@ -113,8 +141,11 @@ class BatchDrafter:
             for draft, own in zip(step.drafts, found, strict=True)
             for place, each in enumerate(own)
         )
+        for answer, draft, own in zip(step.answers, step.drafts, found, strict=True):
+            if answer.drafts is not None and draft:
+                answer.drafts.verified(len(draft), sum(is_drafted(draft, *each) for each in enumerate(own)))
         size = step.logits.shape[1] - 1
-        off = self._choice.verified(len(found), size, sum(counts), self._seconds, at_once=step.sampled is not None)
+        off = self._choice.verified(len(found), size, sum(counts), self._seconds, kind=_kind(step.answers))
         _switch_off(step.answers, off)
         return found
 
@@ -124,6 +155,7 @@ def _switch_off(answers: Sequence[Answer], reason: str | None) -> None:
     for answer in answers if reason is not None else ():
         if answer.drafts is not None:
             answer.drafts.off = reason
+            answer.drafts.release()
 
 
 def is_drafted(draft: Sequence[int], place: int, picked: Picked | Exception) -> bool:
@@ -167,6 +199,12 @@ def _one_by_one(step: Step, drafts: Sequence[Sequence[int]]) -> Found:
 def _goes_on(answer: Answer, draft: Sequence[int], place: int, picked: Picked) -> bool:
     """Whether the next position's logits are those of the text with this token."""
     return is_drafted(draft, place, picked) and picked.token not in answer.work.checked.stop_tokens
+
+
+def _kind(answers: Sequence[Answer]) -> StepKind:
+    """What the cost of a step of these answers goes with."""
+    models = (each.drafts.drafter.name for each in answers if each.drafts is not None and each.drafts.by_model)
+    return StepKind(_at_once(answers), next(models, ""))
 
 
 def _at_once(answers: Sequence[Answer]) -> bool:

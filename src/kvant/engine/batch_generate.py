@@ -3,20 +3,20 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
 from kvant.engine.batch_stream import Piece, Wanted, stream_pieces
 from kvant.engine.drafting.choice import DraftCounts
-from kvant.engine.drafting.drafts import drafts_of
 from kvant.engine.draw import Sampler, for_a_run, for_answer, greedy
 from kvant.engine.feeding import CHUNK
 from kvant.engine.keywords import DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE, check_format
 from kvant.engine.limits import check_count, check_stops, pool_reservation, reservation
+from kvant.engine.model_drafts import ModelDrafts, asked_drafts
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.request import Request
+from kvant.engine.request import Request, check_drafts
 from kvant.engine.run import PREFILL_STEP_SIZE
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import ArgumentError, ContextError, PromptError
@@ -38,7 +38,7 @@ class BatchStats:
         decode_time: seconds that these steps took.
         wall_time: seconds in all.
         peak_memory: most memory that MLX held so far, in GB (1e9 bytes).
-        reserved_bytes: of the pool.
+        reserved_bytes: of the pool, and of a draft model's.
         drafts: what drafts did; None: there were none.
     """
 
@@ -122,8 +122,8 @@ def batch_generate(
     kv_group_size: int | None = None,
     deterministic: bool = False,
     draft: str = "none",
-    draft_model: None = None,
-    num_draft_tokens: None = None,
+    draft_model: LanguageModel | None = None,
+    num_draft_tokens: int | None = None,
 ) -> BatchResponse:
     """Answer many prompts at once. The arguments up to ``stream`` are mlx-lm's, those of its BatchGenerator too.
 
@@ -150,7 +150,8 @@ def batch_generate(
         kv_bits, kv_group_size: of the pool; default: 8 bits in groups of 32. 0 bits: no quantization, as in mlx-lm.
         deterministic: a prompt's answer does not depend on the others, on a CPU to the last bit. It takes longer.
         draft: as in :func:`kvant.stream_generate`; every sequence drafts for itself.
-        draft_model, num_draft_tokens: refused.
+        draft_model, num_draft_tokens: as in :func:`kvant.stream_generate`. A second pool is reserved for it, of
+            as many sequences.
 
     Raises:
         ContextError: a prompt that does not fit the context or max_kv_size, or a pool that does not fit this machine.
@@ -168,12 +169,7 @@ def batch_generate(
     check_count("prefill_step_size", step_size)
     if deterministic and step_size < CHUNK:
         raise ArgumentError("prefill_step_size", f"is {step_size}; expected {CHUNK} or more with", "deterministic")
-    for name, given in (("draft_model", draft_model), ("num_draft_tokens", num_draft_tokens)):
-        if given is not None:
-            raise ArgumentError(
-                name, f"is {given!r:.80}; sequences side by side have no draft model: expected None, or draft='prompt'"
-            )
-    drafts = drafts_of(draft)
+    drafts = asked_drafts(draft, draft_model, num_draft_tokens, model, tokenizer)
     check_format(kv_bits, kv_group_size, max_kv_size)
     stops, ends = check_stops(stop), _ends(stop_tokens, tokenizer)
     shared = for_a_run(sampler or greedy)
@@ -196,7 +192,6 @@ def batch_generate(
             stop_tokens={end[0] for end in ends if len(end) == 1},
             cache=cache,
             keep_cache=return_prompt_caches,
-            drafts=drafts,
         )
         wanted.append(Wanted(request, stops, [end for end in ends if len(end) > 1]))
     at_once = max(completion_batch_size, prefill_batch_size)
@@ -212,11 +207,17 @@ def batch_generate(
             max_seq_len=max(needs),
             prefill_step_size=step_size,
         )
+        check_drafts(drafts, pool, deterministic=deterministic)
+        reserved = pool.nbytes
+        if isinstance(drafts, ModelDrafts):
+            drafts = drafts.beside_pool(pool)
+            reserved += drafts.pool.nbytes
+        wanted = [replace(each, request=replace(each.request, drafts=drafts)) for each in wanted]
         if verbose:
-            print(f"[batch_generate] Reserved: {format_bytes(pool.nbytes)} for {pool.max_sequences} sequences at once")
+            print(f"[batch_generate] Reserved: {format_bytes(reserved)} for {pool.max_sequences} sequences at once")
         scheduler = Scheduler(model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
         stats, answers = _answer(scheduler, wanted, tokenizer, verbose)
-        stats.reserved_bytes = pool.nbytes
+        stats.reserved_bytes = reserved
         stats.drafts = None if drafts is None else scheduler.drafts
     if verbose:
         print(f"[batch_generate] Prompt: {stats.prompt_tokens} tokens, {stats.prompt_tps:.3f} tokens-per-sec")

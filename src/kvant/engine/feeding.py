@@ -85,7 +85,9 @@ class PromptFeeder:
                 sequences[place] = first.fork(checked.reserved)
             sampler = for_answer(checked.sampler, number)
             matcher = None if checked.grammar is None else checked.grammar.matcher()
-            drafts = None if checked.request.drafts is None else AnswerDrafts(checked.request.drafts)
+            drafts = None
+            if (own := checked.request.drafts) is not None:
+                drafts = AnswerDrafts(own, checked.request.salt, checked.reserved)
             answers.append(Answer(work, number, sampler, sequences[place], list(checked.ids), matcher, drafts))
         for sequence in sequences[len(answers) :]:  # of answers that were cancelled since
             sequence.release()

@@ -3,15 +3,20 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
+
+import mlx.core as mx
 
 from kvant.cache import ModelCache, QuantizedKVCache
+from kvant.cache.pages import PAGE_SIZE, pages_for
+from kvant.cache.pool import Pool
 from kvant.engine.drafting.choice import Choice, StepCosts
 from kvant.engine.drafting.drafter import Drafter
 from kvant.engine.drafting.drafts import Drafts, drafts_of
 from kvant.engine.drafting.same_tokenizer import check_draft_model
 from kvant.engine.keywords import DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE
 from kvant.engine.model_drafter import ModelDrafter
+from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.run import PREFILL_STEP_SIZE
 from kvant.errors import ArgumentError
 from kvant.models import LanguageModel
@@ -38,6 +43,8 @@ class ModelDrafts(Drafts):
         cache: that is kept from one text to the next; None: each drafter makes its own.
     """
 
+    side_by_side: ClassVar[bool] = False
+
     source: str = "model"
     model: LanguageModel
     vocab_size: int
@@ -53,6 +60,48 @@ class ModelDrafts(Drafts):
     def asked(self) -> tuple[str, str]:
         """The argument that asks for them, and its value in words; for a refusal."""
         return "draft_model", "is given"
+
+    @property
+    def most(self) -> int:
+        """Tokens that are drafted a step, at most."""
+        return self.num_draft_tokens
+
+    def beside_pool(self, pool: Pool) -> PooledDrafts:
+        """These drafts for the sequences of a pool: one for the draft model is reserved, of the same format.
+
+        Each of its sequences has as many tokens as one of the pool's, at most the draft model's own context.
+
+        Raises:
+            ArgumentError: several ranks, or a draft model that cannot take back a rejected draft.
+            ContextError: more than this machine's memory.
+        """
+        if pool.divided:
+            raise ArgumentError("draft_model", "is given; several ranks draft from prompt and answer alone")
+        formats = [layer.format for layer in pool.layers]
+        bits, group = draft_format(
+            self.model.config,
+            max((own.quant_bit for own in formats), default=0),
+            max((own.quant_group for own in formats), default=0) or DEFAULT_KV_GROUP_SIZE,
+        )
+        tokens = context_limit(self.model, pool.max_seq_len) or pool.max_seq_len
+        made = self.model.make_pool(
+            pool.max_sequences * pages_for(tokens) * PAGE_SIZE,
+            sequences=pool.max_sequences,
+            quant_bit=bits,
+            quant_group=group,
+            bias_split=self.kv_bias_split,
+            max_seq_len=tokens,
+            prefill_step_size=pool.prefill_step_size,
+        )
+        if not made.takes_back:
+            raise ArgumentError(
+                "draft_model",
+                f"has {self.model.config.model_type}'s layers; side by side expected a model that kvant computes "
+                "without mlx-lm",
+            )
+        mx.eval(self.model.arrays)  # a thread cannot compute what another one left undone
+        most = self.num_draft_tokens
+        return PooledDrafts(model=self.model, pool=made, vocab_size=self.vocab_size, num_draft_tokens=most)
 
     def beside(self, cache: ModelCache, tokens: int) -> "ModelDrafts":
         """These drafts, where nobody said otherwise with a cache of the same format and as many tokens as the model's.

@@ -195,13 +195,13 @@ def check_drafts(drafts: Drafts | None, pool: Pool, *, deterministic: bool) -> N
     """
     if drafts is None:
         return
-    given = f"is {drafts.source!r}"
+    name, given = drafts.asked
     if deterministic:
         raise ArgumentError(
-            "draft", f"{given}; a step of more tokens rounds differently: it is refused with", "deterministic"
+            name, f"{given}; a step of more tokens rounds differently: it is refused with", "deterministic"
         )
     if not pool.takes_back:
-        raise ArgumentError("draft", f"{given}; side by side drafts are for models that kvant computes without mlx-lm")
+        raise ArgumentError(name, f"{given}; side by side drafts are for models that kvant computes without mlx-lm")
 
 
 def own_tokens(prompt_tokens: int, reserved: int, pool: Pool) -> int:

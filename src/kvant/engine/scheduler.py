@@ -19,7 +19,7 @@ from kvant.engine.limits import check_count
 from kvant.engine.request import CheckedRequest, FinishReason, Request, Token, check_drafts, check_request
 from kvant.engine.row_sampling import Picked
 from kvant.engine.work import Answer, Work
-from kvant.errors import ContextError, QueueFullError
+from kvant.errors import ArgumentError, ContextError, QueueFullError
 from kvant.models import LanguageModel
 from kvant.threads import check_process
 
@@ -143,7 +143,11 @@ class Scheduler:
 
     def check(self, request: Request) -> CheckedRequest:
         """See :func:`kvant.engine.request.check_request`; any thread may call it."""
-        check_drafts(request.drafts, self._pool, deterministic=self._deterministic)
+        drafts = request.drafts
+        check_drafts(drafts, self._pool, deterministic=self._deterministic)
+        if drafts is not None and not drafts.side_by_side:
+            name, given = drafts.asked
+            raise ArgumentError(name, f"{given} for a single sequence; expected what beside_pool makes of it")
         return check_request(request, self._model, self._pool, self._max_batch)
 
     def submit(self, request: Request | CheckedRequest) -> None:
@@ -381,7 +385,7 @@ class Scheduler:
         except Exception as error:
             return None, error
         finally:
-            sequence.release()
+            answer.release()
 
     def _share_all(self, sequence: PoolSequence) -> None:
         """Let later requests begin with a text that has ended. A token at a time is not how chunks compute it."""
@@ -399,7 +403,7 @@ class Scheduler:
                     cache, _ = self._leave(answer)
                 else:
                     self._running.remove(answer)
-                    answer.sequence.release()
+                    answer.release()
             self._hand_out(work, Token(work.checked.request, number, None, None, (), reason, work.cached, cache, error))
         if not work.open:
             self._under_way.pop(work.checked.request, None)

@@ -78,6 +78,12 @@ class Answer:
         """Tokens of a step that its sequence has room for."""
         return self.sequence.max_tokens - self.sequence.length
 
+    def release(self) -> None:
+        """Give its pages back, and what it drafts with."""
+        self.sequence.release()
+        if self.drafts is not None:
+            self.drafts.release()
+
     @property
     def sees_tokens(self) -> bool:
         """Whether something has to see its tokens before the next one is sampled."""

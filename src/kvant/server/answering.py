@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
-from kvant.engine.drafting.drafts import drafts_of
 from kvant.engine.processors import Frequency, LogitsProcessor, Presence
 from kvant.engine.request import Request, Token
 from kvant.errors import ArgumentError, ContextError, EngineError, KvantError, QueueFullError
@@ -102,7 +101,7 @@ def _prepare(service: Service, generation: Generation) -> tuple[Prompt, Request]
         salt=generation.salt,
         top_logprobs=generation.top_logprobs,
         answers=generation.answers,
-        drafts=drafts_of(generation.draft or service.settings.draft),
+        drafts=service.drafts_of(generation.draft),
     )
     return prompt, request
 

@@ -5,7 +5,7 @@ A field with the type None is one of Anthropic's that this server cannot heed: i
 
 from typing import Any, Literal
 
-from kvant.engine.drafting.drafts import Source
+from kvant.engine.drafting.drafts import ServedSource
 from kvant.server.body import Caller, Fields, NotText
 
 CacheControl = dict[str, Any] | None  # changes nothing: every prompt's beginning is shared with those that follow
@@ -146,7 +146,7 @@ class MessagesBody(Conversation, frozen=True, kw_only=True):
     top_k: int | None = None
     top_p: float | None = None
     stop_sequences: list[str] | None = None
-    draft: Source | None = None
+    draft: ServedSource | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     container: None = None

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvant.engine.drafting.drafts import Source
+from kvant.engine.drafting.drafts import ServedSource
 from kvant.engine.sampling import SamplingOptions
 
 ToolChoice = Literal["auto", "none", "required"]
@@ -61,7 +61,7 @@ class Generation:
         echo: the prompt is part of the answer's text.
         variables: of the chat template, such as ``enable_thinking``; they go before the server's own.
         thinking_budget: tokens after which thinking ends; None: the model ends it.
-        draft: what its answers draft from, "none" or "prompt"; None: what the server's do.
+        draft: what its answers draft from, "none", "prompt" or "model"; None: what the server's do.
         salt: prefixes are shared between requests with the same one.
     """
 
@@ -81,7 +81,7 @@ class Generation:
     echo: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
     thinking_budget: int | None = None
-    draft: Source | None = None
+    draft: ServedSource | None = None
     salt: bytes = b""
 
 

@@ -6,7 +6,7 @@ given, throughout.
 
 from typing import Any, Literal
 
-from kvant.engine.drafting.drafts import Source
+from kvant.engine.drafting.drafts import ServedSource
 from kvant.server.body import Fields
 from kvant.server.sampling import SamplingFields
 
@@ -136,7 +136,7 @@ class CommonBody(SamplingFields, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     n: int | None = None
     ignore_eos: bool | None = None
-    draft: Source | None = None
+    draft: ServedSource | None = None
     structured_outputs: StructuredOutputs | None = None
     user: str | None = None  # a label of the client's
 

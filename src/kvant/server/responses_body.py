@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvant.engine.drafting.drafts import Source
+from kvant.engine.drafting.drafts import ServedSource
 from kvant.server.body import Caller, Fields, NotText
 from kvant.server.openai_body import JsonObjectFormat, TextFormat
 from kvant.server.sampling import SamplingFields
@@ -159,7 +159,7 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_output_tokens: int | None = None
-    draft: Source | None = None
+    draft: ServedSource | None = None
     top_logprobs: int | None = None
     include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
     tools: list[FunctionBody] | None = None

@@ -9,10 +9,12 @@ from pathlib import Path
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool import Pool
 from kvant.engine.batch_engine import BatchEngine, Deliver
+from kvant.engine.drafting.drafts import Drafts, ServedSource, drafts_of
 from kvant.engine.load import find_adapter, find_model, load_folder
 from kvant.engine.model_sampling import read_model_sampling
+from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.request import Request
-from kvant.errors import ContextError, EngineError, GrammarError
+from kvant.errors import ArgumentError, ContextError, EngineError, GrammarError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
 from kvant.server.errors import ApiError
@@ -39,6 +41,7 @@ class Service:
         tool_format: of the model's tool calls; None: its template takes no tools.
         grammars: that answers can be held to.
         max_seq_len: tokens that a prompt and its answer can have together.
+        drafts: of a draft model; None: there is none.
         planned: bytes by name, as the memory was planned; empty: it was not.
         metrics: counters since the start.
         live: what the page shows of the pool and the engine.
@@ -54,8 +57,15 @@ class Service:
         tokenizer: Tokenizer,
         pool: Pool,
         planned: Mapping[str, int] | None = None,
+        drafts: PooledDrafts | None = None,
     ) -> None:
-        """Start the engine on a pool. See :meth:`start`."""
+        """Start the engine on a pool. See :meth:`start`.
+
+        ``drafts``: of a draft model, beside this pool; None: there is none.
+        """
+        if settings.draft == "model" and drafts is None:
+            raise ArgumentError("draft", "is 'model'; expected it with", "draft_model")
+        self.drafts = drafts
         folder = find_model(settings.model)
         self.settings, self.model, self.tokenizer, self.pool = settings, model, tokenizer, pool
         self.names = _names(settings, folder)
@@ -104,6 +114,23 @@ class Service:
             adapter = None if settings.adapter_path is None else find_adapter(settings.adapter_path)
             model, tokenizer = load_folder(find_model(settings.model), adapter_path=adapter)
         return cls(settings, model, tokenizer, make_pool(settings, model), planned)
+
+    def drafts_of(self, asked: ServedSource | None) -> Drafts | None:
+        """What answers draft from; None: nothing.
+
+        Args:
+            asked: by a request; None: nothing was, and the server's default holds.
+
+        Raises:
+            ApiError: 400: the server has no draft model.
+        """
+        source = asked or self.settings.draft
+        if source != "model":
+            return drafts_of(source)
+        if self.drafts is None:
+            expected = "expected 'none' or 'prompt': this server was started without --draft-model"
+            raise ApiError(f"draft is 'model'; {expected}", param="draft")
+        return self.drafts
 
     @cached_property
     def max_characters(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any
 
-from kvant.engine.drafting.drafts import Source
+from kvant.engine.drafting.drafts import ServedSource
 from kvant.engine.load import POCKET
 from kvant.errors import ArgumentError
 
@@ -59,7 +59,7 @@ class Settings:
         max_kv_size: tokens of one sequence; None: the smaller of 4096 and the model's context.
         kv_bits, kv_group_size, kv_bias_split, kernels, prefill_step_size: of the pool.
         deterministic: an answer does not depend on those beside it.
-        draft: what answers draft from, where a request says nothing: "none" or "prompt".
+        draft: what answers draft from, where a request says nothing: "none", "prompt"; "model" needs a draft model.
         max_queue: requests that may wait.
         template_variables: for the chat template of every conversation; a request's own go before them.
         api_keys: one of which a client has to have; none: any will do.
@@ -83,7 +83,7 @@ class Settings:
     kernels: str | None = None
     prefill_step_size: int = 512
     deterministic: bool = False
-    draft: Source = "none"
+    draft: ServedSource = "none"
     max_queue: int = 64
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     api_keys: tuple[str, ...] = field(default=(), repr=False)

@@ -1,6 +1,7 @@
 """How many tokens the answers of a batch draft: they share its steps, so they decide together."""
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 from kvant.engine.drafting.choice import LEAST_GAIN, SIZES, Balance, DraftCounts, StepCosts, costs_of
 from kvant.engine.drafting.drafts import Drafts
@@ -16,25 +17,35 @@ class AnswerDrafts:
     Attributes:
         match: tokens that its next draft rests on.
         off: why it drafts no more; None: it does, where that pays.
+        most: tokens that it drafts a step, at most.
+        drafter: what drafts.
     """
 
-    def __init__(self, drafts: Drafts) -> None:
+    def __init__(self, drafts: Drafts, salt: bytes, tokens: int) -> None:
+        """Arguments as those of :meth:`kvant.engine.drafting.drafts.Drafts.for_answer`."""
         self.off: str | None = None
-        self._drafter = drafts.drafter()
-        self._choice = drafts.choice(StepCosts(), self._drafter)
+        self.most = drafts.most
+        self._drafts = drafts
+        self.drafter = drafts.for_answer(salt, tokens)
+        self._choice = drafts.choice(StepCosts(), self.drafter)
         self._read = 0
         self._expected: dict[int, list[float]] = {}  # by the match, until more is read
 
     @property
     def match(self) -> int:
         """Tokens that its next draft rests on."""
-        return self._drafter.match
+        return self.drafter.match
+
+    @property
+    def by_model(self) -> bool:
+        """Whether a model drafts for it."""
+        return self.off is None and not self.drafter.is_free
 
     def read(self, tokens: Sequence[int]) -> bool:
         """Take the sequence's tokens that are new. Returns whether all of them are known now."""
         if self.off is None and self._read < len(tokens):
             new = tokens[self._read : self._read + READ_AT_ONCE]
-            self._choice.learn(self._drafter, new)
+            self._choice.learn(self.drafter, new)
             self._read += len(new)
             self._expected.clear()
         return self.off is None and self._read == len(tokens)
@@ -45,10 +56,33 @@ class AnswerDrafts:
             self._expected[match] = self._choice.expected(match, SIZES[-1])
         return self._expected[match]
 
+    def verified(self, drafted: int, accepted: int) -> None:
+        """Of a model's draft so many tokens were accepted. What is free to draft learns from every token read."""
+        if not self.drafter.is_free:
+            for place in range(min(drafted, accepted + 1)):
+                self._choice.saw(place, hit=place < accepted)
+            self._expected.clear()
+
     def propose(self, most: int, vocab_size: int) -> list[int]:
         """At most so many tokens that may follow, of those that the model knows."""
-        draft = self._drafter.propose(most) if most > 0 else []
+        draft = self.drafter.propose(most) if most > 0 else []
         return draft[: next((n for n, token in enumerate(draft) if not 0 <= token < vocab_size), len(draft))]
+
+    def release(self) -> None:
+        """Give back what it drafts with; nothing is drafted any more."""
+        self._drafts.release(self.drafter)
+
+
+class StepKind(NamedTuple):
+    """What the cost of a step goes with, beside its size.
+
+    Attributes:
+        at_once: no answer has to see a token before the next one is sampled.
+        drafter: the name of the model that drafts for some of its answers; "": none does.
+    """
+
+    at_once: bool
+    drafter: str = ""
 
 
 class BatchChoice:
@@ -68,50 +102,52 @@ class BatchChoice:
         self._model, self._kind = model, kind
         self._balance = Balance()
 
-    def may_draft(self, rows: int, drafting: Sequence[AnswerDrafts], *, at_once: bool) -> bool:
+    def may_draft(self, rows: int, drafting: Sequence[AnswerDrafts], *, kind: StepKind) -> bool:
         """Whether anything would be drafted after the next token, whatever it is.
 
         Args:
             rows: answers of the step.
             drafting: those of them that may draft.
-            at_once: no answer has to see a token before the next one is sampled.
+            kind: of the steps.
         """
         best = []
         for each in drafting:  # the next match is one longer, or shorter
             matches = {(1 << bits) >> 1 for bits in range(1, (each.match + 1).bit_length() + 1)}
+            if each.by_model:
+                matches = {each.match}
             options = [each.expected(match) for match in matches]
             best.append([max(of_size) for of_size in zip(*options, strict=True)])
-        return self._size(self._costs(rows, at_once=at_once), rows, best, SIZES[-1]) > 0
+        return self._size(self._costs(rows, kind), rows, best, _sizes(drafting), SIZES[-1]) > 0
 
-    def size(self, rows: int, drafting: Sequence[tuple[AnswerDrafts, int]], most: int, *, at_once: bool) -> int:
-        """Tokens to draft at most: 0, or one of 1, 3 and 7.
+    def size(self, rows: int, drafting: Sequence[tuple[AnswerDrafts, int]], most: int, *, kind: StepKind) -> int:
+        """Tokens to draft at most: 0, one of 1, 3 and 7, or the most that a model drafts.
 
         Args:
-            rows, at_once: as in :meth:`may_draft`.
+            rows, kind: as in :meth:`may_draft`.
             drafting: answers that may draft, and how many tokens they propose.
             most: tokens that may be drafted, by the room that every answer has.
         """
         gains = [each.expected(each.match)[: count + 1] for each, count in drafting]
-        return self._size(self._costs(rows, at_once=at_once), rows, gains, most)
+        return self._size(self._costs(rows, kind), rows, gains, _sizes([each for each, _ in drafting]), most)
 
-    def stepped(self, rows: int, seconds: float, *, at_once: bool, ahead: bool) -> str | None:
+    def stepped(self, rows: int, seconds: float, *, kind: StepKind, ahead: bool) -> str | None:
         """A step of one token of each answer took so long; ``ahead``: it was begun while the one before it ran.
 
         Returns why drafts are off, if they are now: waiting for what might be drafted costs time too.
         """
-        costs = self._costs(rows, at_once=at_once)
-        if ahead or not at_once:
+        costs = self._costs(rows, kind)
+        if ahead or not kind.at_once:
             costs.add_single(seconds)
             return self._stepped(0.0)
         costs.add(0, seconds)
         return self._stepped(min(0.0, 1 - (costs.get(0) or 1.0)))
 
-    def verified(self, rows: int, size: int, tokens: int, seconds: float | None, *, at_once: bool) -> str | None:
+    def verified(self, rows: int, size: int, tokens: int, seconds: float | None, *, kind: StepKind) -> str | None:
         """A step in which up to ``size`` tokens were drafted gave so many. Returns why drafts are off, if they are now.
 
         ``seconds``: that it took; None: they are not known.
         """
-        costs = self._costs(rows, at_once=at_once)
+        costs = self._costs(rows, kind)
         if seconds is not None:
             costs.add(size + 1, seconds)
         return self._stepped(tokens / rows - (costs.get(size + 1) or 1.0))
@@ -123,12 +159,12 @@ class BatchChoice:
             self.counts.off, self._balance = lost, Balance()
         return lost
 
-    def _costs(self, rows: int, *, at_once: bool) -> StepCosts:
+    def _costs(self, rows: int, kind: StepKind) -> StepCosts:
         rows = rows if rows <= EXACT_ROWS else 1 << (rows - 1).bit_length()
-        return costs_of(self._model, (self._kind, rows, at_once))
+        return costs_of(self._model, (self._kind, rows, kind))
 
     @staticmethod
-    def _size(costs: StepCosts, rows: int, gains: Sequence[Sequence[float]], most: int) -> int:
+    def _size(costs: StepCosts, rows: int, gains: Sequence[Sequence[float]], sizes: Sequence[int], most: int) -> int:
         """The number of drafted tokens that gives the most tokens in the time of a step.
 
         ``gains``: of each answer that drafts the tokens that are expected of none, one, two... drafted ones.
@@ -136,7 +172,7 @@ class BatchChoice:
         if not costs.is_known:
             return 0
         best, highest, known = 0, LEAST_GAIN, 1.0
-        for size in SIZES:
+        for size in sizes:
             if size > most:
                 break
             cost = costs.get(size + 1)
@@ -147,3 +183,8 @@ class BatchChoice:
             if cost is None:
                 break  # a larger one waits for this one's measurement
         return best
+
+
+def _sizes(drafting: Sequence[AnswerDrafts]) -> list[int]:
+    """The numbers of tokens that are tried."""
+    return sorted({*SIZES, *(each.most for each in drafting)})

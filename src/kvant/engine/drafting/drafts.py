@@ -1,7 +1,7 @@
 """What a request asks of drafts."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from kvant.cache import ModelCache
 from kvant.engine.drafting.choice import SIZES, Choice, StepCosts
@@ -10,6 +10,7 @@ from kvant.engine.drafting.suffix import SuffixDrafter
 from kvant.errors import ArgumentError
 
 Source = Literal["none", "prompt"]
+ServedSource = Literal["none", "prompt", "model"]  # where a server may have a draft model
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +18,11 @@ class Drafts:
     """Where drafts come from.
 
     Attributes:
-        source: "prompt": from what the sequence holds so far.
+        source: "prompt": from what the sequence holds so far; "model": from a model.
+        side_by_side: whether they are for answers of a batch.
     """
+
+    side_by_side: ClassVar[bool] = True
 
     source: str = "prompt"
 
@@ -31,9 +35,26 @@ class Drafts:
         """For a model with this cache, whose sequence will have ``tokens`` tokens at most."""
         return self
 
+    @property
+    def most(self) -> int:
+        """Tokens that are drafted a step, at most."""
+        return SIZES[-1]
+
     def drafter(self) -> Drafter:
         """A drafter for one sequence."""
         return SuffixDrafter()
+
+    def for_answer(self, salt: bytes, tokens: int) -> Drafter:
+        """A drafter for an answer of many.
+
+        Args:
+            salt: of its request.
+            tokens: that its sequence can have.
+        """
+        return self.drafter()
+
+    def release(self, drafter: Drafter) -> None:
+        """Give back what a drafter of an answer holds; it drafts no more."""
 
     def choice(self, costs: StepCosts, drafter: Drafter) -> Choice:
         """What decides for one sequence how many tokens are drafted."""

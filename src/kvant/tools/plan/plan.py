@@ -67,7 +67,8 @@ class Settings:
         sequences: of a pool, at once; None: a cache of one sequence.
         pool_tokens: that the pool is reserved for in all; None: each sequence has max_kv_size of them.
         caches: of conversations that are held beside a pool.
-        draft_model: what drafts, with a cache of its own for each sequence; None: no model does.
+        draft_model: what drafts, with a cache of its own, or a pool of as many sequences, each of as many tokens; None:
+            no model does.
     """
 
     kv_bits: int = 8
@@ -97,7 +98,7 @@ class MemoryPlan:
         caches: of conversations' caches and their states, beside a pool.
         sequence: of a pool, the part of the cache that one more sequence of max_kv_size tokens would add.
         draft_weights: of a draft model.
-        draft_cache: of its caches, one a sequence, and their states; at most its own context.
+        draft_cache: of its cache or pool, and states; a sequence has at most its own context.
     """
 
     max_kv_size: int
@@ -261,7 +262,7 @@ def _draft_planner(draft: DraftModel, settings: Settings, device: Device | None)
     """The plan of a draft model alone, by the tokens reserved for the model that it drafts for."""
     config = draft.checkpoint.config
     bits, group = draft_format(config, settings.kv_bits, settings.kv_group_size)
-    chosen = Settings(bits, group, settings.kv_bias_split, settings.prefill_step_size)
+    chosen = Settings(bits, group, settings.kv_bias_split, settings.prefill_step_size, settings.sequences)
     planned = planner(draft.checkpoint, chosen, device, draft.split_pairs)
     return lambda tokens: planned(min(tokens, config.max_position_embeddings or tokens))
 
@@ -275,7 +276,7 @@ def _with_draft(made: MemoryPlan, draft: MemoryPlan, checkpoint: Checkpoint | Br
         loading=max(made.loading, made.weights + draft.loading),
         process=max(made.process, draft.process),
         draft_weights=draft.weights,
-        draft_cache=(made.settings.sequences or 1) * (draft.cache + draft.state),
+        draft_cache=draft.cache + draft.state,
     )
 
 
