@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
 from kvant.engine.drafting.choice import SIZES, costs_of
+from kvant.engine.drafting.drafter import known_part
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.draw import SeededSampler, greedy
 from kvant.engine.processors import KINDS
@@ -155,10 +156,8 @@ class DraftedRun(Run):
         choice, drafter = self._choice, self._drafter
         # A step gives one token more than were accepted.
         count = choice.count(drafter.match, self._limit - len(self.generated) - 2)
-        draft = drafter.propose(count) if count else []
-        vocab_size = self._model.config.vocab_size
-        known = next((n for n, token in enumerate(draft) if not 0 <= token < vocab_size), len(draft))
-        return draft[: choice.count(drafter.match, known)]
+        draft = known_part(drafter.propose(count), self._model.config.vocab_size) if count else []
+        return draft[: choice.count(drafter.match, len(draft))]
 
     def _verify(self, token: mx.array, token_id: int, draft: list[int], began: float) -> None:
         """Begin the step of a token (1,) and the draft behind it; queued, with the sampling where that is at once."""

@@ -3,7 +3,8 @@
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from kvant.engine.drafting.choice import LEAST_GAIN, SIZES, Balance, DraftCounts, StepCosts, costs_of
+from kvant.engine.drafting.choice import SIZES, Balance, DraftCounts, StepCosts, costs_of
+from kvant.engine.drafting.drafter import known_part
 from kvant.engine.drafting.drafts import Drafts
 
 READ_AT_ONCE = 2048  # tokens that a drafter reads in a step: a long prompt holds nobody up
@@ -65,8 +66,7 @@ class AnswerDrafts:
 
     def propose(self, most: int, vocab_size: int) -> list[int]:
         """At most so many tokens that may follow, of those that the model knows."""
-        draft = self.drafter.propose(most) if most > 0 else []
-        return draft[: next((n for n, token in enumerate(draft) if not 0 <= token < vocab_size), len(draft))]
+        return known_part(self.drafter.propose(most), vocab_size) if most > 0 else []
 
     def release(self) -> None:
         """Give back what it drafts with; nothing is drafted any more."""
@@ -169,20 +169,11 @@ class BatchChoice:
 
         ``gains``: of each answer that drafts the tokens that are expected of none, one, two... drafted ones.
         """
-        if not costs.is_known:
-            return 0
-        best, highest, known = 0, LEAST_GAIN, 1.0
-        for size in sizes:
-            if size > most:
-                break
-            cost = costs.get(size + 1)
-            known = max(known, UNKNOWN * known if cost is None else cost)
-            rate = (1 + sum(gain[min(size, len(gain) - 1)] for gain in gains) / rows) / known
-            if rate > highest:
-                best, highest = size, rate
-            if cost is None:
-                break  # a larger one waits for this one's measurement
-        return best
+
+        def tokens(size: int) -> float:
+            return 1 + sum(gain[min(size, len(gain) - 1)] for gain in gains) / rows
+
+        return costs.best([size for size in sizes if size <= most], tokens, UNKNOWN)
 
 
 def _sizes(drafting: Sequence[AnswerDrafts]) -> list[int]:

@@ -1,7 +1,7 @@
 """How many tokens to draft: as many as pay, by what was accepted before and what steps cost on this device."""
 
 from collections import deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -91,6 +91,26 @@ class StepCosts:
         """A quarter of the last steps cost less: first steps take longer, and others wait. None before the second."""
         ratios = self._ratios.get(num_tokens, ())
         return _quartile(ratios) if len(ratios) > 1 else None
+
+    def best(self, sizes: Sequence[int], tokens: Callable[[int], float], unknown: float = 1.0) -> int:
+        """The number of drafted tokens that gives the most tokens in the time of a step; 0: no draft pays.
+
+        Args:
+            sizes: numbers to choose from, ascending.
+            tokens: of a number, the tokens that a step is expected to give.
+            unknown: what a step costs that was not measured yet, in steps of the next smaller size.
+        """
+        if not self.is_known:
+            return 0
+        best, most, known = 0, LEAST_GAIN, 1.0
+        for size in sizes:
+            cost = self.get(size + 1)
+            known = max(known, unknown * known if cost is None else cost)
+            if (rate := tokens(size) / known) > most:
+                best, most = size, rate
+            if cost is None:
+                break  # a larger one waits for this one's measurement
+        return best
 
 
 class Balance:
@@ -224,19 +244,8 @@ class Choice:
 
     def _best(self, match: int) -> int:
         """The number of tokens that gives the most a second."""
-        if not self._costs.is_known:
-            return 0
-        best, most = 0, LEAST_GAIN
-        known, added = 1.0, self.expected(match, self._sizes[-1])
-        for size in self._sizes:
-            expected = 1 + added[size]
-            cost = self._costs.get(size + 1)
-            known = max(known, cost or known)
-            if expected / known > most:
-                best, most = size, expected / known
-            if cost is None:
-                break  # a larger one waits for this one's measurement
-        return best
+        added = self.expected(match, self._sizes[-1])
+        return self._costs.best(self._sizes, lambda size: 1 + added[size])
 
     def _likely(self, each: int) -> float:
         """The probability that a guess of a class is right; of one not seen, that of the next shorter matches."""
