@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from kvant.cache.pages import PAGE_SIZE
 from kvant.cli.bad_value import BadValueError as BadValueError  # here for the commands
 from kvant.cli.defaults import Defaults, blocked_by
 from kvant.engine.drafting.drafts import Source
@@ -329,12 +330,12 @@ def check_parallel(parallel: str | None) -> Literal["pipeline", "tensor"] | None
     return None
 
 
-def refuse_drafts(draft: str, draft_model: str | None) -> None:
-    """Refuse drafts beside --deterministic: a step of more tokens rounds differently.
-
-    Raises:
-        BadValueError: there are some.
-    """
+def check_deterministic(prefill_step_size: int, draft: str, draft_model: str | None) -> None:
+    """Refuse beside --deterministic short chunks, and drafts: a step of more tokens rounds differently."""
+    if prefill_step_size < PAGE_SIZE:
+        raise BadValueError(
+            f"--prefill-step-size is {prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
+        )
     for flag, given in (("--draft", None if draft == "none" else draft), ("--draft-model", draft_model)):
         if given is not None:
             raise BadValueError(f"{flag} is {given[:80]}; beside --deterministic it is not supported")
