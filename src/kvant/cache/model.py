@@ -129,10 +129,7 @@ class ModelCache(SavedCache, StepCache, Sequence[KVCache]):
     def begin(self, inputs: mx.array, num_rows: int | None = None) -> tuple[int, ...]:
         """Begin a step of token ids (B, S); an earlier one that was not committed is gone.
 
-        Args:
-            inputs: the ids.
-            num_rows: of a compiled step, whose layers do not note what they write: the rows of a sequence that it
-                writes, S and its padding.
+        ``num_rows``: rows a sequence that a compiled step writes, S and its padding; its layers do not note them.
 
         Returns:
             the position of each sequence's first new token.
@@ -147,7 +144,7 @@ class ModelCache(SavedCache, StepCache, Sequence[KVCache]):
             raise ValueError(f"the cache is for a batch of {len(self.lengths)}; given {batch}")
         self.reserve(num_rows or num_tokens)
         if num_rows:
-            self._sequences.wrote_rows(num_rows)
+            self._wrote_rows(num_rows)
         self._sequences.step = inputs
         self._sequences.values.clear()
         return self.lengths

@@ -67,13 +67,9 @@ class QuantizedKVCache(SavedRows, KVCache):
             RuntimeError: a forced kernel that failed its self-check on this device, or does not run there.
         """
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
-        for name, number in (
-            ("max_seq_len", max_seq_len),
-            ("num_kv_heads", 1 if num_kv_heads == 0 else num_kv_heads),
-            ("head_dim", head_dim),
-            ("value_head_dim", value_head_dim or 1),
-            ("batch", batch),
-        ):
+        heads = 1 if num_kv_heads == 0 else num_kv_heads
+        sizes = {"max_seq_len": max_seq_len, "num_kv_heads": heads, "head_dim": head_dim}
+        for name, number in (sizes | {"value_head_dim": value_head_dim or 1, "batch": batch}).items():
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name} is {number!r}; expected a positive int")
         for width in (head_dim, value_head_dim or head_dim):
@@ -89,8 +85,8 @@ class QuantizedKVCache(SavedRows, KVCache):
         self.quant_group = quant_group
         self.bias_split = bias_split
         self.kernels = kernels
-        heads, pairs = num_heads and num_heads // num_kv_heads, None if bias_split is None else len(bias_split.pairs)
-        use = KernelUse(head_dim, value_head_dim, dtype, quant_bit, quant_group, scale_dtype, heads, pairs)
+        queries, pairs = num_heads and num_heads // num_kv_heads, None if bias_split is None else len(bias_split.pairs)
+        use = KernelUse(head_dim, value_head_dim, dtype, quant_bit, quant_group, scale_dtype, queries, pairs)
         self.backend = resolve(kernels, self._unsupported_reason((1, 1, 1, head_dim)), [self._as_used(use)])
         sides, width = (2, head_dim) if head_dim == value_head_dim else (1, head_dim + value_head_dim)
         shape = (1, batch, sides, num_kv_heads, self.num_rows)

@@ -1,6 +1,5 @@
 """The sequences that a cache holds: their lengths, the ids of their tokens, and the step that is not yet committed."""
 
-import math
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -83,13 +82,6 @@ class Sequences(SavedSequences):
         written = list(self._written)
         written[sequence] = max(written[sequence], end)
         self._written = tuple(written)
-
-    def wrote_rows(self, num_rows: int) -> None:
-        """As :meth:`wrote`, of so many rows behind those of each sequence, where a window's ring is full."""
-        smallest = min((limit.rows for limit in self.limits if limit.rows), default=math.inf)
-        for b, length in enumerate(self._lengths):
-            if length + num_rows > smallest:
-                self.wrote(b, length + num_rows)
 
     def trim(self, num_tokens: int | Sequence[int], layer: int | None = None) -> int:
         """Forget the last tokens of every sequence, or all it has.

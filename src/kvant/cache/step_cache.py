@@ -1,5 +1,6 @@
 """What steps that are compiled, dropped or verified need of a model's cache."""
 
+import math
 from abc import abstractmethod
 
 import mlx.core as mx
@@ -36,6 +37,14 @@ class StepCache:
         if self._sequences.step is not None:
             raise RuntimeError("a step was begun since; expected to resume one whose first tokens were just committed")
         self._sequences.step = rest
+
+    def _wrote_rows(self, num_rows: int) -> None:
+        """Note that a compiled step writes so many rows behind each sequence, where a window's ring is full."""
+        sequences = self._sequences
+        smallest = min((limit.rows for limit in sequences.limits if limit.rows), default=math.inf)
+        for b, length in enumerate(sequences.lengths):
+            if length + num_rows > smallest:
+                sequences.wrote(b, length + num_rows)
 
     def hold(self) -> list[list[mx.array]]:
         """All layers' arrays before a step, for :meth:`put_back`; see :meth:`KVCache.hold`."""

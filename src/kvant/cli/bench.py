@@ -15,7 +15,6 @@ from typer.core import TyperGroup
 from kvant.cli import bench_options, options, ranks, terminal
 from kvant.cli.options import BadValueError
 from kvant.engine.drafting.drafts import Source
-from kvant.engine.model_drafts import check_draft_tokens
 from kvant.text.tokenizer import load_tokenizer
 from kvant.tools.bench.engines import with_drafts
 from kvant.tools.bench.prompts import Replay
@@ -155,7 +154,8 @@ def bench(
         kv_group_size=kv_group_size,
         weight_group_size=weight_group_size,
     )
-    options.check_text(model=model, draft_model=draft_model)
+    options.check_text(model=model)
+    options.check_draft(draft, draft_model, num_draft_tokens)
     for url in server or []:
         options.check_text(server=url)
     for name in server_model or []:
@@ -163,7 +163,6 @@ def bench(
     options.check_kernels()  # the workers' environment is this process's
     ranks.check_parallel(parallel)
     ranks.refuse_draft_model(draft_model)
-    check_draft_tokens(num_draft_tokens, has_model=draft_model is not None)
     drafting = bench_options.check_draft(draft, draft_model, replay, streams, plot, random, engine or (), server or [])
     if ranks.guard() is not None:
         engine = bench_options.refuse_over_ranks(engine, random, streams, server or [])

@@ -217,8 +217,6 @@ def check_draft(
         if replay is not None:
             raise BadValueError(f"--replay is {replay}, which has no effect without --draft prompt")
         return None
-    if draft_model is not None and draft != "none":
-        raise BadValueError(f"--draft is {draft}, and --draft-model drafts: expected one of the two")
     asked = f"--draft is {draft}" if draft_model is None else f"--draft-model is {draft_model!r:.80}"
     if streams is not None:
         raise BadValueError(f"{asked}; with --streams {streams} drafts are not measured")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
-from kvant.cache.pages import PAGE_SIZE
 from kvant.cli import options, ranks
 from kvant.cli import prompt_cache_file as cache_file
 from kvant.cli.answer_output import AnswerOutput
@@ -103,12 +102,8 @@ def generate(
     together = n > 1 or deterministic
     if sequences is not None and not together and prompts_file is None:
         raise BadValueError(f"--sequences is {sequences}, which has no effect without --prompts-file or --n")
-    if deterministic and run.prefill_step_size < PAGE_SIZE:
-        raise BadValueError(
-            f"--prefill-step-size is {run.prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
-        )
     if deterministic:
-        options.refuse_drafts(run.draft, run.draft_model)
+        options.check_deterministic(run.prefill_step_size, run.draft, run.draft_model)
     ranks.refuse_draft_model(run.draft_model)
     side: SideBySide = {"at_once": sequences or SEQUENCES, "deterministic": deterministic}
     if prompts_file is not None:

@@ -12,10 +12,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from kvant.cache.pages import PAGE_SIZE
 from kvant.cli.bad_value import BadValueError as BadValueError  # here for the commands
 from kvant.cli.defaults import Defaults, blocked_by
 from kvant.engine.drafting.drafts import Source
 from kvant.engine.load import POCKET
+from kvant.engine.model_drafts import check_draft_tokens
 from kvant.errors import ArgumentError, KvantError, one_line
 from kvant.files import unique_keys
 from kvant.operators.dispatch import VARIABLE, choose
@@ -310,6 +312,14 @@ def check_kv_format(kv_bits: int, kv_group_size: int | None) -> int:
     return DEFAULT_KV_GROUP_SIZE if kv_group_size is None else kv_group_size
 
 
+def check_draft(draft: str, draft_model: str | None, num_draft_tokens: int | None) -> None:
+    """Refuse --draft beside --draft-model, and a number of tokens out of range or without effect."""
+    check_text(draft_model=draft_model)
+    check_draft_tokens(num_draft_tokens, has_model=draft_model is not None)
+    if draft_model is not None and draft != "none":
+        raise BadValueError(f"--draft is {draft}, and --draft-model drafts: expected one of the two")
+
+
 def check_parallel(parallel: str | None) -> Literal["pipeline", "tensor"] | None:
     """A --parallel as it was written; one that is none is a usage error."""
     for known in PARALLEL:
@@ -320,12 +330,12 @@ def check_parallel(parallel: str | None) -> Literal["pipeline", "tensor"] | None
     return None
 
 
-def refuse_drafts(draft: str, draft_model: str | None) -> None:
-    """Refuse drafts beside --deterministic: a step of more tokens rounds differently.
-
-    Raises:
-        BadValueError: there are some.
-    """
+def check_deterministic(prefill_step_size: int, draft: str, draft_model: str | None) -> None:
+    """Refuse beside --deterministic short chunks, and drafts: a step of more tokens rounds differently."""
+    if prefill_step_size < PAGE_SIZE:
+        raise BadValueError(
+            f"--prefill-step-size is {prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
+        )
     for flag, given in (("--draft", None if draft == "none" else draft), ("--draft-model", draft_model)):
         if given is not None:
             raise BadValueError(f"{flag} is {given[:80]}; beside --deterministic it is not supported")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvant.cache.pages import PAGE_SIZE
 from kvant.cli import options, ranks, terminal
 from kvant.cli.fitting import named_format
 from kvant.cli.follow import follow
@@ -113,12 +112,8 @@ def serve(
         quiet=quiet,
     )
     options.check_counts(sequences=sequences, max_queue=max_queue)
-    if deterministic and prefill_step_size < PAGE_SIZE:
-        raise BadValueError(
-            f"--prefill-step-size is {prefill_step_size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
-        )
     if deterministic:
-        options.refuse_drafts(draft, draft_model)
+        options.check_deterministic(prefill_step_size, draft, draft_model)
     ranks.refuse_draft_model(draft_model)
     if deterministic and prompt_cache_file:
         raise BadValueError(

@@ -22,7 +22,7 @@ from kvant.engine.drafting.drafts import Drafts, drafts_of
 from kvant.engine.drafting.same_tokenizer import check_folders
 from kvant.engine.draw import Sampler
 from kvant.engine.load import POCKET, find_adapter, find_model, load_folder, load_model
-from kvant.engine.model_drafts import DEFAULT_DRAFT_TOKENS, ModelDrafts, check_draft_tokens
+from kvant.engine.model_drafts import DEFAULT_DRAFT_TOKENS, ModelDrafts
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.sampling import SamplingOptions
 from kvant.models import LanguageModel
@@ -74,10 +74,7 @@ class RunOptions:
         options.check_kv_format(self.kv_bits, self.kv_group_size)
         options.check_kernels(self.kernels)
         options.check_text(model=self.model, adapter_path=self.adapter_path, system_prompt=self.system_prompt)
-        options.check_text(draft_model=self.draft_model)
-        check_draft_tokens(self.num_draft_tokens, has_model=self.draft_model is not None)
-        if self.draft_model is not None and self.draft != "none":
-            raise BadValueError(f"--draft is {self.draft}, and --draft-model drafts: expected one of the two")
+        options.check_draft(self.draft, self.draft_model, self.num_draft_tokens)
         options.check_stop(self.stop or ())
         options.check_text(**{"--extra-eos-token": "".join(self.extra_eos_token or ())})
         options.template_variables(self.chat_template_config)

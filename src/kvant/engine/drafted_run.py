@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
-from kvant.engine.drafting.choice import costs_of
+from kvant.engine.drafting.choice import SIZES, costs_of
+from kvant.engine.drafting.drafter import known_part
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.draw import SeededSampler, greedy
 from kvant.engine.processors import KINDS
@@ -17,7 +19,7 @@ from kvant.engine.step import can_compile
 from kvant.errors import ArgumentError
 from kvant.models import LanguageModel
 
-LARGEST_STEP = 8
+LARGEST_STEP = SIZES[-1] + 1
 
 
 class DraftedRun(Run):
@@ -154,10 +156,8 @@ class DraftedRun(Run):
         choice, drafter = self._choice, self._drafter
         # A step gives one token more than were accepted.
         count = choice.count(drafter.match, self._limit - len(self.generated) - 2)
-        draft = drafter.propose(count) if count else []
-        vocab_size = self._model.config.vocab_size
-        known = next((n for n, token in enumerate(draft) if not 0 <= token < vocab_size), len(draft))
-        return draft[: choice.count(drafter.match, known)]
+        draft = known_part(drafter.propose(count), self._model.config.vocab_size) if count else []
+        return draft[: choice.count(drafter.match, len(draft))]
 
     def _verify(self, token: mx.array, token_id: int, draft: list[int], began: float) -> None:
         """Begin the step of a token (1,) and the draft behind it; queued, with the sampling where that is at once."""
@@ -165,28 +165,24 @@ class DraftedRun(Run):
         if self._tokens is not None:
             self._tokens = mx.concatenate([self._tokens, token])
         step, ids = self._compiled_step(), [token_id, *draft]
+        picked, is_traced = None, False
         if step is None or not step.takes(len(ids)):
             logits = self._model.every_logits(mx.array([ids]), cache).squeeze(0)
-            rows = _Rows(draft, began, logits)
         else:
-            traced, result = step.compilations, step(ids)
-            logits = result[-1]
-            rows = _Rows(draft, began, logits)
-            rows.is_traced = step.compilations > traced
-            rows.picked = result[0] if step.samples else None
-        if rows.picked is not None:
-            mx.async_eval(rows.picked, rows.logits)
-        elif self._at_once:
+            traced = step.compilations
+            *sampled, logits = step(ids)
+            picked, is_traced = sampled[0] if step.samples else None, step.compilations > traced
+        if picked is None and self._at_once:
             known = [*cache.ids[0], token_id] if self._processors else []
             asked = [
                 Row(self._sampler, self._processors, cache.offset + 1 + place, [*known, *draft[:place]])
                 for place in range(len(draft) + 1)
             ]
-            rows.picked, rows.logits = sample_rows(logits, asked)
-            mx.async_eval(rows.picked, rows.logits)
-        else:
-            mx.async_eval(logits)
-        self._next, self._rows, self._ready, self._fed = None, rows, None, cache.step
+            picked, logits = sample_rows(logits, asked)
+        mx.async_eval([logits] if picked is None else [picked, logits])
+        self._rows = _Rows(draft, began, logits, picked, is_traced)
+        self._next = self._ready = None
+        self._fed = cache.step
 
     def _take_row(self, rows: "_Rows") -> tuple[int, mx.array]:
         """The token of the next position that was verified; where that ends what was accepted, a step is begun."""
@@ -253,6 +249,7 @@ def make_run(
     return DraftedRun(model, prompt, cache, drafts=drafts, **options)
 
 
+@dataclass(slots=True)
 class _Rows:
     """Positions that are verified in one step, after a token whose draft this is.
 
@@ -263,12 +260,13 @@ class _Rows:
         is_traced: it took the time of tracing a compiled step too.
     """
 
-    def __init__(self, draft: list[int], began: float, logits: mx.array) -> None:
-        self.draft, self.began, self.logits = draft, began, logits
-        self.picked: mx.array | None = None
-        self.place = 0
-        self.seconds = 0.0
-        self.is_traced = False
+    draft: list[int]
+    began: float
+    logits: mx.array
+    picked: mx.array | None
+    is_traced: bool
+    place: int = 0
+    seconds: float = 0.0
 
     def rest(self) -> list[int]:
         """Drafted tokens that are fed and not handed out yet."""

@@ -67,10 +67,7 @@ def for_answer(sampler: Sampler, number: int) -> Sampler:
 
 
 def draw_key(sampler: Sampler, position: int) -> mx.array | None:
-    """The key (1, 2) of the draw after ``position`` tokens, for :func:`sample`; None: the sampler takes none.
-
-    The sampler is one of :func:`for_a_run`.
-    """
+    """The key (1, 2) of the draw after ``position`` tokens by a sampler of :func:`for_a_run`; None: it takes none."""
     return draw_keys([sampler], [position]) if isinstance(sampler, SeededSampler) else None
 
 
@@ -139,10 +136,9 @@ def sample(
 
 
 def draw(logits: mx.array, sampler: Sampler, keys: mx.array | None) -> tuple[mx.array, mx.array]:
-    """Tokens (B,) and log-probabilities (B, vocab) of logits (B, vocab) in float32; ``keys`` (B, 2), as in sample."""
+    """Tokens (B,) and log-probabilities (B, vocab) of float32 logits (B, vocab), with keys (B, 2) of draw_keys."""
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     if not isinstance(sampler, SeededSampler):
         return sampler(logprobs), logprobs
-    if keys is None:
-        raise AssertionError("a seeded sampler needs a key")
+    assert keys is not None
     return draw_seeded(logprobs, [sampler] * logits.shape[0], keys), logprobs

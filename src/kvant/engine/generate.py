@@ -9,7 +9,7 @@ import mlx.core as mx
 from kvant.cache import KVCache
 from kvant.engine.drafted_run import make_run
 from kvant.engine.draw import Sampler
-from kvant.engine.keywords import cache_for, check_generate
+from kvant.engine.keywords import CacheWanted, cache_for, check_generate
 from kvant.engine.limits import check_stops
 from kvant.engine.long_run import LongRun
 from kvant.engine.model_drafts import asked_drafts
@@ -53,8 +53,8 @@ def stream_generate(
         prompt: text, encoded as it is (a beginning-of-text token only where the tokenizer adds one and the text lacks
             it), or token ids. Messages go through ``tokenizer.apply_chat_template`` first.
         max_tokens: generate at most this many; -1: until the context is full.
-        draft_model, num_draft_tokens: a smaller model with the same tokenizer, of whose tokens up to 1 to 7, default 3,
-            are verified in a step. It has a cache of its own, with the format and reservation of the model's.
+        draft_model, num_draft_tokens: a smaller model with the same tokenizer, which drafts at most 1 to 7 tokens a
+            step, default 3. It has a cache of its own, with the format and reservation of the model's.
         stream, input_embeddings: refused.
         sampler: from :func:`kvant.sample_utils.make_sampler`, or any function of log-probabilities (1, vocab) to
             a token (1,), such as mlx-lm's; default: greedy.
@@ -87,26 +87,12 @@ def stream_generate(
         ValueError: any other argument out of range. Nothing has been fed then.
     """
     started = time.perf_counter()
-    check_generate(
-        input_embeddings=input_embeddings,
-        stream=stream,
-        kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
-        quantized_kv_start=quantized_kv_start,
-        max_kv_size=max_kv_size,
-    )
+    wanted = CacheWanted(kv_bits, kv_group_size, max_kv_size)
+    check_generate(wanted, quantized_kv_start, input_embeddings=input_embeddings, stream=stream)
     stops = check_stops(stop)
     drafts = asked_drafts(draft, draft_model, num_draft_tokens, model, tokenizer)
     ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)
-    cache = cache_for(
-        model,
-        len(ids),
-        max_tokens,
-        prompt_cache,
-        kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
-        max_kv_size=max_kv_size,
-    )
+    cache = cache_for(model, len(ids), max_tokens, prompt_cache, wanted)
     run = make_run(
         drafts,
         model,

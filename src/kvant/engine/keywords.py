@@ -6,7 +6,7 @@ docs/api.md has the whole table.
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvant.cache import KVCache, QuantizedKVCache
 from kvant.engine.limits import check_count, reservation
@@ -98,14 +98,16 @@ def model_config_of(folder: Path) -> dict[str, Any]:
     return config
 
 
+class CacheWanted(NamedTuple):
+    """What a caller says of the cache of a request; None: nothing."""
+
+    kv_bits: int | None
+    kv_group_size: int | None
+    max_kv_size: int | None
+
+
 def check_generate(
-    *,
-    input_embeddings: object,
-    stream: object,
-    kv_bits: int | None,
-    kv_group_size: int | None,
-    quantized_kv_start: int | None,
-    max_kv_size: int | None,
+    wanted: CacheWanted, quantized_kv_start: int | None, *, input_embeddings: object, stream: object
 ) -> None:
     """Refuse what :func:`kvant.stream_generate` cannot do.
 
@@ -118,8 +120,8 @@ def check_generate(
     ):
         if value is not None:
             raise ArgumentError(name, f"is a {type(value).__name__}; expected None: {reason}")
-    check_format(kv_bits, kv_group_size, max_kv_size)
-    if quantized_kv_start is not None and quantized_kv_start != 0 and kv_bits != 0:
+    check_format(*wanted)
+    if quantized_kv_start is not None and quantized_kv_start != 0 and wanted.kv_bits != 0:
         raise ArgumentError(
             "quantized_kv_start", f"is {quantized_kv_start!r}; a cache is quantized from the first token: expected 0"
         )
@@ -143,10 +145,7 @@ def cache_for(
     prompt_tokens: int,
     max_tokens: int,
     given: Sequence[KVCache] | None,
-    *,
-    kv_bits: int | None,
-    kv_group_size: int | None,
-    max_kv_size: int | None,
+    wanted: CacheWanted,
 ) -> Sequence[KVCache]:
     """The cache of a request: the caller's, or one reserved for prompt and answer.
 
@@ -155,6 +154,7 @@ def cache_for(
         ContextError: the prompt alone does not fit.
         ValueError: a format that the model's layers cannot have, or max_tokens out of range.
     """
+    kv_bits, kv_group_size, max_kv_size = wanted
     if given is None:
         return model.make_cache(
             reservation(model, prompt_tokens, max_tokens, max_kv_size),
@@ -170,8 +170,8 @@ def cache_for(
             raise ArgumentError("kv_bits", f"is {kv_bits}; {bits} is that of the", "prompt_cache")
     for layer in layers:
         # A bridged layer whose widths the group does not divide has a smaller one.
-        wanted = math.gcd(kv_group_size or 0, layer.head_dim, layer.value_head_dim)
-        if kv_group_size is not None and layer.quant_bit and layer.quant_group != wanted:
+        group = math.gcd(kv_group_size or 0, layer.head_dim, layer.value_head_dim)
+        if kv_group_size is not None and layer.quant_bit and layer.quant_group != group:
             raise ArgumentError(
                 "kv_group_size", f"is {kv_group_size}; {layer.quant_group} is that of the", "prompt_cache"
             )

@@ -10,7 +10,7 @@ import mlx.core as mx
 from kvant.cache import ModelCache, QuantizedKVCache
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool import Pool
-from kvant.engine.drafting.choice import Choice, StepCosts
+from kvant.engine.drafting.choice import SIZES, Choice, StepCosts
 from kvant.engine.drafting.drafter import Drafter
 from kvant.engine.drafting.drafts import Drafts, drafts_of
 from kvant.engine.drafting.same_tokenizer import check_draft_model
@@ -25,7 +25,7 @@ from kvant.models.reservation import default_reservation
 from kvant.sizes import format_bytes
 from kvant.text.tokenizer import Tokenizer
 
-DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS = 3, 7
+DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS = 3, SIZES[-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ class ModelDrafts(Drafts):
     def choice(self, costs: StepCosts, drafter: Drafter) -> Choice:
         """What decides for one sequence how many tokens are drafted."""
         assert isinstance(drafter, ModelDrafter)
-        sizes = sorted({size for size in (1, 3, 7) if size < self.num_draft_tokens} | {self.num_draft_tokens})
+        sizes = sorted({size for size in SIZES if size < self.num_draft_tokens} | {self.num_draft_tokens})
         return ModelChoice(costs, sizes, drafter)
 
 

@@ -139,11 +139,9 @@ class Run:
         cache = self._cache
         with cache.turn:
             held = cache.lengths
-            ended = cache.step is not self._fed if self.generated else held != self._lengths
-            if ended:
-                self._failed = True
-                raise RuntimeError("the run was ended: another run, a call or a trim changed its cache")
             self._failed = True  # until it is known that it did not
+            if cache.step is not self._fed if self.generated else held != self._lengths:
+                raise RuntimeError("the run was ended: another run, a call or a trim changed its cache")
             try:
                 result = repeated_unfused(work, cache, lambda: self._start_over(held[0]))
                 self._lengths = cache.lengths
@@ -193,10 +191,9 @@ class Run:
             logits = self._read_prompt()
             if self._processors:
                 ids = cache.ids[0]
-                if max(ids) >= model.config.vocab_size:  # of a file; processors read logits at these places
-                    raise ValueError(
-                        f"the cache holds token {max(ids)}; the model knows 0 to {model.config.vocab_size - 1}"
-                    )
+                known = model.config.vocab_size - 1
+                if max(ids) > known:  # of a file; processors read logits at these places
+                    raise ValueError(f"the cache holds token {max(ids)}; the model knows 0 to {known}")
                 self._tokens = mx.array(ids)
             self._next = self._sample(logits, cache.offset)
             mx.async_eval(*self._next)
@@ -238,21 +235,15 @@ class Run:
         if self._tokens is not None:
             self._tokens = mx.concatenate([self._tokens, token])
         step = self._compiled_step()
-        if step is None:
-            logits = self._model.next_logits(token[None], self._cache)
-            return self._sample(logits, self._cache.offset + 1)
-        result = step(token)
+        result = (self._model.next_logits(token[None], self._cache),) if step is None else step(token)
         return result if len(result) == 2 else self._sample(result[0], self._cache.offset + 1)
 
     def _compiled_step(self) -> CompiledStep | None:
         """What steps are compiled as; None: they are not."""
         if not self._decided and can_compile(self._model, self._cache, self._compiled):
+            processed, most = bool(self._processors), self._most_tokens
             self._step_function = CompiledStep(
-                self._model,
-                self._cache,
-                self._sampler,
-                processed=bool(self._processors),
-                most_tokens=self._most_tokens,
+                self._model, self._cache, self._sampler, processed=processed, most_tokens=most
             )
         self._decided = True
         return self._step_function
@@ -275,24 +266,21 @@ def prefill(
         (1, vocab) logits of the last token, evaluated.
     """
     cache = ModelCache.of(cache)
-    total = len(prompt)
-    if progress:
-        progress(0, total)
+    total, fed = len(prompt), 0
+    tell = progress or (lambda fed, total: None)
+    tell(0, total)
     chunks = [list(prompt[first : first + step_size]) for first in range(0, total, step_size)]
     if model.last_token_alone and len(chunks[-1]) > 1:
         chunks[-1:] = [chunks[-1][:-1], chunks[-1][-1:]]
-    fed = 0
     # A chunk is evaluated so that its activations are freed before the next one's are made, and progress is true.
     for chunk in chunks[:-1]:
         mx.eval(model.feed(mx.array([chunk]), cache))
         cache.commit(ids=[chunk])
         mx.clear_cache()
         fed += len(chunk)
-        if progress:
-            progress(fed, total)
+        tell(fed, total)
     logits = model.next_logits(mx.array([chunks[-1]]), cache)
     mx.eval(logits)
     cache.commit(ids=[chunks[-1]])
-    if progress:
-        progress(total, total)
+    tell(total, total)
     return logits

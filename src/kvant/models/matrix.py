@@ -107,9 +107,8 @@ class QuantizedMatrix:
 
     def _streams(self, x: mx.array) -> Sequence[mx.Stream | mx.ThreadLocalStream]:
         """One for each core; for a small matrix only the one in use."""
-        if self.num_rows * x.shape[-1] < PARALLEL_ELEMENTS:
-            return [mx.default_stream(mx.cpu)]
-        return cpu_streams()
+        is_small = self.num_rows * x.shape[-1] < PARALLEL_ELEMENTS
+        return [mx.default_stream(mx.cpu)] if is_small else cpu_streams()
 
     def _in_bytes(self, x: mx.array) -> bool:
         """Whether :func:`unpacked_product` knows the format."""

@@ -7,7 +7,7 @@ from io import StringIO
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import mlx.core as mx
 import pytest
@@ -23,7 +23,7 @@ from kvant.ranks.group import Ranks, Traffic
 from kvant.tools.bench.adapters import Kvant
 from kvant.tools.bench.engines import EngineSpec, with_drafts
 from kvant.tools.bench.here import OverRanks
-from kvant.tools.bench.prompts import REPLAYS, random_prompts, with_answers
+from kvant.tools.bench.prompts import Replay, random_prompts, with_answers
 from kvant.tools.bench.recording import Header, Recorder, read_recording
 from kvant.tools.bench.report import compare, table
 from kvant.tools.bench.runner import Plan, measure
@@ -104,7 +104,7 @@ def test_drafts_of_a_known_text(divided: Divided, tmp_path: Path) -> None:
     specs = with_drafts([EngineSpec("kvant", 8, 32)], "prompt")
     assert [spec.label for spec in specs] == ["kvant 8-bit", "kvant 8-bit, drafts"]
     over = OverRanks(divided.model, cast(Ranks, SimpleNamespace(size=2, traffic=divided.traffic)), "tensor")
-    for kind in REPLAYS:
+    for kind in get_args(Replay):
         prompts = with_answers(random_prompts(7, 1280), kind, 7, 1280, 30)
         plan = Plan(specs, Path("not read"), 512, (20,), 30, 1, prompts)
         with Recorder(tmp_path / f"{kind}.jsonl") as recorder:

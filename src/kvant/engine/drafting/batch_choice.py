@@ -3,11 +3,11 @@
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from kvant.engine.drafting.choice import LOSS, LOSS_SHARE, SIZES, DraftCounts, StepCosts, costs_of
+from kvant.engine.drafting.choice import SIZES, Balance, DraftCounts, StepCosts, costs_of
+from kvant.engine.drafting.drafter import known_part
 from kvant.engine.drafting.drafts import Drafts
 
 READ_AT_ONCE = 2048  # tokens that a drafter reads in a step: a long prompt holds nobody up
-LEAST_GAIN = 1.15  # tokens expected of a draft in the time of one; all pay for a wrong estimate
 UNKNOWN = 1.25  # a step whose cost is not known yet, in steps of the next smaller size: so few texts pay for measuring
 EXACT_ROWS = 8  # sequences, up to which the cost of a step is kept for each number
 
@@ -62,8 +62,7 @@ class AnswerDrafts:
 
     def propose(self, most: int, vocab_size: int) -> list[int]:
         """At most so many tokens that may follow, of those that the model knows."""
-        draft = self.drafter.propose(most) if most > 0 else []
-        return draft[: next((n for n, token in enumerate(draft) if not 0 <= token < vocab_size), len(draft))]
+        return known_part(self.drafter.propose(most), vocab_size) if most > 0 else []
 
     def release(self) -> None:
         """Give back what it drafts with; nothing is drafted any more."""
@@ -97,8 +96,7 @@ class BatchChoice:
         """``kind``: of the pool, for the record of costs that is kept with the model."""
         self.counts = DraftCounts()
         self._model, self._kind = model, kind
-        self._gained = 0.0  # in steps of one token
-        self._steps = 0
+        self._balance = Balance()
 
     def may_draft(self, rows: int, drafting: Sequence[AnswerDrafts], *, kind: StepKind) -> bool:
         """Whether anything would be drafted after the next token, whatever it is.
@@ -152,14 +150,11 @@ class BatchChoice:
         return self._stepped(tokens / rows - (costs.get(size + 1) or 1.0))
 
     def _stepped(self, gained: float) -> str | None:
-        self._steps += 1
-        self._gained += gained
-        if self._gained >= -(LOSS + LOSS_SHARE * self._steps):
-            return None
-        lost, self._gained, self._steps = -self._gained, 0.0, 0
-        counts = self.counts
-        counts.off = f"they cost the time of {lost:.1f} steps; {counts.accepted} of {counts.drafted} were accepted"
-        return counts.off
+        self._balance.add(gained)
+        lost = self._balance.loss(self.counts)
+        if lost is not None:
+            self.counts.off, self._balance = lost, Balance()
+        return lost
 
     def _costs(self, rows: int, kind: StepKind) -> StepCosts:
         rows = rows if rows <= EXACT_ROWS else 1 << (rows - 1).bit_length()
@@ -171,20 +166,11 @@ class BatchChoice:
 
         ``gains``: of each answer that drafts the tokens that are expected of none, one, two... drafted ones.
         """
-        if not costs.is_known:
-            return 0
-        best, highest, known = 0, LEAST_GAIN, 1.0
-        for size in sizes:
-            if size > most:
-                break
-            cost = costs.get(size + 1)
-            known = max(known, UNKNOWN * known if cost is None else cost)
-            rate = (1 + sum(gain[min(size, len(gain) - 1)] for gain in gains) / rows) / known
-            if rate > highest:
-                best, highest = size, rate
-            if cost is None:
-                break  # a larger one waits for this one's measurement
-        return best
+
+        def tokens(size: int) -> float:
+            return 1 + sum(gain[min(size, len(gain) - 1)] for gain in gains) / rows
+
+        return costs.best([size for size in sizes if size <= most], tokens, UNKNOWN)
 
 
 def _sizes(drafting: Sequence[AnswerDrafts]) -> list[int]:

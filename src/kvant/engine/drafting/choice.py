@@ -1,7 +1,7 @@
 """How many tokens to draft: as many as pay, by what was accepted before and what steps cost on this device."""
 
 from collections import deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -10,7 +10,7 @@ from kvant.engine.drafting.drafter import Drafter
 SIZES = (1, 3, 7)
 CLASSES = 7  # of match lengths: 0, 1, 2 to 3, 4 to 7, ... 32 and more
 DECAY = 0.95  # of what an older observation counts, for each newer one
-LEAST_GAIN = 1.15  # tokens expected of a draft in the time of one
+LEAST_GAIN = 1.15  # tokens expected of a draft in the time of one; in a batch all pay for a wrong estimate
 SAMPLES = 9  # of a step's cost, of which the lower quartile counts
 LIFE = 128  # steps after which the oldest sample of each size is forgotten
 LOSS, LOSS_SHARE = 2, 0.01  # what drafts may lose: so many steps of one token, and a share of the run's steps
@@ -92,6 +92,49 @@ class StepCosts:
         ratios = self._ratios.get(num_tokens, ())
         return _quartile(ratios) if len(ratios) > 1 else None
 
+    def best(self, sizes: Sequence[int], tokens: Callable[[int], float], unknown: float = 1.0) -> int:
+        """The number of drafted tokens that gives the most tokens in the time of a step; 0: no draft pays.
+
+        Args:
+            sizes: numbers to choose from, ascending.
+            tokens: of a number, the tokens that a step is expected to give.
+            unknown: what a step costs that was not measured yet, in steps of the next smaller size.
+        """
+        if not self.is_known:
+            return 0
+        best, most, known = 0, LEAST_GAIN, 1.0
+        for size in sizes:
+            cost = self.get(size + 1)
+            known = max(known, unknown * known if cost is None else cost)
+            if (rate := tokens(size) / known) > most:
+                best, most = size, rate
+            if cost is None:
+                break  # a larger one waits for this one's measurement
+        return best
+
+
+class Balance:
+    """What drafts gained so far, in steps of one token. Where that is less than they may lose, they are switched off.
+
+    Attributes:
+        steps: that were counted.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._gained = 0.0
+
+    def add(self, gained: float) -> None:
+        """Count a step."""
+        self.steps += 1
+        self._gained += gained
+
+    def loss(self, counts: DraftCounts) -> str | None:
+        """Why drafts are switched off; None: they are not."""
+        if self._gained >= -(LOSS + LOSS_SHARE * self.steps):
+            return None
+        return f"they cost the time of {-self._gained:.1f} steps; {counts.accepted} of {counts.drafted} were accepted"
+
 
 _costs: WeakKeyDictionary[object, dict[Hashable, StepCosts]] = WeakKeyDictionary()
 
@@ -127,8 +170,7 @@ class Choice:
         self._seen = [not is_free] * CLASSES
         self._each: list[float] | None = None  # how likely a guess of each class is, until something is learnt
         self._expected: dict[tuple[int, int], list[float]] = {}  # likewise, by the match and the most tokens
-        self._gained = 0.0  # in steps of one token
-        self._steps = 0
+        self._balance = Balance()
         self._chosen: dict[int, int] = {}  # of each class, until something is learnt
 
     def saw(self, match: int, *, hit: bool) -> None:
@@ -191,7 +233,7 @@ class Choice:
             self._costs.add_single(seconds)
             gained = 0.0
         self._count_step(gained)
-        if self._steps % SAMPLES == 0:
+        if self._balance.steps % SAMPLES == 0:
             self._chosen.clear()
 
     def verified(self, drafted: int, accepted: int, seconds: float) -> None:
@@ -202,29 +244,13 @@ class Choice:
 
     def _count_step(self, gained: float) -> None:
         """A step gained so many steps of one token; where drafts lost too many, they are switched off."""
-        self._steps += 1
-        self._gained += gained
-        if self.counts.off is None and self._gained < -(LOSS + LOSS_SHARE * self._steps):
-            counts = self.counts
-            counts.off = (
-                f"they cost the time of {-self._gained:.1f} tokens; {counts.accepted} of {counts.drafted} were accepted"
-            )
+        self._balance.add(gained)
+        self.counts.off = self.counts.off or self._balance.loss(self.counts)
 
     def _best(self, match: int) -> int:
         """The number of tokens that gives the most a second."""
-        if not self._costs.is_known:
-            return 0
-        best, most = 0, LEAST_GAIN
-        known, added = 1.0, self.expected(match, self._sizes[-1])
-        for size in self._sizes:
-            expected = 1 + added[size]
-            cost = self._costs.get(size + 1)
-            known = max(known, cost or known)
-            if expected / known > most:
-                best, most = size, expected / known
-            if cost is None:
-                break  # a larger one waits for this one's measurement
-        return best
+        added = self.expected(match, self._sizes[-1])
+        return self._costs.best(self._sizes, lambda size: 1 + added[size])
 
     def _likely(self, each: int) -> float:
         """The probability that a guess of a class is right; of one not seen, that of the next shorter matches."""

@@ -22,3 +22,8 @@ class Drafter(Protocol):
 
     def propose(self, count: int) -> list[int]:
         """At most ``count`` tokens that may follow; none where it has no guess."""
+
+
+def known_part(draft: list[int], vocab_size: int) -> list[int]:
+    """A draft up to the first token that a model does not have: a prompt's file may hold such."""
+    return draft[: next((n for n, token in enumerate(draft) if not 0 <= token < vocab_size), len(draft))]

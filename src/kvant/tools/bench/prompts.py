@@ -7,7 +7,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from kvant.errors import BenchError
 from kvant.text.tokenizer import Tokenizer
@@ -15,7 +15,6 @@ from kvant.text.tokenizer import Tokenizer
 MAX_DRAWS = 1000  # a token wanted
 UNCHANGED = 100  # tokens of a replayed edit of which one is another
 Replay = Literal["edit", "new"]
-REPLAYS = get_args(Replay)
 WORD = re.compile(r" [A-Za-z]+")
 
 

@@ -35,9 +35,10 @@ class Replayed:
         place = cache.offset + 1
         return self._certain(self._model.every_logits(inputs, cache), self._text[place : place + inputs.shape[1]])
 
-    def step_logits(self, token: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
+    def step_logits(self, tokens: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
         """See :class:`kvant.models.LanguageModel`."""
-        return self._certain(self._model.step_logits(token, offset, cache, num_tokens), self._text[offset + 1][None])
+        logits = self._model.step_logits(tokens, offset, cache, num_tokens)
+        return self._certain(logits, self._text[offset + 1 + mx.arange(len(tokens))])
 
     @staticmethod
     def _certain(logits: mx.array, ids: mx.array) -> mx.array:
