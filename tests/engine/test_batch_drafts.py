@@ -16,7 +16,7 @@ from kvant import batch_generate
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.model import BridgedModel
 from kvant.cache import ModelCache
-from kvant.engine.drafting.batch_choice import BatchChoice
+from kvant.engine.drafting.batch_choice import BatchChoice, StepKind
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.request import Request
 from kvant.engine.sampling import make_logits_processors, make_sampler
@@ -241,11 +241,11 @@ def test_later_answers_draft_where_earlier_ones_were_switched_off() -> None:
     class Model:
         pass
 
-    choice = BatchChoice(Model(), "pool")
+    choice, kind = BatchChoice(Model(), "pool"), StepKind(at_once=True)
     for _ in range(3):
-        choice.stepped(2, 0.01, at_once=True, ahead=True)
-    while choice.verified(2, 7, 2, 0.09, at_once=True) is None:
+        choice.stepped(2, 0.01, kind=kind, ahead=True)
+    while choice.verified(2, 7, 2, 0.09, kind=kind) is None:
         pass
     assert "cost the time of" in str(choice.counts.off)
-    assert choice.verified(2, 7, 16, 0.09, at_once=True) is None
+    assert choice.verified(2, 7, 16, 0.09, kind=kind) is None
     assert choice.counts.off is None
