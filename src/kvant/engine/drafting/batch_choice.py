@@ -58,7 +58,6 @@ class AnswerDrafts:
         if not self.drafter.is_free:
             for place in range(min(drafted, accepted + 1)):
                 self._choice.saw(place, hit=place < accepted)
-            self._expected.clear()
 
     def propose(self, most: int, vocab_size: int) -> list[int]:
         """At most so many tokens that may follow, of those that the model knows."""
