@@ -134,7 +134,7 @@ def test_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the draft model's layers: what left a window is read again where a draft is taken back behind it."""
     model = tiny_model(tmp_path, (None, 40), hidden_size=64)
     draft_by_chance(monkeypatch, 2)
-    scheduler, pool = scheduler_of(model, max_batch=3, pool={"max_seq_len": 512})
+    scheduler, pool = scheduler_of(model, max_batch=3, pool={"max_seq_len": 512, "prefill_step_size": 64})
     drafts = _beside(pool, model, model)
     sampler, back = make_sampler(6.0, seed=3), []  # most drafts are wrong
     can_trim_to = PoolSequence.can_trim_to
