@@ -63,13 +63,12 @@ class BatchDrafter:
         kind = _kind(running)
         size = self._choice.size(len(running), proposed, most, kind=kind) if proposed else 0
         if size and asked:
-            if behind := [drafter for _, drafter, _ in asked if drafter.is_behind]:
-                behind[0].drafts.feed(behind[0])  # a chunk, between two steps, whose time it is not
+            if behind := next((drafter for _, drafter, _ in asked if drafter.is_behind), None):
+                # A chunk, between two steps, of whose time it is no part. Before all are fed no cost would be learnt.
+                behind.drafts.feed(behind)
                 self.paused()
-                late = [answer.drafts for answer, drafter, _ in asked if drafter.is_behind]
-                proposed = [(own, count) for own, count in proposed if own not in late]
-                size = self._choice.size(len(running), proposed, most, kind=kind) if proposed else 0
-            drafts |= self._by_model([each for each in asked if not each[1].is_behind], size)
+                return None
+            drafts |= self._by_model(asked, size)
         if not size or not any(drafts.values()):
             return None
         return self._begin(list(running), [drafts.get(answer, [])[:size] for answer in running], size + 1)
@@ -77,7 +76,7 @@ class BatchDrafter:
     def _by_model(self, asked: Sequence[tuple[Answer, PooledDrafter, int]], size: int) -> dict[Answer, list[int]]:
         """What models draft for these answers, as many tokens as they may have each, up to ``size``."""
         found: dict[Answer, list[int]] = {}
-        for drafts in dict.fromkeys(drafter.drafts for _, drafter, _ in asked if size):
+        for drafts in dict.fromkeys(drafter.drafts for _, drafter, _ in asked):
             own = [each for each in asked if each[1].drafts is drafts]
             counts = [min(size, count) for _, _, count in own]
             made = drafts.propose([drafter for _, drafter, _ in own], counts)

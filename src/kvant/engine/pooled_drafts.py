@@ -36,7 +36,8 @@ class PooledDrafter:
 
     def __init__(self, drafts: "PooledDrafts", salt: bytes, reserved: int) -> None:
         """``salt``: prompts are shared with sequences of the same one. ``reserved``: tokens that it can have."""
-        self.name = f"model {id(drafts.model)}"
+        model = drafts.model
+        self.name = f"model {id(model) if model.identity is None else model.identity.model}"
         self.ended: str | None = None
         self.drafts, self._salt, self._reserved = drafts, salt, reserved
         self._tokens: list[int] = []
@@ -111,6 +112,11 @@ class PooledDrafter:
             self._held = 0
         sequence.trim_to(self._held)
         return self._held
+
+    def is_ready(self) -> bool:
+        """Whether it can draft now. Where a window had moved on too far to be taken back, all is to be fed again."""
+        self.go_back()
+        return not self.is_behind
 
     def rest(self) -> list[int]:
         """Tokens that are to be fed."""
@@ -219,7 +225,7 @@ class PooledDrafts(Drafts):
             drafters: none of them is behind.
             counts: at least 1 each.
         """
-        able = [n for n, each in enumerate(drafters) if each.opened()]
+        able = [n for n, each in enumerate(drafters) if each.opened() and each.is_ready()]
         found: list[list[int]] = [[] for _ in drafters]
         chosen = [drafters[n] for n in able]
         if able:
