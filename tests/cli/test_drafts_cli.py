@@ -8,6 +8,7 @@ import pytest
 from support.command import QUESTION, call
 from support.drafts import draft_by_chance
 
+from kvant.cache.pool import Pool
 from kvant.engine.drafting.choice import StepCosts
 
 
@@ -70,6 +71,18 @@ def test_refused(command: list[str]) -> None:
     done = call(*command, "--draft", "prompt", "--deterministic")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--draft is prompt; beside --deterministic it is not supported" in done.stderr
+
+
+def test_refused_before_anything_is_said_of_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a bridged model's pool refuses them."""
+    monkeypatch.setattr(Pool, "takes_back", False)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": TWICE}))
+    for flags in (["--prompts-file", str(prompts), *STORY[1:]], [*STORY, "--n", "2"]):
+        done = call("generate", *flags, "--draft", "prompt")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "--draft is 'prompt'; side by side" in done.stderr
+        assert "generated" not in done.stderr
 
 
 def test_a_default_counts_for_nothing_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.feeding import CHUNK
 from kvant.engine.limits import pool_reservation
 from kvant.engine.model_drafts import ModelDrafts
+from kvant.engine.request import check_drafts
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import ContextError
 from kvant.sizes import format_bytes
@@ -57,6 +58,7 @@ def reserve_pool(
         cached: tokens that one of them has.
 
     Raises:
+        ArgumentError: drafts, which this pool cannot verify.
         ContextError: the pool does not fit into this machine; the error says with how many at once it would.
         BadValueError: a format that the model's layers cannot have, or a kernel forced that does not take it.
         ModelError: a model that answers one prompt at a time.
@@ -88,6 +90,7 @@ def reserve_pool(
             max_seq_len=max(needs),
             prefill_step_size=step_size,
         )
+    check_drafts(asked_drafts(session, run), pool, deterministic=deterministic)
     if deterministic:
         with options.named("--deterministic"):
             Scheduler(session.model, pool, max_batch=rows, deterministic=True)
