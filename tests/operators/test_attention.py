@@ -131,7 +131,7 @@ def test_dead_tokens_are_not_read(heads: tuple[int, int], live: str, pairs: str,
     some = [x[:, :, mx.array(np.flatnonzero(keep))] for x in (key, value)]
     alone = attend_tokens(query, *some, bias_split=split)
     poisoned = [mx.where(mx.array(keep)[:, None], x, dead) for x in (key, value)]
-    output = attend_live_tokens(query, *poisoned, mx.array(keep), bias_split=operands.split)
+    output = attend_live_tokens(query, *poisoned, mx.array(keep)[None, None], bias_split=operands.split)
     check_output(output, expected, "float32")
     tolerance = OUTPUT_TOLERANCE["float32"]
     np.testing.assert_allclose(np.array(output), np.array(alone), rtol=tolerance, atol=tolerance)
@@ -144,5 +144,5 @@ def test_dead_tokens_are_not_read_in_any_dtype(dtype: str, pairs: str, D: int) -
     operands, keep = _Operands((4, 2), 40, PAIRS[pairs], dtype, D), LIVE["holes"]
     query, key, value = operands.arrays
     poisoned = [mx.where(mx.array(keep)[:, None], x, mx.array(math.nan, x.dtype)) for x in (key, value)]
-    output = attend_live_tokens(query, *poisoned, mx.array(keep), bias_split=operands.split)
+    output = attend_live_tokens(query, *poisoned, mx.array(keep)[None, None], bias_split=operands.split)
     check_output(output, operands.expected(keep), dtype)

@@ -111,6 +111,7 @@ class BatchDrafter:
         ``following``: the step that was begun meanwhile. Over several ranks a step is computed where it is begun.
         """
         self.counts.steps += len(step.answers)
+        self.counts.tokens += len(step.answers) if step.drafts is None else 0  # of drafts as many as are accepted
         now, before = time.perf_counter(), self._read_at
         self._read_at, self._seconds = now, None if before is None else now - before
         in_order = self._pool.divided
@@ -134,6 +135,7 @@ class BatchDrafter:
         fed = [[answer.tokens[-1], *draft] for answer, draft in zip(step.answers, step.drafts, strict=True)]
         counts = [len(own) for own in found]
         step.batch.commit(counts, ids=[ids[:count] for ids, count in zip(fed, counts, strict=True)])
+        self.counts.tokens += sum(counts)
         self.counts.drafted += sum(map(len, step.drafts))
         self.counts.accepted += sum(
             is_drafted(draft, place, each)

@@ -85,6 +85,7 @@ class DraftedRun(Run):
             self._cache.resume_step(mx.array([rest]))
 
     def _take_next(self) -> tuple[int, mx.array]:
+        self._choice.counts.tokens += bool(self.generated)
         if self._rows is not None:
             return self._take_row(self._rows)
         began = time.perf_counter()

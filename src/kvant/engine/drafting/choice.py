@@ -22,12 +22,14 @@ class DraftCounts:
 
     Attributes:
         steps: of the model whose tokens were handed out; the first token comes from the prompt and needs none.
+        tokens: that were handed out after the first.
         drafted: tokens that were drafted.
         accepted: of these, tokens that are in the text.
         off: why nothing is drafted any more; None: it is, where it pays.
     """
 
     steps: int = 0
+    tokens: int = 0
     drafted: int = 0
     accepted: int = 0
     off: str | None = None
@@ -35,7 +37,7 @@ class DraftCounts:
     @property
     def tokens_a_step(self) -> float:
         """Tokens that a step gave, on average; 1.0 before the first."""
-        return 1 + self.accepted / max(1, self.steps)
+        return self.tokens / self.steps if self.steps else 1.0
 
     def describe(self) -> str:
         """In a line: what was accepted, and why nothing is drafted any more."""
@@ -46,7 +48,11 @@ class DraftCounts:
     def __add__(self, later: "DraftCounts") -> "DraftCounts":
         """Of two runs, one after the other."""
         return DraftCounts(
-            self.steps + later.steps, self.drafted + later.drafted, self.accepted + later.accepted, later.off
+            self.steps + later.steps,
+            self.tokens + later.tokens,
+            self.drafted + later.drafted,
+            self.accepted + later.accepted,
+            later.off,
         )
 
 

@@ -26,7 +26,6 @@ import time
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
@@ -75,7 +74,8 @@ class LocalEngine:
         if len(taken) < count:
             raise BenchError(f"generated {len(taken)} tokens; expected {count}")
         drafts = self._adapter.drafts
-        more = {} if drafts is None else {"drafts": asdict(drafts)}
+        kept = ("steps", "drafted", "accepted", "off")  # the tokens are counted here
+        more = {} if drafts is None else {"drafts": {name: getattr(drafts, name) for name in kept}}
         memory = {"peak_memory_bytes": mx.get_peak_memory(), "cache_bytes": nbytes}
         ids = [token for token, _ in taken]
         return {"token_ids": ids, "tokens": count, **memory, "cache_bytes_per_token": nbytes / room, **more}
