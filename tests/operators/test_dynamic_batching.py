@@ -4,6 +4,7 @@ A failure names the case with its seed; `draw_packed_case(seed)` makes it again.
 test_dynamic_batching_errors.py.
 """
 
+import sys
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -268,8 +269,8 @@ def test_memory_of_the_attention_does_not_grow_with_the_sequences() -> None:
     cache = mx.zeros((1, 2, K, most * tokens, D), mx.int8)
     scale = mx.zeros((1, 2, K, most * tokens, D // 8), mx.float16)
     floats = 2 * K * tokens * D * 4  # of one sequence
-    peaks = []
-    for B in (4, most):
+    peaks: dict[int, int] = {}
+    for B in [4, most] * 3:  # how far MLX queues ahead depends on what else the machine does
         new = mx.ones((B, K, D))
         mx.eval(new, cache, scale)
         before = mx.get_active_memory()
@@ -284,9 +285,9 @@ def test_memory_of_the_attention_does_not_grow_with_the_sequences() -> None:
             cache_layout=3,
         )
         mx.eval(output, cache, scale)
-        peaks.append(mx.get_peak_memory() - before)
-    assert floats < peaks[1] < most / 2 * floats
-    assert peaks[1] < peaks[0] + 2 * floats
+        peaks[B] = min(mx.get_peak_memory() - before, peaks.get(B, sys.maxsize))
+    assert floats < peaks[most] < most / 2 * floats
+    assert peaks[most] < peaks[4] + 2 * floats
 
 
 @pytest.mark.parametrize("layout", range(4))
