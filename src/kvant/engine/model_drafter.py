@@ -1,7 +1,7 @@
 """Drafts from a smaller model: it continues the text in a cache of its own."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 
@@ -14,11 +14,8 @@ from kvant.engine.step import CompiledStep, should_compile
 from kvant.models import LanguageModel
 
 
-class ModelDrafter:
-    """Drafts of one sequence by a model, greedily; see :class:`kvant.engine.drafting.drafter.Drafter`.
-
-    Nothing is computed before a draft is asked for. Then the model is fed what it has not seen: the prompt in chunks,
-    later the tokens since. What was drafted and is not in the text is taken back from its cache.
+class Followed:
+    """A sequence that a model drafts for, and what of it the model has been fed.
 
     Attributes:
         ended: why nothing can be drafted any more; None: it can.
@@ -27,26 +24,14 @@ class ModelDrafter:
     is_free = False
     match = 0
 
-    def __init__(
-        self, model: LanguageModel, cache: ModelCache, vocab_size: int, prefill_step_size: int = PREFILL_STEP_SIZE
-    ) -> None:
-        """For a sequence.
-
-        Args:
-            model: drafts.
-            cache: the model's, of one sequence. What it holds is used as far as the sequence begins with it.
-            vocab_size: of the model that is drafted for. No id is proposed that it does not have.
-            prefill_step_size: prompt tokens fed at a time.
-        """
+    def __init__(self, model: LanguageModel, ahead: Iterable[int] = ()) -> None:
+        """``ahead``: tokens that the model's cache holds already; used as far as the sequence begins with them."""
         self.name = f"model {id(model) if model.identity is None else model.identity.model}"
         self.ended: str | None = None
-        self._model, self._cache, self._vocab_size = model, cache, vocab_size
-        self._step_size = prefill_step_size
+        self._model = model
         self._tokens: list[int] = []
         self._held = 0  # of these, the first that the cache has
-        self._ahead = deque(cache.ids[0])  # what it has behind them
-        self._compiled: CompiledStep | None = None
-        self._decided = False  # whether there is one
+        self._ahead = deque(ahead)  # what it has behind them, while that is what came
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take tokens that are sure."""
@@ -59,6 +44,31 @@ class ModelDrafter:
             else:
                 self._ahead.clear()
             self._tokens.append(token)
+
+
+class ModelDrafter(Followed):
+    """Drafts of one sequence by a model, greedily; see :class:`kvant.engine.drafting.drafter.Drafter`.
+
+    Nothing is computed before a draft is asked for. Then the model is fed what it has not seen: the prompt in chunks,
+    later the tokens since. What was drafted and is not in the text is taken back from its cache.
+    """
+
+    def __init__(
+        self, model: LanguageModel, cache: ModelCache, vocab_size: int, prefill_step_size: int = PREFILL_STEP_SIZE
+    ) -> None:
+        """For a sequence.
+
+        Args:
+            model: drafts.
+            cache: the model's, of one sequence. What it holds is used as far as the sequence begins with it.
+            vocab_size: of the model that is drafted for. No id is proposed that it does not have.
+            prefill_step_size: prompt tokens fed at a time.
+        """
+        super().__init__(model, cache.ids[0])
+        self._cache, self._vocab_size = cache, vocab_size
+        self._step_size = prefill_step_size
+        self._compiled: CompiledStep | None = None
+        self._decided = False  # whether there is one
 
     def propose(self, count: int) -> list[int]:
         """At most ``count`` tokens that may follow; none once :attr:`ended`."""

@@ -180,8 +180,7 @@ class ModelChoice(Choice):
 
     def verified(self, drafted: int, accepted: int, seconds: float) -> None:
         """A step verified a draft, of which so many tokens were accepted; ``seconds``: with the drafting."""
-        for place in range(min(drafted, accepted + 1)):
-            self.saw(place, hit=place < accepted)
+        self.saw_draft(drafted, accepted)
         super().verified(drafted, accepted, seconds)
 
 

@@ -12,6 +12,7 @@ from kvant.engine.drafting.drafter import Drafter
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.fallback import repeated_unfused
 from kvant.engine.feeding import CHUNK
+from kvant.engine.model_drafter import Followed
 from kvant.errors import ContextError, one_line
 from kvant.models import LanguageModel
 from kvant.sizes import format_bytes
@@ -21,29 +22,20 @@ MOST_BEHIND = 8  # tokens of a sequence that are fed with the step that drafts; 
 T = TypeVar("T")
 
 
-class PooledDrafter:
+class PooledDrafter(Followed):
     """Drafts of one sequence of many; see :class:`kvant.engine.drafting.drafter.Drafter`.
 
     Nothing is computed, and no page taken, before a draft is asked for.
 
     Attributes:
         drafts: that it is of.
-        ended: why nothing can be drafted any more; None: it can.
     """
-
-    is_free = False
-    match = 0
 
     def __init__(self, drafts: "PooledDrafts", salt: bytes, reserved: int) -> None:
         """``salt``: prompts are shared with sequences of the same one. ``reserved``: tokens that it can have."""
-        model = drafts.model
-        self.name = f"model {id(model) if model.identity is None else model.identity.model}"
-        self.ended: str | None = None
+        super().__init__(drafts.model)
         self.drafts, self._salt, self._reserved = drafts, salt, reserved
-        self._tokens: list[int] = []
         self._sequence: PoolSequence | None = None
-        self._held = 0  # of the tokens, the first that the sequence has
-        self._ahead: list[int] = []  # what it has behind them, while that is what came
 
     @property
     def sequence(self) -> PoolSequence:
@@ -66,19 +58,6 @@ class PooledDrafter:
     def room(self) -> int:
         """Tokens that its sequence has room for."""
         return self.sequence.max_tokens - self.sequence.length
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Take tokens that are sure."""
-        size = self.drafts.model.config.vocab_size
-        for token in tokens:
-            if token >= size:
-                self.ended = f"token {token} is not in the draft model's vocabulary"
-            if self._held == len(self._tokens) and self._ahead[:1] == [token]:
-                del self._ahead[0]
-                self._held += 1
-            else:
-                self._ahead.clear()
-            self._tokens.append(token)
 
     def propose(self, count: int) -> list[int]:
         """At most ``count`` tokens that may follow; none once :attr:`ended`."""
@@ -136,7 +115,7 @@ class PooledDrafter:
     def drafted(self, draft: Sequence[int]) -> None:
         """This was drafted behind its tokens, all of which were fed; the last one drafted was not."""
         self._held = len(self._tokens)
-        self._ahead = list(draft[: self.sequence.length - self._held])
+        self._ahead.extend(draft[: self.sequence.length - self._held])
 
     def release(self, *, failed: bool = False) -> None:
         """Give its pages back, once; later sequences may begin with what it has, unless that failed."""

@@ -56,8 +56,7 @@ class AnswerDrafts:
     def verified(self, drafted: int, accepted: int) -> None:
         """Of a model's draft so many tokens were accepted. What is free to draft learns from every token read."""
         if not self.drafter.is_free:
-            for place in range(min(drafted, accepted + 1)):
-                self._choice.saw(place, hit=place < accepted)
+            self._choice.saw_draft(drafted, accepted)
 
     def propose(self, most: int, vocab_size: int) -> list[int]:
         """At most so many tokens that may follow, of those that the model knows."""

@@ -188,6 +188,11 @@ class Choice:
         self._each = None
         self._chosen.clear()
 
+    def saw_draft(self, drafted: int, accepted: int) -> None:
+        """Of a draft that rested on no match so many tokens were right; each place in it has a record of its own."""
+        for place in range(min(drafted, accepted + 1)):
+            self.saw(place, hit=place < accepted)
+
     def learn(self, drafter: Drafter, tokens: Sequence[int]) -> None:
         """Give a drafter tokens that are sure, while it drafts. The guesses of a free one are compared with them."""
         if self.counts.off is not None:
