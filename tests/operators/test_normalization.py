@@ -59,6 +59,15 @@ def test_rows_that_are_not_contiguous() -> None:
     np.testing.assert_allclose(np.array(output), _normalized(x.swapaxes(1, 2), weight, EPS), rtol=TOLERANCE)
 
 
+@pytest.mark.parametrize("shape", [(1, 8, 256), (3, 2, 897), (2, 4, 5, 64)])
+def test_a_few_rows_are_as_each_alone(shape: tuple[int, ...]) -> None:
+    """In the same bits: steps that verify drafts give the numbers of plain ones."""
+    x, weight = (mx.array(a) for a in _inputs(shape))
+    output = rms_norm(x, weight, EPS)
+    for i in range(shape[-2]):
+        assert mx.array_equal(output[..., i : i + 1, :], rms_norm(x[..., i : i + 1, :], weight, EPS))
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(mx.float16, 2**-9), (mx.bfloat16, 2**-6)])
 @pytest.mark.parametrize("shape", [(1, 1, 256), (1, 5, 256)])
 def test_half_precision(shape: tuple[int, ...], dtype: mx.Dtype, tolerance: float) -> None:

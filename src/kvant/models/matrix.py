@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from kvant.blas import FEW_ROWS, SMALL_PRODUCT, SUMMED_COLUMNS
 from kvant.models.quantization import Quantization
-from kvant.models.unpacked import FEW_ROWS, few_rows_product, in_turn, unpacked_product
+from kvant.models.unpacked import few_rows_product, in_turn, unpacked_product
 from kvant.operators.streams import cpu_streams
 
 # On a CPU, measured on 2 cores (docs/decode-step.md). From so many rows of x making floats of the numbers is faster:
@@ -28,7 +29,17 @@ class DenseMatrix:
 
     def project(self, x: mx.array) -> mx.array:
         """(..., in) -> (..., out)."""
+        if mx.default_device().type == mx.cpu and x.size // x.shape[-1] <= FEW_ROWS:
+            return self._project_few(x)
         return x @ self.weight
+
+    def _project_few(self, x: mx.array) -> mx.array:
+        """So that a row has the same numbers whatever is beside it: all products are small ones, or none is."""
+        rows, in_one = x.size // x.shape[-1], SMALL_PRODUCT // max(1, self.weight.size)
+        if in_one < 2 or rows <= in_one or len(self.weight) <= SUMMED_COLUMNS:
+            return x @ self.weight
+        parts = mx.split(x.reshape(rows, -1), list(range(in_one, rows, in_one)))
+        return mx.concatenate([part @ self.weight for part in parts]).reshape(*x.shape[:-1], -1)
 
     def rows(self, ids: mx.array) -> mx.array:
         """Rows of the checkpoint's (out, in) matrix, as an embedding reads them: (...) -> (..., in)."""

@@ -4,6 +4,7 @@ import math
 
 import mlx.core as mx
 
+from kvant.blas import FEW_ROWS
 from kvant.operators.bias_split import MAX_SCORE_QUERIES, BiasSplit, rotated_bias, score_bias, value_bias_of
 from kvant.operators.masks import mask_by_kv_head, score_terms
 
@@ -48,8 +49,8 @@ def attend_tokens(
     T = key.shape[2]
     dtype = query.dtype
     on_cpu = mx.default_device().type == mx.cpu
-    if on_cpu and S == 1 and not is_alibi:
-        return _attend_newest(query, key, value, mask, bias_split, sinks)
+    if on_cpu and S <= FEW_ROWS and not is_alibi:
+        return _attend_each(query, key, value, is_causal, mask, bias_split, sinks)
     if on_cpu or is_alibi or mask is not None or bias_split is not None or D not in GPU_FUSED_HEAD_DIMS:
         # Elsewhere MLX's attention rounds scores and biases to half precision, where large ones overflow.
         query, key, value = (x.astype(mx.float32) for x in (query, key, value))
@@ -92,6 +93,32 @@ def attend_tokens(
     return joined.astype(dtype)
 
 
+def _attend_each(
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    is_causal: bool,
+    mask: mx.array | None,
+    bias_split: BiasSplit | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attention of a few queries on a CPU, one after the other: each has the same numbers as alone.
+
+    A product of several, or with more keys, would be summed in another order.
+    """
+    S, T = query.shape[2], key.shape[2]
+    dtype = query.dtype
+    query, key, value = (x.astype(mx.float32) for x in (query, key, value))
+    outputs: list[mx.array] = []
+    for i, own in enumerate(mx.split(query, S, axis=2)):
+        if outputs:  # as in attend_tokens
+            own = mx.depends([own], outputs[-1:])[0]
+        seen = T - S + 1 + i if is_causal else T
+        own_mask = None if mask is None else mask[..., i : i + 1, :seen]
+        outputs.append(_attend_newest(own, key[:, :, :seen], value[:, :, :seen], own_mask, bias_split, sinks))
+    return (outputs[0] if S == 1 else mx.concatenate(outputs, axis=2)).astype(dtype)
+
+
 def _attend_newest(
     query: mx.array,
     key: mx.array,
@@ -100,14 +127,12 @@ def _attend_newest(
     bias_split: BiasSplit | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Attention of the newest token to every token, on a CPU.
+    """Attention of the newest token to every token, in float32, on a CPU.
 
     It takes one product for all query heads of a kv head. MLX's attention takes one for each query head.
     """
     B, H, _, D = query.shape
     K, T = key.shape[1:3]
-    dtype = query.dtype
-    query, key, value = (x.astype(mx.float32) for x in (query, key, value))
     scaled = (query * (1 / math.sqrt(D))).reshape(B, K, H // K, D)
     scores = scaled @ key.swapaxes(-1, -2)  # (B, K, H/K, T)
     if bias_split is not None and bias_split.pairs:
@@ -128,4 +153,4 @@ def _attend_newest(
         output = output + (bias if sinks is None else bias * weights.sum(axis=-1, keepdims=True))
     if alive is not None:
         output = mx.where(alive, output, 0.0)
-    return output.reshape(B, H, 1, -1).astype(dtype)
+    return output.reshape(B, H, 1, -1)

@@ -11,12 +11,13 @@ S new tokens, T cached tokens read, H query heads, K kv heads, D head_dim.
 
 from collections.abc import Sequence
 
+from kvant.blas import FEW_ROWS
 from kvant.cache.window import SLACK
 from kvant.models.config import ModelConfig
 from kvant.models.experts import takes_turns
 from kvant.models.matrix import DEQUANTIZED_ELEMENTS, PARALLEL_ELEMENTS, UNPACK_FROM_ELEMENTS, UNPACK_FROM_ROWS
 from kvant.models.quantization import Quantization
-from kvant.models.unpacked import FEW_ROWS, UNPACKED_ELEMENTS
+from kvant.models.unpacked import UNPACKED_ELEMENTS
 from kvant.operators.attention import BLOCK_SCORE_BYTES, GPU_FUSED_HEAD_DIMS
 from kvant.operators.bias_split import MAX_SCORE_QUERIES
 from kvant.operators.streams import cpu_streams
