@@ -20,13 +20,6 @@ from kvant.library_copy import open_copy
 VARIABLE = "KVANT_BLAS"  # an environment variable; OWN is its only value
 OWN = "mlx"
 PACKAGE = "scipy_openblas32"
-# Of so many tokens, a step that verifies drafts, each is computed as if it were alone: the same numbers.
-FEW_ROWS = 8
-# OpenBLAS multiplies without copying its operands first where there are at most so many multiplications (x86 with
-# AVX-512): 8 rows in half the time. An output is then one sum over all columns, in order, for any number of rows.
-SMALL_PRODUCT = 1000 * 1000
-# In larger products it is the sum of sums over so many columns or more.
-SUMMED_COLUMNS = 320
 EXTRAS = "On Linux kvant needs one of its extras cpu, cuda12 and cuda13, such as: pip install '.[cpu]'"
 
 _loaded = OWN

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from support.openblas import has_small_products
 
-from kvant.blas import FEW_ROWS
 from kvant.models import matrix as matrix_module
 from kvant.models import unpacked as unpacked_module
 from kvant.models.matrix import DenseMatrix, QuantizedMatrix
 from kvant.models.quantization import Quantization
 from kvant.models.unpacked import block_size
-from kvant.operators.streams import cpu_streams
+from kvant.operators.streams import FEW_ROWS, cpu_streams
 
 Array = np.ndarray
 BITS = (2, 3, 4, 5, 6, 8)

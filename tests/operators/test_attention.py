@@ -77,13 +77,13 @@ def test_the_newest_token(heads: tuple[int, int], tokens: int, pairs: str, dtype
 def test_a_few_tokens_are_taken_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """ALiBi needs what it leaves out, distances. More tokens are taken together."""
     calls = []
-    newest = attention._attend_newest
+    singly = attention.attend_singly
 
-    def record(query: mx.array, *others: Any) -> mx.array:
+    def record(query: mx.array, *arguments: Any, **options: Any) -> mx.array:
         calls.append(query.shape)
-        return newest(query, *others)
+        return singly(query, *arguments, **options)
 
-    monkeypatch.setattr(attention, "_attend_newest", record)
+    monkeypatch.setattr(attention, "attend_singly", record)
     query, key, value = _Operands((4, 2), 9, None).arrays
     attend_tokens(query, key, value, is_alibi=True)
     attend_tokens(mx.repeat(query, 9, axis=2), key, value)
@@ -91,9 +91,12 @@ def test_a_few_tokens_are_taken_one_by_one(monkeypatch: pytest.MonkeyPatch) -> N
     attend_tokens(query, key, value)
     attend_tokens(query, key, value, is_causal=False)
     attend_tokens(query, key, value, mask=mx.ones((1, 9), mx.bool_))
-    assert calls == [(3, 4, 1, 32)] * 3
+    assert calls == [(1, 3, 4, 32)] * 3
     attend_tokens(mx.repeat(query, 8, axis=2), key, value)
-    assert calls == [(3, 4, 1, 32)] * 11
+    assert calls[3:] == [(8, 3, 4, 32)]
+    monkeypatch.setattr(attention, "BLOCK_SCORE_BYTES", 3 * 3 * 4 * 9 * 4)
+    attend_tokens(mx.repeat(query, 8, axis=2), key, value)
+    assert calls[4:] == [(3, 3, 4, 32), (3, 3, 4, 32), (2, 3, 4, 32)]
 
 
 @on_a_cpu

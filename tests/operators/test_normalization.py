@@ -9,6 +9,7 @@ from kvant.operators.normalization import rms_norm
 Array = np.ndarray
 TOLERANCE = 2e-6  # relative: the mean of up to 896 squares, a reciprocal root and two products in float32
 EPS = 1e-6
+on_a_cpu = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="the same bits are of a CPU only")
 SHAPES = [(1, 1, 256), (3, 1, 256), (3, 6, 1, 64), (1, 1, 1), (1, 1, 897), (1, 256), (1, 5, 256), (3, 40, 896)]
 
 
@@ -59,6 +60,7 @@ def test_rows_that_are_not_contiguous() -> None:
     np.testing.assert_allclose(np.array(output), _normalized(x.swapaxes(1, 2), weight, EPS), rtol=TOLERANCE)
 
 
+@on_a_cpu
 @pytest.mark.parametrize("shape", [(1, 8, 256), (3, 2, 897), (2, 4, 5, 64)])
 def test_a_few_rows_are_as_each_alone(shape: tuple[int, ...]) -> None:
     """In the same bits: steps that verify drafts give the numbers of plain ones."""

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvant.blas import FEW_ROWS, SMALL_PRODUCT, SUMMED_COLUMNS
 from kvant.models.quantization import Quantization
-from kvant.models.unpacked import few_rows_product, in_turn, unpacked_product
-from kvant.operators.streams import cpu_streams
+from kvant.models.unpacked import SMALL_PRODUCT, few_rows_product, in_turn, unpacked_product
+from kvant.operators.streams import FEW_ROWS, cpu_streams
 
 # On a CPU, measured on 2 cores (docs/decode-step.md). From so many rows of x making floats of the numbers is faster:
 UNPACK_FROM_ROWS = 2  # of 2, 4 or 8 bits, by masks; of a large matrix from one row on
 UNPACK_FROM_ELEMENTS = 256 * 1024  # a large matrix
 DEQUANTIZE_FROM_ROWS = 4  # of other formats, by MLX
 DEQUANTIZED_ELEMENTS = 1024 * 1024  # at a time: 4 MiB; 16 MiB are new memory every time and take twice as long
+SUMMED_COLUMNS = 320  # OpenBLAS's large products are sums of sums over so many columns or more; its small ones are not
 PARALLEL_ELEMENTS = 512 * 1024  # a matrix from this size on is worth a thread for each core
 
 

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from kvant.blas import FEW_ROWS
+from kvant.operators.streams import FEW_ROWS
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from kvant.blas import FEW_ROWS
+from kvant.operators.streams import FEW_ROWS
 
 Rotate = Callable[[mx.array], mx.array]  # (B, heads, S, D) -> the same
 

@@ -11,7 +11,6 @@ S new tokens, T cached tokens read, H query heads, K kv heads, D head_dim.
 
 from collections.abc import Sequence
 
-from kvant.blas import FEW_ROWS
 from kvant.cache.window import SLACK
 from kvant.models.config import ModelConfig
 from kvant.models.experts import takes_turns
@@ -20,7 +19,7 @@ from kvant.models.quantization import Quantization
 from kvant.models.unpacked import UNPACKED_ELEMENTS
 from kvant.operators.attention import BLOCK_SCORE_BYTES, GPU_FUSED_HEAD_DIMS
 from kvant.operators.bias_split import MAX_SCORE_QUERIES
-from kvant.operators.streams import cpu_streams
+from kvant.operators.streams import FEW_ROWS, cpu_streams
 
 FLOAT32 = 4  # bytes
 # Measured: so many blocks of scores are held beside the one at work, and at most so many parts of a
