@@ -3,6 +3,7 @@
 import gc
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[HOST_RUNS] = []
     os.environ["KVANT_CONFIG"] = ""  # the settings of whoever runs the tests count for nothing
     os.environ.pop("KVANT_MODEL", None)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a job in a shell's background: tests send Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

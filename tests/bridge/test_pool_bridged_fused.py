@@ -103,7 +103,7 @@ def _step(lengths: tuple[int, ...], S: int, window: int | None = None, *, is_fus
     first = [0 if window is None else max(0, length - window + 1) for length in lengths]
     runs = [[(0, length + S - seen)] for length, seen in zip(lengths, first, strict=True)]
     pages = step_pages([[0]] * len(lengths), first, lengths, max(lengths) + S, window) if is_fused else None
-    return StepRows(PagedRows([], runs, first, [None] * len(lengths), pages), window, lengths, S)
+    return StepRows(PagedRows([], runs, first, None, pages), window, lengths, S)
 
 
 def _window(step: StepRows, mask: Mask) -> object:

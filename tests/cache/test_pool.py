@@ -17,10 +17,14 @@ from kvant.errors import ContextError
 from kvant.models import Decoder, load_decoder
 from kvant.models.pool import pool_size
 from kvant.operators import paged_attention
+from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.dynamic_batching import multi_head_cache_attention
+from kvant.operators.quantization import quantize
+from kvant.operators.rotary import Rotary
 from kvant.sizes import format_bytes
 
 Pocket = tuple[Decoder, Any]
+on_a_cpu = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="the same bits are of a CPU only")
 LENGTHS = (3, 128, 25, 300, 129, 1, 256, 77)
 
 
@@ -132,13 +136,41 @@ def test_its_arrays_are_those_of_pmxs_paged_operator(pocket: Pocket, bits: int) 
     assert close(given.squeeze(2), expected, 1e-3 if bits else 1e-5)
 
 
+@on_a_cpu
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("options", ["bias split", "sinks"])
+@pytest.mark.parametrize("bits", [8, 4, 0])
+def test_a_few_tokens_of_each_are_as_each_alone(bits: int, options: str, window: int | None) -> None:
+    """In the same bits: steps that verify drafts give the numbers of plain ones."""
+    (H, K, D, S), lengths = (4, 2, 64, 5), (40, 9, 61)
+    split = BiasSplit(
+        mx.random.normal((K, 2, 3)), (1, 7, 20), rotation_table(Rotary.plain(D, 1e4), (1, 7, 20), 80),
+        mx.random.normal((K, D)),
+    )  # fmt: skip
+    extra: dict[str, Any] = {"bias_split": split} if options == "bias split" else {"sinks": mx.random.normal((H,))}
+    values = mx.random.normal((2, K, 300, D))
+    arrays = list(quantize(values, quant_bit=bits, quant_group=32)) if bits else [values]
+    query = mx.random.normal((3, H, S, D))
+
+    def attend(query: mx.array, ends: list[int], new_tokens: int) -> mx.array:
+        starts = [0 if window is None else max(0, end - new_tokens + 1 - window) for end in ends]
+        runs = [[(100 * b + start, 100 * b + end)] for b, (start, end) in enumerate(zip(starts, ends, strict=True))]
+        rows = paged_attention.PagedRows([], runs, starts, window)
+        return paged_attention.attend_rows(query, arrays, rows, quant_bit=bits, **extra)
+
+    output = attend(query, [length + S for length in lengths], S)
+    for i in range(S):
+        alone = attend(query[:, :, i : i + 1], [length + i + 1 for length in lengths], 1)
+        assert mx.array_equal(output[:, :, i : i + 1], alone)
+
+
 def test_tokens_are_read_a_share_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares of one sequence give the same bits as all at once, in a fraction of the memory."""
     K, D, B = 4, 64, 8
     arrays = [mx.ones((2, K, B * 1024, D), mx.int8), mx.random.normal((2, K, B * 1024, D // 32)).astype(mx.float16)]
     query, key = (mx.random.normal((B, heads, 1, D)) for heads in (2 * K, K))
     rows = paged_attention.PagedRows(
-        mx.arange(999, B * 1024, 1024), [[(b * 1024, b * 1024 + 1000)] for b in range(B)], [0] * B, [None] * B
+        mx.arange(999, B * 1024, 1024), [[(b * 1024, b * 1024 + 1000)] for b in range(B)], [0] * B, None
     )
     mx.eval(arrays, query, key)
     found, peaks = [], []

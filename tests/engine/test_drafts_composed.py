@@ -9,6 +9,7 @@ from support.counts import count
 from support.drafts import KnownDrafts
 from support.interruption import Interruption
 from support.kinds import Loaded
+from support.openblas import has_small_products
 
 import kvant
 from kvant.cache import FullKVCache, ModelCache
@@ -184,9 +185,10 @@ def test_interrupted_drafts(pocket: Pocket) -> None:
 @pytest.mark.usefixtures("paying")
 @pytest.mark.parametrize("bits", [0, 8, 4])
 def test_many_texts(pocket: Pocket, bits: int) -> None:
-    """A story told again, with three samplers: every text of a float cache is the same, at least 99 of 100 of others.
+    """A story told again, with three samplers: every text is the same where products round alike for any rows.
 
-    Where two tokens are about as likely, a step of several may round to the other one.
+    Elsewhere every text of a float cache is, and at least 99 of 100 of others: where two tokens are about as likely, a
+    step of several may round to the other one.
     """
     model, tokenizer = pocket
     texts, samplers = count(1, 67), ({}, {"temp": 0.7}, {"temp": 1.0, "top_p": 0.95})
@@ -208,4 +210,4 @@ def test_many_texts(pocket: Pocket, bits: int) -> None:
             same += [each.token for each in plain] == [each.token for each in other]
             drafted += sum(each.from_draft for each in other)
     assert drafted > 5 * texts
-    assert same >= (0.99 if bits else 1) * texts * len(samplers)
+    assert same >= (0.99 if bits and not has_small_products() else 1) * texts * len(samplers)

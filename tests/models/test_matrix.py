@@ -1,20 +1,19 @@
-"""Quantized matrices: the same product whichever way it is taken, and which way that is."""
+"""Matrices: the same product whichever way it is taken, and which way that is."""
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.openblas import has_small_products
 
-import kvant.blas
 from kvant.models import matrix as matrix_module
 from kvant.models import unpacked as unpacked_module
-from kvant.models.matrix import QuantizedMatrix
+from kvant.models.matrix import DenseMatrix, QuantizedMatrix
 from kvant.models.quantization import Quantization
-from kvant.models.unpacked import FEW_ROWS, block_size
-from kvant.operators.streams import cpu_streams
+from kvant.models.unpacked import block_size
+from kvant.operators.streams import FEW_ROWS, cpu_streams
 
 Array = np.ndarray
 BITS = (2, 3, 4, 5, 6, 8)
@@ -145,10 +144,7 @@ def test_in_parallel_the_numbers_are_the_same(
 @on_a_cpu
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_a_few_rows_are_bitwise_what_each_is_alone(monkeypatch: pytest.MonkeyPatch, ways: list[str], bits: int) -> None:
-    """Checking a draft rounds as decoding does. Outputs are multiples of 4, as any model's are.
-
-    Other BLAS libraries may add in another order, and so may other processors.
-    """
+    """Checking a draft rounds as decoding does. Outputs are multiples of 4, as any model's are."""
     monkeypatch.setattr(matrix_module, "UNPACK_FROM_ELEMENTS", 1)
     exact = has_small_products()
     shapes = ((700, IN, 64), (1100, 1024, 32), (132, 4864, 128))  # one block, several, blocks of 16 to 50 rows
@@ -168,10 +164,18 @@ def test_a_few_rows_are_bitwise_what_each_is_alone(monkeypatch: pytest.MonkeyPat
     assert set(ways) == {"_project_unpacked"}
 
 
-def has_small_products() -> bool:
-    """Whether products are OpenBLAS's for small matrices, which has them for AVX-512."""
-    flags = Path("/proc/cpuinfo")
-    return kvant.blas.loaded().startswith("OpenBLAS") and flags.exists() and " avx512f " in flags.read_text()
+@on_a_cpu
+@pytest.mark.parametrize("shape", [(256, 1280), (640, 256), (700, 512), (896, 1152)], ids=str)
+def test_a_few_rows_of_a_dense_matrix_are_bitwise_what_each_is_alone(shape: tuple[int, int]) -> None:
+    """Of one product for 8 rows (in one block of columns, or past small ones for one row too), and of several."""
+    matrix, x = DenseMatrix(mx.random.normal(shape, key=mx.random.key(1))), _inputs(FEW_ROWS, shape[0])
+    expected = np.array(x, np.float64) @ np.array(matrix.weight, np.float64)
+    for rows in (x, x.reshape(2, 4, -1), x[None]):
+        output = matrix.project(rows)
+        assert output.shape == (*rows.shape[:-1], shape[1])
+        np.testing.assert_allclose(np.array(output).reshape(expected.shape), expected, rtol=1e-4, atol=1e-3)
+        if has_small_products():
+            assert mx.array_equal(output.reshape(expected.shape), mx.stack([matrix.project(row) for row in x]))
 
 
 @on_a_cpu

@@ -1,4 +1,4 @@
-"""Attention of one token: to every token on a CPU, and to the live ones.
+"""Attention of a few tokens: to every token on a CPU, and to the live ones.
 
 B batch, T cached tokens, H query heads, K kv heads, D head_dim.
 """
@@ -74,24 +74,62 @@ def test_the_newest_token(heads: tuple[int, int], tokens: int, pairs: str, dtype
 
 
 @on_a_cpu
-def test_only_one_token_is_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others need what it leaves out: distances, an order of queries."""
+def test_a_few_tokens_are_taken_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ALiBi needs what it leaves out, distances. More tokens are taken together."""
     calls = []
-    newest = attention._attend_newest
+    singly = attention.attend_singly
 
-    def record(query: mx.array, *others: Any) -> mx.array:
+    def record(query: mx.array, *arguments: Any, **options: Any) -> mx.array:
         calls.append(query.shape)
-        return newest(query, *others)
+        return singly(query, *arguments, **options)
 
-    monkeypatch.setattr(attention, "_attend_newest", record)
+    monkeypatch.setattr(attention, "attend_singly", record)
     query, key, value = _Operands((4, 2), 9, None).arrays
     attend_tokens(query, key, value, is_alibi=True)
-    attend_tokens(mx.concatenate([query, query], axis=2), key, value)
+    attend_tokens(mx.repeat(query, 9, axis=2), key, value)
     assert calls == []
     attend_tokens(query, key, value)
     attend_tokens(query, key, value, is_causal=False)
     attend_tokens(query, key, value, mask=mx.ones((1, 9), mx.bool_))
-    assert calls == [(3, 4, 1, 32)] * 3
+    assert calls == [(1, 3, 4, 32)] * 3
+    attend_tokens(mx.repeat(query, 8, axis=2), key, value)
+    assert calls[3:] == [(8, 3, 4, 32)]
+    monkeypatch.setattr(attention, "BLOCK_SCORE_BYTES", 3 * 3 * 4 * 9 * 4)
+    attend_tokens(mx.repeat(query, 8, axis=2), key, value)
+    assert calls[4:] == [(3, 3, 4, 32), (3, 3, 4, 32), (2, 3, 4, 32)]
+
+
+@on_a_cpu
+@pytest.mark.parametrize("kind", ["causal", "mask", "float mask of heads", "sinks"])
+@pytest.mark.parametrize("pairs", PAIRS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("queries", [2, 8])
+def test_a_few_tokens_are_as_each_alone(queries: int, heads: tuple[int, int], pairs: str, kind: str) -> None:
+    """In the same bits: steps that verify drafts give the numbers of plain ones. Many together differ by rounding."""
+    operands, T = _Operands(heads, 41, PAIRS[pairs]), 41
+    _, key, value = operands.arrays
+    query = mx.random.normal((3, heads[0], queries, 32), key=mx.random.key(7))
+    options: dict[str, Any] = {"bias_split": operands.split}
+    mask = None
+    if kind == "sinks":
+        options["sinks"] = mx.random.normal((heads[0],), key=mx.random.key(3))
+    elif kind == "mask":
+        mask = mx.random.uniform(shape=(queries, T), key=mx.random.key(5)) > 0.4
+    elif kind != "causal":
+        mask = mx.random.normal((heads[0], queries, T), key=mx.random.key(5))
+    output = attend_tokens(query, key, value, mask=mask, **options)
+    padded = mx.concatenate([mx.zeros((3, heads[0], 16, 32)), query], axis=2)
+    wide = mask
+    if mask is not None:
+        rest = mx.ones((*mask.shape[:-2], 16, T), mx.bool_) if mask.dtype == mx.bool_ else mx.zeros((heads[0], 16, T))
+        wide = mx.concatenate([rest, mask], axis=-2)
+    together = attend_tokens(padded, key, value, mask=wide, **options)[:, :, 16:]
+    np.testing.assert_allclose(np.array(output), np.array(together), rtol=1e-4, atol=1e-4)
+    for i in range(queries):
+        seen = T - queries + 1 + i
+        own_mask = None if mask is None else mask[..., i : i + 1, :seen]
+        own = attend_tokens(query[:, :, i : i + 1], key[:, :, :seen], value[:, :, :seen], mask=own_mask, **options)
+        assert mx.array_equal(output[:, :, i : i + 1], own)
 
 
 @on_a_cpu

@@ -9,6 +9,7 @@ from kvant.operators.normalization import rms_norm
 Array = np.ndarray
 TOLERANCE = 2e-6  # relative: the mean of up to 896 squares, a reciprocal root and two products in float32
 EPS = 1e-6
+on_a_cpu = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="the same bits are of a CPU only")
 SHAPES = [(1, 1, 256), (3, 1, 256), (3, 6, 1, 64), (1, 1, 1), (1, 1, 897), (1, 256), (1, 5, 256), (3, 40, 896)]
 
 
@@ -57,6 +58,16 @@ def test_rows_that_are_not_contiguous() -> None:
     x, weight = _inputs((3, 1, 6, 64))  # (B, S, heads, D)
     output = rms_norm(mx.array(x).swapaxes(1, 2), mx.array(weight), EPS)  # (B, heads, S, D)
     np.testing.assert_allclose(np.array(output), _normalized(x.swapaxes(1, 2), weight, EPS), rtol=TOLERANCE)
+
+
+@on_a_cpu
+@pytest.mark.parametrize("shape", [(1, 8, 256), (3, 2, 897), (2, 4, 5, 64)])
+def test_a_few_rows_are_as_each_alone(shape: tuple[int, ...]) -> None:
+    """In the same bits: steps that verify drafts give the numbers of plain ones."""
+    x, weight = (mx.array(a) for a in _inputs(shape))
+    output = rms_norm(x, weight, EPS)
+    for i in range(shape[-2]):
+        assert mx.array_equal(output[..., i : i + 1, :], rms_norm(x[..., i : i + 1, :], weight, EPS))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(mx.float16, 2**-9), (mx.bfloat16, 2**-6)])

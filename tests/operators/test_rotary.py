@@ -1,4 +1,4 @@
-"""Rotary positions: one token's product with a matrix, and MLX's RoPE, against a float64 oracle."""
+"""Rotary positions: a few tokens' products with matrices, and MLX's RoPE, against a float64 oracle."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ Array = np.ndarray
 BATCH, HEADS = 2, 3
 OFFSETS = [0, 1, 37, 4095, 32767]
 on_a_cpu = pytest.mark.skipif(
-    mx.default_device().type != mx.cpu, reason="one token is turned by a matrix on a CPU only"
+    mx.default_device().type != mx.cpu, reason="a few tokens are turned by matrices on a CPU only"
 )
 
 
@@ -102,11 +102,36 @@ def test_one_token_is_turned_as_several_are(head_dim: int, theta: float, offset:
 @pytest.mark.parametrize("form", ["int", "array"])
 @pytest.mark.parametrize(("head_dim", "theta", "offset"), [(64, 1e6, 0), (64, 1e4, 37), (128, 1e6, 4095)])
 def test_several_tokens(rope_calls: list[tuple[int, ...]], head_dim: int, theta: float, offset: int, form: str) -> None:
-    heads = _heads(head_dim, new_tokens=5)
-    output = Rotary.plain(head_dim, theta).at(offset if form == "int" else mx.array(offset), 5, mx.float32)(heads)
+    heads = _heads(head_dim, new_tokens=9)
+    output = Rotary.plain(head_dim, theta).at(offset if form == "int" else mx.array(offset), 9, mx.float32)(heads)
     expected = _turned(heads, theta, offset)
-    assert (np.abs(np.array(output) - expected) <= _tolerance(expected, offset + 4, 6)).all()
-    assert rope_calls == [(BATCH, HEADS, 5, head_dim)]
+    assert (np.abs(np.array(output) - expected) <= _tolerance(expected, offset + 8, 6)).all()
+    assert rope_calls == [(BATCH, HEADS, 9, head_dim)]
+
+
+@on_a_cpu
+@pytest.mark.usefixtures("no_rope")
+@pytest.mark.parametrize("offset", [0, 4095, (5, 900)], ids=str)
+@pytest.mark.parametrize("new_tokens", [2, 5, 8])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_few_tokens_are_turned_as_each_alone(head_dim: int, new_tokens: int, offset: int | tuple[int, int]) -> None:
+    """In the same bits: steps that verify drafts give the numbers of plain ones."""
+    heads, rotary = _heads(head_dim, new_tokens), Rotary.plain(head_dim, 1e6)
+    offsets = mx.array(offset) if isinstance(offset, tuple) else offset
+    output = rotary.at(offsets, new_tokens, mx.float32)(heads)
+    for i in range(new_tokens):
+        alone = rotary.at(offsets + i, 1, mx.float32)(heads[:, :, i : i + 1])
+        assert mx.array_equal(output[:, :, i : i + 1], alone)
+
+
+def test_matrices_of_many_tokens_are_not_made(rope_calls: list[tuple[int, ...]]) -> None:
+    """Of 13 sequences of 5: 65 matrices."""
+    heads = mx.random.normal((13, HEADS, 5, 64))
+    output = Rotary.plain(64, 1e6).at(mx.arange(13), 5, mx.float32)(heads)
+    assert len(rope_calls) == 1
+    for b in (0, 12):
+        expected = _turned(heads[b : b + 1], 1e6, b)
+        assert (np.abs(np.array(output[b : b + 1]) - expected) <= _tolerance(expected, b + 4, 6)).all()
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])

@@ -11,7 +11,6 @@ from kvant.cache.pages import pages_for, runs
 from kvant.cache.pool_sequence import PoolSequence, PoolState
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
-from kvant.operators.masks import window_mask
 from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
 from kvant.operators.paged_kernel import StepPages, step_pages
 from kvant.operators.validation import check_tokens
@@ -212,19 +211,16 @@ def place_rows(part: PagedLayers, tables: Sequence[PageTable], lengths: Sequence
     """Where S new tokens of each sequence are written, and what their queries read."""
     first = [part.first_seen(length) for length in lengths]
     new, read = [], []
-    masks: list[mx.array | None] = []
     for table, length, seen in zip(tables, lengths, first, strict=True):
         end, start = length + new_tokens, table.start
         new.append(runs(table.pages, length - start, end - start))
         read.append(runs(table.pages, seen - start, end - start))
-        narrow = part.window is not None and end - seen > part.window
-        masks.append(window_mask(new_tokens, end - seen, part.window) if narrow and part.window else None)
     is_fused = new_tokens <= MAX_NEW_TOKENS and any(layer.backend is not None for layer in part.layers)
     pages = _pages(part, tables, lengths, new_tokens) if is_fused else None
     if len(new) == 1:
-        return PagedRows(new[0], read, first, masks, pages)
+        return PagedRows(new[0], read, first, part.window, pages)
     rows = [row for own in new for run in own for row in range(*run)]
-    return PagedRows(mx.array(rows, mx.int32), read, first, masks, pages)
+    return PagedRows(mx.array(rows, mx.int32), read, first, part.window, pages)
 
 
 def _pages(part: PagedLayers, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int) -> StepPages:

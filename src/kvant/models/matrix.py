@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from kvant.models.quantization import Quantization
-from kvant.models.unpacked import FEW_ROWS, few_rows_product, in_turn, unpacked_product
-from kvant.operators.streams import cpu_streams
+from kvant.models.unpacked import SMALL_PRODUCT, few_rows_product, in_turn, unpacked_product
+from kvant.operators.streams import FEW_ROWS, cpu_streams
 
 # On a CPU, measured on 2 cores (docs/decode-step.md). From so many rows of x making floats of the numbers is faster:
 UNPACK_FROM_ROWS = 2  # of 2, 4 or 8 bits, by masks; of a large matrix from one row on
 UNPACK_FROM_ELEMENTS = 256 * 1024  # a large matrix
 DEQUANTIZE_FROM_ROWS = 4  # of other formats, by MLX
 DEQUANTIZED_ELEMENTS = 1024 * 1024  # at a time: 4 MiB; 16 MiB are new memory every time and take twice as long
+SUMMED_COLUMNS = 320  # OpenBLAS's large products are sums of sums over so many columns or more; its small ones are not
 PARALLEL_ELEMENTS = 512 * 1024  # a matrix from this size on is worth a thread for each core
 
 
@@ -28,7 +29,17 @@ class DenseMatrix:
 
     def project(self, x: mx.array) -> mx.array:
         """(..., in) -> (..., out)."""
+        if mx.default_device().type == mx.cpu and x.size // x.shape[-1] <= FEW_ROWS:
+            return self._project_few(x)
         return x @ self.weight
+
+    def _project_few(self, x: mx.array) -> mx.array:
+        """So that a row has the same numbers whatever is beside it: all products are small ones, or none is."""
+        rows, in_one = x.size // x.shape[-1], SMALL_PRODUCT // max(1, self.weight.size)
+        if in_one < 2 or rows <= in_one or len(self.weight) <= SUMMED_COLUMNS:
+            return x @ self.weight
+        parts = mx.split(x.reshape(rows, -1), list(range(in_one, rows, in_one)))
+        return mx.concatenate([part @ self.weight for part in parts]).reshape(*x.shape[:-1], -1)
 
     def rows(self, ids: mx.array) -> mx.array:
         """Rows of the checkpoint's (out, in) matrix, as an embedding reads them: (...) -> (..., in)."""

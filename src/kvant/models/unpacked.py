@@ -7,10 +7,9 @@ import mlx.core as mx
 
 from kvant.models.quantization import Quantization
 
-FEW_ROWS = 8
 UNPACKED_ELEMENTS = 512 * 1024  # at a time, for a few rows: more leave the core's cache, fewer are more operations
 # OpenBLAS multiplies without copying its operands first where there are at most so many multiplications (x86 with
-# AVX-512): 8 rows of x in half the time. An output is then the same sum, in the same order, for any number of rows.
+# AVX-512): 8 rows of x in half the time. An output is then one sum over all columns, for any number of rows.
 SMALL_PRODUCT = 1000 * 1000
 VECTOR = 16  # float32 numbers; what is left of a block of weights beside them is summed in another order
 
@@ -27,7 +26,7 @@ def few_rows_product(
     quantization: Quantization,
     streams: Sequence[mx.Stream | mx.ThreadLocalStream],
 ) -> mx.array:
-    """The product of 1 to :data:`FEW_ROWS` rows of x with a matrix, the streams taking turns.
+    """The product of 1 to :data:`kvant.operators.streams.FEW_ROWS` rows of x with a matrix, the streams taking turns.
 
     Args:
         x: (..., in) float32.

@@ -1,11 +1,20 @@
 """Scaled dot-product attention over floating-point keys and values: the unfused path of every cache."""
 
 import math
+from collections.abc import Sequence
 
 import mlx.core as mx
 
-from kvant.operators.bias_split import MAX_SCORE_QUERIES, BiasSplit, rotated_bias, score_bias, value_bias_of
+from kvant.operators.bias_split import (
+    MAX_SCORE_QUERIES,
+    BiasSplit,
+    bias_weights,
+    rotated_bias,
+    score_bias,
+    value_bias_of,
+)
 from kvant.operators.masks import mask_by_kv_head, score_terms
+from kvant.operators.streams import FEW_ROWS
 
 # Bytes of scores that one block of queries may make on a CPU, whose attention makes a score matrix. MLX queues ahead:
 # up to five blocks were alive at once, 10 MiB in all. A chunk's time does not depend on the block. (Both measured.)
@@ -48,8 +57,8 @@ def attend_tokens(
     T = key.shape[2]
     dtype = query.dtype
     on_cpu = mx.default_device().type == mx.cpu
-    if on_cpu and S == 1 and not is_alibi:
-        return _attend_newest(query, key, value, mask, bias_split, sinks)
+    if on_cpu and S <= FEW_ROWS and not is_alibi:
+        return _attend_few(query, key, value, is_causal, mask, bias_split, sinks)
     if on_cpu or is_alibi or mask is not None or bias_split is not None or D not in GPU_FUSED_HEAD_DIMS:
         # Elsewhere MLX's attention rounds scores and biases to half precision, where large ones overflow.
         query, key, value = (x.astype(mx.float32) for x in (query, key, value))
@@ -92,40 +101,93 @@ def attend_tokens(
     return joined.astype(dtype)
 
 
-def _attend_newest(
+def _attend_few(
     query: mx.array,
     key: mx.array,
     value: mx.array,
+    is_causal: bool,
     mask: mx.array | None,
     bias_split: BiasSplit | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Attention of the newest token to every token, on a CPU.
-
-    It takes one product for all query heads of a kv head. MLX's attention takes one for each query head.
-    """
-    B, H, _, D = query.shape
-    K, T = key.shape[1:3]
+    """:func:`attend_tokens` of a few queries on a CPU."""
+    (B, H, S, _), T = query.shape, key.shape[2]
     dtype = query.dtype
     query, key, value = (x.astype(mx.float32) for x in (query, key, value))
-    scaled = (query * (1 / math.sqrt(D))).reshape(B, K, H // K, D)
-    scores = scaled @ key.swapaxes(-1, -2)  # (B, K, H/K, T)
+    queries = query.transpose(2, 0, 1, 3)
+    block = max(1, min(S, BLOCK_SCORE_BYTES // (B * H * T * 4)))
+    outputs: list[mx.array] = []
+    for start in range(0, S, block):
+        own = queries[start : start + block]
+        if outputs:  # as in attend_tokens
+            own = mx.depends([own], outputs[-1:])[0]
+        seen = [T - S + 1 + i if is_causal else T for i in range(start, start + len(own))]
+        tokens = [(key[:, :, :end], value[:, :, :end]) for end in seen]
+        masks = None
+        if mask is not None:
+            masks = [mask[..., i : i + 1, :end] for i, end in enumerate(seen, start)]
+        outputs.append(attend_singly(own, tokens, masks=masks, bias_split=bias_split, sinks=sinks))
+    joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+    return joined.transpose(1, 2, 0, 3).astype(dtype)
+
+
+def attend_singly(
+    query: mx.array,
+    tokens: Sequence[tuple[mx.array, mx.array]],
+    *,
+    masks: Sequence[mx.array] | None = None,
+    bias_split: BiasSplit | None = None,
+    first: Sequence[int] | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Attention of N queries, each to tokens of its own, in float32, on a CPU. Unchecked.
+
+    Each has the numbers it has alone: a product of several, or with more keys, would be summed in another order. So it
+    takes two products and a softmax, for all query heads of a kv head (MLX's attention takes one for each query head).
+    Everything else is done for all at once.
+
+    Args:
+        query: (N, B, H, D).
+        tokens: key and value, (B, K, T, D) and (B, K, T, Dv), of each query; T may differ.
+        masks: of each query, broadcastable to (B, H, 1, T).
+        bias_split: as in :func:`attend_tokens`.
+        first: the column of its rotation for each query's first token; None: 0.
+        sinks: as in ``attend_tokens``.
+
+    Returns:
+        (N, B, H, Dv).
+    """
+    N, B, H, D = query.shape
+    K = tokens[0][0].shape[1]
+    queries = mx.split((query * (1 / math.sqrt(D))).reshape(N * B, K, H // K, D), N)
+    scores = [own @ key.swapaxes(-1, -2) for own, (key, _) in zip(queries, tokens, strict=True)]  # (B, K, H/K, T)
     if bias_split is not None and bias_split.pairs:
-        scores = scores + score_bias(query, bias_split, T).reshape(B, K, H // K, T)
+        factors = mx.split(bias_weights(query.reshape(N * B, H, 1, D), bias_split).squeeze(3), N)  # (B, K, H/K, 2P)
+        table = bias_split.rotation.flatten(0, 1)  # (2P, positions)
+        of_each = zip(scores, factors, first or [0] * N, strict=True)
+        scores = [score + own @ table[:, at : at + score.shape[-1]] for score, own, at in of_each]
     alive = None
-    if mask is not None:
-        mask = mask_by_kv_head(mask, K)
-        scores = mx.where(mask, scores, -math.inf) if mask.dtype == mx.bool_ else scores + mask
-        alive = (scores > -math.inf).any(axis=-1, keepdims=True)
-        scores = mx.where(alive, scores, 0.0)
+    if masks is not None:
+        by_kv_head = [mask_by_kv_head(mask, K) for mask in masks]
+        scores = [
+            mx.where(mask, score, -math.inf) if mask.dtype == mx.bool_ else score + mask
+            for score, mask in zip(scores, by_kv_head, strict=True)
+        ]
+        living = [(score != -math.inf).any(axis=-1, keepdims=True) for score in scores]
+        scores = [mx.where(own, score, 0.0) for score, own in zip(scores, living, strict=True)]
+        alive = mx.concatenate(living)  # (N * B, K, H/K, 1)
     if sinks is not None:
         column = mx.broadcast_to(sinks.astype(mx.float32).reshape(1, K, H // K, 1), (B, K, H // K, 1))
-        scores = mx.concatenate([scores, column], axis=-1)
-    weights = mx.softmax(scores, axis=-1)[..., :T]
-    output = weights @ value  # (B, K, H/K, D)
+        scores = [mx.concatenate([score, column], axis=-1) for score in scores]
+    weights = [mx.softmax(score, axis=-1) for score in scores]
+    if sinks is not None:
+        weights = [own[..., :-1] for own in weights]
+    output = mx.concatenate([own @ value for own, (_, value) in zip(weights, tokens, strict=True)])
     if bias_split is not None:
-        bias = bias_split.value_bias[:, None]  # (K, 1, D)
-        output = output + (bias if sinks is None else bias * weights.sum(axis=-1, keepdims=True))
+        bias = bias_split.value_bias[:, None]  # (K, 1, Dv)
+        if sinks is not None:  # the weights of the values sum to less than 1
+            bias = bias * mx.concatenate([own.sum(axis=-1, keepdims=True) for own in weights])
+        output = output + bias
     if alive is not None:
         output = mx.where(alive, output, 0.0)
-    return output.reshape(B, H, 1, -1).astype(dtype)
+    return output.reshape(N, B, H, -1)

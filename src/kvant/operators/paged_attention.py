@@ -5,18 +5,19 @@ batching with cache_mode 1, cache_layout 3 and one layer. Keys and values of dif
 (1, K, T, D + Dv). B sequences, S new tokens each, H query heads, K kv heads, D head_dim.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import mlx.core as mx
 
-from kvant.operators.attention import attend_tokens
-from kvant.operators.bias_split import BiasSplit, bias_weights
+from kvant.operators.attention import BLOCK_SCORE_BYTES, attend_singly, attend_tokens
+from kvant.operators.bias_split import BiasSplit
 from kvant.operators.cached_attention import float_tokens, stored_tokens
 from kvant.operators.kernels.launch import Backend
+from kvant.operators.masks import window_mask
 from kvant.operators.paged_kernel import StepPages, attend_pages
+from kvant.operators.streams import FEW_ROWS
 
 # Bytes of keys and values as float32 that are made at once, of one sequence at least.
 READ_BYTES = 16 * 1024 * 1024
@@ -33,14 +34,14 @@ class PagedRows:
             an integer array.
         runs: the rows that are read, in the order of positions, the new ones included.
         first: the position of the first row that is read.
-        masks: (S, rows) boolean, True where a query sees a row; None: it sees all up to its own.
+        window: the last tokens that a query sees, its own included; None: it sees all.
         pages: the same for the fused kernel; None: it does not take the step.
     """
 
     new: list[Run] | mx.array
     runs: list[list[Run]]
     first: list[int]
-    masks: list[mx.array | None]
+    window: int | None
     pages: StepPages | None = None
 
 
@@ -99,8 +100,8 @@ def attend_rows(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """:func:`append_and_attend_paged` of tokens that are written already."""
-    R, _, S, D = query.shape
-    newest = S == 1 and sinks is None and mx.default_device().type == mx.cpu
+    R, H, S, D = query.shape
+    few = S <= FEW_ROWS and mx.default_device().type == mx.cpu
     counts = [sum(end - first for first, end in own) for own in rows.runs]
     outputs: list[mx.array] = []
     for share in _shares(counts, READ_BYTES // _row_bytes(arrays[0], quant_bit)):
@@ -110,10 +111,13 @@ def attend_rows(
         # Without this dependency MLX reads the tokens of every share before it uses the first.
         readable = mx.depends(arrays, outputs[-1:]) if outputs else arrays
         stored = [stored_rows(array, joined)[None] for array in readable]
-        dtype = mx.float32 if newest else query.dtype
+        dtype = mx.float32 if few else query.dtype
         keys, values = float_tokens(stored, quant_bit=quant_bit, dtype=dtype, key_dim=D)
-        own = (query, keys, values, share, counts, rows, bias_split)
-        outputs += _attend_newest_of_each(*own) if newest else _attend_each(*own, sinks)
+        own = (query, keys, values, share, counts, rows, bias_split, sinks)
+        if few and (S == 1 or 4 * S * H * sum(counts[share]) <= BLOCK_SCORE_BYTES):
+            outputs.append(_attend_few_of_each(*own))
+        else:
+            outputs += _attend_each(*own)
     if (padding := R - len(counts)) > 0:
         outputs.append(mx.zeros((padding, *outputs[0].shape[1:]), query.dtype))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
@@ -186,12 +190,14 @@ def _attend_each(
         if split is not None and rows.first[b]:
             split = replace(split, rotation=split.rotation[..., rows.first[b] :])
         own = (query[b : b + 1], keys[:, :, start:end], values[:, :, start:end])
-        outputs.append(attend_tokens(*own, mask=rows.masks[b], bias_split=split, sinks=sinks))
+        window = rows.window
+        mask = None if window is None or counts[b] <= window else window_mask(query.shape[2], counts[b], window)
+        outputs.append(attend_tokens(*own, mask=mask, bias_split=split, sinks=sinks))
         start = end
     return outputs
 
 
-def _attend_newest_of_each(
+def _attend_few_of_each(
     query: mx.array,
     keys: mx.array,
     values: mx.array,
@@ -199,29 +205,24 @@ def _attend_newest_of_each(
     counts: list[int],
     rows: PagedRows,
     bias_split: BiasSplit | None,
-) -> list[mx.array]:
-    """:func:`_attend_each` where each has one new token, on a CPU.
-
-    For each sequence alone it takes two products and a softmax. Everything else is done for all at once.
-    """
-    counts, first = counts[share], rows.first[share]
-    dtype, query = query.dtype, query[share].astype(mx.float32)
-    B, H, _, D = query.shape
-    K = keys.shape[1]
-    ends = list(accumulate(counts))[:-1]
-    queries = mx.split((query * (1 / math.sqrt(D))).reshape(B, K, H // K, D), B)
-    scores = [q @ k for q, k in zip(queries, mx.split(keys.swapaxes(-1, -2), ends, axis=-1), strict=True)]
-    if bias_split is not None and bias_split.pairs:
-        weights = mx.split(bias_weights(query, bias_split).squeeze(3), B)  # (1, K, H/K, 2P) each
-        table = bias_split.rotation.flatten(0, 1)  # (2P, positions)
-        of_each = zip(scores, weights, first, counts, strict=True)
-        scores = [score + own @ table[:, at : at + count] for score, own, at, count in of_each]
-    parts = mx.split(values, ends, axis=2)
-    outputs = [mx.softmax(score, axis=-1) @ part for score, part in zip(scores, parts, strict=True)]
-    output = mx.concatenate(outputs)  # (B, K, H/K, Dv)
-    if bias_split is not None:
-        output = output + bias_split.value_bias[:, None]
-    return [output.reshape(B, H, 1, -1).astype(dtype)]
+    sinks: mx.array | None,
+) -> mx.array:
+    """:func:`_attend_each` where each has a few new tokens, on a CPU: all of them together."""
+    own, ends = query[share], list(accumulate(counts[share]))[:-1]
+    B, H, S, D = own.shape
+    tokens, places = [], []
+    for key, value, first in zip(
+        mx.split(keys, ends, axis=2), mx.split(values, ends, axis=2), rows.first[share], strict=True
+    ):
+        T = key.shape[2]
+        for end in range(T - S + 1, T + 1):
+            start = 0 if rows.window is None else max(0, end - rows.window)
+            seen = slice(start, end)
+            tokens.append((key, value) if end - start == T else (key[:, :, seen], value[:, :, seen]))
+            places.append(first + start)
+    singles = own.swapaxes(1, 2).reshape(B * S, 1, H, D).astype(mx.float32)
+    output = attend_singly(singles, tokens, bias_split=bias_split, first=places, sinks=sinks)
+    return output.reshape(B, S, H, -1).swapaxes(1, 2).astype(query.dtype)
 
 
 def _row_bytes(array: mx.array, quant_bit: int) -> int:

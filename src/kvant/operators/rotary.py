@@ -4,7 +4,12 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
+from kvant.operators.streams import FEW_ROWS
+
 Rotate = Callable[[mx.array], mx.array]  # (B, heads, S, D) -> the same
+
+
+MOST_MATRICES = 64  # of D * D numbers: 4 MiB for heads of 128
 
 
 class Rotary:
@@ -44,9 +49,9 @@ class Rotary:
     def at(self, offset: int | mx.array, new_tokens: int, dtype: mx.Dtype) -> Rotate:
         """A function that turns the heads of S new tokens. One serves all layers.
 
-        On a CPU MLX composes RoPE of some twenty operations. One token is turned there by a product with the rotation
-        matrix of its position: 5 us instead of 60 for 6 heads of 64 (measured). This is done in float32 only, because
-        half precision would round the table too.
+        On a CPU MLX composes RoPE of some twenty operations. A few tokens are turned there by products with the
+        rotation matrices of their positions: one in 5 us instead of 60 for 6 heads of 64 (measured). This is done in
+        float32 only, because half precision would round the table too.
 
         Args:
             offset: position of the first token: an int, a () array where it is not known yet, or a (B,) array, one
@@ -54,12 +59,19 @@ class Rotary:
             new_tokens: S.
             dtype: dtype of the heads.
         """
-        if mx.default_device().type == mx.cpu and new_tokens == 1 and dtype == mx.float32:
-            matrix = self._matrix(offset)
-            if matrix.ndim == 2:
-                return lambda heads: heads @ matrix
-            return lambda heads: (heads.squeeze(2) @ matrix)[:, :, None]  # (B, heads, D) @ (B, D, D)
-        return lambda heads: self._rope(heads, offset)
+        several = offset.size if isinstance(offset, mx.array) else 1
+        if (
+            mx.default_device().type != mx.cpu
+            or dtype != mx.float32
+            or new_tokens > FEW_ROWS
+            or (new_tokens > 1 and several * new_tokens > MOST_MATRICES)
+        ):
+            return lambda heads: self._rope(heads, offset)
+        matrix = self._matrix(offset, new_tokens)
+        if matrix.ndim == 2:
+            return lambda heads: heads @ matrix
+        # (B, heads, S, D) -> (B, S, heads, D) @ (B or 1, S, D, D)
+        return lambda heads: (heads.swapaxes(1, 2) @ matrix).swapaxes(1, 2)
 
     def _rope(self, heads: mx.array, offset: int | mx.array) -> mx.array:
         turned = mx.fast.rope(
@@ -73,13 +85,15 @@ class Rotary:
         )
         return turned if self.factor == 1.0 else turned * self.factor
 
-    def _matrix(self, offset: int | mx.array) -> mx.array:
-        """R (D, D), with x R = x turned. With an offset (B,) it is (B, D, D).
+    def _matrix(self, offset: int | mx.array, new_tokens: int) -> mx.array:
+        """R (D, D), with x R = x turned; of several tokens or offsets (B or 1, S, D, D).
 
         R[p, p] = R[p + D/2, p + D/2] = cos; R[p, p + D/2] = sin = -R[p + D/2, p].
         """
         if isinstance(offset, mx.array) and offset.ndim:
-            offset = offset[:, None, None]
+            offset = offset[:, None, None, None]
+        if new_tokens > 1:
+            offset = offset + mx.arange(new_tokens)[:, None, None]
         angle = self._frequency * offset
         return self._same * mx.cos(angle) + self._other * mx.sin(angle)
 

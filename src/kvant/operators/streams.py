@@ -1,9 +1,16 @@
-"""Streams for a CPU. MLX computes with one thread for each stream, so work for several cores has to be divided."""
+"""How a CPU computes: a stream for each core, and a few tokens as each alone.
+
+MLX computes with one thread for each stream, so work for several cores has to be divided.
+"""
 
 import os
 from functools import cache
 
 import mlx.core as mx
+
+# Of so many tokens, as in a step that verifies drafts, norms, rotations, products and attention give each the numbers
+# that it has alone, to the bit: text with drafts is text without. Products do with OpenBLAS and AVX-512 only.
+FEW_ROWS = 8
 
 
 @cache

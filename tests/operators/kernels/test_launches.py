@@ -160,7 +160,7 @@ def test_a_step_of_a_pool_s_sequences_is_five_launches_a_layer(new_tokens: int) 
     pages = step_pages([[3], [5, 1]], [0, 0], [9, 140], 256, None)
     runs = [[(384, 393 + new_tokens)], [(640, 768), (128, 140 + new_tokens)]]
     new = mx.array([row for own in runs for row in range(own[-1][1] - new_tokens, own[-1][1])])
-    rows = PagedRows(new, runs, [0, 0], [None, None], pages)
+    rows = PagedRows(new, runs, [0, 0], None, pages)
 
     def step(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> list[mx.array]:
         held = list(arrays)

@@ -16,10 +16,10 @@ from kvant.models.config import ModelConfig
 from kvant.models.experts import takes_turns
 from kvant.models.matrix import DEQUANTIZED_ELEMENTS, PARALLEL_ELEMENTS, UNPACK_FROM_ELEMENTS, UNPACK_FROM_ROWS
 from kvant.models.quantization import Quantization
-from kvant.models.unpacked import FEW_ROWS, UNPACKED_ELEMENTS
+from kvant.models.unpacked import UNPACKED_ELEMENTS
 from kvant.operators.attention import BLOCK_SCORE_BYTES, GPU_FUSED_HEAD_DIMS
 from kvant.operators.bias_split import MAX_SCORE_QUERIES
-from kvant.operators.streams import cpu_streams
+from kvant.operators.streams import FEW_ROWS, cpu_streams
 
 FLOAT32 = 4  # bytes
 # Measured: so many blocks of scores are held beside the one at work, and at most so many parts of a
