@@ -229,6 +229,18 @@ def test_where_nothing_runs_prompts_are_fed_together_up_to_a_long_chunk(pocket: 
     assert [token.request for token in scheduler.step()] == requests[:3]
 
 
+def test_prompts_that_came_together_are_fed_before_the_first_of_them_go_on(
+    pocket: Pocket, heldout_ids: list[int]
+) -> None:
+    """Up to two long chunks. The sixth is fed between the tokens of the others."""
+    scheduler, _ = scheduler_of(pocket[0])
+    requests = [Request(heldout_ids[i : i + 200], max_tokens=9) for i in range(6)]
+    for request in requests:
+        scheduler.submit(request)
+    told = [[requests.index(token.request) for token in scheduler.step()] for _ in range(5)]
+    assert told == [[0, 1], [2, 3], [4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]]
+
+
 def test_a_prompt_comes_in_chunks_between_the_tokens_of_others(
     pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,11 +72,11 @@ def test_a_step_that_fails_ends_the_requests_in_it(pocket: Pocket, monkeypatch: 
         return real(inputs, cache)
 
     monkeypatch.setattr(model, "next_logits", next_logits)
-    # No two prompts fit into one step: 1 feeds the first, 2 its token, 3 the second, 4 tokens of both, 5 the third, 6
-    # tokens of all, and 7 the next ones, before those were read.
-    requests = [Request([5 + i] * length, max_tokens=6) for i, length in enumerate((450, 100, 100))]
+    # No two prompts fit into one step: 1 feeds the first, 2 the second, 3 tokens of both, 4 the third, 5 tokens of all,
+    # and 6 the next ones, before those were read.
+    requests = [Request([5 + i] * length, max_tokens=6) for i, length in enumerate((450, 450, 100))]
     told = run_all(scheduler, requests)
-    failed = requests[slice(*{1: (0, 1), 2: (0, 1), 3: (1, 2), 4: (0, 2), 5: (2, 3)}.get(at, (0, 3)))]
+    failed = requests[slice(*{1: (0, 1), 2: (1, 2), 3: (0, 2), 4: (2, 3)}.get(at, (0, 3)))]
     assert [request for request in requests if told[request][-1].error] == failed
     for request in requests:
         assert told[request][-1].finish_reason == ("error" if request in failed else "length")

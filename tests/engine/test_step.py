@@ -78,7 +78,8 @@ def test_windows_are_compiled_too(runs: dict[str, Any], path: str) -> None:
 def test_steps_of_several_tokens_are_the_same(runs: dict[str, Any], kernels: str, cache: str) -> None:
     """Of 1 to 8 tokens, of which the first half is committed: what is behind it, padding too, is written over."""
     found = runs[kernels][cache]
-    assert found["worst"] < (2e-2 if cache == "4 bits" else 1e-5)  # rounding flips a quantized value now and then
+    # Rounding flips a quantized value now and then: a step that is not compiled takes its tokens one by one on a CPU.
+    assert found["worst"] < {"4 bits": 2e-2, "8 bits": 1e-3}.get(cache, 1e-5)
     assert found["differ"] < (1e-2 if cache == "4 bits" else 1e-3)
     assert found["ids"]
     assert found["compilations"] == [len(STEP_SIZES)] * 2

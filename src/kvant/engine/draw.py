@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from kvant.engine.filters import Filters, filtered
 from kvant.engine.processors import Change
+from kvant.operators.exponential import logsumexp
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ def sample(
 
 def draw(logits: mx.array, sampler: Sampler, keys: mx.array | None) -> tuple[mx.array, mx.array]:
     """Tokens (B,) and log-probabilities (B, vocab) of float32 logits (B, vocab), with keys (B, 2) of draw_keys."""
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    logprobs = logits - logsumexp(logits)
     if not isinstance(sampler, SeededSampler):
         return sampler(logprobs), logprobs
     assert keys is not None

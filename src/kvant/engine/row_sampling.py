@@ -11,6 +11,7 @@ from kvant.engine.constraint import allowed_only
 from kvant.engine.draw import Sampler, SeededSampler, draw_keys, draw_seeded, greedy
 from kvant.engine.filters import rows_of, with_rows
 from kvant.engine.processors import KINDS, Bias, Change, process_rows
+from kvant.operators.exponential import logsumexp
 
 BLOCK = 2**18  # logits that are drawn from at once on a CPU: more leave its cache from one operation to the next
 
@@ -123,7 +124,7 @@ def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.arr
         logits = with_rows(logits, [*masks], allowed_only(rows_of(logits, [*masks]), [*masks.values()]))
     seeded = [number for number, sampler in enumerate(samplers) if isinstance(sampler, SeededSampler)]
     keys = draw_keys([samplers[number] for number in seeded], [rows[number].position for number in seeded])
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    logprobs = logits - logsumexp(logits)
     return _draw(logprobs, samplers, keys), logprobs
 
 

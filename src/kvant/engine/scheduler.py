@@ -23,6 +23,8 @@ from kvant.errors import ArgumentError, ContextError, QueueFullError
 from kvant.models import LanguageModel
 from kvant.threads import check_process
 
+BURST = 2  # long chunks of prompts that are fed where nothing ran, before the answers that they begin go on
+
 
 class Counts(NamedTuple):
     """What a scheduler has to do.
@@ -49,8 +51,9 @@ class Scheduler:
 
     In a step every answer that runs gets one token. One that has ended, or was cancelled, leaves at once, and its pages
     are free. Then one chunk of that prompt is fed, and whole short prompts behind it: 128 tokens together at most, or
-    ``prefill_step_size`` where nothing ran. The last chunk of a prompt gives its answers their first tokens. Whole
-    pages of prompts and answers are shared with later requests of the same salt.
+    ``prefill_step_size`` where nothing ran; twice, before the answers that begin so go on. The last chunk of a prompt
+    gives its answers their first tokens. Whole pages of prompts and answers are shared with later requests of the same
+    salt.
 
     Where answers draft, a step feeds their drafts too, and of the others as many tokens that do not count. An answer
     gets as many tokens as were drafted rightly, and one more.
@@ -104,6 +107,7 @@ class Scheduler:
         self._free_when_full: int | None = None  # the free pages when the first that waits did not fit
         self._prompt: Work | None = None  # is being fed
         self._running: list[Answer] = []  # those that call out last
+        self._burst = 0  # prompt tokens that are fed before those that run go on
         self._queued: Step | None = None  # the next one of answers that run, where it could be begun
         self._ready: list[Token] = []
         self.steps = 0
@@ -192,7 +196,12 @@ class Scheduler:
         try:
             # In this order the first two tokens of an answer come from two steps, each as soon as it is there.
             started = time.perf_counter()
-            self._decode()
+            if not self._running:
+                self._burst = BURST * max(CHUNK, self._pool.prefill_step_size)
+            elif self._prompt is None:
+                self._burst = 0
+            if not (self._running and self._burst):
+                self._decode()
             decoded = time.perf_counter()
             self._feed_prompts()
             self.decoding_s += decoded - started
@@ -225,7 +234,7 @@ class Scheduler:
 
     def _feed_prompts(self) -> None:
         """Feed a chunk of the first prompt, and whole prompts behind it that fit in the same number of tokens."""
-        most = room = CHUNK if self._running else max(CHUNK, self._pool.prefill_step_size)
+        most = room = min(self._burst, max(CHUNK, self._pool.prefill_step_size)) or CHUNK
         self._admit()
         while (work := self._prompt) is not None and (room == most or work.left <= room):
             left = work.left
@@ -233,6 +242,8 @@ class Scheduler:
             self._feed(work, room)
             room -= min(left, room)
             self._admit()
+        left = self._burst - (most - room)
+        self._burst = left if left >= CHUNK else 0
 
     def _feed(self, work: Work, room: int) -> None:
         """Feed a chunk of a prompt, of ``room`` tokens at most. After the last one its answers begin."""

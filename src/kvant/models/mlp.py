@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from kvant.models.linear import Linear
+from kvant.operators.exponential import silu_times
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,5 +27,4 @@ class MLP:
 
 def gated(gate_up: mx.array) -> mx.array:
     """silu(gate) * up: (..., 2 inner) -> (..., inner)."""
-    gate, up = mx.split(gate_up, 2, axis=-1)
-    return gate * mx.sigmoid(gate) * up
+    return silu_times(*mx.split(gate_up, 2, axis=-1))

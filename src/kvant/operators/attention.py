@@ -13,12 +13,13 @@ from kvant.operators.bias_split import (
     score_bias,
     value_bias_of,
 )
+from kvant.operators.exponential import softmax_parts
 from kvant.operators.masks import mask_by_kv_head, score_terms
 from kvant.operators.streams import FEW_ROWS
 
 # Bytes of scores that one block of queries may make on a CPU, whose attention makes a score matrix. MLX queues ahead:
-# up to five blocks were alive at once, 10 MiB in all. A chunk's time does not depend on the block. (Both measured.)
-BLOCK_SCORE_BYTES = 2 * 1024 * 1024
+# what 7 blocks take was alive at once, 10 MiB in all; blocks of half the size take longer. (Both measured.)
+BLOCK_SCORE_BYTES = 3 * 512 * 1024
 # head_dim for which MLX's GPU attention accumulates in float32 without making scores.
 GPU_FUSED_HEAD_DIMS = (64, 80, 96, 128, 256)
 
@@ -91,7 +92,8 @@ def attend_tokens(
         block_query = query[:, :, first:last]
         if outputs:  # without this dependency MLX makes the scores of many blocks before it uses the first
             block_query = mx.depends([block_query], [outputs[-1]])[0]
-        output = mx.fast.scaled_dot_product_attention(
+        attend = _attend_block if on_cpu else mx.fast.scaled_dot_product_attention
+        output = attend(
             block_query, key[:, :, :keys], value[:, :, :keys], scale=1 / math.sqrt(D), mask=block_mask, sinks=sinks
         )
         if bias_split is not None and sinks is None:
@@ -99,6 +101,39 @@ def attend_tokens(
         outputs.append(output if alive is None else mx.where(alive, output, 0.0))
     joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
     return joined.astype(dtype)
+
+
+def _attend_block(
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    *,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """As ``mx.fast.scaled_dot_product_attention``, whose ``exp`` takes most of its time on a CPU; masks are added."""
+    (B, H, S, D), (K, T) = query.shape, key.shape[1:3]
+    scores = (query * scale).reshape(B, K, -1, D) @ key.swapaxes(-1, -2)  # (B, K, H/K * S, T)
+    if mask is not None:
+        each = scores.reshape(B, K, -1, S, T)
+        if isinstance(mask, mx.array):
+            each = each + mask_by_kv_head(mask, K)
+        else:
+            each = mx.where(mx.arange(T) <= mx.arange(T - S, T)[:, None], each, -math.inf)
+        scores = each.reshape(scores.shape)
+    column = None if sinks is None else mx.repeat(sinks, S).reshape(1, K, -1, 1)
+    return _weighted(scores, value, column).reshape(B, H, S, -1)
+
+
+def _weighted(scores: mx.array, value: mx.array, sinks: mx.array | None) -> mx.array:
+    """Values (B, K, T, Dv) weighted by the softmax of scores (B, K, N, T), with sinks (1, K, N, 1) beside them."""
+    if sinks is not None:
+        scores = mx.concatenate([scores, mx.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
+    weights, sums = softmax_parts(scores)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    return weights @ value if sums is None else weights @ value / sums
 
 
 def _attend_few(
@@ -159,6 +194,9 @@ def attend_singly(
     """
     N, B, H, D = query.shape
     K = tokens[0][0].shape[1]
+    bias = None if bias_split is None else bias_split.value_bias[:, None]  # (K, 1, Dv)
+    if bias is not None and sinks is not None:  # as in attend_tokens
+        tokens, bias = [(key, value + bias) for key, value in tokens], None
     queries = mx.split((query * (1 / math.sqrt(D))).reshape(N * B, K, H // K, D), N)
     scores = [own @ key.swapaxes(-1, -2) for own, (key, _) in zip(queries, tokens, strict=True)]  # (B, K, H/K, T)
     if bias_split is not None and bias_split.pairs:
@@ -168,7 +206,7 @@ def attend_singly(
         scores = [score + own @ table[:, at : at + score.shape[-1]] for score, own, at in of_each]
     alive = None
     if masks is not None:
-        by_kv_head = [mask_by_kv_head(mask, K) for mask in masks]
+        by_kv_head = [mask_by_kv_head(mask, K).squeeze(3) for mask in masks]
         scores = [
             mx.where(mask, score, -math.inf) if mask.dtype == mx.bool_ else score + mask
             for score, mask in zip(scores, by_kv_head, strict=True)
@@ -176,17 +214,9 @@ def attend_singly(
         living = [(score != -math.inf).any(axis=-1, keepdims=True) for score in scores]
         scores = [mx.where(own, score, 0.0) for score, own in zip(scores, living, strict=True)]
         alive = mx.concatenate(living)  # (N * B, K, H/K, 1)
-    if sinks is not None:
-        column = mx.broadcast_to(sinks.astype(mx.float32).reshape(1, K, H // K, 1), (B, K, H // K, 1))
-        scores = [mx.concatenate([score, column], axis=-1) for score in scores]
-    weights = [mx.softmax(score, axis=-1) for score in scores]
-    if sinks is not None:
-        weights = [own[..., :-1] for own in weights]
-    output = mx.concatenate([own @ value for own, (_, value) in zip(weights, tokens, strict=True)])
-    if bias_split is not None:
-        bias = bias_split.value_bias[:, None]  # (K, 1, Dv)
-        if sinks is not None:  # the weights of the values sum to less than 1
-            bias = bias * mx.concatenate([own.sum(axis=-1, keepdims=True) for own in weights])
+    column = None if sinks is None else sinks.astype(mx.float32).reshape(1, K, H // K, 1)
+    output = mx.concatenate([_weighted(score, value, column) for score, (_, value) in zip(scores, tokens, strict=True)])
+    if bias is not None:
         output = output + bias
     if alive is not None:
         output = mx.where(alive, output, 0.0)

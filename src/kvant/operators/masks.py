@@ -22,10 +22,10 @@ def both_masks(seen: mx.array, mask: mx.array) -> mx.array:
 
 
 def mask_by_kv_head(mask: mx.array, num_kv_heads: int) -> mx.array:
-    """A mask of one query, broadcastable to (B, H, 1, T), as one that is to (B, K, H/K, T)."""
+    """A mask broadcastable to (B, H, S, T), as one that is to (B, K, H/K, S, T)."""
     mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
-    B, H, _, T = mask.shape
-    return mask if H == 1 else mask.reshape(B, num_kv_heads, H // num_kv_heads, T)
+    B, H, S, T = mask.shape
+    return mask[:, :, None] if H == 1 else mask.reshape(B, num_kv_heads, H // num_kv_heads, S, T)
 
 
 def score_terms(

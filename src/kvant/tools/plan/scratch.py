@@ -22,11 +22,13 @@ from kvant.operators.bias_split import MAX_SCORE_QUERIES
 from kvant.operators.streams import FEW_ROWS, cpu_streams
 
 FLOAT32 = 4  # bytes
-# Measured: so many blocks of scores are held beside the one at work, and at most so many parts of a
-# quantized matrix beside those at work, one a core (1 to 8 streams, matrices of 2 to 67 million numbers).
+# Measured: at most so many parts of a quantized matrix are held beside those at work, one a core (1 to 8 streams,
+# matrices of 2 to 67 million numbers).
 AHEAD = 4
 # The same of parts that masks unpack, by bits: a part of 8-bit numbers takes half as many operations.
 UNPACKED_AHEAD = {2: 4, 4: 4, 8: 8}
+SCORES_OF_ONE = 2  # arrays of a block of scores that are held at once: themselves, and powers of e
+SCORES_AHEAD = 6  # of several blocks
 FEW_ROWS_AHEAD = 5  # and of those for a few rows of x, which are smaller and take fewer operations
 # Bytes of a window's mask for each query and token: its terms and their product, and what blocks of queries add.
 MASK_BYTES = 16
@@ -119,7 +121,7 @@ def scratch_bytes(
 def _mlp(config: ModelConfig, made: int) -> int:
     """Numbers for each new token in an MLP, or in the experts that it goes through; the larger where both are there."""
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.experts
-    mlp = made * (2 * inner + hidden) + inner  # gate and up, down; the gate's sigmoid
+    mlp = made * (2 * inner + hidden) + 2 * inner  # gate and up, down; their product, and the gate's power of e
     if experts is None or not any(experts.layers):
         return mlp
     # For each expert of a token: its row, as for an MLP, outputs joined, back in order, times their shares; the order.
@@ -134,7 +136,8 @@ def _scores(config: ModelConfig, on_cpu: bool, new: int, tokens: int) -> tuple[i
     if not on_cpu:
         return (0 if config.head_dim in GPU_FUSED_HEAD_DIMS else new * query_bytes), 1
     block = max(1, min(new, BLOCK_SCORE_BYTES // query_bytes))
-    return min(new, (1 + AHEAD) * block) * query_bytes, -(-new // block)
+    of_one = new if new <= FEW_ROWS else SCORES_OF_ONE * new
+    return min(of_one, SCORES_AHEAD * block) * query_bytes, -(-new // block)
 
 
 def _dequantized(config: ModelConfig, rows: int, last: int) -> int:

@@ -1,0 +1,43 @@
+"""exp on a CPU. Where MLX computes one number at a time, on x86, a power of e takes a third of its exp's time.
+
+Measured on a 2-core AMD EPYC with MLX 0.32.4: 18 ns a number for ``mx.exp``, 23 for ``mx.sigmoid``, 6 for ``mx.power``.
+"""
+
+import math
+import platform
+
+import mlx.core as mx
+
+# From so many numbers of a sequence a softmax of several operations, of 3 to 4 us each, is faster than MLX's own.
+SOFTMAX_FROM = 4096
+
+
+ONE_BY_ONE = platform.machine().lower() in ("x86_64", "amd64")
+
+
+def by_powers(x: mx.array) -> bool:
+    """Whether exponentials of these numbers are to be powers."""
+    return ONE_BY_ONE and x.dtype == mx.float32 and mx.default_device().type == mx.cpu
+
+
+def silu_times(gate: mx.array, up: mx.array) -> mx.array:
+    """silu(gate) * up, of arrays of one shape; silu(x) = x / (1 + exp(-x))."""
+    if not by_powers(gate):
+        return gate * mx.sigmoid(gate) * up
+    return gate * up / (1.0 + mx.power(math.exp(-1), gate))
+
+
+def softmax_parts(scores: mx.array) -> tuple[mx.array, mx.array | None]:
+    """Weights (B, ..., T) of scores (B, ..., T), and what (B, ..., 1) to divide them by; None: they sum to 1."""
+    if scores.size < len(scores) * SOFTMAX_FROM or not by_powers(scores):
+        return mx.softmax(scores, axis=-1), None
+    weights = mx.power(math.e, scores - scores.max(axis=-1, keepdims=True))
+    return weights, weights @ mx.ones((weights.shape[-1], 1))  # half the time of sum
+
+
+def logsumexp(x: mx.array) -> mx.array:
+    """log(sum(exp(x))) of each row: (..., N) -> (..., 1)."""
+    if x.shape[-1] < SOFTMAX_FROM or not by_powers(x):
+        return mx.logsumexp(x, axis=-1, keepdims=True)
+    largest = x.max(axis=-1, keepdims=True)
+    return largest + mx.log(mx.power(math.e, x - largest).sum(axis=-1, keepdims=True))
