@@ -80,7 +80,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str], pocket_folder: Path) -> N
 @pytest.mark.parametrize("flags", [["--max-kv-size", "1"], ["--kv-bits", "4"], ["--prefill-step-size", "1"]])
 def test_the_lines_add_up(capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str]) -> None:
     """Where loading takes the most, its line has what it takes beyond the others."""
-    config = qwen2_config(vocab_size=40_000, hidden_size=64, intermediate_size=64)
+    config = qwen2_config(vocab_size=80_000, hidden_size=64, intermediate_size=64)
     save_checkpoint(tmp_path, config, reference_model(config))
     _, out, _ = call(capsys, "plan", str(tmp_path), "--device", "cpu", "--memory", "8GB", *flags)
     counts = {

@@ -80,7 +80,7 @@ def scratch_bytes(
     if windowed and window is not None:  # the rows of its ring and the new ones
         tokens = min(tokens, window + SLACK + new)
     before, after = (numbers * rows * itemsize for numbers in (qkv + append, mlp))
-    scores, blocks = _scores(config, on_cpu, new, tokens)
+    scores = _score_bytes(config, on_cpu, new, tokens)
     if pairs and new <= MAX_SCORE_QUERIES:
         scores *= 3  # the scores of the keys' bias, and the same masked
     scores *= sequences
@@ -113,15 +113,13 @@ def scratch_bytes(
         return before + between + after + _dequantized(config, rows, sequences)  # the queue is as long as a layer
     if dequantized or (ended and experts is not None and all(experts.layers)):
         return max(ended + before + between, after) + (_dequantized(config, rows, sequences) if dequantized else 0)
-    if on_cpu and blocks > AHEAD:  # so do the blocks
-        return between + max(before, after)
     return before + between + after
 
 
 def _mlp(config: ModelConfig, made: int) -> int:
     """Numbers for each new token in an MLP, or in the experts that it goes through; the larger where both are there."""
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.experts
-    mlp = made * (2 * inner + hidden) + 2 * inner  # gate and up, down; their product, and the gate's power of e
+    mlp = made * (2 * inner + hidden) + inner  # gate and up, down; the gate's power of e
     if experts is None or not any(experts.layers):
         return mlp
     # For each expert of a token: its row, as for an MLP, outputs joined, back in order, times their shares; the order.
@@ -130,14 +128,14 @@ def _mlp(config: ModelConfig, made: int) -> int:
     return routed if all(experts.layers) else max(mlp, routed)
 
 
-def _scores(config: ModelConfig, on_cpu: bool, new: int, tokens: int) -> tuple[int, int]:
-    """Bytes of the attention's scores that are held, and the number of its blocks of queries."""
+def _score_bytes(config: ModelConfig, on_cpu: bool, new: int, tokens: int) -> int:
+    """Bytes of the attention's scores that are held."""
     query_bytes = config.num_attention_heads * tokens * FLOAT32
     if not on_cpu:
-        return (0 if config.head_dim in GPU_FUSED_HEAD_DIMS else new * query_bytes), 1
+        return 0 if config.head_dim in GPU_FUSED_HEAD_DIMS else new * query_bytes
     block = max(1, min(new, BLOCK_SCORE_BYTES // query_bytes))
     of_one = new if new <= FEW_ROWS else SCORES_OF_ONE * new
-    return min(of_one, SCORES_AHEAD * block) * query_bytes, -(-new // block)
+    return min(of_one, SCORES_AHEAD * block) * query_bytes
 
 
 def _dequantized(config: ModelConfig, rows: int, last: int) -> int:
