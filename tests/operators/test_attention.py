@@ -13,7 +13,7 @@ from support import oracle
 from support.operator_cases import FLOATS, OUTPUT_TOLERANCE, check_output, to_mx
 from support.oracle import Array
 
-from kvant.operators import attention
+from kvant.operators import cpu_attention
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.compiled_attention import attend_live_tokens
@@ -77,13 +77,13 @@ def test_the_newest_token(heads: tuple[int, int], tokens: int, pairs: str, dtype
 def test_a_few_tokens_are_taken_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """ALiBi needs what it leaves out, distances. More tokens are taken together."""
     calls = []
-    singly = attention.attend_singly
+    singly = cpu_attention.attend_singly
 
     def record(query: mx.array, *arguments: Any, **options: Any) -> mx.array:
         calls.append(query.shape)
         return singly(query, *arguments, **options)
 
-    monkeypatch.setattr(attention, "attend_singly", record)
+    monkeypatch.setattr(cpu_attention, "attend_singly", record)
     query, key, value = _Operands((4, 2), 9, None).arrays
     attend_tokens(query, key, value, is_alibi=True)
     attend_tokens(mx.repeat(query, 9, axis=2), key, value)
@@ -94,7 +94,7 @@ def test_a_few_tokens_are_taken_one_by_one(monkeypatch: pytest.MonkeyPatch) -> N
     assert calls == [(1, 3, 4, 32)] * 3
     attend_tokens(mx.repeat(query, 8, axis=2), key, value)
     assert calls[3:] == [(8, 3, 4, 32)]
-    monkeypatch.setattr(attention, "BLOCK_SCORE_BYTES", 3 * 3 * 4 * 9 * 4)
+    monkeypatch.setattr(cpu_attention, "BLOCK_SCORE_BYTES", 3 * 3 * 4 * 9 * 4)
     attend_tokens(mx.repeat(query, 8, axis=2), key, value)
     assert calls[4:] == [(3, 3, 4, 32), (3, 3, 4, 32), (2, 3, 4, 32)]
 

@@ -5,8 +5,8 @@ import pytest
 from support.counts import count
 
 from kvant.cache import QuantizedKVCache
-from kvant.operators.attention import BLOCK_SCORE_BYTES
 from kvant.operators.cached_attention import append_and_attend, write_tokens
+from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES
 
 KV_HEADS, HEAD_DIM, CHUNK = 2, 64, 512
 PAST = count(8192, 16384) - CHUNK

@@ -11,9 +11,10 @@ from itertools import accumulate
 
 import mlx.core as mx
 
-from kvant.operators.attention import BLOCK_SCORE_BYTES, attend_singly, attend_tokens
+from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.cached_attention import float_tokens, stored_tokens
+from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES, attend_singly
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import window_mask
 from kvant.operators.paged_kernel import StepPages, attend_pages

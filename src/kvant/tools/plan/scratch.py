@@ -17,8 +17,9 @@ from kvant.models.experts import takes_turns
 from kvant.models.matrix import DEQUANTIZED_ELEMENTS, PARALLEL_ELEMENTS, UNPACK_FROM_ELEMENTS, UNPACK_FROM_ROWS
 from kvant.models.quantization import Quantization
 from kvant.models.unpacked import UNPACKED_ELEMENTS
-from kvant.operators.attention import BLOCK_SCORE_BYTES, GPU_FUSED_HEAD_DIMS
+from kvant.operators.attention import GPU_FUSED_HEAD_DIMS
 from kvant.operators.bias_split import MAX_SCORE_QUERIES
+from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES
 from kvant.operators.streams import FEW_ROWS, cpu_streams
 
 FLOAT32 = 4  # bytes

@@ -1,0 +1,139 @@
+"""Attention on a CPU: of many queries in blocks of scores, and of a few each as alone. Unchecked."""
+
+import math
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from kvant.operators.bias_split import BiasSplit, bias_weights
+from kvant.operators.exponential import softmax_parts
+from kvant.operators.masks import mask_by_kv_head
+
+# Bytes of scores that one block of queries may make on a CPU, whose attention makes a score matrix. MLX queues ahead:
+# what 7 blocks take was alive at once, 10 MiB in all; blocks of half the size take longer. (Both measured.)
+BLOCK_SCORE_BYTES = 3 * 512 * 1024
+
+
+def queries_at_once(B: int, H: int, S: int, T: int) -> int:
+    """Queries of a block, of S to T tokens, at least one."""
+    return max(1, min(S, BLOCK_SCORE_BYTES // (B * H * T * 4)))
+
+
+def attend_block(
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    *,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """As ``mx.fast.scaled_dot_product_attention``, whose ``exp`` takes most of its time on a CPU; masks are added."""
+    (B, H, S, D), (K, T) = query.shape, key.shape[1:3]
+    scores = (query * scale).reshape(B, K, -1, D) @ key.swapaxes(-1, -2)  # (B, K, H/K * S, T)
+    if mask is not None:
+        each = scores.reshape(B, K, -1, S, T)
+        if isinstance(mask, mx.array):
+            each = each + mask_by_kv_head(mask, K)
+        else:
+            each = mx.where(mx.arange(T) <= mx.arange(T - S, T)[:, None], each, -math.inf)
+        scores = each.reshape(scores.shape)
+    column = None if sinks is None else mx.repeat(sinks, S).reshape(1, K, -1, 1)
+    return _weighted(scores, value, column).reshape(B, H, S, -1)
+
+
+def _weighted(scores: mx.array, value: mx.array, sinks: mx.array | None) -> mx.array:
+    """Values (B, K, T, Dv) weighted by the softmax of scores (B, K, N, T), with sinks (1, K, N, 1) beside them."""
+    if sinks is not None:
+        scores = mx.concatenate([scores, mx.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
+    weights, sums = softmax_parts(scores)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    return weights @ value if sums is None else weights @ value / sums
+
+
+def attend_few(
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    is_causal: bool,
+    mask: mx.array | None,
+    bias_split: BiasSplit | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """:func:`kvant.operators.attention.attend_tokens` of a few queries on a CPU."""
+    (B, H, S, _), T = query.shape, key.shape[2]
+    dtype = query.dtype
+    query, key, value = (x.astype(mx.float32) for x in (query, key, value))
+    queries = query.transpose(2, 0, 1, 3)
+    block = queries_at_once(B, H, S, T)
+    outputs: list[mx.array] = []
+    for start in range(0, S, block):
+        own = queries[start : start + block]
+        if outputs:  # as in attend_tokens
+            own = mx.depends([own], outputs[-1:])[0]
+        seen = [T - S + 1 + i if is_causal else T for i in range(start, start + len(own))]
+        tokens = [(key[:, :, :end], value[:, :, :end]) for end in seen]
+        masks = None
+        if mask is not None:
+            masks = [mask[..., i : i + 1, :end] for i, end in enumerate(seen, start)]
+        outputs.append(attend_singly(own, tokens, masks=masks, bias_split=bias_split, sinks=sinks))
+    joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+    return joined.transpose(1, 2, 0, 3).astype(dtype)
+
+
+def attend_singly(
+    query: mx.array,
+    tokens: Sequence[tuple[mx.array, mx.array]],
+    *,
+    masks: Sequence[mx.array] | None = None,
+    bias_split: BiasSplit | None = None,
+    first: Sequence[int] | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Attention of N queries, each to tokens of its own, in float32, on a CPU. Unchecked.
+
+    Each has the numbers it has alone: a product of several, or with more keys, would be summed in another order. So it
+    takes two products and a softmax, for all query heads of a kv head (MLX's attention takes one for each query head).
+    Everything else is done for all at once.
+
+    Args:
+        query: (N, B, H, D).
+        tokens: key and value, (B, K, T, D) and (B, K, T, Dv), of each query; T may differ.
+        masks: of each query, broadcastable to (B, H, 1, T).
+        bias_split: as in :func:`kvant.operators.attention.attend_tokens`.
+        first: the column of its rotation for each query's first token; None: 0.
+        sinks: as in ``attend_tokens``.
+
+    Returns:
+        (N, B, H, Dv).
+    """
+    N, B, H, D = query.shape
+    K = tokens[0][0].shape[1]
+    bias = None if bias_split is None else bias_split.value_bias[:, None]  # (K, 1, Dv)
+    if bias is not None and sinks is not None:  # as in attend_tokens
+        tokens, bias = [(key, value + bias) for key, value in tokens], None
+    queries = mx.split((query * (1 / math.sqrt(D))).reshape(N * B, K, H // K, D), N)
+    scores = [own @ key.swapaxes(-1, -2) for own, (key, _) in zip(queries, tokens, strict=True)]  # (B, K, H/K, T)
+    if bias_split is not None and bias_split.pairs:
+        factors = mx.split(bias_weights(query.reshape(N * B, H, 1, D), bias_split).squeeze(3), N)  # (B, K, H/K, 2P)
+        table = bias_split.rotation.flatten(0, 1)  # (2P, positions)
+        of_each = zip(scores, factors, first or [0] * N, strict=True)
+        scores = [score + own @ table[:, at : at + score.shape[-1]] for score, own, at in of_each]
+    alive = None
+    if masks is not None:
+        by_kv_head = [mask_by_kv_head(mask, K).squeeze(3) for mask in masks]
+        scores = [
+            mx.where(mask, score, -math.inf) if mask.dtype == mx.bool_ else score + mask
+            for score, mask in zip(scores, by_kv_head, strict=True)
+        ]
+        living = [(score != -math.inf).any(axis=-1, keepdims=True) for score in scores]
+        scores = [mx.where(own, score, 0.0) for score, own in zip(scores, living, strict=True)]
+        alive = mx.concatenate(living)  # (N * B, K, H/K, 1)
+    column = None if sinks is None else sinks.astype(mx.float32).reshape(1, K, H // K, 1)
+    output = mx.concatenate([_weighted(score, value, column) for score, (_, value) in zip(scores, tokens, strict=True)])
+    if bias is not None:
+        output = output + bias
+    if alive is not None:
+        output = mx.where(alive, output, 0.0)
+    return output.reshape(N, B, H, -1)
