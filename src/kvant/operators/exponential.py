@@ -10,8 +10,6 @@ import mlx.core as mx
 
 # From so many numbers of a sequence a softmax of several operations, of 3 to 4 us each, is faster than MLX's own.
 SOFTMAX_FROM = 4096
-
-
 ONE_BY_ONE = platform.machine().lower() in ("x86_64", "amd64")
 
 
@@ -24,7 +22,7 @@ def silu_times(gate: mx.array, up: mx.array) -> mx.array:
     """silu(gate) * up, of arrays of one shape; silu(x) = x / (1 + exp(-x))."""
     if not by_powers(gate):
         return gate * mx.sigmoid(gate) * up
-    return gate * up / (1.0 + mx.power(math.exp(-1), gate))
+    return gate / (1.0 + mx.power(math.exp(-1), gate)) * up
 
 
 def softmax_parts(scores: mx.array) -> tuple[mx.array, mx.array | None]:

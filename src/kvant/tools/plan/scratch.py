@@ -20,6 +20,7 @@ from kvant.models.unpacked import UNPACKED_ELEMENTS
 from kvant.operators.attention import GPU_FUSED_HEAD_DIMS
 from kvant.operators.bias_split import MAX_SCORE_QUERIES
 from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES
+from kvant.operators.exponential import ONE_BY_ONE
 from kvant.operators.streams import FEW_ROWS, cpu_streams
 
 FLOAT32 = 4  # bytes
@@ -75,7 +76,7 @@ def scratch_bytes(
     qkv = 3 * hidden + made * (Q + 2 * KV) + 2 * (Q + KV) * (1 + config.query_key_norm)
     append = 2 * KV * (4 if kv_bits else 1)  # joined; with bits also their magnitudes, quotients and quantized values
     attention = (Q + KV) + 3 * Q + (made + 1) * hidden  # rotated; outputs of blocks, joined, transposed; o_proj; sum
-    mlp = 3 * hidden + _mlp(config, made)  # norm
+    mlp = 3 * hidden + _mlp(config, made, sigmoid=not (on_cpu and ONE_BY_ONE))  # norm
 
     windowed = window is not None and window < tokens
     if windowed and window is not None:  # the rows of its ring and the new ones
@@ -117,10 +118,13 @@ def scratch_bytes(
     return before + between + after
 
 
-def _mlp(config: ModelConfig, made: int) -> int:
-    """Numbers for each new token in an MLP, or in the experts that it goes through; the larger where both are there."""
+def _mlp(config: ModelConfig, made: int, sigmoid: bool) -> int:
+    """Numbers for each new token in an MLP, or in the experts that it goes through; the larger where both are there.
+
+    ``sigmoid``: the gate's is an array of its own.
+    """
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.experts
-    mlp = made * (2 * inner + hidden) + inner  # gate and up, down; the gate's power of e
+    mlp = made * (2 * inner + hidden) + sigmoid * inner  # gate and up, down
     if experts is None or not any(experts.layers):
         return mlp
     # For each expert of a token: its row, as for an MLP, outputs joined, back in order, times their shares; the order.
