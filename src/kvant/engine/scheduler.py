@@ -242,8 +242,9 @@ class Scheduler:
             self._feed(work, room)
             room -= min(left, room)
             self._admit()
-        left = self._burst - (most - room)
-        self._burst = left if left >= CHUNK else 0
+        self._burst -= most - room
+        if self._burst < CHUNK:
+            self._burst = 0
 
     def _feed(self, work: Work, room: int) -> None:
         """Feed a chunk of a prompt, of ``room`` tokens at most. After the last one its answers begin."""

@@ -28,15 +28,13 @@ class DenseMatrix:
     weight: mx.array  # (in, out)
 
     def project(self, x: mx.array) -> mx.array:
-        """(..., in) -> (..., out)."""
-        if mx.default_device().type == mx.cpu and x.size // x.shape[-1] <= FEW_ROWS:
-            return self._project_few(x)
-        return x @ self.weight
+        """(..., in) -> (..., out). On a CPU a few rows have the same numbers whatever is beside them.
 
-    def _project_few(self, x: mx.array) -> mx.array:
-        """So that a row has the same numbers whatever is beside it: all products are small ones, or none is."""
+        For that all products are small ones, or none is.
+        """
         rows, in_one = x.size // x.shape[-1], SMALL_PRODUCT // max(1, self.weight.size)
-        if in_one < 2 or rows <= in_one or len(self.weight) <= SUMMED_COLUMNS:
+        is_split = 2 <= in_one < rows <= FEW_ROWS and len(self.weight) > SUMMED_COLUMNS
+        if not is_split or mx.default_device().type != mx.cpu:
             return x @ self.weight
         parts = mx.split(x.reshape(rows, -1), list(range(in_one, rows, in_one)))
         return mx.concatenate([part @ self.weight for part in parts]).reshape(*x.shape[:-1], -1)

@@ -65,6 +65,7 @@ def attend_tokens(
             value = value + bias_split.value_bias[:, None]
     terms = score_terms(H, S, T, causal, is_alibi, mask, key_bias_scores)
     block = queries_at_once(B, H, S, T) if on_cpu else S
+    attend = attend_block if on_cpu else mx.fast.scaled_dot_product_attention
     outputs: list[mx.array] = []
     for first in range(0, S, block):
         last = min(first + block, S)
@@ -79,7 +80,6 @@ def attend_tokens(
         block_query = query[:, :, first:last]
         if outputs:  # without this dependency MLX makes the scores of many blocks before it uses the first
             block_query = mx.depends([block_query], [outputs[-1]])[0]
-        attend = attend_block if on_cpu else mx.fast.scaled_dot_product_attention
         output = attend(
             block_query, key[:, :, :keys], value[:, :, :keys], scale=1 / math.sqrt(D), mask=block_mask, sinks=sinks
         )

@@ -20,9 +20,8 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
 
     Source: Zhang and Sennrich, arXiv 1910.07467.
     """
-    S = x.shape[-2]
-    if mx.default_device().type != mx.cpu or S > FEW_ROWS or x.dtype != mx.float32:
+    if mx.default_device().type != mx.cpu or x.shape[-2] > FEW_ROWS or x.dtype != mx.float32:
         return mx.fast.rms_norm(x, weight, eps)
-    each = x if S == 1 else x.reshape(-1, 1, x.shape[-1])
+    each = x.reshape(-1, 1, x.shape[-1])
     mean_square = mx.addmm(mx.array(eps), each, each.swapaxes(-1, -2), alpha=1 / x.shape[-1])
     return x * mx.rsqrt(mean_square.reshape(*x.shape[:-1], 1)) * weight

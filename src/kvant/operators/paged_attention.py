@@ -14,7 +14,7 @@ import mlx.core as mx
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.cached_attention import float_tokens, stored_tokens
-from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES, attend_singly
+from kvant.operators.cpu_attention import attend_singly, queries_at_once
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import window_mask
 from kvant.operators.paged_kernel import StepPages, attend_pages
@@ -115,7 +115,7 @@ def attend_rows(
         dtype = mx.float32 if few else query.dtype
         keys, values = float_tokens(stored, quant_bit=quant_bit, dtype=dtype, key_dim=D)
         own = (query, keys, values, share, counts, rows, bias_split, sinks)
-        if few and (S == 1 or 4 * S * H * sum(counts[share]) <= BLOCK_SCORE_BYTES):
+        if few and queries_at_once(1, H, S, sum(counts[share])) == S:
             outputs.append(_attend_few_of_each(*own))
         else:
             outputs += _attend_each(*own)

@@ -7,8 +7,6 @@ import mlx.core as mx
 from kvant.operators.streams import FEW_ROWS
 
 Rotate = Callable[[mx.array], mx.array]  # (B, heads, S, D) -> the same
-
-
 MOST_MATRICES = 64  # of D * D numbers: 4 MiB for heads of 128
 
 
