@@ -8,20 +8,17 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvant.ranks.hosts import free_ports
+from kvant.cli.launch import free_ports
 
 SRC = Path(__file__).parents[2] / "src"
 
 
 def rank_environments(count: int, folder: Path) -> list[dict[str, str]]:
-    """The environment that MLX's launcher gives each rank of a ring, and where rank 0's guard listens."""
-    *ports, guard = free_ports(count + 1)
+    """The environment that MLX's launcher gives each rank of a ring. Rank 0's guard listens one port below."""
+    guard = free_ports(count + 1)
     hosts = folder / f"hosts-{guard}.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
-    return [
-        {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank), "KVANT_GUARD": f"127.0.0.1:{guard}"}
-        for rank in range(count)
-    ]
+    hosts.write_text(json.dumps([[f"127.0.0.1:{guard + 1 + rank}"] for rank in range(count)]))
+    return [{"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)} for rank in range(count)]
 
 
 def start_ranks(
