@@ -12,7 +12,7 @@ import pytest
 from support.checkpoints import qwen2_config, reference_model, save_checkpoint
 from support.command import COMMAND, call, run
 from support.counts import count
-from support.ranks import SRC, run_each
+from support.ranks import SRC, run_ranks
 
 import kvant
 from kvant.cli.launch import free_ports
@@ -20,12 +20,12 @@ from kvant.sample_utils import make_sampler
 
 KVANT = [sys.executable, "-c", "from kvant_command import main; main()"]
 MLX_LAUNCH = [sys.executable, "-c", "from mlx._distributed_utils.launch import main; main()"]
-STORY = ["Tell me a story", "--max-tokens", "24", "--temp", "0.8", "--seed", "3"]
+STORY = ["Tell me a story", "--max-tokens", "150", "--ignore-eos", "--temp", "0.8", "--seed", "3"]
 
 
 def each(commands: list[list[str]]) -> list[subprocess.CompletedProcess[str]]:
     """Ranks with a command each."""
-    return run_each([[*KVANT, *command] for command in commands])
+    return run_ranks([[*KVANT, *command] for command in commands])
 
 
 @pytest.mark.parametrize(("ranks", "parallel", "bits"), [(count(3, 4), "pipeline", "8"), (2, "tensor", "0")])
@@ -35,7 +35,7 @@ def test_the_same_tokens_as_one_process(ranks: int, parallel: str, bits: str) ->
     assert divided.returncode == 0, divided.stderr
     tokens = [[json.loads(line)["token"] for line in done.stdout.splitlines()] for done in (alone, divided)]
     assert tokens[0] == tokens[1]
-    assert len(tokens[0]) == 24
+    assert len(tokens[0]) == 150
     exchanged = "0 sums, 2 messages, 2.05 kB" if parallel == "pipeline" else "8 sums, 0 messages, 8.19 kB"
     assert f"ranks: {ranks}, {parallel}; {exchanged} in the last step" in divided.stderr
     assert divided.stderr.count("sampling:") == 1  # rank 0 alone prints

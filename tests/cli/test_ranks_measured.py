@@ -1,6 +1,5 @@
-"""``kvant bench`` and ``kvant doctor`` as ranks of one group, as their user meets them."""
+"""``kvant bench`` as ranks of one group, as their user meets them."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,18 +19,11 @@ from kvant.tools.bench.recording import read_recording
 
 KVANT = [sys.executable, "-W", "error", "-m", "kvant"]
 LAYERS, HIDDEN = 4, 256  # pocket's
-# On two busy cores hundreds of sums take long.
-FEW_SUMS = """
-from kvant.cli import main
-from kvant.tools.doctor import ranks
-ranks.STEPS = (("small", 2, 64),)
-main()
-"""
 
 
 def run(*arguments: str, program: Sequence[str] = KVANT) -> subprocess.CompletedProcess[str]:
     """The command as two ranks; what rank 0 returned and wrote. The other is silent and ends alike."""
-    first, second = run_ranks(2, [*program, *arguments])
+    first, second = run_ranks([[*program, *arguments]] * 2)
     assert (second.returncode, second.stdout, second.stderr) == (first.returncode, "", "")
     return first
 
@@ -75,12 +67,3 @@ def test_engines_over_ranks() -> None:
         with pytest.raises(BadValueError) as error:
             refuse_over_ranks(*arguments)  # type: ignore[arg-type]
         assert problem in str(error.value)
-
-
-def test_doctor() -> None:
-    done = run("doctor", "--json", program=[sys.executable, "-W", "error", "-c", FEW_SUMS])
-    assert (done.returncode, done.stderr) == (0, "")
-    found = json.loads(done.stdout)
-    assert (found["healthy"], found["problems"]) == (True, [])
-    assert [step["sums"] for step in found["steps"]] == [4]
-    assert [len(found["ranks"]), found["ranks"][0]["rank"]] == [2, 0]

@@ -41,11 +41,11 @@ def hold():
     ctypes.PyDLL(None).sleep(30)
 
 place = find_place(os.environ)
-facts, launcher = {{"version": 1}}, None
+facts, launcher, deadline_s = {{"version": 1}}, None, 30
 guard = None
 PREPARE
 try:
-    guard = Guard.join(place, facts, deadline_s=5, silence_s={SILENT_S}, launcher=launcher)
+    guard = Guard.join(place, facts, deadline_s=deadline_s, silence_s={SILENT_S}, launcher=launcher)
     rank = guard.rank
 """
 END = """
@@ -115,6 +115,7 @@ guard.end(0)
 FAILS = (
     READY
     + """
+guard.agree({})  # all have said it
 if rank == 1:
     guard.end(1, "no memory")
     sys.exit(1)
@@ -153,7 +154,7 @@ class Case:
     def start(self, stack: ExitStack) -> None:
         """Start the ranks, which end with the stack."""
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        self.processes = start_ranks(3, script(self.body, self.prepare), folder)
+        self.processes = start_ranks([script(self.body, self.prepare)] * 3, folder)
         for process in self.processes:
             stack.callback(process.communicate)
             stack.callback(process.kill)
@@ -186,7 +187,7 @@ CASES = {
     "python's lock is held": Case(HELD, [-9, -9, -9], "joining the ring took longer than 3 s"),
     "differs": Case("", [1, 1, 1], "rank 2: version is 2; rank 0 has 1", prepare="facts['version'] += place.rank == 2"),
     "does not come": Case(
-        "", [1, 1, 0], "rank 2 of 3 did not come within 5 s", prepare="if place.rank == 2: sys.exit(0)"
+        "", [1, 1, 0], "rank 2 of 3 did not come within 5 s", prepare="if place.rank == 2: sys.exit()\ndeadline_s = 5"
     ),
     "no launcher": Case(
         "blocked()", [1, 1, 1], "rank 0: its launcher is gone", prepare="launcher = 2**22 + 1"
