@@ -25,6 +25,11 @@ def _fake_patchelf(folder: Path, script: str) -> str:
     return _scripts_in(folder)
 
 
+def _has_avx512() -> bool:
+    facts = Path("/proc/cpuinfo")
+    return facts.exists() and " avx512vl " in facts.read_text()
+
+
 @needs_openblas
 def test_the_copy_is_made_once(tmp_path: Path) -> None:
     blas, errors = report(tmp_path)
@@ -212,7 +217,7 @@ except ImportError as error:
 
 
 @needs_openblas
-@pytest.mark.skipif(" avx512vl " not in Path("/proc/cpuinfo").read_text(), reason="the CPU has no AVX-512")
+@pytest.mark.skipif(not _has_avx512(), reason="the CPU has no AVX-512")
 def test_avx512_is_used_where_the_cpu_has_it() -> None:
     """OpenBLAS 0.3.34 takes AVX2 on a CPU newer than itself; a row's bits depend on its company there."""
     code = "import ctypes, kvant.blas\nname = ctypes.CDLL(None).scipy_openblas_get_corename\n"
