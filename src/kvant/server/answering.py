@@ -111,8 +111,7 @@ async def _events(
 ) -> AsyncGenerator[Event, None]:
     """The events of a request under way, from the tokens that come."""
     tokenizer = service.tokenizer
-    # Some tokenizers decode in their own process: whoever waits for that must not be the server's loop. Nor must be
-    # who checks a call: its schema is the client's, and may take a second.
+    # Some tokenizers decode in their own process: whoever waits for that must not be the server's loop.
     waits = not isinstance(tokenizer.detokenizer, ByteDetokenizer)
     texts = {number: _text(service, generation, prompt, number) for number in range(generation.answers)}
     has_begun = False
@@ -129,8 +128,7 @@ async def _events(
             yield Begun(len(prompt.ids), token.cached_tokens)
             for number in texts if generation.echo and prompt.text else ():
                 yield Text(number, prompt.text)
-        beside = waits or text.in_call
-        for event in await asyncio.to_thread(text.take, token) if beside else text.take(token):
+        for event in await asyncio.to_thread(text.take, token) if waits else text.take(token):
             yield event
         if token.finish_reason is None:
             if text.stop is None and (generation.parallel_tool_calls or not text.calls):
