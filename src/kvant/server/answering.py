@@ -41,7 +41,11 @@ async def answer(service: Service, generation: Generation) -> AsyncGenerator[Eve
         Exception: what failed in the engine for this request alone.
     """
     prompt, request = await asyncio.to_thread(_prepare, service, generation)
-    if (grammar := await grammar_of(service, generation, prompt.text)) is not None:
+    try:
+        grammar = await grammar_of(service, generation, prompt.text)
+    except KvantError as error:
+        raise _failure(error, generation) from error
+    if grammar is not None:
         request = replace(request, logits_processors=[*request.logits_processors, grammar])
     loop, tokens = asyncio.get_running_loop(), asyncio.Queue[Token]()
     try:
@@ -120,7 +124,9 @@ async def _events(
         if (text := texts.get(token.answer)) is None:
             continue  # it ended before its last token came
         if token.error is not None:
-            raise _failure(token.error, generation) if isinstance(token.error, KvantError) else token.error
+            if not isinstance(token.error, KvantError):
+                raise token.error
+            raise _failure(token.error, generation) from token.error
         if token.token is None:
             raise ApiError("the server is shutting down", status=503)
         if not has_begun:
@@ -158,8 +164,13 @@ def _failure(error: Exception, generation: Generation) -> ApiError:
         return refused(error)
     if isinstance(error, QueueFullError):
         return ApiError(str(error), status=429, code="rate_limit_exceeded", headers={"Retry-After": str(RETRY_AFTER_S)})
-    if isinstance(error, EngineError):
-        return ApiError(str(error), status=503)
+    if isinstance(error, EngineError):  # what it failed by is for the log alone
+        said = (
+            str(error) if error.__cause__ is None else "the engine failed; the server's log has the kind of the error"
+        )
+        return ApiError(said, status=503)
+    if not isinstance(error, ValueError):
+        return ApiError(str(error), status=500)
     param = "prompt" if generation.messages is None else "messages"
     return ApiError(
         str(error), param=param, code="context_length_exceeded" if isinstance(error, ContextError) else None

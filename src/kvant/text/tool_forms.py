@@ -165,7 +165,8 @@ def _read(text: str) -> Any:
     return text
 
 
-_PYTHON = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|True|False|None""", re.DOTALL)
+# A text's end may be missing, so that nothing is read twice; what comes of it is no JSON.
+_PYTHON = re.compile(r"""'(?:\\.|[^'\\])*'?|"(?:\\.|[^"\\])*"?|True|False|None""", re.DOTALL)
 _ESCAPED = re.compile(r"""\\.|["\n]""", re.DOTALL)
 _IN_JSON = {"\\'": "'", "\\x": "\\u00", '"': '\\"', "\n": "\\n"}
 
