@@ -52,7 +52,9 @@ def test_a_conversation_that_cannot_be_saved_can_go_elsewhere(tmp_path: Path) ->
     first, taken, second = (tmp_path / name for name in ("first", "taken", "second"))
     first.mkdir()
     taken.write_text("mine")
-    with Terminal("chat", "-m", "2", "--prompt-cache-file", str(first / "chat"), columns=200) as chat:
+    with Terminal(
+        "chat", "-m", "2", "--prompt-cache-file", str(first / "chat"), columns=200, HOME=str(tmp_path)
+    ) as chat:
         chat.wait_for("/2048 tokens")
         chat.press("Hi\r")
         chat.wait_for("cut at max_tokens")
