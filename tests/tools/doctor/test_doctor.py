@@ -17,18 +17,18 @@ from support.fused_path import host_kernel
 from support.metal_host import host_pytest_skip
 
 import kvant
+from kvant import machine
 from kvant.cli import app as application
 from kvant.cli.app import make_app
 from kvant.cli.doctor import _print_kernel
+from kvant.machine import machine_with
 from kvant.operators import self_check
 from kvant.operators.kernel_case import SELF_CHECK
 from kvant.operators.kernels import attend, launch
 from kvant.operators.kernels import queries as records
 from kvant.operators.kernels.attend import HEAD_DIMS
 from kvant.operators.probe import KernelUse
-from kvant.tools import machine
 from kvant.tools.doctor import diagnosis, kernels, look_ahead, queries
-from kvant.tools.machine import machine_with
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

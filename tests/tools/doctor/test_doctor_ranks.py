@@ -12,9 +12,9 @@ from support.counts import count
 from support.ranks import run_script
 
 from kvant.cli.doctor import _print_group
+from kvant.machine import environment
 from kvant.tools.doctor import ranks
 from kvant.tools.doctor.ranks import ALLOWED, RankDiagnosis, RankFindings, StepSums, judge, with_logits
-from kvant.tools.machine import environment
 
 HERE = environment()
 OTHER = replace(HERE, device="another processor (cpu)")

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvant import blas
+from kvant.machine import Environment, Machine, environment, this_machine
 from kvant.operators import dispatch
 from kvant.operators.dispatch import VARIABLE, gpu_backend
 from kvant.tools.doctor.compiling import Compiling, measure_compiling
@@ -20,7 +21,6 @@ from kvant.tools.doctor.kernels import KernelResult, UseResult, try_kernels, try
 from kvant.tools.doctor.look_ahead import LookAhead, measure_look_ahead
 from kvant.tools.doctor.paths import OperatorPath, operator_paths
 from kvant.tools.doctor.queries import QueriesMeasured, measure_queries
-from kvant.tools.machine import Environment, Machine, environment, this_machine
 
 SLOWER = 1.1  # times; less is the noise of a measurement
 GPU_COMPILERS = {"metal": "Metal's, while it runs", "cuda": "NVRTC, while it runs"}

@@ -14,11 +14,11 @@ import mlx.core as mx
 
 from kvant.engine.load import POCKET, find_model
 from kvant.engine.run import prefill
+from kvant.machine import Environment, default_device, environment
 from kvant.models import load_decoder
 from kvant.ranks.group import Ranks
 from kvant.ranks.guard import Guard
 from kvant.sizes import physical_memory
-from kvant.tools.machine import Environment, default_device, environment
 
 DEADLINE_S = 120.0  # of everything; 2 ranks on the loopback take a second
 ROUND_TRIPS, GUARD_TRIPS = 100, 20  # measured, after one that is not

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvant.cache import ModelCache
+from kvant.machine import Environment, environment
 from kvant.models import Decoder, LanguageModel
-from kvant.tools.machine import Environment, environment
 from kvant.tools.report.divergence import Figures, Tally
 from kvant.tools.report.findings import Finding, find
 from kvant.tools.report.formats import REFERENCE, CacheFormat
