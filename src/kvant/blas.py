@@ -17,7 +17,6 @@ from pathlib import Path
 from kvant.files import user_cache
 from kvant.library_copy import open_copy
 
-CORE = "OPENBLAS_CORETYPE"  # an environment variable that OpenBLAS reads when it is loaded
 VARIABLE = "KVANT_BLAS"  # an environment variable; OWN is its only value
 OWN = "mlx"
 PACKAGE = "scipy_openblas32"
@@ -82,24 +81,9 @@ def _source() -> Path | None:
 
 
 def _load(source: Path) -> None:
-    if CORE not in os.environ and _unknown_avx512():
-        os.environ[CORE] = "SkylakeX"
     descriptor = open_copy(source, user_cache())  # stays open: the linker remembers the library by this name
     library = ctypes.CDLL(f"/proc/self/fd/{descriptor}", mode=ctypes.RTLD_GLOBAL)
     if "OPENBLAS_NUM_THREADS" not in os.environ:
         # Its threads spin while they wait for each other, and for 0.1 s for more work. On 2 cores with a third
         # busy thread a prefill took 10 to 30 times as long. Work for two threads gets two of MLX's streams.
         library.scipy_openblas_set_num_threads(1)
-
-
-def _unknown_avx512() -> bool:
-    """Whether this is an AMD CPU with AVX-512. OpenBLAS 0.3.34 does not know Zen 5 and takes its AVX2 kernels.
-
-    Measured on Zen 5: a step of pocket takes 0.83 of the time with AVX-512, a prompt 0.8.
-    """
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            facts = file.read(8192)  # of the first processor
-    except OSError:
-        return False
-    return "AuthenticAMD" in facts and {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= set(facts.split())
