@@ -16,6 +16,7 @@ from kvant.cache.pages import PAGE_SIZE
 from kvant.cli.bad_value import BadValueError as BadValueError  # here for the commands
 from kvant.cli.defaults import Defaults, blocked_by
 from kvant.engine.drafting.drafts import Source
+from kvant.engine.keywords import DEFAULT_KV_GROUP_SIZE
 from kvant.engine.load import POCKET
 from kvant.engine.model_drafts import check_draft_tokens
 from kvant.errors import ArgumentError, KvantError, one_line
@@ -33,7 +34,6 @@ def named(flag: str) -> Iterator[None]:
         raise BadValueError(f"{flag}: {error}") from error
 
 
-DEFAULT_KV_GROUP_SIZE = 32
 AUTO: Literal["auto"] = "auto"
 KvSize = int | Literal["auto"] | None  # tokens; as many as fit; the default
 

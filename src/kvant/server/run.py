@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from kvant.errors import KvantError, one_line
+from kvant.errors import EXIT_INTERRUPTED, KvantError, one_line
 from kvant.server.app import make_app
 from kvant.server.connection import Connection
 from kvant.server.errors import described
@@ -25,7 +25,6 @@ from kvant.server.settings import Settings
 
 logger = logging.getLogger("kvant.server")
 
-EXIT_INTERRUPTED = 130
 LAST_S = 2  # for what is written when the engine has ended
 FILES_BESIDE = 64  # open files that are no connections
 
