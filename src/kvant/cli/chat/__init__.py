@@ -16,7 +16,8 @@ from kvant.cli import prompt_cache_file as cache_file
 from kvant.cli.chat.loop import converse
 from kvant.cli.chat.talk import Talk, View, notice
 from kvant.cli.follow import follow
-from kvant.cli.session import RunOptions, open_session
+from kvant.cli.options import RunOptions
+from kvant.cli.session import open_session
 from kvant.engine.sampling import SamplingOptions
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from kvant.cache.snapshot import read_header
 from kvant.cli.chat.talk import Talk, notice
-from kvant.cli.session import RunOptions
+from kvant.cli.options import RunOptions
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.sampling import OPTIONS
 from kvant.errors import ArgumentError, SnapshotError

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Literal
 
 from kvant.cli import terminal
+from kvant.cli.options import RunOptions
 from kvant.cli.progress import LateProgress
-from kvant.cli.session import RunOptions, Session
+from kvant.cli.session import Session
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.conversation import Conversation
 from kvant.engine.drafted_run import check_drafts
