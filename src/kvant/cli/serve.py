@@ -1,14 +1,13 @@
 """``kvant serve``: one model over HTTP for many clients at once, as OpenAI's and Anthropic's clients speak."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from kvant.cli import options, ranks, terminal
+from kvant.cli import options, ranks
 from kvant.cli.fitting import named_format
 from kvant.cli.follow import follow
 from kvant.cli.many import drafts_beside
@@ -21,9 +20,6 @@ from kvant.errors import KvantError
 from kvant.sizes import format_bytes
 from kvant.tools.plan import MemoryPlan
 from kvant.tools.plan.plan import as_record
-
-if TYPE_CHECKING:
-    from kvant.server.service import Service
 
 MAX_KEY = 1000  # characters
 REQUEST_BYTES = 150_000_000  # of 32 MiB of bodies, their texts and tokens; and the server's libraries: measured
@@ -74,14 +70,6 @@ def serve(
         list[str] | None,
         typer.Option(metavar="ORIGIN", help="Let web pages of this origin use the server; repeatable; default: none."),
     ] = None,
-    test: Annotated[
-        bool,
-        typer.Option(
-            "--self-test",
-            help="Serve on a free port of this machine, ask for all that is offered and refused, print what was found, "
-            "and end; exit code 1 if something is wrong.",
-        ),
-    ] = False,
     wired: options.Wired = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -140,16 +128,6 @@ def serve(
         allow_origins=tuple(allow_origin or ()),
     )
 
-    if test:
-        from kvant.server.self_test import loopback_settings
-
-        for name in ("host", "port", "max_queue", "api_key_file", "allow_origin"):
-            given = context.get_parameter_source(name)
-            if given is not None and given.name != "DEFAULT":
-                flag = name.replace("_", "-")
-                raise BadValueError(f"--{flag} is given, but --self-test listens, queues and has keys in its own way")
-        settings = loopback_settings(settings)
-
     def say(line: str) -> None:
         if not quiet:
             print(line, file=sys.stderr, flush=True)
@@ -182,37 +160,8 @@ def serve(
             pooled = drafts if isinstance(drafts, PooledDrafts) else None
             service = Service(settings, session.model, session.tokenizer, pool, as_record(planned), pooled)
         say(f"cache: {pool.describe()}")
-        if test:
-            raise typer.Exit(run_self_test(service, say))
         code = serve_until_signalled(service, bound, lambda line: say(f"kvant serve: {line}"))
     raise typer.Exit(code)
-
-
-def run_self_test(service: "Service", say: Callable[[str], None]) -> int:
-    """Print what a server's test of itself found. Returns the exit code."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    from kvant.server.self_test import self_test
-
-    try:
-        found = self_test(service, lambda name: say(f"trying: {name}"))
-    finally:
-        service.close()
-    table = Table(box=box.SIMPLE_HEAD, expand=True)
-    for heading, ratio in (("", 4), ("result", 1), ("found", 2), ("s", None)):
-        table.add_column(heading, overflow="fold", ratio=ratio, justify="right" if heading == "s" else "left")
-    styles = {"ok": "green", "refused": "yellow", "failed": "bold red"}
-    for each in found:
-        promise = Text.assemble((each.name, "bold"), f"\n{each.promise}")
-        said = "refused, as it must be" if each.result == "refused" else each.result
-        table.add_row(promise, Text(said, styles[each.result]), Text(each.detail), f"{each.seconds:.1f}")
-    terminal.console().print(table)
-    results = [each.result for each in found]
-    counts = f"{results.count('ok')} ok, {results.count('refused')} refused as they must be"
-    print(f"{counts}, {results.count('failed')} failed")
-    return 1 if "failed" in results else 0
 
 
 def read_keys(path: str | None) -> tuple[str, ...]:
