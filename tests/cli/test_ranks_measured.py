@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,9 @@ KVANT = [sys.executable, "-W", "error", "-m", "kvant"]
 LAYERS, HIDDEN = 4, 256  # pocket's
 
 
-def run(*arguments: str, program: Sequence[str] = KVANT) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command as two ranks; what rank 0 returned and wrote. The other is silent and ends alike."""
-    first, second = run_ranks([[*program, *arguments]] * 2)
+    first, second = run_ranks([[*KVANT, *arguments]] * 2)
     assert (second.returncode, second.stdout, second.stderr) == (first.returncode, "", "")
     return first
 
