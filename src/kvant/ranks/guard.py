@@ -155,9 +155,8 @@ class Guard:
         What is inside may hold the interpreter's lock.
         """
         line = "" if self.rank else f"kvant: error: {doing} took longer than {seconds:g} s; this run is over\n"
-        timer = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", TIMER, str(seconds), str(os.getpid()), line], stdin=subprocess.DEVNULL
-        )
+        command = [sys.executable, "-I", "-S", "-c", TIMER, str(seconds), str(os.getpid()), line]
+        timer = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is not for it
         try:
             yield
         finally:
