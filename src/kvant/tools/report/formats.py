@@ -47,9 +47,15 @@ class CacheFormat:
 
     def bytes_per_token(self, model: LanguageModel) -> int:
         """Bytes that each token more takes in all layers; bytes that do not grow with the tokens are left out."""
-        if not isinstance(model, Decoder):
-            return _growth(model, self)
-        one, two = (self.make_cache(model, tokens).nbytes for tokens in (1, 2))
+        if isinstance(model, Decoder):
+            one, two = (self.make_cache(model, tokens).nbytes for tokens in (1, 2))
+            return two - one
+        from kvant.bridge.cache import cache_bytes  # there already: the model is mlx-lm's
+        from kvant.bridge.model import BridgedModel
+
+        assert isinstance(model, BridgedModel)
+        sizes = (cache_bytes(model.module, MANY + more, quant_bit=self.bits, quant_group=self.group) for more in (0, 1))
+        one, two = (size.keys_values for size in sizes)
         return two - one
 
 
@@ -110,14 +116,3 @@ def default_formats(model: LanguageModel) -> list[CacheFormat]:
 def has_bias(model: LanguageModel) -> bool:
     """Whether keys and values have biases that a cache can do without."""
     return isinstance(model, Decoder) and any(layer.self_attn.qkv_bias is not None for layer in model.layers)
-
-
-def _growth(model: LanguageModel, own: CacheFormat) -> int:
-    """Bytes of a bridged model's cache for one token more, past its windows."""
-    from kvant.bridge.cache import cache_bytes  # there already: the model is mlx-lm's
-    from kvant.bridge.model import BridgedModel
-
-    assert isinstance(model, BridgedModel)
-    sizes = (cache_bytes(model.module, MANY + more, quant_bit=own.bits, quant_group=own.group) for more in (0, 1))
-    one, two = (size.keys_values for size in sizes)
-    return two - one
