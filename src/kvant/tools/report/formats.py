@@ -64,11 +64,7 @@ REFERENCE = CacheFormat(0, split=False)
 
 
 def parse_formats(text: str) -> list[CacheFormat]:
-    """Formats between commas, each once.
-
-    Raises:
-        ValueError: one that is written otherwise, or is there twice.
-    """
+    """Formats between commas, each once."""
     found: list[CacheFormat] = []
     for part in text.split(","):
         name = part.strip()
@@ -86,7 +82,7 @@ def parse_formats(text: str) -> list[CacheFormat]:
 
 
 def check_formats(formats: Sequence[CacheFormat], model: LanguageModel) -> None:
-    """Raise a ValueError, naming the format, where a model's cache cannot have one.
+    """Raise a ValueError that names the format a model's cache cannot have.
 
     The heads of a bridged model may differ from layer to layer, and its cache takes the part of a group that divides
     them all: any group will do.
@@ -102,10 +98,10 @@ def check_formats(formats: Sequence[CacheFormat], model: LanguageModel) -> None:
 
 
 def default_formats(model: LanguageModel) -> list[CacheFormat]:
-    """8 and 4 bits in groups of 32 and 64, with and without the bias split where there is something to split."""
+    """8 and 4 bits in groups of 32 and 64, with and without the bias split if there is a bias."""
     if not isinstance(model, Decoder):
         formats = [CacheFormat(bits, group) for bits in DEFAULT_BITS for group in DEFAULT_GROUPS]
-        # A group that does not divide a width is cut: where that leaves the same cache, it is measured once.
+        # A group that does not divide a width is cut: if that leaves the same cache, it is measured once.
         return list({candidate.bytes_per_token(model): candidate for candidate in reversed(formats)}.values())[::-1]
     head_dim = model.config.head_dim
     groups = [group for group in DEFAULT_GROUPS if head_dim % group == 0] or [head_dim]

@@ -81,9 +81,6 @@ def plot(report: Report, path: Path) -> None:
 
     Args:
         path: where to write; .png or .svg.
-
-    Raises:
-        ValueError, KvantError: as ``check_plot_path`` says, or no format has a finite KLD above 0.
     """
     check_plot_path(path)
     drawn = [r for r in report.results if 0 < r.figures.mean_kld_nats < math.inf]

@@ -67,11 +67,7 @@ def built_in_text(tokenizer: Tokenizer, context: int, tokens: int) -> Text:
 
 
 def text_file(path: Path, tokenizer: Tokenizer, vocab_size: int, context: int, tokens: int) -> Text:
-    """The first ``tokens`` tokens of a UTF-8 text file, encoded as it is.
-
-    Raises:
-        PromptError: a file that cannot be read, is not UTF-8, larger than ``MAX_FILE_BYTES``, or too short.
-    """
+    """The first ``tokens`` tokens of a UTF-8 text file, encoded as it is."""
     data = read_given(path, MAX_FILE_BYTES, PromptError)
     try:
         text = data.decode("utf-8-sig")
