@@ -32,7 +32,7 @@ def check_plot_path(path: Path) -> None:
 
 @contextmanager
 def drawing(path: Path, width: float, caption: str) -> Iterator["Figure"]:
-    """A figure, ``width`` inches wide, that is written at the end; an SVG is the same, byte for byte, for equal data."""
+    """A figure, ``width`` inches wide, written at the end. Equal data give the same SVG, byte for byte."""
     check_plot_path(path)
     import matplotlib
     from matplotlib.figure import Figure
