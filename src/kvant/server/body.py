@@ -1,4 +1,4 @@
-"""A request's body as a typed structure; what is wrong with it is a 400 that names the field."""
+"""JSON: a request's body as a typed structure, where what is wrong is a 400 that names the field; and answers."""
 
 import re
 from collections.abc import Iterable
@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import inspect
+from starlette.responses import Response
 
 from kvant.server.errors import ApiError
 
@@ -97,3 +98,14 @@ def _children(node: object) -> Iterable[object]:
     if isinstance(node, msgspec.Struct):
         return (getattr(node, name) for name in node.__struct_fields__)
     return node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
+
+
+def sse(data: Any, event: str | None = None) -> bytes:
+    """One event of JSON."""
+    name = b"" if event is None else b"event: " + event.encode() + b"\n"
+    return name + b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def json_response(data: Any) -> Response:
+    """A response of JSON."""
+    return Response(msgspec.json.encode(data), media_type="application/json")

@@ -16,8 +16,8 @@ from kvant.cache.pages import PAGE_SIZE, runs
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.engine.request import Request, Token
 from kvant.engine.scheduler import Scheduler
+from kvant.server.body import sse
 from kvant.server.errors import ApiError, described
-from kvant.server.streaming import sse
 
 INTERVAL_S = 0.2  # between two looks at the pool, and two events of a listener
 STILL_S = 5.0  # after which a listener is told that nothing has changed

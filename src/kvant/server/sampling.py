@@ -1,12 +1,15 @@
-"""OpenAI's fields of sampling, and further ones, as the engine's options."""
+"""OpenAI's fields of sampling and of answers' lengths, and further ones: checked alike for every interface."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvant.engine.sampling import MIN_TEMP, NEEDS_TEMP, SamplingOptions
 from kvant.errors import ArgumentError
 from kvant.server.body import Fields
 from kvant.server.errors import ApiError
+from kvant.server.service import Service
 
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # texts of stop, and characters of one
 MAX_BIASES = 1024  # tokens of logit_bias
 ALL_TOKENS = 2**30  # more than a context has
 LEFT_OUT = (*NEEDS_TEMP, "xtc_threshold")  # at temperature 0, where they have no effect
@@ -94,3 +97,44 @@ def check_range(name: str, value: float, least: float, most: float) -> None:
     """
     if not least <= value <= most:
         raise ApiError(f"{name} is {value}; expected {least} to {most}", param=name)
+
+
+def max_tokens(given: int | None, name: str = "max_tokens") -> int | None:
+    """The tokens of an answer; None: as many as there is room for.
+
+    Raises:
+        ApiError: 400: less than one.
+    """
+    if given is not None and given < 1:
+        raise ApiError(f"{name} is {given}; expected at least 1", param=name)
+    return given
+
+
+def stops(given: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
+    """The texts that end an answer.
+
+    Raises:
+        ApiError: too many, or one that is empty or too long.
+    """
+    found = (given,) if isinstance(given, str) else tuple(given or ())
+    if len(found) > MAX_STOPS:
+        raise ApiError(f"{name} has {len(found)} texts; expected at most {MAX_STOPS}", param=name)
+    for text in found:
+        if not 1 <= len(text) <= MAX_STOP_LENGTH:
+            expected = f"expected 1 to {MAX_STOP_LENGTH}"
+            raise ApiError(f"{name} has a text of {len(text)} characters; {expected}", param=name)
+    return found
+
+
+def number_of_answers(n: int | None, service: Service) -> int:
+    """How many answers.
+
+    Raises:
+        ApiError: more than run at once.
+    """
+    if n is None:
+        return 1
+    most = service.settings.sequences
+    if not 1 <= n <= most:
+        raise ApiError(f"n is {n}; expected 1 to {most}, the sequences of this server", param="n")
+    return n

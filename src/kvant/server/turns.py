@@ -8,6 +8,7 @@ import msgspec
 
 from kvant.server.body import check_depth
 from kvant.server.errors import ApiError
+from kvant.server.security import MAX_VALUES, count_marks, count_values
 
 
 def joined(texts: Sequence[str]) -> str:
@@ -37,6 +38,17 @@ def call_arguments(text: str, place: str) -> dict[str, Any]:
         ) from error
     check_depth(arguments)
     return arguments
+
+
+def check_arguments(texts: Sequence[str]) -> None:
+    """Refuse the arguments of calls, JSON texts in a body, where they have as many values as no body may have.
+
+    Raises:
+        ApiError: 400: they have.
+    """
+    parts = [text.encode("utf-8", "replace") for text in texts]
+    if sum(map(count_marks, parts)) > MAX_VALUES and (count := sum(map(count_values, parts))) > MAX_VALUES:
+        raise ApiError(f"the arguments of calls have {count} values of JSON; expected {MAX_VALUES} at most")
 
 
 def not_text(place: str, part: msgspec.Struct) -> ApiError:
