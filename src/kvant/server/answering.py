@@ -37,11 +37,6 @@ async def answer(service: Service, generation: Generation) -> AsyncGenerator[Eve
     """What is generated, as it comes: first :class:`Begun`, and :class:`End` once for each answer.
 
     Closing the iterator, or cancelling whoever waits for it, ends the generation.
-
-    Raises:
-        ApiError: before the first event, what is wrong with the request, or that there is no place for it now; later,
-            an engine that was closed or has failed.
-        Exception: what failed in the engine for this request alone.
     """
     prompt, request = await asyncio.to_thread(_prepare, service, generation)
     loop, tokens = asyncio.get_running_loop(), asyncio.Queue[Token]()
@@ -60,11 +55,7 @@ async def answer(service: Service, generation: Generation) -> AsyncGenerator[Eve
 
 
 def read_prompt(service: Service, generation: Generation) -> Prompt:
-    """The prompt of a request. It waits for the tokenizer, for 10 s at most.
-
-    Raises:
-        ApiError: 400: a chat template that fails on these messages, or nothing to read.
-    """
+    """The prompt of a request. It waits for the tokenizer, for 10 s at most."""
     try:
         if generation.messages is not None:
             variables = {**service.settings.template_variables, **generation.variables}

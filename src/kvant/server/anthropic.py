@@ -176,11 +176,7 @@ class MessagesBody(Conversation, frozen=True, kw_only=True):
 
 
 def messages_generation(body: MessagesBody, service: Service) -> Generation:
-    """What a body of /v1/messages asks for.
-
-    Raises:
-        ApiError: 400: a field that cannot be applied.
-    """
+    """What a body of /v1/messages asks for."""
     if body.temperature is not None:
         check_range("temperature", body.temperature, 0, 1)
     sampling = sampling_options(SamplingFields(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k))
@@ -202,11 +198,7 @@ def messages_generation(body: MessagesBody, service: Service) -> Generation:
 
 
 def conversation(body: Conversation, service: Service) -> Generation:
-    """The prompt that a body asks for: messages, tools, a format and the template's variables.
-
-    Raises:
-        ApiError: something that it cannot have.
-    """
+    """The prompt that a body asks for: messages, tools, a format and the template's variables."""
     if body.thread is not None:  # with this code Anthropic's clients go on without one
         raise ApiError(
             "thread is given; this server stores nothing: send the whole conversation without it",
@@ -425,11 +417,7 @@ MESSAGES = Dialect(
 
 
 async def count_tokens(request: Request) -> Response:
-    """Count the tokens of a conversation as it would be fed: system prompt, tools and the template's own text.
-
-    Raises:
-        ApiError: 400: a conversation that could not be answered.
-    """
+    """Count the tokens of a conversation as it would be fed: system prompt, tools and the template's own text."""
     service: Service = request.app.state.service
     body = decode(await request.body(), Conversation)
     service.check_model(body.model)

@@ -30,12 +30,7 @@ class Caller(Fields, frozen=True):
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """A JSON body as ``kind``.
-
-    Raises:
-        ApiError: 400: not JSON, a field that is not known, one that is missing, or one of another type;
-            or nested too deeply.
-    """
+    """A JSON body as ``kind``."""
     try:
         found = msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -82,9 +77,6 @@ def check_depth(found: object) -> None:
 
     It is looked at level by level, and only where it has objects and arrays: their number is bounded before, by
     :class:`kvant.server.security.Bodies`.
-
-    Raises:
-        ApiError: 400: it is.
     """
     level = [found]
     for _ in range(MAX_DEPTH):

@@ -58,11 +58,7 @@ class Dialect:
     encoder: Callable[[str, Any, Sequence[Generation], Service], Encoder]
 
     async def endpoint(self, request: Request) -> Response:
-        """Answer a request.
-
-        Raises:
-            ApiError: see :func:`kvant.server.answering.answer`; 499: the client went away.
-        """
+        """Answer a request."""
         service: Service = request.app.state.service
         body = decode(await request.body(), self.body)
         name = service.check_model(body.model)
@@ -127,12 +123,7 @@ async def together(
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Wait for work that is cancelled when the client goes away. The body must have been read.
-
-    Raises:
-        ApiError: 499: it did; nobody reads this.
-        Exception: of the work.
-    """
+    """Wait for work that is cancelled when the client goes away. The body must have been read."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_gone(request.receive))
     try:

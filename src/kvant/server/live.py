@@ -190,11 +190,7 @@ def _stretches(pages: Sequence[int]) -> list[Stretch]:
 
 
 async def live(request: HttpRequest) -> Response:
-    """GET /live: what the service's :class:`Live` tells, as server-sent events.
-
-    Raises:
-        ApiError: 503: as many listen as may, or the engine has failed.
-    """
+    """GET /live: what the service's :class:`Live` tells, as server-sent events."""
     service = request.app.state.service
     source: Live = service.live
     if not service.alive:

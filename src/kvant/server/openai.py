@@ -207,11 +207,7 @@ class CompletionsBody(CommonBody, frozen=True, kw_only=True):
 
 
 def chat_generation(body: ChatBody, service: Service) -> Generation:
-    """What a body of /v1/chat/completions asks for.
-
-    Raises:
-        ApiError: 400: a field that cannot be applied.
-    """
+    """What a body of /v1/chat/completions asks for."""
     if body.store:
         raise ApiError("store is true; expected false: this server keeps no answers", param="store")
     if body.top_logprobs is not None:
@@ -234,11 +230,7 @@ def chat_generation(body: ChatBody, service: Service) -> Generation:
 
 
 def _common_fields(body: CommonBody, service: Service) -> dict[str, Any]:
-    """The fields of a generation that chat and completions fill in the same way.
-
-    Raises:
-        ApiError: 400: a field that cannot be applied.
-    """
+    """The fields of a generation that chat and completions fill in the same way."""
     if body.stream_options is not None:
         if not body.stream:
             raise ApiError("stream_options has no effect without stream: true", param="stream_options")
@@ -255,11 +247,7 @@ def _common_fields(body: CommonBody, service: Service) -> dict[str, Any]:
 
 
 def _messages(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
-    """A conversation as :attr:`Generation.messages` has it.
-
-    Raises:
-        ApiError: 400: a message that no chat template can be given.
-    """
+    """A conversation as :attr:`Generation.messages` has it."""
     if not messages:
         raise ApiError("messages is empty; expected at least one message", param="messages")
     check_arguments([call.function.arguments for message in messages for call in message.tool_calls or ()])
@@ -302,11 +290,7 @@ def _call(place: str, call: ToolCall) -> dict[str, Any]:
 
 
 def _text(content: str | Sequence[Part] | None, name: str) -> str:
-    """A message's text; of several parts, put together.
-
-    Raises:
-        ApiError: a part that is no text.
-    """
+    """A message's text; of several parts, put together."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
@@ -325,11 +309,7 @@ def _text(content: str | Sequence[Part] | None, name: str) -> str:
 
 
 def _tools(tools: Sequence[FunctionTool]) -> tuple[Tool, ...]:
-    """The functions that the model may call.
-
-    Raises:
-        ApiError: 400: too many, or one with a name that is none, or is another's.
-    """
+    """The functions that the model may call."""
     made = []
     for tool in tools:
         function = tool.function
@@ -364,11 +344,7 @@ def _format(body: ChatBody) -> Format | None:
 
 
 def _structured_format(given: StructuredOutputs | None) -> Format | None:
-    """vLLM's structured_outputs.
-
-    Raises:
-        ApiError: 400: more or less than one format.
-    """
+    """vLLM's structured_outputs."""
     if given is None:
         return None
     found = [name for name in ("json", "regex", "choice", "grammar") if getattr(given, name) is not None]
@@ -414,11 +390,7 @@ def _variables(body: ChatBody, service: Service) -> dict[str, Any]:
 
 
 def completions_generations(body: CompletionsBody, service: Service) -> list[Generation]:
-    """What a body asks for, of each of its prompts.
-
-    Raises:
-        ApiError: 400: a field that cannot be applied.
-    """
+    """What a body asks for, of each of its prompts."""
     if body.suffix:
         raise ApiError("suffix is given; the model only continues text", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -444,11 +416,7 @@ def completions_generations(body: CompletionsBody, service: Service) -> list[Gen
 
 
 def _prompts(given: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
-    """The prompts, each text or token ids. A list of numbers is one prompt.
-
-    Raises:
-        ApiError: 400: numbers beside something else.
-    """
+    """The prompts, each text or token ids. A list of numbers is one prompt."""
     if isinstance(given, str):
         return [given]
     numbers = [each for each in given if isinstance(each, int)]

@@ -212,11 +212,7 @@ class _Kind(msgspec.Struct):
 
 
 def responses_generation(body: ResponsesBody, service: Service) -> Generation:
-    """What a body of /v1/responses asks for.
-
-    Raises:
-        ApiError: something that it cannot have.
-    """
+    """What a body of /v1/responses asks for."""
     if body.previous_response_id is not None:
         raise ApiError(f"previous_response_id is given; {STORED}", param="previous_response_id")
     if body.store:

@@ -36,9 +36,6 @@ def sampling_options(given: SamplingFields) -> SamplingOptions:
     """The options that a body asks for.
 
     At temperature 0 the fields that only choose between tokens are left out: they cannot change an answer.
-
-    Raises:
-        ApiError: a value outside its range, or a field that has no effect without another one.
     """
     options: dict[str, Any] = {}
     if (temperature := given.temperature) is not None:
@@ -69,11 +66,7 @@ def sampling_options(given: SamplingFields) -> SamplingOptions:
 
 
 def made(options: dict[str, Any]) -> SamplingOptions:
-    """The options, where they are in range.
-
-    Raises:
-        ApiError: one that is not.
-    """
+    """The options, where they are in range."""
     try:
         if options.get("temp") == 0:
             SamplingOptions(**{name: value for name, value in options.items() if name in LEFT_OUT})  # their ranges
@@ -90,32 +83,20 @@ def refused(error: ArgumentError) -> ApiError:
 
 
 def check_range(name: str, value: float, least: float, most: float) -> None:
-    """Refuse a number outside a range, both ends of which are in it.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Refuse a number outside a range, both ends of which are in it."""
     if not least <= value <= most:
         raise ApiError(f"{name} is {value}; expected {least} to {most}", param=name)
 
 
 def max_tokens(given: int | None, name: str = "max_tokens") -> int | None:
-    """The tokens of an answer; None: as many as there is room for.
-
-    Raises:
-        ApiError: 400: less than one.
-    """
+    """The tokens of an answer; None: as many as there is room for."""
     if given is not None and given < 1:
         raise ApiError(f"{name} is {given}; expected at least 1", param=name)
     return given
 
 
 def stops(given: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
-    """The texts that end an answer.
-
-    Raises:
-        ApiError: too many, or one that is empty or too long.
-    """
+    """The texts that end an answer."""
     found = (given,) if isinstance(given, str) else tuple(given or ())
     if len(found) > MAX_STOPS:
         raise ApiError(f"{name} has {len(found)} texts; expected at most {MAX_STOPS}", param=name)
@@ -127,11 +108,7 @@ def stops(given: str | Sequence[str] | None, name: str = "stop") -> tuple[str, .
 
 
 def number_of_answers(n: int | None, service: Service) -> int:
-    """How many answers.
-
-    Raises:
-        ApiError: more than run at once.
-    """
+    """How many answers."""
     if n is None:
         return 1
     most = service.settings.sequences

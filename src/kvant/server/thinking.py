@@ -20,11 +20,7 @@ BEGINNING = 4  # tokens of an answer that the mark is among: blank ones may come
 
 
 def switched(tokenizer: Tokenizer, on: bool, field: str) -> Mapping[str, Any]:
-    """Variables that switch thinking on or off; none where the model cannot do otherwise.
-
-    Raises:
-        ApiError: the model only thinks, or never does, and the client wants the other.
-    """
+    """Variables that switch thinking on or off; none where the model cannot do otherwise."""
     if SWITCH in mentioned(tokenizer):
         return {SWITCH: on}
     if on is (marks_of(tokenizer) is not None):
@@ -34,11 +30,7 @@ def switched(tokenizer: Tokenizer, on: bool, field: str) -> Mapping[str, Any]:
 
 
 def with_effort(tokenizer: Tokenizer, effort: str, field: str) -> Mapping[str, Any]:
-    """Variables for an effort of thinking; "none" switches it off.
-
-    Raises:
-        ApiError: the model's template does not know it.
-    """
+    """Variables for an effort of thinking; "none" switches it off."""
     if effort == "none":
         return switched(tokenizer, False, field)
     if EFFORT not in mentioned(tokenizer):
@@ -54,11 +46,7 @@ def opaque(thinking: str) -> str:
 
 
 def from_opaque(text: str, field: str) -> str:
-    """The thinking in a text of :func:`opaque`.
-
-    Raises:
-        ApiError: another server's text.
-    """
+    """The thinking in a text of :func:`opaque`."""
     try:
         if text.startswith(OPAQUE):
             return base64.b64decode(text.removeprefix(OPAQUE), validate=True).decode()
@@ -94,11 +82,7 @@ class ThinkingBudget:
 
 
 def thinking_budget(tokenizer: Tokenizer, prompt: str, first: int, tokens: int) -> ThinkingBudget:
-    """The bound for the answers to a rendered prompt of ``first`` tokens.
-
-    Raises:
-        ApiError: 400: the model's marks are not single tokens.
-    """
+    """The bound for the answers to a rendered prompt of ``first`` tokens."""
     marks = marks_of(tokenizer)
     if marks is not None:
         start, end = tokenizer.convert_tokens_to_ids([marks.starts[0], marks.end])
