@@ -170,7 +170,6 @@ class Service:
     def close(self, *, drain: bool = False, timeout: float | None = 10.0) -> bool:
         """End the engine; those under way go on to their ends where ``drain`` says so. Returns whether it has ended."""
         self.draining = True
-        self.live.close()
         self.grammars.close()
         return self.engine.close(drain=drain, timeout=timeout)
 
