@@ -9,6 +9,7 @@ KvantError
  +-- PromptError       a prompt that cannot be used: empty, or a chat template that fails (also a ValueError)
  +-- GrammarError      a grammar that cannot be used, or an answer that cannot follow it (also a ValueError)
  +-- LogitsError       logits that no token can be drawn from: NaN, or all minus infinity
+ +-- KernelError       a step through the fused kernel that failed (also a RuntimeError)
  +-- BenchError        a measurement that could not be made: an engine that failed
  +-- ConvertError      a model that could not be converted
  +-- QueueFullError    a request that an engine has no place for now; later it may have
@@ -32,6 +33,7 @@ __all__ = [
     "ConvertError",
     "EngineError",
     "GrammarError",
+    "KernelError",
     "KvantError",
     "LogitsError",
     "ModelError",
@@ -100,6 +102,10 @@ class GrammarError(KvantError, ValueError):
 
 class LogitsError(KvantError):
     """Logits that no token can be drawn from."""
+
+
+class KernelError(KvantError, RuntimeError):
+    """A step through the fused kernel that failed."""
 
 
 class BenchError(KvantError):
