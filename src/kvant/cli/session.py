@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -34,6 +34,9 @@ from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer
 from kvant.tools.plan import BridgedCheckpoint, Checkpoint, DraftModel, MemoryPlan, Settings, read_folder, split_pairs
+
+if TYPE_CHECKING:
+    from kvant.cache.pool import Pool
 
 
 @dataclass(slots=True)
@@ -210,6 +213,17 @@ def asked_drafts(session: Session, run: RunOptions) -> Drafts | None:
         kv_bias_split=settings.kv_bias_split,
         prefill_step_size=settings.prefill_step_size,
     )
+
+
+def drafts_beside(session: Session, run: RunOptions, pool: "Pool") -> Drafts | None:
+    """Where the answers of a pool draft from; a draft model's own pool is reserved, and that is printed."""
+    drafts = asked_drafts(session, run)
+    if not isinstance(drafts, ModelDrafts):
+        return drafts
+    made = drafts.beside_pool(pool)
+    if not run.quiet:
+        print(f"draft model: {run.draft_model}, {made.describe()}", file=sys.stderr)
+    return made
 
 
 def load_session(
