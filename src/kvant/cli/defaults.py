@@ -36,11 +36,7 @@ class Defaults(dict[str, Any]):
         self.sources.update(dict.fromkeys(taken, source))
 
     def use(self, preset: str) -> None:
-        """Let a preset's values go before those that are there.
-
-        Raises:
-            BadValueError: there is no such preset.
-        """
+        """Let a preset's values go before those that are there."""
         if preset not in self._presets:
             known = f"{self._place} has {', '.join(self._presets) or 'none'}{did_you_mean(preset, self._presets)}"
             raise BadValueError(f"--preset is {preset!r}; {known}")

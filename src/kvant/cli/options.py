@@ -65,6 +65,15 @@ ModelArgument = Annotated[
     str | None,
     typer.Argument(metavar="[MODEL]", help="The model, instead of --model.", autocompletion=complete_models),
 ]
+PulledArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]",
+        help="A name (`kvant models` lists them) or owner/repository[@revision].",
+        autocompletion=complete_models,
+    ),
+]
+Pulled = Annotated[str | None, typer.Option(help="The model, instead of the argument.", autocompletion=complete_models)]
 AdapterPath = Annotated[
     str | None, typer.Option(help="The folder of a LoRA or DoRA adapter as mlx_lm.lora writes it; applied at load.")
 ]
@@ -159,11 +168,7 @@ LogitBias = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """The flags of a command that runs a model, beside those of sampling. The config file and presets read them here.
-
-    Raises:
-        BadValueError: a value that no model can take.
-    """
+    """The flags of a command that runs a model, beside those of sampling: for config file and presets, too."""
 
     model: Model = POCKET
     preset: Preset = None
@@ -294,11 +299,7 @@ def settings_used(context: typer.Context, values: dict[str, Any]) -> dict[str, t
 
 
 def choose_model(context: typer.Context, argument: str | None, option: Any) -> Any:
-    """The model, given as an argument or with --model.
-
-    Raises:
-        BadValueError: both are given.
-    """
+    """The model, given as an argument or with --model."""
     if argument is None:
         return option
     if _source(context, "model") == "COMMANDLINE":
@@ -312,11 +313,7 @@ def _source(context: typer.Context, name: str) -> str | None:
 
 
 def template_variables(text: str | None) -> dict[str, Any]:
-    """The variables of --chat-template-config.
-
-    Raises:
-        BadValueError: text that is no object of JSON.
-    """
+    """The variables of --chat-template-config."""
     if text is None:
         return {}
     try:
@@ -403,9 +400,6 @@ def check_kernels(kernels: str | None = None, name: str = "--kernels") -> None:
     """Refuse kernels, or a KVANT_KERNELS without them, that are unknown or cannot be had on this machine.
 
     ``name`` is how the user named them.
-
-    Raises:
-        RuntimeError: the fused kernel is asked for and failed its self-check.
     """
     if kernels is None and not os.environ.get(VARIABLE):
         return  # nothing is asked for

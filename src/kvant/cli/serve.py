@@ -139,12 +139,7 @@ def serve(
 
 
 def read_keys(path: str | None) -> tuple[str, ...]:
-    """The keys of a file, one a line.
-
-    Raises:
-        BadValueError: a file without keys, or a key that no header can carry.
-        KvantError: a file that cannot be read, or no file.
-    """
+    """The keys of a file, one a line."""
     if path is None:
         return ()
     options.check_text(api_key_file=path)
