@@ -77,25 +77,6 @@ Pulled = Annotated[str | None, typer.Option(help="The model, instead of the argu
 AdapterPath = Annotated[
     str | None, typer.Option(help="The folder of a LoRA or DoRA adapter as mlx_lm.lora writes it; applied at load.")
 ]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", help="Generate at most this many tokens.")]
-Preset = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME", is_eager=True, callback=_use_preset, help="The options of a preset in the config file."
-    ),
-]
-ChatTemplateConfig = Annotated[
-    str | None,
-    typer.Option(metavar="JSON", help="Variables for the chat template, such as '{\"enable_thinking\": false}'."),
-]
-ExtraEosToken = Annotated[
-    list[str] | None, typer.Option(metavar="TOKEN", help="A token, or its id, that ends the text, too; repeatable.")
-]
-IgnoreEos = Annotated[
-    bool, typer.Option("--ignore-eos", help="Go on past the tokens that end a text, up to --max-tokens.")
-]
-SystemPrompt = Annotated[str | None, typer.Option(help="A system message before the conversation.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")]
 KvBits = Annotated[int, typer.Option(help="Bits of a cached key or value: 8, 4, or 0 for no quantization.")]
 KvGroupSize = Annotated[
     int | None, typer.Option(help="Cached values that share one scale; divides the head dimension; default: 32.")
@@ -106,22 +87,12 @@ KvBiasSplit = Annotated[
         "--kv-bias-split/--no-kv-bias-split", help="Keep the projections' biases out of the cache; attention adds them."
     ),
 ]
-Kernels = Annotated[
-    str | None,
-    typer.Option(
-        metavar="unfused|fused",
-        help="How attention reads the cache; default: KVANT_KERNELS, else the fused kernel on a GPU that it works on.",
-    ),
-]
 MaxKvSize = Annotated[
     str | None,
     typer.Option(
         metavar="TOKENS|auto",
         help="Tokens reserved in the cache, or auto: as many as fit; default: the smaller of 4096 and the context.",
     ),
-]
-Wired = Annotated[
-    bool, typer.Option("--wired", help="Keep the planned memory from being paged out; on Macs only, macOS 15 or later.")
 ]
 PARALLEL: tuple[Literal["pipeline", "tensor"], ...] = ("pipeline", "tensor")  # the first that fits is proposed
 Parallel = Annotated[
@@ -133,13 +104,6 @@ Parallel = Annotated[
     ),
 ]
 PrefillStepSize = Annotated[int, typer.Option(help="Prompt tokens fed at a time; smaller takes less memory.")]
-Draft = Annotated[
-    Source,
-    typer.Option(
-        help="prompt: guess tokens where prompt or answer repeat, and verify several a step, where that is expected to "
-        "be faster; the text is the same, but for rounding."
-    ),
-]
 DraftModel = Annotated[
     str | None,
     typer.Option(
@@ -151,14 +115,7 @@ DraftModel = Annotated[
 NumDraftTokens = Annotated[
     int | None, typer.Option(help="Tokens that the draft model drafts a step, 1 to 7; default: 3.")
 ]
-Raw = Annotated[
-    bool, typer.Option("--raw", help="On a terminal, send control characters of the text as they are; it obeys them.")
-]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no statistics and no progress.")]
-Overflow = Annotated[
-    Literal["forget", "stop"],
-    typer.Option(help="When the context is full, forget the oldest turns and go on, or stop."),
-]
 
 LogitBias = Annotated[
     list[str] | None,
@@ -171,26 +128,57 @@ class RunOptions:
     """The flags of a command that runs a model, beside those of sampling: for config file and presets, too."""
 
     model: Model = POCKET
-    preset: Preset = None
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", is_eager=True, callback=_use_preset, help="The options of a preset in the config file."
+        ),
+    ] = None
     adapter_path: AdapterPath = None
-    max_tokens: MaxTokens = 256
-    stop: Stop = None
-    extra_eos_token: ExtraEosToken = None
-    ignore_eos: IgnoreEos = False
-    system_prompt: SystemPrompt = None
-    chat_template_config: ChatTemplateConfig = None
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Generate at most this many tokens.")] = 256
+    stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = None
+    extra_eos_token: Annotated[
+        list[str] | None, typer.Option(metavar="TOKEN", help="A token, or its id, that ends the text, too; repeatable.")
+    ] = None
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past the tokens that end a text, up to --max-tokens.")
+    ] = False
+    system_prompt: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None
+    chat_template_config: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="Variables for the chat template, such as '{\"enable_thinking\": false}'."),
+    ] = None
     kv_bits: KvBits = 8
     kv_group_size: KvGroupSize = None
     kv_bias_split: KvBiasSplit = True
     max_kv_size: MaxKvSize = None
-    kernels: Kernels = None
+    kernels: Annotated[
+        str | None,
+        typer.Option(
+            metavar="unfused|fused",
+            help="How attention reads the cache; default: KVANT_KERNELS, else the fused kernel on a GPU that it works "
+            "on.",
+        ),
+    ] = None
     prefill_step_size: PrefillStepSize = 512
-    draft: Draft = "none"
+    draft: Annotated[
+        Source,
+        typer.Option(
+            help="prompt: guess tokens where prompt or answer repeat, and verify several a step, where that is "
+            "expected to be faster; the text is the same, but for rounding."
+        ),
+    ] = "none"
     draft_model: DraftModel = None
     num_draft_tokens: NumDraftTokens = None
     parallel: Parallel = None
-    wired: Wired = False
-    raw: Raw = False
+    wired: Annotated[
+        bool,
+        typer.Option("--wired", help="Keep the planned memory from being paged out; on Macs only, macOS 15 or later."),
+    ] = False
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", help="On a terminal, send control characters of the text as they are; it obeys them."),
+    ] = False
     quiet: Quiet = False
     # Of values that no flag gave: name -> value, and where it comes from, in words.
     origins: Mapping[str, tuple[Any, str]] = field(default_factory=dict, metadata={"flag": False})

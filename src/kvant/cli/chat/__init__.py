@@ -7,7 +7,7 @@ import termios
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -31,7 +31,10 @@ def chat(
     markdown: Annotated[
         bool, typer.Option("--markdown/--no-markdown", help="On a terminal, show answers as markdown or as they are.")
     ] = True,
-    overflow: options.Overflow = "forget",
+    overflow: Annotated[
+        Literal["forget", "stop"],
+        typer.Option(help="When the context is full, forget the oldest turns and go on, or stop."),
+    ] = "forget",
     prompt_cache_file: Annotated[
         str | None,
         typer.Option(
