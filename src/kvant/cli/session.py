@@ -263,9 +263,20 @@ def load_session(
     variables = checked_variables(tokenizer, run.chat_template_config)
     set_ends(tokenizer, run.extra_eos_token or (), model.config.vocab_size, ignored=run.ignore_eos)
     gc.freeze()  # the loaded objects stay: the collector need not look at them between tokens
-    load_s = time.perf_counter() - started
-    known = (folder, checkpoint, settings, machine, variables, run.origins, arranged, draft_model)
-    return Session(model, tokenizer, load_s, run.model, *known)
+    return Session(
+        model=model,
+        tokenizer=tokenizer,
+        load_s=time.perf_counter() - started,
+        name=run.model,
+        folder=folder,
+        checkpoint=checkpoint,
+        settings=settings,
+        machine=machine,
+        template_variables=variables,
+        origins=run.origins,
+        arranged=arranged,
+        draft_model=draft_model,
+    )
 
 
 def settings_of(run: RunOptions, sequences: int | None = None) -> Settings:
