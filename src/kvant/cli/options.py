@@ -14,7 +14,7 @@ import typer
 
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cli.bad_value import BadValueError as BadValueError  # here for the commands
-from kvant.cli.defaults import Defaults, blocked_by
+from kvant.cli.defaults import Defaults, settings_used, source_of
 from kvant.engine.drafting.drafts import Source
 from kvant.engine.keywords import DEFAULT_KV_GROUP_SIZE
 from kvant.engine.load import POCKET
@@ -262,42 +262,13 @@ def annotation(option: Field[Any]) -> Any:
     return Annotated[kind, typer.Option(help=option.metadata["help"])] if "help" in option.metadata else kind
 
 
-def settings_used(context: typer.Context, values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
-    """The values that come from the config file, a preset or the environment: name -> value and source, in words.
-
-    One that would have no effect beside a value of another source is taken back to its default: nobody asked for the
-    two together.
-    """
-    defaults = context.default_map
-    if not isinstance(defaults, Defaults):
-        return {}
-    used = {
-        name: (values[name], defaults.sources[name])
-        for name in values
-        if name in defaults.sources and _source(context, name) == "DEFAULT_MAP"
-    }
-    for name, (_, source) in list(used.items()):
-        blocker = blocked_by(name, values)
-        if name == "draft_model" and _source(context, "draft") == "COMMANDLINE":
-            blocker = "draft"  # none, too
-        if blocker is not None and (blocker not in used or used[blocker][1] != source):
-            values[name] = next(option.default for option in context.command.params if option.name == name)
-            del used[name]
-    return used
-
-
 def choose_model(context: typer.Context, argument: str | None, option: Any) -> Any:
     """The model, given as an argument or with --model."""
     if argument is None:
         return option
-    if _source(context, "model") == "COMMANDLINE":
+    if source_of(context, "model") == "COMMANDLINE":
         raise BadValueError(f"the model is given twice, as the argument {argument!r} and with --model {option}")
     return argument
-
-
-def _source(context: typer.Context, name: str) -> str | None:
-    source = context.get_parameter_source(name)
-    return None if source is None else source.name
 
 
 def template_variables(text: str | None) -> dict[str, Any]:
