@@ -8,6 +8,7 @@ from dataclasses import replace
 from kvant.cli.options import AUTO, PARALLEL, BadValueError, KvSize
 from kvant.errors import ContextError, ModelError
 from kvant.machine import Machine
+from kvant.models.reservation import DEFAULT_RESERVATION
 from kvant.sizes import format_bytes
 from kvant.tools.plan import (
     BridgedCheckpoint,
@@ -22,7 +23,6 @@ from kvant.tools.plan import (
 )
 
 MOST_MACHINES = 16  # that are proposed
-DEFAULT_MAX_KV_SIZE = 4096
 LEAST_STEP = 32  # prompt tokens at a time that are worth proposing
 WEIGHT_GROUP = 64  # of `kvant convert`
 
@@ -132,7 +132,7 @@ def _asked(checkpoint: Checkpoint | BridgedCheckpoint, max_kv_size: KvSize) -> i
     context = checkpoint.config.max_position_embeddings
     if isinstance(max_kv_size, int) and context is not None and max_kv_size > context:
         raise ContextError(f"--max-kv-size is {max_kv_size}; the model's context is {context} tokens")
-    return None if max_kv_size == AUTO else max_kv_size or min(DEFAULT_MAX_KV_SIZE, context or DEFAULT_MAX_KV_SIZE)
+    return None if max_kv_size == AUTO else max_kv_size or min(DEFAULT_RESERVATION, context or DEFAULT_RESERVATION)
 
 
 @contextmanager

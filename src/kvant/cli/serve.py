@@ -9,9 +9,8 @@ import typer
 from kvant.cli import options, ranks
 from kvant.cli.fitting import named_format
 from kvant.cli.follow import follow
-from kvant.cli.many import drafts_beside
 from kvant.cli.options import BadValueError, RunOptions, Without
-from kvant.cli.session import asked_drafts, bound_memory, load_session
+from kvant.cli.session import asked_drafts, bound_memory, drafts_beside, load_session
 from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.request import check_drafts
 from kvant.errors import KvantError
@@ -140,12 +139,7 @@ def serve(
 
 
 def read_keys(path: str | None) -> tuple[str, ...]:
-    """The keys of a file, one a line.
-
-    Raises:
-        BadValueError: a file without keys, or a key that no header can carry.
-        KvantError: a file that cannot be read, or no file.
-    """
+    """The keys of a file, one a line."""
     if path is None:
         return ()
     options.check_text(api_key_file=path)

@@ -17,6 +17,7 @@ from kvant.engine.request import Request
 from kvant.errors import ArgumentError, ContextError, EngineError, GrammarError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
+from kvant.models.reservation import DEFAULT_RESERVATION
 from kvant.server.errors import ApiError
 from kvant.server.live import Live
 from kvant.server.metrics import Metrics
@@ -25,7 +26,6 @@ from kvant.text.grammar import Grammars
 from kvant.text.tokenizer import Tokenizer
 from kvant.text.tool_calls import tool_format
 
-DEFAULT_MAX_KV_SIZE = 4096
 LONG_TOKEN = 128  # bytes; the longest of most vocabularies are so many spaces
 MIN_CHARACTERS = 65536  # that any prompt may have: they are encoded in some milliseconds
 
@@ -188,7 +188,7 @@ def _names(settings: Settings, folder: Path) -> tuple[str, ...]:
 def make_pool(settings: Settings, model: LanguageModel) -> Pool:
     """The pool of a server."""
     context = model.config.max_position_embeddings
-    tokens = settings.max_kv_size or min(DEFAULT_MAX_KV_SIZE, context or DEFAULT_MAX_KV_SIZE)
+    tokens = settings.max_kv_size or min(DEFAULT_RESERVATION, context or DEFAULT_RESERVATION)
     if context is not None and tokens > context:
         raise ContextError(f"--max-kv-size is {tokens}; the model's context is {context} tokens")
     return model.make_pool(
