@@ -4,13 +4,11 @@ import os
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 
 import mlx.core as mx
 
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.probe import KernelUse, probe_failure
-from kvant.operators.self_check import self_check
 
 KERNELS = ("unfused", "fused")
 VARIABLE = "KVANT_KERNELS"
@@ -26,7 +24,7 @@ class Choice:
         backend: runs the fused kernel. None: the unfused operator is used.
         reason: for people.
         forced: "fused" was asked for.
-        failed: the kernel failed its self-check, or in a run of this process.
+        failed: the kernel failed in a run of this process.
     """
 
     backend: Backend | None
@@ -41,18 +39,18 @@ def resolve(
     """The backend that runs the fused kernel. None: use the unfused operator.
 
     ``kernels`` forces one; without it the environment variable KVANT_KERNELS does. Otherwise it is the kernel on a GPU
-    where it passes its self-check, and runs as it will be used. The check runs at the first call. A process is told of
-    one failure, by a RuntimeWarning.
+    if it gives the unfused operator's numbers as it will be used. A process is told of one failure, in a
+    RuntimeWarning.
 
     Args:
         kernels: "unfused", "fused" or None.
         unsupported_reason: from ``kernels.attend.unsupported_reason``. None: the kernel takes the call.
-        uses: how a cache will call the kernel. Each is tried now.
+        uses: how a cache will call the kernel. Each is tried now, once in a process.
 
     Raises:
         ValueError: another word than "unfused" or "fused"; "fused" without a GPU, or for a call that the kernel does
             not take.
-        RuntimeError: "fused" where the kernel failed its self-check, or does not run as it will be used.
+        RuntimeError: "fused" if the kernel fails as it will be used.
     """
     choice = choose(kernels)
     if choice.failed:
@@ -100,14 +98,12 @@ def choose(kernels: str | None = None, name: str = "kernels") -> Choice:
         if wanted is not None:
             raise ValueError(f"{asked}; {reason}")
         return Choice(None, reason)
-    failure, problem = self_check_failure(backend), _given_up
-    if failure is not None:
-        problem = f"the fused kernel failed its self-check with {backend}: {failure}"
-    if problem is None:
-        return Choice(backend, f"it passed its self-check on this GPU, with {backend}", forced=wanted is not None)
+    if _given_up is None:
+        reason = f"a GPU with {backend}; each cache tries the kernel as it will call it when it is made"
+        return Choice(backend, reason, forced=wanted is not None)
     if wanted is not None:
-        raise RuntimeError(f"{asked}; {problem}")
-    return Choice(None, problem, failed=True)
+        raise RuntimeError(f"{asked}; {_given_up}")
+    return Choice(None, _given_up, failed=True)
 
 
 def gpu_backend() -> Backend | None:
@@ -117,12 +113,6 @@ def gpu_backend() -> Backend | None:
     if mx.metal.is_available():
         return "metal"
     return "cuda" if mx.cuda.is_available() else None
-
-
-@cache
-def self_check_failure(backend: Backend) -> str | None:
-    """Why the self-check failed; None: it passed. It runs once in a process."""
-    return self_check(backend)
 
 
 def _warn_once(reason: str) -> None:
