@@ -8,6 +8,7 @@ KvantError
  +-- ContextError      a prompt or a conversation that does not fit the reserved context (also a ValueError)
  +-- PromptError       a prompt that cannot be used: empty, or a chat template that fails (also a ValueError)
  +-- GrammarError      a grammar that cannot be used, or an answer that cannot follow it (also a ValueError)
+ +-- LogitsError       logits that no token can be drawn from: NaN, or all minus infinity
  +-- BenchError        a measurement that could not be made: an engine that failed
  +-- ConvertError      a model that could not be converted
  +-- QueueFullError    a request that an engine has no place for now; later it may have
@@ -31,6 +32,7 @@ __all__ = [
     "EngineError",
     "GrammarError",
     "KvantError",
+    "LogitsError",
     "ModelError",
     "PromptError",
     "QueueFullError",
@@ -92,6 +94,10 @@ class GrammarError(KvantError, ValueError):
     """A grammar that cannot be used, or an answer that cannot follow it."""
 
     columns = 1000  # it quotes the part of a schema or a grammar that is wrong
+
+
+class LogitsError(KvantError):
+    """Logits that no token can be drawn from."""
 
 
 class BenchError(KvantError):

@@ -291,7 +291,7 @@ def test_a_sequence_becomes_a_cache_and_comes_back(name: str, tmp_path: Path) ->
     loaded.load(cache)
     expected = _fed(model, pool, [sequence], [[9]])
     assert relative_error(_fed(model, pool, [loaded], [[9]]), expected) < 1e-6
-    assert relative_error(model(mx.array([[9]]), cache=cache)[:, -1], expected) < 1e-5
+    assert relative_error(model(mx.array([[9]]), cache=cache)[:, -1], expected) < 1e-3  # a level of 8 bits may flip
     with pytest.raises(ValueError, match="for a model with other layers"):
         pool.sequence(200).load(_bridged("qwen3").make_cache(64))
 

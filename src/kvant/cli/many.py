@@ -17,8 +17,8 @@ from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import check_drafts
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import ContextError
+from kvant.machine import Machine
 from kvant.sizes import format_bytes
-from kvant.tools.machine import Machine
 from kvant.tools.plan import MemoryPlan
 
 

@@ -17,9 +17,9 @@ from kvant.cli.parts import gather_machines
 from kvant.cli.rank_table import BITS, describe_weights, float_bits, plan_machines
 from kvant.engine.load import POCKET, find_adapter, find_model
 from kvant.errors import ArgumentError, ModelError, RanksError
+from kvant.machine import Device, Machine, default_device, machine_with, this_machine
 from kvant.sizes import format_bytes
 from kvant.tools.convert.weight_format import WeightFormat
-from kvant.tools.machine import Device, Machine, default_device, machine_with, this_machine
 from kvant.tools.plan import (
     BridgedCheckpoint,
     Checkpoint,

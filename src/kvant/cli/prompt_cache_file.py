@@ -1,5 +1,6 @@
 """``--prompt-cache-file``: what the cache held at the end of one command, for the start of the next."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -87,4 +88,26 @@ def kept(
     finally:
         left = conversation()
         if left is not None and (left.messages or Path(path).exists()):
-            left.save(path)
+            _save(left, path)
+
+
+def _save(conversation: Conversation, path: str) -> None:
+    """Save it. If that fails, whoever sits at a terminal can name another place.
+
+    Raises:
+        SnapshotError: it could not be written.
+    """
+    try:
+        return conversation.save(path)
+    except SnapshotError as error:
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise
+        problem = str(error)
+        while True:
+            print(f"{problem}\nsave the conversation where? (nothing: nowhere) ", end="", file=sys.stderr, flush=True)
+            path = os.path.expanduser(sys.stdin.readline().strip())
+            if not path:
+                raise
+            if not os.path.lexists(path):
+                return _save(conversation, path)
+            problem = f"{path} is there already"

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,6 +17,7 @@ from kvant.engine.load import POCKET
 from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.request import check_drafts
 from kvant.errors import KvantError
+from kvant.files import read_given
 from kvant.sizes import format_bytes
 from kvant.tools.plan import MemoryPlan
 from kvant.tools.plan.plan import as_record
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvant.server.service import Service
 
 MAX_KEY = 1000  # characters
+MAX_KEYS_BYTES = 1 << 20
 REQUEST_BYTES = 150_000_000  # of 32 MiB of bodies, their texts and tokens; and the server's libraries: measured
 
 
@@ -220,12 +221,12 @@ def read_keys(path: str | None) -> tuple[str, ...]:
 
     Raises:
         BadValueError: a file without keys, or a key that no header can carry.
-        OSError: a file that cannot be read.
+        KvantError: a file that cannot be read, or no file.
     """
     if path is None:
         return ()
     options.check_text(api_key_file=path)
-    lines = Path(path).expanduser().read_bytes().splitlines()
+    lines = read_given(path, MAX_KEYS_BYTES).splitlines()
     keys = [line.strip() for line in lines if line.strip()]
     if not keys:
         raise BadValueError(f"--api-key-file is {path[:200]!r}, which has no key; expected one a line")

@@ -25,13 +25,13 @@ from kvant.engine.load import POCKET, find_adapter, find_model, load_folder, loa
 from kvant.engine.model_drafts import DEFAULT_DRAFT_TOKENS, ModelDrafts
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.sampling import SamplingOptions
+from kvant.machine import Machine, default_device, this_machine
 from kvant.models import LanguageModel
 from kvant.models.checkpoint import Progress
 from kvant.models.identity import identify
 from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer
-from kvant.tools.machine import Machine, default_device, this_machine
 from kvant.tools.plan import BridgedCheckpoint, Checkpoint, DraftModel, MemoryPlan, Settings, read_folder, split_pairs
 
 

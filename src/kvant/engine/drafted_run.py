@@ -111,7 +111,7 @@ class DraftedRun(Run):
         if self._can_drop and len(self.generated) + 1 < self._limit:
             held = cache.hold()
             following = self._feed(token)
-        token_id = self._read(token)
+        token_id = self._read(token, logprobs)
         if not self._at_begin:
             self._measure()
         if following is None or held is None:
@@ -195,7 +195,7 @@ class DraftedRun(Run):
         else:
             token, logprobs = rows.picked[place : place + 1], row.squeeze(0)
             mx.eval(token, logprobs)
-        token_id = self._read(token)
+        token_id = self._read(token, logprobs)
         rows.seconds += time.perf_counter() - (began if place else rows.began)
         self.from_draft = place < len(rows.draft) and token_id == rows.draft[place]
         counts = self._choice.counts

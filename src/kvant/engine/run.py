@@ -13,7 +13,9 @@ from kvant.engine.draw import Sampler, draw_key, for_a_run, greedy, sample
 from kvant.engine.fallback import bring_back, repeated_unfused
 from kvant.engine.limits import check_count, go_back, room_after
 from kvant.engine.processors import LogitsProcessor
+from kvant.engine.row_sampling import check_drawn
 from kvant.engine.step import CompiledStep, can_compile
+from kvant.errors import PromptError
 from kvant.models import LanguageModel
 from kvant.threads import check_process
 
@@ -83,13 +85,14 @@ class Run:
 
         Raises:
             ContextError: the prompt does not fit.
+            PromptError: no prompt.
             RuntimeError: another thread uses the cache.
-            ValueError: an argument out of range, no prompt, or a cache of another model.
+            ValueError: an argument out of range, or a cache of another model.
         """
         check_count("max_tokens", max_tokens, or_minus_one=True)
         check_count("prefill_step_size", prefill_step_size)
         if not len(prompt) and logits is None:
-            raise ValueError("prompt has no tokens; expected at least one")
+            raise PromptError("the prompt is empty; expected at least one token")
         self.prompt = list(prompt)
         self.logits = logits
         self.generated: list[int] = []
@@ -146,8 +149,10 @@ class Run:
                 result = repeated_unfused(work, cache, lambda: self._start_over(held[0]))
                 self._lengths = cache.lengths
                 self._failed = False
-            except BaseException:
+            except BaseException as error:
                 go_back(cache, held[0])
+                if isinstance(error, StopIteration):  # it would end the answer without a word, as PEP 479 says
+                    raise RuntimeError("a sampler, logits processor or progress raised StopIteration") from error
                 raise
         return result
 
@@ -209,18 +214,19 @@ class Run:
             following = self._feed(token)
             if self._look_ahead:
                 mx.async_eval(*following)
-        token_id = self._read(token)
+        token_id = self._read(token, logprobs)
         if following is not None and not self._look_ahead:
             # The log-probabilities go with the token: kept lazily they would hold the cache's buffers.
             mx.async_eval(*following)
         self._next, self._fed = following, self._cache.step
         return token_id, logprobs
 
-    def _read(self, token: mx.array) -> int:
-        """Wait for a token (1,); a ValueError where the model does not have it."""
+    def _read(self, token: mx.array, logprobs: mx.array) -> int:
+        """Wait for a token (1,) of log-probabilities (vocab,); an error if the model has none such, or drew none."""
         token_id, vocab_size = int(token.item()), self._model.config.vocab_size  # type: ignore[arg-type]
         if not 0 <= token_id < vocab_size:  # as an index it would be read out of bounds
             raise ValueError(f"the sampler picked token {token_id}; the model knows 0 to {vocab_size - 1}")
+        check_drawn(self._sampler, self._processors, memoryview(logprobs)[token_id])  # type: ignore[arg-type]
         return token_id
 
     def _read_prompt(self) -> mx.array:

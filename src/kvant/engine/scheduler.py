@@ -296,7 +296,7 @@ class Scheduler:
         if not self._running:
             self._queued = None
 
-    def _computed(self) -> tuple[Step, list[Picked] | None, Step | None]:
+    def _computed(self) -> tuple[Step, list[Picked | Exception] | None, Step | None]:
         """A step, the tokens that were sampled in it, and the next step where it could be begun.
 
         The step is committed, unless drafts are verified in it.

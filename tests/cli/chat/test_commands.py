@@ -18,7 +18,7 @@ from kvant.cli.chat.talk import Talk
 from kvant.cli.fitting import plan_that_fits
 from kvant.cli.session import RunOptions, open_session
 from kvant.engine.sampling import SamplingOptions
-from kvant.tools.machine import Machine, this_machine
+from kvant.machine import Machine, this_machine
 from kvant.tools.plan import read_folder
 
 assert kvant

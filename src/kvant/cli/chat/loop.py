@@ -9,9 +9,9 @@ from typer.exceptions import TyperException
 from kvant.cli.chat import commands
 from kvant.cli.chat.commands import Leave
 from kvant.cli.chat.talk import Talk, notice
-from kvant.errors import ArgumentError, KvantError, one_line, printable
+from kvant.errors import KvantError, one_line, printable
 
-FAILURES = (KvantError, ArgumentError, TyperException, OSError, RuntimeError, MemoryError)  # MLX's are RuntimeErrors
+FAILURES = (KvantError, ValueError, TyperException, OSError, RuntimeError, MemoryError)  # MLX's are RuntimeErrors
 ENDS = ("exit", "quit")  # typed alone, on a terminal
 
 

@@ -11,7 +11,7 @@ from kvant.cli.fitting import plan_that_fits
 from kvant.cli.session import RunOptions, open_session
 from kvant.engine.load import find_model
 from kvant.errors import ModelError
-from kvant.tools.machine import this_machine
+from kvant.machine import this_machine
 from kvant.tools.plan import read_folder
 
 
