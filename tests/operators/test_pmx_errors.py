@@ -156,9 +156,7 @@ DEFECTS = [
         )
     ),
     *(
-        Defect(
-            (rf"\({', '.join(map(str, shape))}", f">={START + S}"), {"attn_mask": mx.zeros(shape)}, (ATTENTION,), ANY, BOOL[:1]
-        )
+        value("attn_mask", mx.zeros(shape), *shape, f">={START + S}", operators=(ATTENTION,), packed=(False,))
         for shape in (
             *((37,), (), (1, B, H, S, 37), (S, 6), (H, S, 6), (B, H, S, 1), (13, 7), (1, 7), (H, 13, 7), (B, H, 1, 7)),
             *((13, S, 7), (K, S, 7), (1, S, 7), (B, 13, S, 7), (B, 1, S, 7), (13, H, S, 7), (5, H, S, 7)),

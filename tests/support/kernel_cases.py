@@ -19,7 +19,6 @@ from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels import attend as attend_module
 from kvant.operators.kernels import launch as launch_module
 from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, PAGE_SIZE, QUERIES, SPLIT_ROWS, threadgroup_shape
-from kvant.operators.kernels.queries import CHOICES
 from support import oracle
 from support.counts import count
 from support.metal_host import FORWARD, REVERSE, on_host
@@ -479,7 +478,7 @@ def drawn_calls(seed: int, calls: int) -> list[KernelCase]:
     while not values or not fits(values):
         values = {name: choices[rng.integers(len(choices))] for name, choices in OPTIONS.items()}
     case = case_of(values, seed)
-    case = replace(case, most_queries=CHOICES[case.backend][seed % 2])
+    case = replace(case, most_queries=QUERIES[case.backend] >> seed % 2)
     cases = []
     for _ in range(calls):
         window = None if case.window is None else int(rng.integers(1, 200))

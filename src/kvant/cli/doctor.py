@@ -42,7 +42,7 @@ def doctor(
         ranks.wait_for_first()
         parts = _group_parts(found)
     else:
-        with suppress(RuntimeError):  # a kernel that failed its self-check is what the diagnosis is about
+        with suppress(RuntimeError):  # a kernel that failed is what the diagnosis is about
             options.check_kernels()
         from kvant.tools.doctor import diagnose
 

@@ -347,7 +347,7 @@ def check_kernels(kernels: str | None = None, name: str = "--kernels") -> None:
     ``name`` is how the user named them.
 
     Raises:
-        RuntimeError: the fused kernel is asked for and failed its self-check.
+        RuntimeError: the fused kernel is asked for and failed in this process.
     """
     if kernels is None and not os.environ.get(VARIABLE):
         return  # nothing is asked for

@@ -64,8 +64,8 @@ def resolve(
     for use in uses:
         if (problem := probe_failure(use, choice.backend)) is not None:
             if choice.forced:
-                raise RuntimeError(f"the fused kernel is asked for, but does not run here: {problem}")
-            _warn_once(f"the fused kernel does not run here: {problem}")
+                raise RuntimeError(f"the fused kernel is asked for, but fails here: {problem}")
+            _warn_once(f"the fused kernel fails here: {problem}")
             return None
     return choice.backend
 

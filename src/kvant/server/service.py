@@ -215,7 +215,7 @@ def make_pool(settings: Settings, model: LanguageModel) -> Pool:
         ModelError: a model whose layers cannot use one.
         ContextError: more tokens than the model's context.
         ValueError: a cache format that the model cannot have, a kernel forced that cannot be used.
-        RuntimeError: a forced kernel that failed its self-check on this device.
+        RuntimeError: a forced kernel that fails on this device when it is tried.
     """
     context = model.config.max_position_embeddings
     tokens = settings.max_kv_size or min(DEFAULT_MAX_KV_SIZE, context or DEFAULT_MAX_KV_SIZE)

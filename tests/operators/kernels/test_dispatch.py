@@ -41,7 +41,6 @@ def test_the_device_decides(
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
     monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(dispatch, "self_check_failure", lambda backend: None)
     assert dispatch.resolve() == expected
     assert dispatch.resolve("unfused") is None
     if expected is None:

@@ -30,7 +30,7 @@ UNFUSED = "unfused"
 
 @dataclass(frozen=True, slots=True)
 class OperatorPath:
-    """``path`` is fused, unfused, or none if a requested kernel failed its self-check; a step is compiled or not."""
+    """``path`` is fused, unfused, or none if a requested kernel failed; a step is compiled or not."""
 
     operator: str
     path: str
@@ -119,7 +119,7 @@ def operator_paths() -> list[OperatorPath]:
     try:
         choice = choose()
         path, reason = UNFUSED if choice.backend is None else f"fused ({choice.backend})", choice.reason
-    except RuntimeError as error:  # the kernel is asked for, and failed its self-check
+    except RuntimeError as error:  # the kernel is asked for, and failed in this process
         path, reason = "none", str(error)
     more = f"the kernel is for few queries; more than {MAX_NEW_TOKENS} are a product with dequantized keys and values"
     if should_compile():
