@@ -172,9 +172,7 @@ def _shown(value: object) -> str:
 
 def shared_flags() -> Flags:
     """The flags that generate and chat share: those of the file's top and of presets."""
-    from kvant.cli.session import RunOptions  # imports the engine, which kvant plan does not need
-
-    groups = [*options.flags(RunOptions), *options.flags(SamplingOptions)]
+    groups = [*options.flags(options.RunOptions), *options.flags(SamplingOptions)]
     return _flags((option.name, options.annotation(option)) for option in groups)
 
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Union
 
 import typer
@@ -42,8 +41,7 @@ def doctor(
         ranks.wait_for_first()
         parts = _group_parts(found)
     else:
-        with suppress(RuntimeError):  # a kernel that failed is what the diagnosis is about
-            options.check_kernels()
+        options.check_kernels()
         from kvant.tools.doctor import diagnose
 
         with LateProgress("trying kernels", quiet=quiet) as progress:

@@ -12,7 +12,6 @@ from kvant.operators.probe import KernelUse, probe_failure
 
 KERNELS = ("unfused", "fused")
 VARIABLE = "KVANT_KERNELS"
-_given_up: str | None = None  # why nothing is fused any more in this process
 _warned = False
 
 
@@ -24,13 +23,11 @@ class Choice:
         backend: runs the fused kernel. None: the unfused operator is used.
         reason: for people.
         forced: "fused" was asked for.
-        failed: the kernel failed in a run of this process.
     """
 
     backend: Backend | None
     reason: str
     forced: bool = False
-    failed: bool = False
 
 
 def resolve(
@@ -53,8 +50,6 @@ def resolve(
         RuntimeError: "fused" if the kernel fails as it will be used.
     """
     choice = choose(kernels)
-    if choice.failed:
-        _warn_once(choice.reason)
     if choice.backend is None:
         return None
     if unsupported_reason is not None:
@@ -70,20 +65,12 @@ def resolve(
     return choice.backend
 
 
-def is_forced(kernels: str | None) -> bool:
-    """Whether the fused kernel is asked for, so that nothing else may take its place."""
-    return (kernels or os.environ.get(VARIABLE)) == "fused"
-
-
-def give_up(reason: str) -> None:
-    """Have what is made from now on in this process unfused: the kernel failed in a run. One warning says so."""
-    global _given_up
-    _given_up = f"the fused kernel failed in a run: {reason}"
-    _warn_once(_given_up)
-
-
 def choose(kernels: str | None = None, name: str = "kernels") -> Choice:
-    """:func:`resolve` with its reason, and without the warning; ``name`` is the argument's for messages."""
+    """What is wished for and what the device can have; ``name`` is the argument's for messages.
+
+    Raises:
+        ValueError: as :func:`resolve`.
+    """
     wanted, asked = kernels, f"{name} is {kernels!r}"
     if wanted is None:
         wanted = os.environ.get(VARIABLE) or None
@@ -93,17 +80,13 @@ def choose(kernels: str | None = None, name: str = "kernels") -> Choice:
     if wanted == "unfused":
         return Choice(None, asked)
     backend = gpu_backend()
-    if backend is None:
-        reason = "MLX's default device is no GPU with Metal or CUDA, which the fused kernel runs on"
-        if wanted is not None:
-            raise ValueError(f"{asked}; {reason}")
-        return Choice(None, reason)
-    if _given_up is None:
-        reason = f"a GPU with {backend}; each cache tries the kernel as it will call it when it is made"
+    if backend is not None:
+        reason = f"a GPU with {backend}; each cache tries the kernel when it is made, as it will call it"
         return Choice(backend, reason, forced=wanted is not None)
+    reason = "MLX's default device is no GPU with Metal or CUDA, which the fused kernel runs on"
     if wanted is not None:
-        raise RuntimeError(f"{asked}; {_given_up}")
-    return Choice(None, _given_up, failed=True)
+        raise ValueError(f"{asked}; {reason}")
+    return Choice(None, reason)
 
 
 def gpu_backend() -> Backend | None:

@@ -18,14 +18,13 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from kvant.errors import KvantError, one_line
+from kvant.errors import EXIT_INTERRUPTED, KvantError, one_line
 from kvant.server.app import make_app
 from kvant.server.connection import Connection
 from kvant.server.errors import described, logger
 from kvant.server.service import Service
 from kvant.server.settings import Settings
 
-EXIT_INTERRUPTED = 130
 BACKLOG = 1024  # connections that wait to be accepted
 LAST_S = 2  # for what is written when the engine has ended
 FILES_BESIDE = 64  # open files that are no connections

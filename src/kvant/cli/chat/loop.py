@@ -20,8 +20,6 @@ def converse(
 ) -> None:
     """Read and answer until the input ends or the user leaves. An error is one line, and the conversation goes on.
 
-    An error that leaves no model is raised.
-
     Args:
         talk: the conversation.
         read: gives the next message or command.
@@ -44,12 +42,8 @@ def converse(
         except Leave:
             return
         except KeyboardInterrupt:
-            if not talk.has_model:
-                raise
             notice("stopped")
         except FAILURES as error:
-            if not talk.has_model:
-                raise
             notice(f"error: {_worded(error)}")
 
 

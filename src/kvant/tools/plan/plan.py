@@ -25,7 +25,7 @@ from kvant.tools.plan.stored import Checkpoint
 
 SCALE_BYTES = 2  # float16
 # What the process takes beside the arrays where it comes out of the same memory: interpreter, libraries, MLX's buffers
-# for reuse; and while it is read, a tokenizer for each of its tokens. Measured, docs/memory-plan.md.
+# for reuse; and while it is read, a tokenizer for each of its tokens. Measured, docs/measuring.md.
 PROCESS_BYTES = 170_000_000
 TOKENIZER_BYTES = 1_700
 # With mlx-lm and the libraries that it imports: 300 MB with a tiny model, where a decoder takes 70.
