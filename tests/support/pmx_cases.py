@@ -235,6 +235,7 @@ class Call:
 
     def __init__(self, case: Case) -> None:
         self.case, spec, sequences = case, case.spec, case.sequences
+        self.more: dict[str, Any] = {}  # keywords that a case does not have
         rng = np.random.default_rng((case.seed, 1))
         N, K, D = sum(sequences.new), case.num_kv_heads, case.head_dim
         self.key, self.value = (draw_values(rng, (N, K, D), case.data, spec) for _ in range(2))
@@ -296,10 +297,10 @@ class Call:
         arrays = {"current_key": self.given(self.key), "current_value": self.given(self.value)}
         arrays |= {"cache": self.mx_cache} | ({} if self.mx_scale is None else {"scale": self.mx_scale})
         if not case.attends:
-            return module.key_value_cache(**arrays, **case.options())  # type: ignore[attr-defined]
+            return module.key_value_cache(**arrays, **case.options(), **self.more)  # type: ignore[attr-defined]
         if self.mask is not None:
             arrays["attn_mask"] = to_mx(self.mask, case.mask_dtype)
-        return module.multi_head_cache_attention(self.given(self.query), **arrays, **case.options())  # type: ignore[attr-defined]
+        return module.multi_head_cache_attention(self.given(self.query), **arrays, **case.options(), **self.more)  # type: ignore[attr-defined]
 
     def check_stored(self, tally: QuantizedTally) -> None:
         case = self.case

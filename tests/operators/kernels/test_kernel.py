@@ -67,11 +67,6 @@ def test_the_module_s_own_splits(num_keys: int) -> None:
 
 
 @pytest.mark.parametrize("backend", QUERIES)
-def test_a_cache_of_one_token(backend: str) -> None:
-    check(KernelCase(offset=0, max_tokens=1, ratio=8, backend=backend, pairs=3))
-
-
-@pytest.mark.parametrize("backend", QUERIES)
 def test_any_number_of_query_heads(backend: str) -> None:
     """71 queries of one kv head, as Falcon has them: more than a threadgroup takes."""
     query_tiles, query_groups, _, queries = threadgroup_shape(71, 20, backend, 64)
