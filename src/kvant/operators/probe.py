@@ -85,18 +85,20 @@ def probe_failure(use: KernelUse, backend: Backend) -> str | None:
     key = (use, backend)
     if key not in _tried:
         heads = [use.heads] if use.heads else ANY_HEADS
-        calls = product(heads, range(1, MAX_NEW_TOKENS + 1), sorted({False, use.sinks}))
-        _tried[key] = next(filter(None, (_failure(use, *call, backend) for call in calls)), None)
+        _tried[key] = next(filter(None, (_failure(use, count, backend) for count in heads)), None)
     return _tried[key]
 
 
-def _failure(use: KernelUse, heads: int, new_tokens: int, sinks: bool, backend: Backend) -> str | None:
-    try:
-        problem = Trial(use, heads, new_tokens, sinks).agreement(backend).problem
-    except Exception as error:  # of a compiler or a driver: any
-        problem = " ".join(str(error).split())[:500] or type(error).__name__
-    extra = ", sinks" if sinks else ""
-    return problem and f"{use}{extra}, {heads * new_tokens} queries of a kv head: {problem}"
+def _failure(use: KernelUse, heads: int, backend: Backend) -> str | None:
+    trial = Trial(use, heads)
+    for new_tokens, sinks in product(range(1, MAX_NEW_TOKENS + 1), sorted({False, use.sinks})):
+        try:
+            problem = trial.agreement(backend, new_tokens, sinks=sinks).problem
+        except Exception as error:  # of a compiler or a driver: any
+            problem = " ".join(str(error).split())[:500] or type(error).__name__
+        if problem is not None:
+            return f"{use}{', sinks' * sinks}, {heads * new_tokens} queries of a kv head: {problem}"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,129 +117,121 @@ class Agreement:
 
 
 class Trial:
-    """A call's arrays: one sequence, or two of a pool.
+    """The arrays of calls that a layer makes: one sequence, or two of a pool.
 
     Rows that hold no token hold NaN, so whoever reads one gives NaN. A window's rows are a ring that is written again;
     in a pool they begin with the second page.
     """
 
-    def __init__(self, use: KernelUse, heads: int, new_tokens: int, sinks: bool = False, rows: int | None = None):
-        self.use, self.heads, self.new_tokens = use, heads, new_tokens
-        self.options = dict(use.options)
-        K, D, S, R = KV_HEADS, use.head_dim, new_tokens, rows or ROWS
+    def __init__(self, use: KernelUse, heads: int) -> None:
+        self.use, self.options = use, dict(use.options)
         self.form: dict[str, Any] = {"quant_bit": use.quant_bit, "quant_group": use.quant_group}
-        keep = self.options.get("keep", 0)
-        is_ring = "window" in self.options and not use.paged
-        if "window" in self.options:  # it is no constant of an instance, and a ring holds it and the new tokens
-            self.options["window"] = min(self.options["window"], R - keep - S)
-        first = PAGE_SIZE if use.paged else 0
+        K, D, Dv, S, R = KV_HEADS, use.head_dim, use.value_dim, MAX_NEW_TOKENS, ROWS
+        self.keep, self.ring = self.options.get("keep", 0), 0
         # The position of the first row of each sequence, and its tokens before the new ones.
-        self.spans = [(first, first + R - S - 7)] + ([(0, R // 2)] if use.paged else [])
-        self.spans = [(0, R + R // 3)] if is_ring else self.spans
-        self.positions = [list(range(start, offset + S)) for start, offset in self.spans]
-        if is_ring:
-            newest, ring = self.spans[0][1] + S - 1, R - keep
-            self.positions = [[p if p < keep else newest - (newest - p) % ring for p in range(R)]]
-        numbers = list(range(len(self.spans) * (R // PAGE_SIZE)))
-        random.Random(S).shuffle(numbers)
-        own = len(numbers) // len(self.spans)
-        self.pages = [numbers[b * own : (b + 1) * own] for b in range(len(self.spans))]
-        B, H, Dv = len(self.spans), heads * K, use.value_dim
+        self.spans = [(0, R - S - 7)]
+        if use.paged:
+            self.spans = [(PAGE_SIZE, PAGE_SIZE + R - S - 7), (0, R // 2)]
+        elif "window" in self.options:
+            self.spans, self.ring = [(0, R + R // 3)], R - self.keep
+        if "window" in self.options:  # it is no constant of an instance, and a ring holds it and the new tokens
+            self.options["window"] = min(self.options["window"], R - self.keep - S)
+        B, H, pages = len(self.spans), heads * K, R // PAGE_SIZE
+        numbers = random.Random(0).sample(range(B * pages), B * pages)
+        self.pages = [numbers[b * pages : (b + 1) * pages] for b in range(B)]
         with mx.stream(mx.cpu):  # the same numbers wherever it is asked
-            keys = iter(mx.random.split(mx.random.key(S), 10))
+            keys = iter(mx.random.split(mx.random.key(0), 12))
 
             def normal(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
                 return mx.random.normal(shape, key=next(keys)).astype(dtype)
 
             self.query = normal(B, H, S, D, dtype=use.dtype)
             self.key, self.value = (normal(B, K, S, width, dtype=use.dtype) for width in (D, Dv))
-            self.arrays = self._make_arrays(R)
-            past_key, past_value = (normal(B, K, R, width, dtype=use.dtype) for width in (D, Dv))
-            self._write(stored_tokens(past_key, past_value, self.arrays, **self.form), range(R))
-            self.sinks = normal(max(8, H), dtype=use.dtype) if sinks else None  # not small, as a model's are not
+            self.sinks = normal(max(8, H), dtype=use.dtype)  # not small, as a model's are not
             self.mask = normal(S, R) > -1 if use.mask else None
             self.split: BiasSplit | None = None
             if use.pairs is not None:
                 angle = normal(use.pairs, 2 * R)  # of each column
                 table = mx.stack([mx.cos(angle), mx.sin(angle)])
                 self.split = BiasSplit(3 * normal(K, 2, use.pairs), tuple(range(use.pairs)), table, normal(K, Dv))
-            mx.eval(self.query, self.key, self.value, self.arrays, self.sinks, self.mask)
+            past_key, past_value = (normal(B, K, R, width, dtype=use.dtype) for width in (D, Dv))
+            self.past = self._empty(R)
+            stored = stored_tokens(past_key, past_value, self.past, **self.form)
+            for b in range(B):
+                self._write(self.past, b, [part[b] for part in stored], range(len(self._positions(b, 0))))
+            mx.eval(self.query, self.key, self.value, self.past, self.sinks, self.mask)
 
-    def run(self, backend: Backend) -> tuple[list[mx.array], mx.array]:
-        """What the kernels make of the new tokens: as they are stored, and attention to them and the others."""
-        use, (cache, *scales) = self.use, self.arrays
-        new = stored_tokens(self.key, self.value, self.arrays, **self.form, backend=backend)
-        self._write(new, None)
-        offset, options = mx.array([offset for _, offset in self.spans], mx.int32), dict(self.options)
-        if use.paged:
-            starts, offsets = zip(*self.spans, strict=True)
-            pages = step_pages(self.pages, starts, offsets, max(map(len, self.positions)), None)
-            options |= {"pages": pages.table, "first": pages.first, "rows": pages.rows}
-            offset = pages.offset
-        output = attend_fused(
-            self.query,
-            cache,
-            scales[0] if scales else None,
-            offset,
-            value_dim=None if use.value_dim == use.head_dim else use.value_dim,
-            mask=self.mask,
-            sinks=self.sinks,
-            bias_split=self.split,
-            backend=backend,
-            **self.form,
-            **options,
-        )
-        mx.eval(new, output)
-        mx.synchronize()  # a failure is raised here, or when it was queued
-        return new, output
-
-    def run_unfused(self) -> list[mx.array]:
-        """The unfused operator's attention to what is stored, sequence by sequence, evaluated."""
-        outputs = [self._unfused(b) for b in range(len(self.spans))]
-        mx.eval(outputs)
-        return outputs
-
-    def agreement(self, backend: Backend) -> Agreement:
+    def agreement(self, backend: Backend, new_tokens: int, *, sinks: bool = False) -> Agreement:
         """Run the kernels, and compare what they store and give with what the unfused operators do on the CPU.
 
         Not on the GPU: some multiply float32 matrices with fewer bits.
         """
-        new, output = self.run(backend)
+        arrays = [mx.array(array) for array in self.past]
+        key, value = (x[:, :, :new_tokens] for x in (self.key, self.value))
+        new = stored_tokens(key, value, arrays, **self.form, backend=backend)
+        for b, (_, offset) in enumerate(self.spans):
+            held = self._positions(b, new_tokens)
+            self._write(arrays, b, [part[b] for part in new], [held.index(offset + i) for i in range(new_tokens)])
+        output = self._attend(arrays, new_tokens, self.sinks if sinks else None, backend)
+        mx.eval(new, output)
+        mx.synchronize()  # a failure is raised here, or when it was queued
         with mx.stream(mx.cpu):
-            expected = mx.concatenate(self.run_unfused()).astype(mx.float32)
+            unfused = [self._unfused(arrays, b, new_tokens, sinks) for b in range(len(self.spans))]
+            expected = mx.concatenate(unfused).astype(mx.float32)
             error = _number((mx.abs(output.astype(mx.float32) - expected) / (1 + mx.abs(expected))).max())
-            problem = self._stored_problem(new)
+            problem = self._stored_problem(new, stored_tokens(key, value, arrays, **self.form))
         tolerance = TOLERANCE[self.use.dtype]
         if problem is None and not error <= tolerance:  # true for NaN too
             problem = f"the output is off by {error:.2g}; expected at most {tolerance:g}"
         return Agreement(error, tolerance, problem)
 
-    def _unfused(self, b: int) -> mx.array:
-        use, S, H = self.use, self.new_tokens, self.query.shape[1]
-        held = self.positions[b]
+    def _attend(self, arrays: list[mx.array], S: int, sinks: mx.array | None, backend: Backend) -> mx.array:
+        use, options = self.use, dict(self.options)
+        offset = mx.array([offset for _, offset in self.spans], mx.int32)
+        if use.paged:
+            starts, offsets = zip(*self.spans, strict=True)
+            rows = max(len(self._positions(b, S)) for b in range(len(self.spans)))
+            pages = step_pages(self.pages, starts, offsets, rows, None)
+            options |= {"pages": pages.table, "first": pages.first, "rows": rows}
+            offset = pages.offset
+        return attend_fused(
+            self.query[:, :, :S],
+            arrays[0],
+            arrays[1] if use.quant_bit else None,
+            offset,
+            value_dim=None if use.value_dim == use.head_dim else use.value_dim,
+            mask=None if self.mask is None else self.mask[:S],
+            sinks=sinks,
+            bias_split=self.split,
+            backend=backend,
+            **self.form,
+            **options,
+        )
+
+    def _unfused(self, arrays: list[mx.array], b: int, S: int, sinks: bool) -> mx.array:
+        use, H, held = self.use, self.query.shape[1], self._positions(b, S)
         places = self._places(b, range(len(held)))
-        stored = [(array if use.paged else array[0, b])[:, :, places][None] for array in self.arrays]
+        stored = [(array if use.paged else array[0, b])[:, :, places][None] for array in arrays]
         tokens = float_tokens(stored, quant_bit=use.quant_bit, dtype=mx.float32, key_dim=use.head_dim)
         position, at = mx.array(held), self.spans[b][1] + mx.arange(S)[:, None]
         seen = position <= at
         if "window" in self.options:
-            keep = self.options.get("keep", 0)
-            seen = seen & ((position > at - self.options["window"]) | (position < keep))
+            seen = seen & ((position > at - self.options["window"]) | (position < self.keep))
         if self.mask is not None:
-            seen = seen & self.mask[:, : len(held)]
+            seen = seen & self.mask[:S, : len(held)]
         mask = mx.where(seen, 0.0, -math.inf)
         if self.options.get("is_alibi"):
             mask = mask + mx.array(alibi_slopes(H))[:, None, None] * (position - at)
         split = self.split
         if split is not None:
             split = replace(split, rotation=split.rotation[..., position if use.paged else mx.arange(len(held))])
-        sinks = None if self.sinks is None else self.sinks[:H]
-        query = self.query[b : b + 1].astype(mx.float32)
-        return attend_tokens(query, *tokens, is_causal=False, mask=mask, bias_split=split, sinks=sinks)
+        query = self.query[b : b + 1, :, :S].astype(mx.float32)
+        return attend_tokens(
+            query, *tokens, is_causal=False, mask=mask, bias_split=split, sinks=self.sinks[:H] if sinks else None
+        )
 
-    def _stored_problem(self, new: Sequence[mx.array]) -> str | None:
+    def _stored_problem(self, new: Sequence[mx.array], expected: Sequence[mx.array]) -> str | None:
         """The difference in the new tokens as the kernel stored them; None: there is none."""
-        expected = stored_tokens(self.key, self.value, self.arrays, **self.form)
         if not self.use.quant_bit:
             return None  # nothing is computed
         given, wanted = (  # (B, 2, K, S, D/G, G)
@@ -250,7 +244,7 @@ class Trial:
             return None
         return f"stored values are off by up to {most:.2g} scales, {share:.1%} of them"
 
-    def _make_arrays(self, rows: int) -> list[mx.array]:
+    def _empty(self, rows: int) -> list[mx.array]:
         """The cache, and its scale if there is one, of NaN."""
         use, B = self.use, len(self.spans)
         sides, width = (2, use.head_dim) if use.value_dim == use.head_dim else (1, use.head_dim + use.value_dim)
@@ -260,25 +254,28 @@ class Trial:
         quantized = mx.zeros((*shape, width * use.quant_bit // 8), quantized_dtype(use.quant_bit))
         return [quantized, mx.full((*shape, width // use.quant_group), math.nan, use.scale_dtype)]
 
+    def _positions(self, b: int, S: int) -> list[int]:
+        """The position that each row of sequence b holds, S new tokens included."""
+        first, end = self.spans[b][0], self.spans[b][1] + S
+        if not self.ring:
+            return list(range(first, end))
+        rows = range(self.keep + self.ring)
+        return [p if p < self.keep else end - 1 - (end - 1 - p) % self.ring for p in rows]
+
     def _places(self, b: int, rows: Sequence[int]) -> mx.array:
         """Where rows of sequence b are on the axis of rows."""
         if not self.use.paged:
             return mx.array(list(rows))
         return mx.array([self.pages[b][row // PAGE_SIZE] * PAGE_SIZE + row % PAGE_SIZE for row in rows])
 
-    def _write(self, parts: Sequence[mx.array], rows: Sequence[int] | None) -> None:
-        """Write (B, 2, K, tokens, last) to these rows if they hold tokens; None: to those of the new tokens."""
-        for b, (_, offset) in enumerate(self.spans):
-            held = self.positions[b]
-            own = range(min(len(held), len(rows))) if rows is not None else [
-                held.index(offset + i) for i in range(self.new_tokens)
-            ]  # fmt: skip
-            places = self._places(b, own)
-            for array, part in zip(self.arrays, parts, strict=True):
-                target = array if self.use.paged else array[0, b]
-                target[:, :, places] = part[b][:, :, : len(own)]
-                if not self.use.paged:
-                    array[0, b] = target
+    def _write(self, arrays: Sequence[mx.array], b: int, parts: Sequence[mx.array], rows: Sequence[int]) -> None:
+        """Write the first tokens of parts (2, K, tokens, last) to these rows of sequence b."""
+        places = self._places(b, rows)
+        for array, part in zip(arrays, parts, strict=True):
+            own = array if self.use.paged else array[0, b]
+            own[:, :, places] = part[:, :, : len(rows)]
+            if not self.use.paged:
+                array[0, b] = own
 
 
 def _number(x: mx.array) -> float:

@@ -277,7 +277,7 @@ def test_every_option_counts(
         return run(name, backend, [wrong(n, x) for n, x in zip(names, inputs, strict=True)], **rest)
 
     monkeypatch.setattr(attend, "launch", changed)
-    assert "the output is off by" in str(Trial(USES[use], 2, 1, USES[use].sinks).agreement("metal").problem)
+    assert "the output is off by" in str(Trial(USES[use], 2).agreement("metal", 1, sinks=USES[use].sinks).problem)
 
 
 @pytest.mark.usefixtures("small")

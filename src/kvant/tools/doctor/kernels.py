@@ -72,7 +72,7 @@ def _try(H: int, K: int, D: int, bits: int, backend: Backend) -> KernelResult:
     use = KernelUse(D, D, mx.float16, bits, 32, heads=H // K)
     name = f"{use}, {H} query heads, {TOKENS:,} tokens"
     try:
-        found = Trial(use, H // K, 1).agreement(backend)
+        found = Trial(use, H // K).agreement(backend, 1)
         times = [_median_ms(H, K, D, bits, path) for path in (backend, None)]
     except Exception as error:  # of a compiler or a driver: any
         return KernelResult(name, None, None, one_line(error), None, None)
