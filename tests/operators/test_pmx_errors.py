@@ -126,8 +126,8 @@ DEFECTS = [
     *(value("quant_bit", x, x, "0, 8, 4") for x in (3, -8, 16)),
     *(value("quant_group", x, x, bits=QUANTIZED) for x in (0, 3, 16, -4)),
     # numbers
-    *(value("cache_layout", x, x, "0, 1", layouts=(0,)) for x in (4, -1)),
-    value("cache_layout", 2, 2, "0, 1", packed=(False,)),
+    *(value("cache_layout", x, x, "0 to [13]", layouts=(0,)) for x in (4, -1)),
+    value("cache_layout", 2, 2, "0 to 1", packed=(False,)),
     *(value("num_layer", x, x, L) for x in (L - 1, L + 1)),
     *(value("layer_idx", x, x, f"0 to {L - 1}") for x in (-1, L)),
     value("query", resized(-2, 4), 4, H, operators=(ATTENTION,)),
@@ -170,7 +170,7 @@ DEFECTS = [
     # the packed call's index arguments: those that do not add up
     Defect(("seqstarts", N, 37), dict.fromkeys(KEYS, resized(0, 37)), (CACHE,), packed=(True,)),
     *(value("decoding_batches", x, x, "0 to 3", operators=(ATTENTION,), packed=(True,)) for x in (-1, 4, LARGE)),
-    *(value("cache_mode", x, x, "0, 1", packed=(True,)) for x in (2, -1, True)),
+    *(value("cache_mode", x, x, "0 to 1", packed=(True,)) for x in (2, -1)),
     *(value("page_size", x, x, "at least 1", packed=(True,)) for x in (0, -128)),
     *(index("seqstarts", x, len(x), 4) for x in ([0, 1, 7], [0, 1, 5, 7, 7], [])),
     *(index(r"seqstarts\[0\]", x, x[0], 0) for x in ([1, 1, 5, 7], [-1, 1, 5, 7])),

@@ -12,7 +12,7 @@ import mlx.core as mx
 from kvant.operators.cached_attention import stored_tokens
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization, quantized_dtype
-from kvant.operators.validation import ArrayRow, check_arrays, check_choice, check_numbers
+from kvant.operators.validation import ArrayRow, check_arrays, check_numbers
 
 # By cache_layout. The last axis is D, D/2 bytes or D/G.
 STATIC_LAYOUTS = (("MaxB", "L", "2", "MaxS", "H"), ("L", "MaxB", "2", "H", "MaxS"))
@@ -74,25 +74,22 @@ def check_call(
     layouts: Sequence[tuple[str, ...]],
     lead: Sequence[str],
     sizes: dict[str, int],
+    form: tuple[int, ...],
     query: Any,
     current_key: mx.array,
     current_value: mx.array,
     cache: mx.array,
     scale: mx.array | None,
-    *,
-    num_layer: int,
-    layer_idx: int,
-    quant_bit: int,
-    quant_group: int,
-    cache_layout: int,
 ) -> CacheCall:
     """Check the arrays of a call and its cache; raise a ValueError that names the first defect.
 
     Args:
         lead: the axes of the new tokens before heads and head_dim.
         sizes: what is known of the sizes of axes.
+        form: num_layer, layer_idx, quant_bit, quant_group and cache_layout.
         query: not looked at if there are no query heads, Hq.
     """
+    num_layer, layer_idx, quant_bit, quant_group, cache_layout = form
     tokens = (*lead, "H", "Dh")
     sizes["2"] = 2
     dtypes: tuple[mx.Dtype, ...] = (*FLOAT_DTYPES, mx.int8)
@@ -103,7 +100,7 @@ def check_call(
     check_arrays([("current_value", current_value, tokens, (current_key.dtype,))], sizes)
     D, is_int8 = sizes["Dh"], current_key.dtype == mx.int8
     check_quantization(quant_bit, quant_group, D)
-    check_choice("cache_layout", cache_layout, range(len(layouts)))
+    check_numbers([("cache_layout", cache_layout, 0, len(layouts) - 1)])
     axes = layouts[cache_layout]
     stored: tuple[mx.Dtype, ...] = (quantized_dtype(quant_bit),)
     if not quant_bit:

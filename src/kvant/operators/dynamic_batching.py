@@ -77,12 +77,8 @@ def key_value_cache(
     call, sequences = _checked(
         {},
         (seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache_mode, page_size),
+        (num_layer, layer_idx, quant_bit, quant_group, cache_layout),
         *(None, current_key, current_value, cache, scale),
-        num_layer=num_layer,
-        layer_idx=layer_idx,
-        quant_bit=quant_bit,
-        quant_group=quant_group,
-        cache_layout=cache_layout,
     )
     _, K, D = current_key.shape
     check_repeat(num_repeat, sequences[-1].keys.stop * K * D)
@@ -154,12 +150,8 @@ def multi_head_cache_attention(
     call, sequences = _checked(
         check_heads(num_heads, num_kv_heads, head_dim, is_causal=is_causal, is_alibi=is_alibi),
         (seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache_mode, page_size),
+        (num_layer, layer_idx, quant_bit, quant_group, cache_layout),
         *(query, current_key, current_value, cache, scale),
-        num_layer=num_layer,
-        layer_idx=layer_idx,
-        quant_bit=quant_bit,
-        quant_group=quant_group,
-        cache_layout=cache_layout,
     )
     check_numbers(
         [
@@ -185,8 +177,10 @@ def multi_head_cache_attention(
     return mx.concatenate(outputs)
 
 
-def _checked(sizes: dict[str, int], indices: Any, *arrays: Any, **form: Any) -> tuple[CacheCall, list[PackedSequence]]:
-    call = check_call(PACKED_LAYOUTS, ("N",), sizes, *arrays, **form)
+def _checked(
+    sizes: dict[str, int], indices: Any, form: tuple[int, ...], *arrays: Any
+) -> tuple[CacheCall, list[PackedSequence]]:
+    call = check_call(PACKED_LAYOUTS, ("N",), sizes, form, *arrays)
     return call, check_sequences(sizes["N"], sizes["MaxT"], *indices)
 
 

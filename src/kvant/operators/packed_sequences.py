@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.operators.validation import as_int, check_choice, check_numbers
+from kvant.operators.validation import as_int, check_numbers
 
 Run = tuple[int, int]  # first row and last row + 1 of the cache
 
@@ -56,8 +56,7 @@ def check_sequences(
     kvlens = [b - a for a, b in pairwise(kv)]
     longest, most = max(b - a for a, b in pairwise(seq)), max(kvlens)
     check_numbers([("max_seqlen", max_seqlen, longest, longest), ("max_kvlen", max_kvlen, most, most)])
-    check_choice("cache_mode", cache_mode, (0, 1))
-    check_numbers([("page_size", page_size, 1, None)])
+    check_numbers([("cache_mode", cache_mode, 0, 1), ("page_size", page_size, 1, None)])
     tables = _tables(cachestarts, kvlens, cache_mode, page_size)
     sequences, past = [], []
     for b, (table, start, kvlen) in enumerate(zip(tables, starts, kvlens, strict=True)):

@@ -58,12 +58,8 @@ def key_value_cache(
     call, start, end = _checked(
         {},
         start_pos,
+        (num_layer, layer_idx, quant_bit, quant_group, cache_layout),
         *(None, current_key, current_value, cache, scale),
-        num_layer=num_layer,
-        layer_idx=layer_idx,
-        quant_bit=quant_bit,
-        quant_group=quant_group,
-        cache_layout=cache_layout,
     )
     B, _, K, D = current_key.shape
     check_repeat(num_repeat, B * end * K * D)
@@ -134,12 +130,8 @@ def multi_head_cache_attention(
     call, start, end = _checked(
         check_heads(num_heads, num_kv_heads, head_dim, is_causal=is_causal, is_alibi=is_alibi),
         start_pos,
+        (num_layer, layer_idx, quant_bit, quant_group, cache_layout),
         *(query, current_key, current_value, cache, scale),
-        num_layer=num_layer,
-        layer_idx=layer_idx,
-        quant_bit=quant_bit,
-        quant_group=quant_group,
-        cache_layout=cache_layout,
     )
     B, S, H, D = query.shape
     K = current_key.shape[2]
@@ -170,9 +162,11 @@ def multi_head_cache_attention(
     return output.transpose(0, 2, 1, 3)  # (B, H, S, D) -> (B, S, H, D)
 
 
-def _checked(sizes: dict[str, int], start_pos: int | mx.array, *arrays: Any, **form: Any) -> tuple[CacheCall, int, int]:
+def _checked(
+    sizes: dict[str, int], start_pos: int | mx.array, form: tuple[int, ...], *arrays: Any
+) -> tuple[CacheCall, int, int]:
     """The call, and the tokens that the cache has before and after it."""
-    call = check_call(STATIC_LAYOUTS, ("B", "S"), sizes, *arrays, **form)
+    call = check_call(STATIC_LAYOUTS, ("B", "S"), sizes, form, *arrays)
     if isinstance(start_pos, mx.array):
         if start_pos.size != 1 or not mx.issubdtype(start_pos.dtype, mx.integer):
             given = f"{start_pos.dtype} {tuple(start_pos.shape)}"

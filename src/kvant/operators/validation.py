@@ -57,12 +57,6 @@ def check_numbers(rows: Iterable[NumberRow]) -> None:
             raise ValueError(f"{name} is {number}; expected {expected}")
 
 
-def check_choice(name: str, value: object, choices: Sequence[int]) -> None:
-    """Check that an int is one of a few."""
-    if type(value) is not int or value not in choices:
-        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(str, choices))}")
-
-
 def as_int(value: object, name: str) -> int:
     """The value as an int. A bool, an array or another type is a ValueError that names it."""
     if not isinstance(value, bool | mx.array):
