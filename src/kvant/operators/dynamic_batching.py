@@ -130,7 +130,7 @@ def multi_head_cache_attention(
             have several new tokens.
         cache, scale, num_layer, layer_idx, quant_bit, quant_group: as in ``key_value_cache``.
         attn_mask: added to the scores: (N, >=T) or (H, N, >=T). Sequence b uses rows seqstarts[b] : seqstarts[b + 1]
-            and columns kvstarts[b] : kvstarts[b + 1]; nothing else of it is read. A boolean mask keeps where True. An
+            and columns kvstarts[b] : kvstarts[b + 1]; nothing else of it is read. A boolean mask keeps True. An
             empty array means no mask. A query with every key masked gives zeros.
         num_heads: H.
         head_dim: D. Scores are divided by its square root; softmax is in float32.

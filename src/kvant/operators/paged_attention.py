@@ -1,6 +1,6 @@
 """Attention of several sequences whose tokens are rows of shared arrays, unchecked: append, then attend.
 
-The arrays of a layer are values (2, K, T, D') and, where they are quantized, scales (2, K, T, D/G): PMX's dynamic
+The arrays of a layer are values (2, K, T, D') and, if they are quantized, scales (2, K, T, D/G): PMX's dynamic
 batching with cache_mode 1, cache_layout 3 and one layer. Keys and values of different widths lie side by side in
 (1, K, T, D + Dv). B sequences, S new tokens each, H query heads, K kv heads, D head_dim.
 """
@@ -156,7 +156,7 @@ def write_rows(
 
 
 def put_rows(array: mx.array, tokens: mx.array, rows: Sequence[Run]) -> None:
-    """Write tokens (2, K, rows, last) in place; MLX copies the whole array where anything else holds it."""
+    """Write tokens (2, K, rows, last) in place; MLX copies the whole array if anything else holds it."""
     done = 0
     for first, end in rows:
         array[:, :, first:end] = tokens[:, :, done : done + end - first]

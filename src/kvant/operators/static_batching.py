@@ -104,7 +104,7 @@ def multi_head_cache_attention(
         start_pos: tokens already in the cache: an int, or an integer array with one element.
         cache, scale, num_layer, layer_idx, quant_bit, quant_group, cache_layout: as in ``key_value_cache``.
         attn_mask: added to the scores: (S, >=T), (H, S, >=T) or (B or 1, H, S, >=T) with T = start_pos + S. Columns
-            past T are never read. A boolean mask keeps where True. An empty array means no mask. A query with every
+            past T are never read. A boolean mask keeps True. An empty array means no mask. A query with every
             key masked gives zeros.
         num_heads: H.
         head_dim: D. Scores are divided by its square root; softmax is in float32.

@@ -64,8 +64,8 @@ def attend(
         score_scale: of the scores; None: 1 / sqrt(D).
         softcap: scores become softcap * tanh(score / softcap); 0: they stay.
         slopes: (H,) of ALiBi, which is causal. Empty: no ALiBi.
-        mask: (S, T), (H, S, T) or (B, H, S, T), with 1 for B, H or S where they share it and T of the longest sequence.
-            A boolean mask keeps where True; another is added. Column j is row j of a sequence.
+        mask: (S, T), (H, S, T) or (B, H, S, T), with 1 for B, H or S if they share it and T of the longest sequence.
+            A boolean mask keeps True; another is added. Column j is row j of a sequence.
         sinks: (H,) a score of each head that takes its share of the softmax and adds nothing.
         window: positions that a query sees, its own included, besides the first ``keep``; None: all. More tokens than
             MaxS are a ring: position p is at row p below ``keep``, from there on
@@ -74,7 +74,7 @@ def attend(
         first: (B,) integers, with ``pages``: the position of a sequence's first row.
         rows: that the longest sequence has, the new ones included; None: not known, as many as there can be.
         key_bias, pairs, rotation, value_bias: the fields of a :class:`kvant.operators.bias_split.BiasSplit`. A
-            column of ``rotation`` is a row of the sequence, with ``pages`` a position; (B, 2, P, columns) where
+            column of ``rotation`` is a row of the sequence, with ``pages`` a position; (B, 2, P, columns) if
             they differ.
         queries: of a simdgroup, at most; None: ``QUERIES``.
 
