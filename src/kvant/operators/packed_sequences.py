@@ -83,16 +83,14 @@ def _sums(name: str, given: Any, batch: int) -> list[int]:
 
 def _tables(cachestarts: Any, kvlens: list[int], cache_mode: int, page_size: int) -> list[list[int]]:
     """The rows at which each sequence's pages begin. In cache_mode 0 it has one page."""
-    B = len(kvlens)
-    if cache_mode == 0:
-        entries = _ints("cachestarts", cachestarts)
-        _check_entries("cachestarts", entries, B, B)
-        return [[entry] for entry in entries]
-    rows = _listed("cachestarts", cachestarts, 2)
-    _check_entries("cachestarts", rows, B, B)
-    tables = [_ints(f"cachestarts[{b}]", row) for b, row in enumerate(rows)]
+    if cache_mode:
+        rows = _listed("cachestarts", cachestarts, 2)
+        tables = [_ints(f"cachestarts[{b}]", row) for b, row in enumerate(rows)]
+    else:
+        tables = [[entry] for entry in _ints("cachestarts", cachestarts)]
+    _check_entries("cachestarts", tables, len(kvlens), len(kvlens))
     for b, (table, kvlen) in enumerate(zip(tables, kvlens, strict=True)):
-        _check_entries(f"cachestarts[{b}]", table, -(-kvlen // page_size), None)
+        _check_entries(f"cachestarts[{b}]", table, -(-kvlen // page_size) if cache_mode else 1, None)
     return tables
 
 
