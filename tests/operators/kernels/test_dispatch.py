@@ -9,18 +9,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.metal_host import host_pytest_skip
-from support.numbers import relative_error
 from support.operator_cases import QuantizedTally
 from support.oracle import Sequences, Spec
 from support.pmx_cases import Call, draw_case
 
-from kvant.cache import CompiledCacheView, QuantizedKVCache
+from kvant.cache import QuantizedKVCache
 from kvant.engine.run import Run, prefill
 from kvant.models import Decoder
 from kvant.operators import dispatch
-from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.kernels import launch
-from kvant.operators.rotary import Rotary
 
 pytestmark = host_pytest_skip
 
@@ -186,36 +183,6 @@ def test_generation_is_the_same_either_way(
     assert len(launches) == (3 if bits else 2) * len(model.layers) * 6  # a chunk and five tokens
     assert fused == unfused
     assert static(unfused) == unfused
-
-
-@pytest.mark.parametrize("bits", [8, 4, 0])
-def test_appends_with_a_bias_split(checked_gpu: None, bits: int) -> None:
-    """Both forms of an append against the unfused one, tokens past the offset poisoned."""
-    H, K, D, pairs = 4, 2, 64, (3, 31)
-    split = BiasSplit(
-        key_bias=mx.random.normal((K, 2, 2), key=mx.random.key(3)) * 30,
-        pairs=pairs,
-        rotation=rotation_table(Rotary.plain(D, 1e4), pairs, 20),
-        value_bias=mx.random.normal((K, D), key=mx.random.key(4)),
-    )
-    for offset, S in ((0, 8), (9, 2), (12, 4), (19, 1)):
-        caches = [
-            QuantizedKVCache(20, K, D, batch=2, quant_bit=bits, dtype=mx.float32, bias_split=split, kernels=kernels)
-            for kernels in ("unfused", "fused", "fused")
-        ]
-        for cache in caches:
-            past = mx.random.normal((2, K, 20, D), key=mx.random.key(1))
-            cache.attend(mx.repeat(past, H // K, axis=1), past, past + 1)
-            cache.trim(20 - offset)
-            cache.arrays[1 if bits else 0][..., offset:, :] = float("nan")
-        query = mx.random.normal((2, H, S, D), key=mx.random.key(2))
-        key = mx.random.normal((2, K, S, D), key=mx.random.key(5))
-        expected, eager = (cache.attend(query, key, key * 2) for cache in caches[:2])
-        static = CompiledCacheView(caches[2], mx.array(offset), 0).attend(query, key, key * 2)
-        for given, cache in ((eager, caches[1]), (static, caches[2])):
-            assert relative_error(given, expected) < 2e-5
-            for mine, theirs in zip(cache.arrays, caches[0].arrays, strict=True):
-                assert mx.array_equal(mine, theirs, equal_nan=True).item()
 
 
 def test_the_kernel_is_given_the_cache_itself(launches: list[Any]) -> None:

@@ -19,7 +19,6 @@ from kvant.operators.kernels.attend import (
     BIAS_WEIGHTS,
     HEAD_DIMS,
     QUERIES,
-    num_splits,
     threadgroup_shape,
     unsupported_reason,
 )
@@ -188,18 +187,6 @@ def test_the_offset_is_read_by_the_kernel() -> None:
 )
 def test_what_is_refused(shape: tuple[int, ...], options: dict[str, int], reason: str | None) -> None:
     assert unsupported_reason(shape, **options) == reason
-
-
-def test_splits() -> None:
-    """About 1,024 threadgroups, by the number of heads alone."""
-    assert {heads: num_splits(heads) for heads in (1, 2, 3, 8, 64, 5000)} == {
-        1: 1024,
-        2: 512,
-        3: 341,
-        8: 128,
-        64: 16,
-        5000: 1,
-    }
 
 
 def test_a_sequence_s_numbers_do_not_depend_on_the_others() -> None:
