@@ -103,30 +103,6 @@ def test_a_fully_masked_row_is_zeros(
     assert (np.abs(found).sum(axis=-1) > 0).sum() == 2 * new_tokens - 1, "a query with keys is zero"
 
 
-def test_nibble_order() -> None:
-    """Element 2i in the low nibble, 2i+1 in the high one, two's complement."""
-    quantized, scale = quantize(mx.array([[1.0, -1.0, 7.0, -7.0]]), quant_bit=4, quant_group=4)
-    assert (quantized.dtype, quantized.tolist()) == (mx.uint8, [[0xF1, 0x97]])
-    assert (scale.dtype, scale.tolist()) == (mx.float32, [[1.0]])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("quant_bit", [8, 4])
-def test_ties_go_to_even(dtype: str, quant_bit: int) -> None:
-    limit = oracle.max_quantized(quant_bit)
-    x = mx.array([[limit, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 3.5]]).astype(getattr(mx, dtype))
-    found = to_numpy(quantize(x, quant_bit=quant_bit, quant_group=8)[0])
-    assert (oracle.unpack_nibbles(found) if quant_bit == 4 else found).tolist() == [[limit, 0, 2, 2, 0, -2, -2, 4]]
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("quant_bit", [8, 4])
-def test_an_all_zero_group_has_the_least_scale(dtype: str, quant_bit: int) -> None:
-    quantized, scale = quantize(mx.zeros((2, 8), getattr(mx, dtype)), quant_bit=quant_bit, quant_group=4)
-    assert not to_numpy(quantized).any()
-    np.testing.assert_array_equal(to_numpy(scale), np.full((2, 2), oracle.cast(np.array(1e-5), dtype)))
-
-
 def test_division_is_not_a_reciprocal() -> None:
     """In float16 a multiply by the rounded reciprocal flips about one value in a hundred."""
     x = np.random.default_rng(8).standard_normal((4096, 32)).astype(np.float16)

@@ -27,7 +27,7 @@ def host_kernel(name: str, backend: str) -> Callable[..., list[mx.array]]:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU with Metal, in a process that has not looked at it yet and has no wish of its own.
 
-    What a cache needs of the kernel is not tried when it is made: tests/operators/test_probe.py does.
+    What a cache needs of the kernel is not tried when it is made: tests/operators/kernels/test_probe.py does.
     """
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
     monkeypatch.setattr(dispatch, "gpu_backend", lambda: "metal")
