@@ -58,7 +58,6 @@ class KernelCase:
     is_alibi: bool = False
     mask: str = "none"  # none, bool, float
     mask_rank: int = 4
-    mask_shift: float = 0.0  # added to every element of a float mask
     window: int | None = None
     keep: int = 0
     sinks: bool = False
@@ -242,7 +241,7 @@ def draw_mask(case: KernelCase, rng: np.random.Generator) -> Array | None:
     keep[rng.random(shape[:-1]) < 0.15] = False
     if case.mask == "bool":
         return keep
-    added = np.where(keep, rng.standard_normal(shape) + case.mask_shift, -np.inf).astype(np.float32)
+    added = np.where(keep, rng.standard_normal(shape), -np.inf).astype(np.float32)
     added[..., rows:] = np.nan
     return added
 

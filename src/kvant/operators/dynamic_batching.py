@@ -74,12 +74,9 @@ def key_value_cache(
 
     Source: OpenPPL PMX, dynamic batching, KeyValueCache.
     """
-    call, sequences = _checked(
-        {},
-        (seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache_mode, page_size),
-        (num_layer, layer_idx, quant_bit, quant_group, cache_layout),
-        *(None, current_key, current_value, cache, scale),
-    )
+    form = (num_layer, layer_idx, quant_bit, quant_group, cache_layout)
+    indices = (seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache_mode, page_size)
+    call, sequences = _checked({}, indices, form, None, current_key, current_value, cache, scale)
     _, K, D = current_key.shape
     check_repeat(num_repeat, sequences[-1].keys.stop * K * D)
     _write(call, sequences, current_key, current_value)
@@ -147,12 +144,10 @@ def multi_head_cache_attention(
 
     Source: OpenPPL PMX, dynamic batching, MultiHeadCacheAttention.
     """
-    call, sequences = _checked(
-        check_heads(num_heads, num_kv_heads, head_dim, is_causal=is_causal, is_alibi=is_alibi),
-        (seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache_mode, page_size),
-        (num_layer, layer_idx, quant_bit, quant_group, cache_layout),
-        *(query, current_key, current_value, cache, scale),
-    )
+    form = (num_layer, layer_idx, quant_bit, quant_group, cache_layout)
+    indices = (seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache_mode, page_size)
+    sizes = check_heads(num_heads, num_kv_heads, head_dim, is_causal=is_causal, is_alibi=is_alibi)
+    call, sequences = _checked(sizes, indices, form, query, current_key, current_value, cache, scale)
     check_numbers(
         [
             ("decoding_batches", decoding_batches, 0, len(sequences)),

@@ -55,12 +55,8 @@ def key_value_cache(
 
     Source: OpenPPL PMX, KeyValueCache.
     """
-    call, start, end = _checked(
-        {},
-        start_pos,
-        (num_layer, layer_idx, quant_bit, quant_group, cache_layout),
-        *(None, current_key, current_value, cache, scale),
-    )
+    form = (num_layer, layer_idx, quant_bit, quant_group, cache_layout)
+    call, start, end = _checked({}, start_pos, form, None, current_key, current_value, cache, scale)
     B, _, K, D = current_key.shape
     check_repeat(num_repeat, B * end * K * D)
     call.write(current_key.transpose(0, 2, 1, 3), current_value.transpose(0, 2, 1, 3), _at(B, start, end))
@@ -127,12 +123,9 @@ def multi_head_cache_attention(
 
     Source: OpenPPL PMX, MultiHeadCacheAttention.
     """
-    call, start, end = _checked(
-        check_heads(num_heads, num_kv_heads, head_dim, is_causal=is_causal, is_alibi=is_alibi),
-        start_pos,
-        (num_layer, layer_idx, quant_bit, quant_group, cache_layout),
-        *(query, current_key, current_value, cache, scale),
-    )
+    form = (num_layer, layer_idx, quant_bit, quant_group, cache_layout)
+    sizes = check_heads(num_heads, num_kv_heads, head_dim, is_causal=is_causal, is_alibi=is_alibi)
+    call, start, end = _checked(sizes, start_pos, form, query, current_key, current_value, cache, scale)
     B, S, H, D = query.shape
     K = current_key.shape[2]
     mask = check_attn_mask(attn_mask, [(), (H,), (1, H), (B, H)], S, end)
@@ -157,8 +150,8 @@ def multi_head_cache_attention(
     if backend is None:
         output = attend_tokens(query, *_tokens(call, B, end, query.dtype), **options)
     else:
-        form: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "backend": backend}
-        output = attend_fused(query, cache, scale, mx.array(start), **form, **options)
+        options |= {"quant_bit": quant_bit, "quant_group": quant_group, "backend": backend}
+        output = attend_fused(query, cache, scale, mx.array(start), **options)
     return output.transpose(0, 2, 1, 3)  # (B, H, S, D) -> (B, S, H, D)
 
 
