@@ -192,7 +192,7 @@ CALLED = {"id": "a", "type": "function", "function": {"name": "look", "arguments
 REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"colour": 1}, "colour", "unknown field `colour`"),
     ({"messages": []}, "messages", "at least one message"),
-    ({"messages": IMAGE}, "messages[0].content[0]", "'image_url'; the model reads text only"),
+    ({"messages": IMAGE}, "messages[0].content[0].type", "'image_url'"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "has no content"),
     ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role", "robot"),
     ({"messages": [{"role": "user", "content": "", "tool_calls": [CALLED]}]}, "messages[0]", "of an assistant"),

@@ -13,7 +13,7 @@ import msgspec
 from kvant.engine.drafting.drafts import ServedSource
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ArgumentError
-from kvant.server.body import Caller, Fields, NotText, decode
+from kvant.server.body import Caller, Fields, decode
 from kvant.server.endpoint import Dialect
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, Event, Format, Generation, Text, Tool, ToolChoice
@@ -22,7 +22,7 @@ from kvant.server.sampling import SamplingFields, check_range, max_tokens, refus
 from kvant.server.service import Service
 from kvant.server.thinking import from_opaque, opaque, with_effort
 from kvant.server.tools import checked_tools, tool_named
-from kvant.server.turns import Turns, call_arguments, check_arguments, joined, not_text
+from kvant.server.turns import Turns, call_arguments, check_arguments, joined
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 ROLES = {"developer": "system"}  # OpenAI's newer name of the role that templates know
@@ -46,19 +46,7 @@ class Refusal(Fields, frozen=True, tag="refusal"):
     refusal: str
 
 
-class InputImage(NotText, frozen=True, tag="input_image"):
-    pass
-
-
-class InputFile(NotText, frozen=True, tag="input_file"):
-    pass
-
-
-class InputAudio(NotText, frozen=True, tag="input_audio"):
-    pass
-
-
-Part = InputText | OutputText | Refusal | InputImage | InputFile | InputAudio
+Part = InputText | OutputText | Refusal
 Status = Literal["in_progress", "completed", "incomplete"] | None
 
 
@@ -302,26 +290,19 @@ def _item(raw: bytes, place: str) -> Item:
 def _add(turns: Turns, item: Item, place: str) -> None:
     match item:
         case MessageItem():
-            turns.add_text(ROLES.get(item.role, item.role), _text(item.content, f"{place}.content"))
+            turns.add_text(ROLES.get(item.role, item.role), _text(item.content))
         case ReasoningItem():
             turns.add_thinking(_thinking(item, place))
         case CallItem():
             turns.add_call(item.call_id, item.name, call_arguments(item.arguments, f"{place}.arguments"))
         case ResultItem():
-            turns.add_result(item.call_id, _text(item.output, f"{place}.output"), f"{place}.call_id")
+            turns.add_result(item.call_id, _text(item.output), f"{place}.call_id")
 
 
-def _text(content: str | Sequence[Part], place: str) -> str:
+def _text(content: str | Sequence[Part]) -> str:
     if isinstance(content, str):
         return content
-    texts = []
-    for at, part in enumerate(content):
-        match part:
-            case InputText(text=text) | OutputText(text=text) | Refusal(refusal=text):
-                texts.append(text)
-            case _:
-                raise not_text(f"{place}[{at}]", part)
-    return joined(texts)
+    return joined([part.refusal if isinstance(part, Refusal) else part.text for part in content])
 
 
 def _thinking(item: ReasoningItem, place: str) -> str:

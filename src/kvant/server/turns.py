@@ -43,11 +43,6 @@ def check_arguments(texts: Sequence[str]) -> None:
         raise ApiError(f"the arguments of calls have {count} values of JSON; expected {MAX_VALUES} at most")
 
 
-def not_text(place: str, part: msgspec.Struct) -> ApiError:
-    """The refusal of a part that is no text."""
-    return ApiError(f"{place} is of the type {part.__struct_config__.tag!r}; this server reads text only", param=place)
-
-
 @dataclass(slots=True)
 class _Turn:
     """Pieces of one role that follow one another; or one tool's result."""
