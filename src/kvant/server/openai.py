@@ -270,8 +270,12 @@ def _message(place: str, message: Message, names: dict[str, str]) -> Mapping[str
             raise ApiError(f"{param} is {called[:80]!r}; no call before it has this id", param=param)
         return {"name": names[called], **made, "tool_call_id": called}
     if message.tool_calls:
-        made["tool_calls"] = [_call(f"{place}.tool_calls[{at}]", call) for at, call in enumerate(message.tool_calls)]
-        names |= {call.id: call.function.name for call in message.tool_calls}
+        made["tool_calls"] = []
+        for at, call in enumerate(message.tool_calls):
+            arguments = call_arguments(call.function.arguments, f"{place}.tool_calls[{at}].function.arguments")
+            function = {"name": call.function.name, "arguments": arguments}
+            made["tool_calls"].append({"id": call.id, "type": "function", "function": function})
+            names[call.id] = call.function.name
     if reasoning := message.reasoning_content or message.reasoning:
         made["reasoning_content"] = reasoning
     if message.content is None:
@@ -279,12 +283,6 @@ def _message(place: str, message: Message, names: dict[str, str]) -> Mapping[str
         if role != "assistant" or not (message.tool_calls or message.refusal or reasoning):
             raise ApiError(f"{place} has no content; expected text", param=f"{place}.content")
     return made
-
-
-def _call(place: str, call: ToolCall) -> dict[str, Any]:
-    """A call, its arguments an object as chat templates expect them."""
-    arguments = call_arguments(call.function.arguments, f"{place}.function.arguments")
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _text(content: str | Sequence[Part] | None) -> str:

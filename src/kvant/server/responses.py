@@ -6,6 +6,7 @@ A field with the type None is one of OpenAI's that this server cannot heed: it m
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 import msgspec
@@ -486,7 +487,7 @@ class ResponseStream:
 
 def _response(model: str, body: ResponsesBody, generation: Generation, sampling: SamplingOptions) -> dict[str, Any]:
     """A response before its first token, with what is in force for it."""
-    reasoning, text = body.reasoning, body.text
+    reasoning, text, choice = body.reasoning, body.text, generation.tool_choice
     summary = (reasoning.summary or reasoning.generate_summary) if reasoning is not None else None
     form = msgspec.to_builtins(text.format) if text is not None and text.format is not None else {"type": "text"}
     return {
@@ -513,27 +514,13 @@ def _response(model: str, body: ResponsesBody, generation: Generation, sampling:
         "store": False,
         "temperature": sampling.temp,
         "text": {"format": {name: value for name, value in form.items() if value is not None}, "verbosity": "medium"},
-        "tool_choice": _choice(generation.tool_choice),
-        "tools": [_tool(tool) for tool in generation.tools],
+        "tool_choice": choice if isinstance(choice, str) else {"type": "function", "name": choice.name},
+        "tools": [{"type": "function", **asdict(tool)} for tool in generation.tools],
         "top_logprobs": generation.top_logprobs,
         "top_p": sampling.top_p,
         "truncation": "disabled",
         "usage": None,
         "user": body.user,
-    }
-
-
-def _choice(choice: str | Tool) -> str | Mapping[str, str]:
-    return choice if isinstance(choice, str) else {"type": "function", "name": choice.name}
-
-
-def _tool(tool: Tool) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": tool.strict,
     }
 
 

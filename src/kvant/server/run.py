@@ -142,7 +142,7 @@ def serve(service: Service, bound: socket.socket, announce: Callable[[str], None
         return server.exit_code
     finally:
         bound.close()
-        service.close(drain=False, timeout=0 if service.draining else 10)  # it was waited for already, or not
+        service.close(0 if service.draining else 10)  # it was waited for already, or not
         service.tokenizer.close()
 
 

@@ -156,11 +156,12 @@ class Service:
         """End a request's answers, or one of them. One that has ended is no error."""
         self.engine.cancel(request, answer)
 
-    def close(self, *, drain: bool = False, timeout: float | None = 10.0) -> bool:
-        """End the engine; those under way go on to their ends where ``drain`` says so. Returns whether it has ended."""
+    def close(self, timeout: float | None = 10.0) -> bool:
+        """End the engine and what is under way. Returns whether it has ended."""
         self.draining = True
+        ended = self.engine.close(drain=False, timeout=timeout)
         self.grammars.close()
-        return self.engine.close(drain=drain, timeout=timeout)
+        return ended
 
 
 def _names(settings: Settings, folder: Path) -> tuple[str, ...]:
