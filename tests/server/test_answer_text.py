@@ -17,7 +17,7 @@ from kvant.server.settings import Settings
 from kvant.text.answer_parts import AnswerParts
 from kvant.text.detokenizer import WindowDetokenizer
 from kvant.text.tokenizer import Tokenizer
-from kvant.text.tool_calls import tool_format
+from kvant.text.tool_forms import tool_format
 
 Pocket = tuple[Decoder, Any]
 REQUEST = Request([1])

@@ -27,7 +27,7 @@ from kvant.errors import EngineError
 from kvant.server import run
 from kvant.server.settings import Settings
 from kvant.text.process import TextProcess
-from kvant.text.tool_calls import tool_format
+from kvant.text.tool_forms import tool_format
 
 ASKED = [{"role": "user", "content": "Hi"}]
 MANY = [f"property_{number}" for number in range(99_000)]

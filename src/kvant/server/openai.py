@@ -39,7 +39,7 @@ from kvant.server.thinking import with_effort
 from kvant.server.tools import checked_tools, tool_named
 from kvant.server.turns import call_arguments, check_arguments, joined
 from kvant.text.grammar_source import MAX_SOURCE, escaped
-from kvant.text.variables import check_variables
+from kvant.text.prompt import check_variables
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's, as are the following
 MAX_LOGPROBS = 5  # of /v1/completions

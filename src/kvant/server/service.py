@@ -27,7 +27,7 @@ from kvant.server.metrics import Metrics
 from kvant.server.settings import Settings
 from kvant.text.grammar import Grammars
 from kvant.text.tokenizer import Tokenizer
-from kvant.text.tool_calls import tool_format
+from kvant.text.tool_forms import tool_format
 
 DEFAULT_MAX_KV_SIZE = 4096
 LONG_TOKEN = 128  # bytes; the longest of most vocabularies are so many spaces

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import ModelError, PromptError, one_line
-from kvant.text.detokenizer import ByteDetokenizer, StreamingDetokenizer, WindowDetokenizer
+from kvant.text.detokenizer import ByteDetokenizer, StreamingDetokenizer, WindowDetokenizer, token_bytes
 from kvant.text.folder import read_tokenizer_files
 from kvant.text.process import TextError, TextProcess
 from kvant.text.template import choose_template, cut_at_mark, mark_continuation, plain_data, prepare, render
-from kvant.text.vocabulary import token_bytes
 
 MAX_IDS = 2**32  # the tokenizers library's ids
 
