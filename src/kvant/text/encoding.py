@@ -33,32 +33,17 @@ SPACES = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")  
 SPM = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
 STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+END = "<|endoftext|>"
 DEFAULTS: dict[str, dict[str, str | None]] = {  # special tokens of a class where the folder names none
-    "Qwen2Tokenizer": {"unk_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
+    "Qwen2Tokenizer": {"unk_token": END, "eos_token": END, "pad_token": END},
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "CodeLlamaTokenizer": {
-        "unk_token": "<unk>",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "prefix_token": "▁<PRE>",
-        "middle_token": "▁<MID>",
-        "suffix_token": "▁<SUF>",
-        "eot_token": "▁<EOT>",
-        "fill_token": "<FILL_ME>",
+        "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "prefix_token": "▁<PRE>",
+        "middle_token": "▁<MID>", "suffix_token": "▁<SUF>", "eot_token": "▁<EOT>", "fill_token": "<FILL_ME>",
     },
-    "GPTNeoXTokenizer": {
-        "unk_token": "<|endoftext|>",
-        "bos_token": "<|endoftext|>",
-        "eos_token": "<|endoftext|>",
-        "pad_token": "<|padding|>",
-    },
-    "GPT2Tokenizer": {
-        "unk_token": "<|endoftext|>",
-        "bos_token": "<|endoftext|>",
-        "eos_token": "<|endoftext|>",
-        "pad_token": None,
-    },
-}
+    "GPTNeoXTokenizer": {"unk_token": END, "bos_token": END, "eos_token": END, "pad_token": "<|padding|>"},
+    "GPT2Tokenizer": {"unk_token": END, "bos_token": END, "eos_token": END, "pad_token": None},
+}  # fmt: skip
 
 
 class Encoder:

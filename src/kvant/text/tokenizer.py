@@ -206,7 +206,7 @@ class Tokenizer:
         return dict(self._ask({"do": "vocabulary"}, "the vocabulary cannot be had")["vocabulary"])
 
     def parts(self) -> dict[str, str]:
-        """A digest of each part of the tokenizer by its name; see :mod:`kvant.text.parts`."""
+        """A digest of each part of the tokenizer that has an effect on ids or text, by the part's name."""
         return dict(self._ask({"do": "parts"}, "the tokenizer cannot be compared")["parts"])
 
     @property

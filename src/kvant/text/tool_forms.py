@@ -33,29 +33,32 @@ class Hermes(ToolFormat):
     writing = Writing('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>")
 
     def reader(self) -> Reader:
-        return _HermesReader()
+        return _ObjectReader("<tool_call>", ("name", "arguments"), "</tool_call>")
 
     def read(self, text: str, tools: Schemas) -> list[Call]:
         body = text[len("<tool_call>") : text.rindex("}") + 1]
         return [call_of(load_json(body), "arguments")]
 
 
-class _HermesReader(Reader):
-    def __init__(self) -> None:
+class _ObjectReader(Reader):
+    """Of a call that is a JSON object, whose first key is one of ``keys``, between two marks."""
+
+    def __init__(self, mark: str, keys: Sequence[str], end: str = "") -> None:
+        self._mark, self._keys, self._end = mark, keys, end
         self._json: JsonEnd | None = None
 
     def end(self, text: str, is_all: bool) -> int | None:
-        start = len("<tool_call>")
         if self._json is None:
+            start = len(self._mark) if text.startswith(self._mark) else 0
             at = skip_space(text, start)
             if at == len(text) and not is_all:
                 return None
             may_be("{", text, at, start)
-            self._json = JsonEnd(at, ("name", "arguments"))
+            self._json = JsonEnd(at, self._keys)
         json_end = self._json.end(text, is_all)
-        if json_end is None:
-            return None
-        end = may_be("</tool_call>", text, skip_space(text, json_end), json_end)
+        if json_end is None or not self._end:
+            return json_end
+        end = may_be(self._end, text, skip_space(text, json_end), json_end)
         # A model may end its answer without the mark. The call is whole.
         return len(text) if end is None and is_all else end
 
@@ -251,25 +254,10 @@ class Llama3(ToolFormat):
     writing = Writing('{"name": "', '", "parameters": ', "}")
 
     def reader(self) -> Reader:
-        return _Llama3Reader()
+        return _ObjectReader("<|python_tag|>", ("name", "parameters", "arguments", "type"))
 
     def read(self, text: str, tools: Schemas) -> list[Call]:
         return [call_of(load_json(text.removeprefix("<|python_tag|>")), "parameters", "arguments")]
-
-
-class _Llama3Reader(Reader):
-    def __init__(self) -> None:
-        self._json: JsonEnd | None = None
-
-    def end(self, text: str, is_all: bool) -> int | None:
-        if self._json is None:
-            start = len("<|python_tag|>") if text.startswith("<") else 0
-            at = skip_space(text, start)
-            if at == len(text) and not is_all:
-                return None
-            may_be("{", text, at, start)
-            self._json = JsonEnd(at, ("name", "parameters", "arguments", "type"))
-        return self._json.end(text, is_all)
 
 
 FORMS: tuple[ToolFormat, ...] = (Hermes(), QwenCoder(), Mistral(), Mistral(space=""), MistralArgs(), Llama3())
