@@ -67,9 +67,8 @@ def serve(
     try:
         from kvant.server.run import bind
         from kvant.server.run import serve as serve_until_signalled
-        from kvant.server.service import Service, make_pool
+        from kvant.server.service import Service, make_pool, warm_start
         from kvant.server.settings import Settings
-        from kvant.server.warm_start import warm_start
     except ImportError as error:
         raise KvantError(f"kvant serve needs the extra 'serve', pip install 'kvant[serve]': {error}") from error
     run = replace(run, model=options.choose_model(context, model_argument, run.model))
@@ -85,7 +84,6 @@ def serve(
     follow(run, bounded=True)
     settings = Settings(
         model=run.model,
-        adapter_path=run.adapter_path,
         aliases=tuple(alias or ()),
         host=host,
         port=port,

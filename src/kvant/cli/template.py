@@ -6,9 +6,8 @@ from typing import Any
 from kvant.cli import options
 from kvant.cli.options import BadValueError
 from kvant.errors import PromptError, library_errors
-from kvant.text.prompt import Message, encode_rendered, render_chat
+from kvant.text.prompt import Message, check_variables, encode_rendered, render_chat
 from kvant.text.tokenizer import Tokenizer
-from kvant.text.variables import check_variables
 
 
 def checked_variables(tokenizer: Tokenizer, text: str | None) -> Mapping[str, Any]:
