@@ -14,8 +14,7 @@ from support.kinds import load_kind
 from kvant.cli.session import RunOptions, open_session
 from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.model_drafts import ModelDrafts
-from kvant.tools.plan import Settings, plan, read_folder, split_pairs
-from kvant.tools.plan.plan import DraftModel
+from kvant.tools.plan import DraftModel, Settings, plan, read_folder, split_pairs
 
 
 @pytest.fixture(scope="module")

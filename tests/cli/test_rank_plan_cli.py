@@ -50,7 +50,7 @@ def test_the_table_has_the_numbers_of_each_machine(folder: str, hosts: str) -> N
     assert (done.returncode, done.stderr) == (0, "")
     made = RankPlanner(Checkpoint.from_folder(Path(folder)), machines(16, 8), "pipeline").plan(4096)
     lines = {line.split("  ")[0]: line for line in done.stdout.splitlines()}
-    assert "on 2 GPUs, --parallel pipeline, which fits" in done.stdout
+    assert "on 2 machines, --parallel pipeline" in done.stdout
     assert lines["host"].split() == ["host", "studio", "mini"]
     assert made.layers is not None
     for rank, (plan, own, found) in enumerate(zip(made.plans, made.layers, made.longest(), strict=True)):
@@ -94,28 +94,6 @@ def test_json(folder: str, hosts: str) -> None:
     assert all(found["tokens"] == 0 for found in record["longest_context"]["tensor"])
     done = call("plan", folder, "--ranks", "5", "--device", "gpu", "--memory", "16GB", "--parallel", "tensor", "--json")
     assert json.loads(done.stdout)["ranks"][4].keys() == {"rank", "bytes", "machine", "fits", "longest_context"}
-
-
-def test_what_would_fit_does(folder: str) -> None:
-    """Each way that the refusal names, given to the same command, is a plan that fits."""
-    plans = [["--memory", "8GB,8GB"], ["--memory", "8GB,12GB", "--max-kv-size", "32768", "--kv-bits", "0"]]
-    for flags in plans:
-        run = ["plan", folder, "--device", "gpu", "--prefill-step-size", "4096", *flags]
-        done = call(*run)
-        assert done.returncode == 1
-        verdict = next(line for line in done.stdout.splitlines() if line.startswith("does not fit: "))
-        ways = re.findall(r"--.*?(?= or --| would fit|: )", verdict.partition("`kvant")[0])
-        assert ways, verdict
-        for way in ways:
-            assert call(*run, *way.split()).returncode == 0, (verdict, way)
-        more = re.search(r"; (\d+) (such machines|machines, the further ones with ([\d.]+ GB),) would fit$", verdict)
-        assert more, verdict
-        sizes = flags[1].split(",")
-        fits = {
-            number: call(*run, "--memory", ",".join([*sizes, *[sizes[-1]] * (number - 2)])).returncode == 0
-            for number in (int(more[1]) - 1, int(more[1]))
-        }
-        assert list(fits.values()) == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -165,9 +143,8 @@ def test_a_run_is_refused_with_the_numbers() -> None:
     own = made.layers[rank]
     assert line.startswith(
         f"32768 tokens need {format_bytes(plan.total)} on rank {rank} of 2 with layers {own.start} to "
-        f"{own.stop - 1} (weights {format_bytes(plan.weights)}, cache {format_bytes(plan.cache)}, prefill scratch "
-        f"{format_bytes(plan.scratch)}); there are {format_bytes(made.machines[rank].limit_bytes)} (about 2/3 of the "
     )
+    assert f"there are {format_bytes(made.machines[rank].limit_bytes)} (" in line
     tokens = re.search(r"; --max-kv-size (\d+)", line)
     assert tokens
     assert ranks_that_fit(checkpoint, Settings(kv_bits=0), int(tokens[1]), machines(16, 8)).fits

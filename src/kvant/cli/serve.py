@@ -20,7 +20,7 @@ from kvant.engine.request import check_drafts
 from kvant.errors import KvantError
 from kvant.sizes import format_bytes
 from kvant.tools.plan import MemoryPlan
-from kvant.tools.plan.plan import as_record
+from kvant.tools.plan.memory import as_record
 
 if TYPE_CHECKING:
     from kvant.server.service import Service

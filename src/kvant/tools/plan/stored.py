@@ -1,9 +1,7 @@
 """The bytes of a checkpoint, from its config.json and the sizes of its files: nothing else is read."""
 
 import math
-import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import groupby
@@ -11,7 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from kvant.errors import KvantError, ModelError
+from kvant.errors import ModelError
 from kvant.files import read_json
 from kvant.models.adapter import tensors_file
 from kvant.models.architectures.table import Parameter
@@ -19,7 +17,6 @@ from kvant.models.config import ModelConfig
 from kvant.models.parameters import matrices, parameters
 from kvant.models.quantization import Quantization
 from kvant.models.share import Share, divides_inputs, local_config
-from kvant.tensor_header import read_header
 
 FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # An adapter's factors beside quantized matrices that are fused, three at the most, have zeros where the others lie.
@@ -81,7 +78,6 @@ class Checkpoint:
         float_bytes: of a stored floating-point number, 2 or 4.
         tied: the embedding is the output head too.
         adapter_bytes: of an adapter's tensors, as they lie in their file.
-        adapter_layers: of these, each layer's; none: not known, or no adapter.
         part: that one rank of several has; None: it is the whole model.
     """
 
@@ -89,7 +85,6 @@ class Checkpoint:
     float_bytes: int
     tied: bool
     adapter_bytes: int = 0
-    adapter_layers: tuple[int, ...] = ()
     part: Part | None = None
 
     @classmethod
@@ -137,8 +132,7 @@ class Checkpoint:
         Raises:
             ModelError: it holds no tensors.
         """
-        file = tensors_file(folder)
-        return replace(self, adapter_bytes=file.stat().st_size, adapter_layers=_adapter_layers(file, self.config))
+        return replace(self, adapter_bytes=tensors_file(folder).stat().st_size)
 
     def quantized(self, bits: int, group_size: int) -> "Checkpoint":
         """As if converted: every matrix, the embedding and the head too, but where a group does not divide.
@@ -164,7 +158,10 @@ class Checkpoint:
         return replace(self, config=replace(self.config, quantization=quantization, quantization_overrides=left))
 
     def stage(self, rank: int, layers: range) -> "Checkpoint":
-        """The part that a rank of a pipeline has: these layers, on rank 0 also all that is in no layer."""
+        """The part that a rank of a pipeline has: these layers, on rank 0 also all that is in no layer.
+
+        An adapter is counted whole on every rank.
+        """
         config, table = self.config, self.config.architecture
         paths = {path: path for path in (table.embedding.path, table.head.path)}
         for number, layer in enumerate(layers if config.quantization_overrides else ()):
@@ -173,11 +170,7 @@ class Checkpoint:
         formats = config.quantization_overrides
         overrides = {new: formats[old] for old, new in paths.items() if old in formats}
         local = replace(local_config(config, layers=layers), quantization_overrides=overrides)
-        own = self.adapter_layers[layers.start : layers.stop]
-        adapter = sum(own) + (self.adapter_bytes - sum(self.adapter_layers) if rank == 0 else 0)
-        return replace(
-            self, config=local, adapter_bytes=adapter, adapter_layers=own, part=Part(rank, has_ends=rank == 0)
-        )
+        return replace(self, config=local, part=Part(rank, has_ends=rank == 0))
 
     def share(self, share: Share) -> "Checkpoint":
         """The part that a rank has where heads and features are divided: the embedding and norms are whole.
@@ -301,19 +294,6 @@ class Checkpoint:
             else:
                 total += size
         return total * itemsize
-
-
-def _adapter_layers(file: Path, config: ModelConfig) -> tuple[int, ...]:
-    """The bytes of each layer's tensors in an adapter's file; none: it cannot be read, as loading is going to say."""
-    totals = [0] * config.num_hidden_layers
-    numbers = {config.architecture.layers.format(layer): layer for layer in range(len(totals))}
-    with suppress(ValueError, OSError, KvantError), file.open("rb") as stream:
-        for name, tensor in read_header(file, stream, file.stat().st_size, ModelError).tensors.items():
-            inside = re.match(r".*?\.\d+\.", name)
-            if inside and inside[0] in numbers:
-                totals[numbers[inside[0]]] += tensor.last - tensor.first
-        return tuple(totals)
-    return ()
 
 
 def folder_bytes(folder: Path) -> int | None:
