@@ -21,10 +21,10 @@ ROUNDS = 5
 PROMPT = list(range(3, 35))
 
 
-def one_round(model: Decoder, max_seq_len: int, look_ahead: int, steps: int) -> tuple[float, int]:
+def one_round(model: Decoder, max_seq_len: int, steps: int) -> tuple[float, int]:
     """Median milliseconds a step, and how many bytes the peak is above the resting state."""
     cache = model.make_cache(max_seq_len)
-    tokens = Run(model, PROMPT, cache, max_tokens=steps + 8, look_ahead=look_ahead)
+    tokens = Run(model, PROMPT, cache, max_tokens=steps + 8)
     for _ in range(8):
         next(tokens)
     mx.synchronize()
@@ -39,19 +39,18 @@ def one_round(model: Decoder, max_seq_len: int, look_ahead: int, steps: int) -> 
 
 
 def main() -> None:
-    """Print a row for each reservation and look-ahead."""
+    """Print a row for each reservation."""
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 100
     model, _ = kvant.load("pocket")
-    cases = [(tokens, look_ahead) for look_ahead in (0, 1) for tokens in RESERVATIONS]
-    results: dict[tuple[int, int], list[tuple[float, int]]] = {case: [] for case in cases}
+    results: dict[int, list[tuple[float, int]]] = {tokens: [] for tokens in RESERVATIONS}
     for _ in range(ROUNDS):
-        for case in cases:
-            results[case].append(one_round(model, *case, steps))
+        for tokens in RESERVATIONS:
+            results[tokens].append(one_round(model, tokens, steps))
     print(f"{mx.device_info()['device_name']}, MLX {mx.__version__}, pocket model, {len(PROMPT)} + {steps} tokens")
-    print("look-ahead  tokens reserved  ms a step  peak above rest, kB")
-    for (tokens, look_ahead), rows in results.items():
+    print("tokens reserved  ms a step  peak above rest, kB")
+    for tokens, rows in results.items():
         milliseconds = statistics.median(row[0] for row in rows)
-        print(f"{look_ahead:10}  {tokens:15}  {milliseconds:9.2f}  {max(row[1] for row in rows) / 1e3:19.0f}")
+        print(f"{tokens:15}  {milliseconds:9.2f}  {max(row[1] for row in rows) / 1e3:19.0f}")
 
 
 if __name__ == "__main__":

@@ -34,11 +34,11 @@ from attention_report import draw, goals, table
 from attention_variants import DTYPES, PATHS, SHAPES, SPARE, Arrays, Variant, check, make_variants
 
 from kvant.errors import KvantError
+from kvant.machine import environment, this_machine
 from kvant.operators.dispatch import gpu_backend
 from kvant.operators.kernels.queries import CHOICES, queries_here
 from kvant.tools.bench.bandwidth import COPY_BYTES, copy_bandwidth_gb_s
 from kvant.tools.drawing import check_plot_path
-from kvant.tools.machine import environment, this_machine
 from kvant.tools.statistics import Spread, paired_ratio
 
 CONTEXTS = {"gpu": "1k,2k,4k,8k,16k,32k,64k,128k", "cpu": "1k,4k,16k"}

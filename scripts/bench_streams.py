@@ -25,9 +25,9 @@ import mlx.core as mx
 from kvant.engine.feeding import CHUNK
 from kvant.engine.request import Request
 from kvant.engine.scheduler import Scheduler
+from kvant.machine import environment
 from kvant.models import LanguageModel
 from kvant.tools.bench.shapes import SHAPES, random_model
-from kvant.tools.machine import environment
 from kvant.tools.statistics import percentile
 
 STREAMS, LONG_PROMPT, SHORT_PROMPT = 4, 2048, 128

@@ -12,7 +12,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # its import takes milliseconds in which Ctrl-C is still Python's
     from typing import NoReturn
 
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED = 130  # that of kvant.errors, which cannot be imported yet
 
 
 def end_now(signum: int, frame: object) -> "NoReturn":
@@ -31,7 +31,7 @@ def main() -> "NoReturn":
         sys.stderr.write(f"kvant: error: {error}\n")
         os._exit(1)
     try:
-        command()
+        command(end_now)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     try:

@@ -274,9 +274,9 @@ def _header(model: str, seed: int, baseline: str) -> "Header":
     """Model, machine and versions."""
     from datetime import UTC, datetime
 
+    from kvant.machine import environment
     from kvant.tools.bench.bandwidth import measure_bandwidth
     from kvant.tools.bench.recording import Header
-    from kvant.tools.machine import environment
 
     here = environment()
     return Header(

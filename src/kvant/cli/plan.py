@@ -17,8 +17,8 @@ from kvant.cli.parts import gather_machines
 from kvant.cli.plan_table import plan_record, print_plan, print_ranks, ranks_record
 from kvant.engine.load import POCKET, find_adapter, find_model
 from kvant.errors import ArgumentError, ModelError, RanksError
+from kvant.machine import Device, Machine, default_device, machine_with, this_machine
 from kvant.tools.convert.weight_format import WeightFormat
-from kvant.tools.machine import Device, Machine, default_device, machine_with, this_machine
 from kvant.tools.plan import (
     AnyCheckpoint,
     DraftModel,

@@ -6,8 +6,8 @@ from typing import Any
 
 from kvant.cli import terminal
 from kvant.cli.fitting import describe_layers, what_fits, what_fits_ranks
+from kvant.machine import Machine
 from kvant.sizes import format_bytes
-from kvant.tools.machine import Machine
 from kvant.tools.plan import AnyCheckpoint, BridgedCheckpoint, LongestContext, MemoryPlan, Parallel, RankPlan
 from kvant.tools.plan.memory import as_record, settings_record
 

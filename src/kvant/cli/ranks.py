@@ -11,8 +11,8 @@ import typer
 
 from kvant.cli import interrupts
 from kvant.cli.bad_value import BadValueError
+from kvant.errors import EXIT_INTERRUPTED
 from kvant.ranks.environment import LAUNCHED, Place, find_place
-from kvant_command import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     from kvant.ranks.group import Ranks

@@ -41,7 +41,11 @@ async def answer(service: Service, generation: Generation) -> AsyncGenerator[Eve
         Exception: what failed in the engine for this request alone.
     """
     prompt, request = await asyncio.to_thread(_prepare, service, generation)
-    if (grammar := await grammar_of(service, generation, prompt.text)) is not None:
+    try:
+        grammar = await grammar_of(service, generation, prompt.text)
+    except KvantError as error:
+        raise _failure(error, generation) from error
+    if grammar is not None:
         request = replace(request, logits_processors=[*request.logits_processors, grammar])
     loop, tokens = asyncio.get_running_loop(), asyncio.Queue[Token]()
     try:
@@ -111,8 +115,7 @@ async def _events(
 ) -> AsyncGenerator[Event, None]:
     """The events of a request under way, from the tokens that come."""
     tokenizer = service.tokenizer
-    # Some tokenizers decode in their own process: whoever waits for that must not be the server's loop. Nor must be
-    # who checks a call: its schema is the client's, and may take a second.
+    # Some tokenizers decode in their own process: whoever waits for that must not be the server's loop.
     waits = not isinstance(tokenizer.detokenizer, ByteDetokenizer)
     texts = {number: _text(service, generation, prompt, number) for number in range(generation.answers)}
     has_begun = False
@@ -121,7 +124,9 @@ async def _events(
         if (text := texts.get(token.answer)) is None:
             continue  # it ended before its last token came
         if token.error is not None:
-            raise _failure(token.error, generation) if isinstance(token.error, KvantError) else token.error
+            if not isinstance(token.error, KvantError):
+                raise token.error
+            raise _failure(token.error, generation) from token.error
         if token.token is None:
             raise ApiError("the server is shutting down", status=503)
         if not has_begun:
@@ -129,8 +134,7 @@ async def _events(
             yield Begun(len(prompt.ids), token.cached_tokens)
             for number in texts if generation.echo and prompt.text else ():
                 yield Text(number, prompt.text)
-        beside = waits or text.in_call
-        for event in await asyncio.to_thread(text.take, token) if beside else text.take(token):
+        for event in await asyncio.to_thread(text.take, token) if waits else text.take(token):
             yield event
         if token.finish_reason is None:
             if text.stop is None and (generation.parallel_tool_calls or not text.calls):
@@ -160,8 +164,13 @@ def _failure(error: Exception, generation: Generation) -> ApiError:
         return refused(error)
     if isinstance(error, QueueFullError):
         return ApiError(str(error), status=429, code="rate_limit_exceeded", headers={"Retry-After": str(RETRY_AFTER_S)})
-    if isinstance(error, EngineError):
-        return ApiError(str(error), status=503)
+    if isinstance(error, EngineError):  # what it failed by is for the log alone
+        said = (
+            str(error) if error.__cause__ is None else "the engine failed; the server's log has the kind of the error"
+        )
+        return ApiError(said, status=503)
+    if not isinstance(error, ValueError):
+        return ApiError(str(error), status=500)
     param = "prompt" if generation.messages is None else "messages"
     return ApiError(
         str(error), param=param, code="context_length_exceeded" if isinstance(error, ContextError) else None

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from kvant.server import chat_completions, completions, messages, page, responses, status, tokenize
-from kvant.server.errors import ApiError
+from kvant.server.errors import ApiError, log_cause
 from kvant.server.security import Bodies, Guard, Keys, error_response
 from kvant.server.service import Service
 
@@ -52,4 +52,5 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # of a route that there is not
         error = ApiError(error.detail, status=error.status_code, headers=error.headers)
     assert isinstance(error, ApiError)
+    log_cause(request.state.request_id, error)
     return error_response(request.scope, error)

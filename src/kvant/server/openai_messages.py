@@ -24,7 +24,7 @@ from kvant.server.service import Service
 from kvant.server.thinking_options import with_effort
 from kvant.server.tools import checked_tools, tool_named
 from kvant.server.turns import call_arguments, joined
-from kvant.text.grammar_source import escaped
+from kvant.text.grammar_source import MAX_SOURCE, escaped
 from kvant.text.variables import check_variables
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's
@@ -218,6 +218,9 @@ def structured_format(given: StructuredOutputs | None) -> Format | None:
     if given.choice is not None:
         if not given.choice:
             raise ApiError("structured_outputs.choice is empty; expected texts", param="structured_outputs.choice")
+        if sum(map(len, given.choice)) > MAX_SOURCE:
+            said = f"structured_outputs.choice has more than {MAX_SOURCE} characters"
+            raise ApiError(said, param="structured_outputs.choice")
         return Format("regex", "|".join(map(escaped, given.choice)))
     return Format("regex", given.regex) if given.regex is not None else Format("grammar", given.grammar or "")
 

@@ -46,7 +46,7 @@ class Service:
         metrics: counters since the start.
         live: what the page shows of the pool and the engine.
         draining: no further request is taken.
-        active: requests that are being answered.
+        active: requests that are being answered, their bodies read.
         started: when it was, in seconds since 1970.
     """
 
@@ -193,6 +193,7 @@ class Service:
         """End the engine; those under way go on to their ends where ``drain`` says so. Returns whether it has ended."""
         self.draining = True
         self.live.close()
+        self.grammars.close()
         return self.engine.close(drain=drain, timeout=timeout)
 
 

@@ -1,7 +1,6 @@
 """Responses to requests that may be left before their end: a client that goes away ends what was begun for it."""
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from typing import Any, Generic, TypeVar
@@ -11,10 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvant.server.errors import ApiError, described
+from kvant.server.errors import ApiError, described, log_cause, logger
 
 T = TypeVar("T")
-LOG = logging.getLogger("kvant.server")
 GONE = 499  # a status that nobody reads; nginx's
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # a proxy passes on each event as it comes
 
@@ -102,7 +100,7 @@ class EventStream(Response):
         self._events, self._lines, self._failed = events, lines, failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send))
+        sending = asyncio.ensure_future(self._send(send, scope["state"]["request_id"]))
         watching = asyncio.ensure_future(gone(receive))
         try:
             await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -113,20 +111,21 @@ class EventStream(Response):
             await self._lines.aclose()
             await self._events.aclose()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, request_id: str) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for line in self._all():
+        async for line in self._all(request_id):
             await send({"type": "http.response.body", "body": line, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _all(self) -> AsyncIterator[bytes]:
+    async def _all(self, request_id: str) -> AsyncIterator[bytes]:
         try:
             async for line in self._lines:
                 yield line
         except ApiError as error:
+            log_cause(request_id, error)
             yield self._failed(error)
         except Exception as error:
-            LOG.error("an answer failed after it had begun: %s", described(error))
+            logger.error("%s: an answer failed after it had begun: %s", request_id, described(error))
             yield self._failed(ApiError("the answer failed; the server's log says why", status=500))
 
 

@@ -5,10 +5,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvant.errors import GrammarError
 from kvant.server.errors import ApiError
 from kvant.server.generation import Generation, Tool
 from kvant.server.service import Service
 from kvant.text.call_form import ToolFormat
+from kvant.text.grammar_source import check_size
 
 NO_TOOLS = "the model's chat template takes no tools, or writes calls in a form that is not known here"
 MAX_TOOLS = 128  # OpenAI's
@@ -23,10 +25,14 @@ def checked_tools(tools: Sequence[Tool], field: str, longest: int = MAX_NAME) ->
         longest: characters of a name.
 
     Raises:
-        ApiError: 400: too many, or one with a name that is none, or is another's.
+        ApiError: 400: too many, schemas that are too large, or one with a name that is none, or is another's.
     """
     if len(tools) > MAX_TOOLS:
         raise ApiError(f"tools has {len(tools)}; expected at most {MAX_TOOLS}", param="tools")
+    try:
+        check_size("tools", [tool.parameters for tool in tools])
+    except GrammarError as error:
+        raise ApiError(str(error), param="tools") from error
     seen: set[str] = set()
     for place, tool in enumerate(tools):
         param = field.format(place)

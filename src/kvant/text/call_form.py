@@ -1,4 +1,4 @@
-"""What every form of tool calls has: where a call ends as its text grows, and that it fits its tool."""
+"""What every form of tool calls has: where a call ends as its text grows, and that its tool can take it."""
 
 import json
 import re
@@ -6,8 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NoReturn
-
-from kvant.text.schema import validate
 
 MAX_DEPTH = 64  # of a call's JSON
 Call = tuple[str, dict[str, Any]]  # a name and arguments
@@ -96,7 +94,7 @@ class ToolFormat(ABC):
         """:meth:`read`, and each call checked.
 
         Raises:
-            NoCallError: not a call, an unknown tool, or arguments that do not satisfy its schema.
+            NoCallError: not a call, an unknown tool, or arguments that are no object or lack a required one.
         """
         try:
             found = self.read(text, tools)
@@ -125,8 +123,10 @@ def _check(name: object, arguments: object, tools: Schemas) -> None:
         raise ValueError(f"a call of {name!r}, which is no tool")
     if not isinstance(arguments, dict):
         raise ValueError(f"{name}: the arguments are no object")
-    if wrong := validate(arguments, tools[name]):
-        raise ValueError(f"{name}: {wrong}")
+    required = tools[name].get("required")
+    for key in required if isinstance(required, list) else ():
+        if isinstance(key, str) and key not in arguments:
+            raise ValueError(f"{name}: the arguments lack {key!r}")
     to_json(arguments).encode()  # fails at a number that JSON cannot write, and at half of a character
 
 

@@ -100,20 +100,31 @@ def cut_at_mark(rendered: str, text: str) -> str:
 
 
 def plain_data(value: Any) -> Any:
-    """A value rebuilt of JSON's types; anything else becomes its type's name in angle brackets."""
+    """Rebuild a value of JSON's types; anything else becomes its type's name in angle brackets.
+
+    Raises:
+        PromptError: a value that holds itself, or is nested too deep.
+    """
+    try:
+        return _plain(value)
+    except RecursionError as error:
+        raise PromptError("a message, tool or variable holds itself or is nested too deep") from error
+
+
+def _plain(value: Any) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, Mapping):
-        return {plain_data(key): plain_data(item) for key, item in value.items()}
+        return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain_data(item) for item in value]
+        return [_plain(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if callable(dump := getattr(value, "model_dump", None)):  # of pydantic
-        return plain_data(dump())
+        return _plain(dump())
     if callable(item := getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:  # a number of NumPy's
-        return plain_data(item())
+        return _plain(item())
     return f"<{type(value).__name__}>"

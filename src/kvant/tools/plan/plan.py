@@ -8,14 +8,14 @@ from typing import Literal
 from kvant.engine.drafted_run import LARGEST_STEP
 from kvant.engine.model_drafts import draft_format
 from kvant.fields import MAX_SIZE
+from kvant.machine import Device, default_device
 from kvant.models import Decoder, LanguageModel
-from kvant.tools.machine import Device, default_device
 from kvant.tools.plan.bridged import BridgedCheckpoint
 from kvant.tools.plan.memory import AnyCheckpoint, DraftModel, MemoryPlan, Settings
 from kvant.tools.plan.needs import FLOAT32, LOGITS_COPIES, needs
 
 # What the process takes beside the arrays if it comes out of the same memory: interpreter, libraries, MLX's buffers
-# for reuse; and while it is read, a tokenizer for each of its tokens. Measured, docs/memory-plan.md.
+# for reuse; and while it is read, a tokenizer for each of its tokens. Measured, docs/measuring.md.
 PROCESS_BYTES = 170_000_000
 TOKENIZER_BYTES = 1_700
 # With mlx-lm and the libraries that it imports: 300 MB with a tiny model, where a decoder takes 70.

@@ -8,8 +8,8 @@ from math import lcm
 from typing import Any, Literal
 
 from kvant.errors import ModelError
+from kvant.machine import Device, Machine
 from kvant.models.share import shares
-from kvant.tools.machine import Device, Machine
 from kvant.tools.plan.bridged import BridgedCheckpoint
 from kvant.tools.plan.memory import AnyCheckpoint, MemoryPlan, Settings
 from kvant.tools.plan.needs import Needs, needs

@@ -1,22 +1,21 @@
-"""The text: a file, or the built-in held-out conversations; as token ids, in pieces of a context."""
+"""The text, a file or the built-in held-out conversations, as token ids; and questions whose answers are known."""
 
 import json
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from kvant.engine.load import POCKET
 from kvant.errors import PromptError
-from kvant.text.prompt import encode_prompt, encode_rendered
+from kvant.text.prompt import encode_prompt, encode_rendered, render_chat
 from kvant.text.tokenizer import Tokenizer
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
-T = TypeVar("T")
 BUILT_IN = "built-in held-out conversations"
+STORY_WORDS = 30  # an assistant's turn of more words is a story it tells, not an answer: none of those has more than 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +38,20 @@ class Text:
         return sum(len(piece) for piece in self.pieces)
 
 
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """A conversation with its answers.
+
+    Attributes:
+        ids: all of it, to the end of the last answer.
+        answers: of each answer, the place of its first token and the place after its last, its end token. Its context
+            is all before it, with right answers to the earlier questions.
+    """
+
+    ids: tuple[int, ...]
+    answers: tuple[tuple[int, int], ...]
+
+
 @cache
 def heldout_documents() -> tuple[dict[str, Any], ...]:
     """The embedded model's held-out documents: ``kind``, and ``text`` or ``messages``; questions have an ``answer``."""
@@ -50,10 +63,7 @@ def built_in_text(tokenizer: Tokenizer, context: int, tokens: int) -> Text:
     """The first ``tokens`` tokens of the held-out documents, kinds in turn, conversations in the model's own form."""
     ids: list[int] = []
     left_out = 0
-    by_kind: dict[str, list[dict[str, Any]]] = {}
-    for document in heldout_documents():
-        by_kind.setdefault(document["kind"], []).append(document)
-    for document in in_turn(by_kind.values()):  # so that the beginning is a mixture
+    for document in _in_turn():
         own = encode_rendered(tokenizer, _written(tokenizer, document))
         room = max(0, tokens - len(ids))
         ids += own[:room]
@@ -91,9 +101,44 @@ def _cut(name: str, ids: list[int], context: int, left_out: int) -> Text:
     return Text(name, tuple(pieces), left_out)
 
 
-def in_turn(groups: Iterable[Sequence[T]]) -> list[T]:
-    """The first item of each group, then the second of each, and so on."""
-    return [item for row in zip_longest(*groups) for item in row if item is not None]
+def recall_dialogues(tokenizer: Tokenizer, tokens: int) -> list[Dialogue]:
+    """Built-in questions for one fact among many of its kind, at most ``tokens`` tokens of them; maybe none."""
+    found: list[Dialogue] = []
+    for document in _in_turn("recall"):  # conversations of all lengths are among the first
+        dialogue = read_dialogue(tokenizer, document)
+        tokens -= len(dialogue.ids)
+        if tokens < 0:
+            break
+        found.append(dialogue)
+    return found
+
+
+def read_dialogue(tokenizer: Tokenizer, document: dict[str, Any]) -> Dialogue:
+    """A document with ``messages`` and the last ``answer`` as token ids, divided where a prompt would end."""
+    messages = [*document["messages"], {"role": "assistant", "content": document["answer"]}]
+    ids: list[int] = []
+    answers = []
+    rendered = ""
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = render_chat(tokenizer, messages[:place])
+        ids += encode_rendered(tokenizer, prompt[len(rendered) :])
+        first = len(ids)
+        rendered = prompt + message["content"] + tokenizer.eos_token
+        ids += encode_rendered(tokenizer, rendered[len(prompt) :])
+        if len(message["content"].split()) <= STORY_WORDS:
+            answers.append((first, len(ids)))
+    return Dialogue(tuple(ids), tuple(answers))
+
+
+def _in_turn(kinds: str = "") -> list[dict[str, Any]]:
+    """The held-out documents whose kind begins so: the first of each kind, then the second, and so on."""
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for document in heldout_documents():
+        if document["kind"].startswith(kinds):
+            by_kind.setdefault(document["kind"], []).append(document)
+    return [document for row in zip_longest(*by_kind.values()) for document in row if document is not None]
 
 
 def _written(tokenizer: Tokenizer, document: dict[str, Any]) -> str:

@@ -7,9 +7,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from kvant import __version__
-from kvant.tools import machine
-from kvant.tools.machine import Machine, cgroup_limit, environment, machine_with, this_machine
+from kvant import __version__, machine
+from kvant.machine import Machine, cgroup_limit, environment, machine_with, this_machine
 
 Kernel = Callable[[str, str, dict[str, str]], int | None]
 V1_NONE = "9223372036854771712"  # what version 1 says where nothing limits
