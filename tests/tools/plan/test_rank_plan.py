@@ -87,12 +87,14 @@ def test_an_adapter_is_whole_on_every_rank(tmp_path: Path) -> None:
     model = reference_model(config)
     adapter = save_adapter(tmp_path / "adapter", adapter_config(num_layers=1), model)
     without = Checkpoint.from_folder(save_checkpoint(tmp_path / "model", config, model))
-    weights = [
-        [made.weights for made in RankPlanner(each, machines(10**9, 10**9), "pipeline").plan(9).plans]
+    plans = [
+        RankPlanner(each, machines(10**9, 10**9), "pipeline").plan(9).plans
         for each in (without, without.adapted(adapter))
     ]
     size = (adapter / "adapters.safetensors").stat().st_size
-    assert [after - before for before, after in zip(*weights, strict=True)] == [3 * size] * 2
+    assert [after.weights - before.weights for before, after in zip(*plans, strict=True)] == [3 * size] * 2
+    limits = machines(*(made.total for made in plans[1]))
+    assert RankPlanner(without.adapted(adapter), limits, "pipeline").longest().tokens >= 9
 
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}

@@ -108,7 +108,7 @@ class BridgedCheckpoint:
     def stage(self, rank: int, layers: range) -> "BridgedCheckpoint":
         """The part that a rank of a pipeline has: these layers, on rank 0 also all that is in no layer."""
         made = copy(self)
-        made.part, made._layers = Part(rank, has_ends=rank == 0), layers
+        made.part, made._layers = Part(rank), layers
         return made
 
     def layer_kind(self, layer: int) -> "tuple[Entry, ...]":

@@ -2,8 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache
 from math import lcm
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from kvant.tools.plan.plan import (
     planner,
     process_bytes,
 )
-from kvant.tools.plan.stored import Loading
+from kvant.tools.plan.stored import Checkpoint, Loading
 
 Parallel = Literal["pipeline", "tensor"]
 
@@ -87,10 +87,11 @@ class RankPlanner:
     ) -> None:
         self._checkpoint, self._machines = checkpoint, list(machines)
         self._settings = settings or Settings()
-        self._shares: list[AnyCheckpoint] | None = None
+        self._shares: list[AnyCheckpoint] = []
         self._stages: dict[Device, Callable[[int, int, int], int]] = {}
         if parallel == "tensor":
             self._shares = _tensor_parts(checkpoint, len(machines))
+            self._planners = self._planners_of(self._shares)
             return
         _check_layers(checkpoint.num_layers, len(machines))
         self._stages = {
@@ -99,32 +100,25 @@ class RankPlanner:
 
     def plan(self, tokens: int) -> RankPlan:
         """The plan of so many tokens reserved."""
-        layers = None if self._shares else self._deal(tokens)
-        parts = self._shares or [self._checkpoint.stage(rank, own) for rank, own in enumerate(layers or ())]
-        made = [
-            planner(part, self._settings, machine.device)(tokens)
-            for part, machine in zip(parts, self._machines, strict=True)
-        ]
-        return RankPlan("tensor" if self._shares else "pipeline", self._machines, parts, made, layers)
+        if self._shares:
+            made = [planned(tokens) for planned in self._planners]
+            return RankPlan("tensor", self._machines, self._shares, made, None)
+
+        def used(rank: int, first: int, last: int) -> int:
+            return self._stages[self._machines[rank].device](first, last, tokens)
+
+        layers = deal(self._checkpoint.num_layers, [machine.limit_bytes for machine in self._machines], used)
+        parts = [self._checkpoint.stage(rank, own) for rank, own in enumerate(layers)]
+        made = [planned(tokens) for planned in self._planners_of(parts)]
+        return RankPlan("pipeline", self._machines, parts, made, layers)
 
     def longest(self) -> LongestContext:
         """The longest context that fits; the layers of a pipeline are dealt out anew for each."""
-        return longest(self._checkpoint.config.max_position_embeddings, self._fits)
+        return longest(self._checkpoint.config.max_position_embeddings, lambda tokens: self.plan(tokens).fits)
 
-    def _fits(self, tokens: int) -> bool:
-        if self._shares:
-            return self.plan(tokens).fits
-        return all(
-            self._used(tokens, rank, own.start, own.stop) <= self._machines[rank].limit_bytes
-            for rank, own in enumerate(self._deal(tokens))
-        )
-
-    def _deal(self, tokens: int) -> list[range]:
-        limits = [machine.limit_bytes for machine in self._machines]
-        return deal(self._checkpoint.num_layers, limits, partial(self._used, tokens))
-
-    def _used(self, tokens: int, rank: int, first: int, last: int) -> int:
-        return self._stages[self._machines[rank].device](first, last, tokens)
+    def _planners_of(self, parts: Sequence[AnyCheckpoint]) -> list[Callable[[int], MemoryPlan]]:
+        machines = zip(parts, self._machines, strict=True)
+        return [planner(part, self._settings, machine.device) for part, machine in machines]
 
 
 def _stage_bytes(checkpoint: AnyCheckpoint, settings: Settings, device: Device) -> Callable[[int, int, int], int]:
@@ -133,8 +127,11 @@ def _stage_bytes(checkpoint: AnyCheckpoint, settings: Settings, device: Device) 
     Weights are added up from layers. A run takes as much as that of any stage with as many layers of each kind.
     """
     on_cpu, layers = device == "cpu", range(checkpoint.num_layers)
-    ends = checkpoint.stage(0, range(0)).loading(on_cpu=on_cpu)
-    each = [checkpoint.stage(1, range(n, n + 1)).loading(on_cpu=on_cpu) for n in layers]
+    # An adapter is whole on every rank.
+    bare = replace(checkpoint, adapter_bytes=0) if isinstance(checkpoint, Checkpoint) else checkpoint
+    ends = bare.stage(0, range(0)).loading(on_cpu=on_cpu)
+    each = [bare.stage(1, range(n, n + 1)).loading(on_cpu=on_cpu) for n in layers]
+    adapter = checkpoint.stage(0, range(0)).loading(on_cpu=on_cpu).held - ends.held
     names = [checkpoint.layer_kind(n) for n in layers]
     process = [process_bytes(checkpoint.stage(rank, range(1))) if on_cpu else 0 for rank in (0, 1)]
     stages: dict[tuple[int, int], tuple[Loading, Needs]] = {}
@@ -152,7 +149,7 @@ def _stage_bytes(checkpoint: AnyCheckpoint, settings: Settings, device: Device) 
 
     def used(first: int, last: int, tokens: int) -> int:
         loading, run = stages[first, last]
-        return max(loading.held + run(tokens).total, loading.peak) + process[int(first > 0)]
+        return max(loading.held + run(tokens).total, loading.peak) + adapter + process[int(first > 0)]
 
     return used
 

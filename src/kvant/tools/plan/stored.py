@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +28,18 @@ class Part:
 
     Attributes:
         rank: 0 has the tokenizer, and the logits are sampled there.
-        has_ends: the embedding, the last norm and the head are there.
-        divided: each rank has heads and features of every layer.
+        divided: each rank has heads and features of every layer, and the embedding, the last norm and the head.
         head_rows: of an untied head; None: all.
     """
 
     rank: int
-    has_ends: bool
     divided: bool = False
     head_rows: int | None = None
+
+    @property
+    def has_ends(self) -> bool:
+        """The embedding, the last norm and the head are there."""
+        return self.divided or self.rank == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ class Checkpoint:
         formats = config.quantization_overrides
         overrides = {new: formats[old] for old, new in paths.items() if old in formats}
         local = replace(local_config(config, layers=layers), quantization_overrides=overrides)
-        return replace(self, config=local, part=Part(rank, has_ends=rank == 0))
+        return replace(self, config=local, part=Part(rank))
 
     def share(self, share: Share) -> "Checkpoint":
         """The part that a rank has where heads and features are divided: the embedding and norms are whole.
@@ -178,7 +180,7 @@ class Checkpoint:
         An adapter is counted whole on every rank.
         """
         first, last = share.vocabulary
-        part = Part(share.rank, has_ends=True, divided=True, head_rows=last - first)
+        part = Part(share.rank, divided=True, head_rows=last - first)
         return replace(self, config=local_config(self.config, share), part=part)
 
     def layer_kind(self, layer: int) -> tuple[int | None, bool]:
@@ -225,11 +227,19 @@ class Checkpoint:
         return reduce(Loading.then, self._loaded(on_cpu=on_cpu), Loading(others=others))
 
     def _loaded(self, *, on_cpu: bool) -> Iterator[Loading]:
-        """Of matrices that are evaluated together, in order."""
+        """Of matrices that are evaluated together, in order: the head before the layers."""
+
+        def together(entry: tuple[str, tuple[int, ...], int | None, Parameter]) -> tuple[int | None, str]:
+            path, _, layer, row = entry
+            quantized = self.config.quantization_of(path) is not None
+            return layer, "" if layer is not None and quantized else row.role
+
         itemsize = self.itemsize(on_cpu=on_cpu)
-        for _, together in groupby(self._in_order(), key=itemgetter(0)):
+        for _, entries in groupby(sorted(self._matrices(), key=lambda entry: entry[2] is not None), key=together):
             kept = passing = 0
-            for _, path, size, fused in together:
+            for path, size, _, row in entries:
+                # Experts are put into one stack, which is as much as being fused with another matrix.
+                fused = len(self.config.architecture.of_role(row.role)) > 1 or len(size) > 2
                 stored, held = (self._matrix_bytes(path, size, number) for number in (self.float_bytes, itemsize))
                 kept += held
                 if self.config.quantization_of(path) is None:
@@ -239,16 +249,6 @@ class Checkpoint:
                     floats = stored - self._matrix_bytes(path, size, 0)
                     passing += floats * (itemsize != self.float_bytes) + held * fused
             yield Loading(kept, kept + passing)
-
-    def _in_order(self) -> Iterator[tuple[str, str, tuple[int, ...], bool]]:
-        """(a key that those evaluated together share, path, size, fused or not) of each matrix, in loading order."""
-        # The head before the layers.
-        for path, size, layer, row in sorted(self._matrices(), key=lambda entry: entry[2] is not None):
-            quantized = self.config.quantization_of(path) is not None
-            together = f"{layer}" if layer is not None and quantized else f"{layer} {row.role}"
-            # Experts are put into one stack, which is as much as being fused with another matrix.
-            fused = len(self.config.architecture.of_role(row.role)) > 1 or len(size) > 2
-            yield together, path, size, fused
 
     def _parameters(self) -> Iterator[tuple[str, int | None, Parameter]]:
         """Of those in the model, the ones that are here."""
