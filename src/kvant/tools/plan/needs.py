@@ -144,11 +144,14 @@ def scratch_bytes(
     itemsize, experts, paged, sequences = checkpoint.itemsize(on_cpu=on_cpu), config.experts, sequences, sequences or 1
     hidden, heads, kv_row = config.hidden_size, config.num_attention_heads, 2 * config.num_key_value_heads
     kv_row *= config.head_dim
-    # Norms make two arrays, a product its parts, rotation two halves, the cache magnitudes; a GPU attends in float32.
-    copies = (7 if on_cpu else 10) + (3 if checkpoint.adapter_bytes else 0)
-    numbers = copies * (hidden + heads * config.head_dim + kv_row) + 3 * config.intermediate_size
+    # Norms make two arrays, a product its parts, rotation two halves, the cache magnitudes; a GPU attends in float32,
+    # and an adapter adds a product to each.
+    copies, inner = (7 if on_cpu else 10), 3
+    if checkpoint.adapter_bytes:
+        copies, inner = copies + 3, inner + 2
+    numbers = copies * (hidden + heads * config.head_dim + kv_row) + inner * config.intermediate_size
     if experts is not None and any(experts.layers):
-        numbers += 4 * experts.count + experts.per_token * (5 * hidden + 3 * experts.inner_size)
+        numbers += 4 * experts.count + experts.per_token * ((inner + 3) * hidden + inner * experts.inner_size)
     if part is not None:
         numbers += SENT_COPIES * hidden
     # Of a cached number: as a float, unpacked, copied beside other sequences', and with its bias.
