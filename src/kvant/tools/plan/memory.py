@@ -67,7 +67,7 @@ class MemoryPlan:
         scratch: an upper bound of what a chunk of the prompt, or a step of decoding, takes beside them.
         loading: the most while the weights are loaded, before there is a cache.
         state: of a bridged model's linear and convolution layers, which mlx-lm allocates at the first prefill.
-        process: interpreter, libraries, tokenizer and MLX's buffers for reuse; 0 where it isn't the GPU's memory.
+        process: interpreter, libraries, tokenizer and MLX's buffers for reuse; 0 if it isn't the GPU's memory.
         caches: of conversations' caches and their states, beside a pool.
         sequence: of a pool, the part of the cache that one more sequence of max_kv_size tokens would add.
         draft_weights: of a draft model.

@@ -26,7 +26,7 @@ RING_BYTES = 4 * 8 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class LongestContext:
-    """The longest context that fits: tokens, 0 where none does, and what ends it."""
+    """The longest context that fits: tokens, 0 if none does, and what ends it."""
 
     tokens: int
     ended_by: Literal["memory", "the model's context", "kvant's limit"]

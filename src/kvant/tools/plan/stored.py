@@ -93,7 +93,7 @@ class Checkpoint:
     def from_facts(cls, raw: Mapping[str, Any], file_bytes: int | None = None) -> "Checkpoint":
         """From a config.json already parsed.
 
-        Where it leaves out whether the head is tied or which dtype floats have, the sizes of the files decide; without
+        If it leaves out whether the head is tied or which dtype floats have, the sizes of the files decide; without
         them the head counts as untied and floats as two bytes.
 
         Args:
@@ -175,7 +175,7 @@ class Checkpoint:
         return replace(self, config=local, part=Part(rank))
 
     def share(self, share: Share) -> "Checkpoint":
-        """The part that a rank has where heads and features are divided: the embedding and norms are whole.
+        """The part that a rank has if heads and features are divided: the embedding and norms are whole.
 
         An adapter is counted whole on every rank.
         """
@@ -297,7 +297,7 @@ class Checkpoint:
 
 
 def folder_bytes(folder: Path) -> int | None:
-    """Bytes of a folder's safetensors files; where a whole one is there, of that alone, as it alone is read.
+    """Bytes of a folder's safetensors files; if a whole one is there, of that alone, as it alone is read.
 
     None: there are none, and nothing can be learnt from them.
     """
