@@ -24,6 +24,8 @@ def main() -> "NoReturn":
     """Run ``kvant`` and leave at once: what the interpreter does at its end takes a tenth of a second, for nothing."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell ignores it for us
         signal.signal(signal.SIGINT, end_now)
+    if "MLX_RANK" in os.environ:
+        os.environ.setdefault("KVANT_LAUNCHER", str(os.getppid()))  # a rank ends with it, however early
     gc.disable()  # imports leave nothing to collect; the command enables it again
     try:
         from kvant.cli import main as command

@@ -119,19 +119,14 @@ def test_what_is_under_way_is_answered_before_the_end(pocket: Any, step: Any) ->
 
 
 def test_what_takes_too_long_is_cut(pocket: Any, step: Any) -> None:
-    """Who is cut is told; a listener of /live goes with the server."""
+    """Who is cut is told."""
     with running(_start(pocket, drain_s=0.3)) as found:
-        with (
-            found.client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream,
-            found.client.stream("GET", "/live") as live,
-        ):
-            lines, events = stream.iter_lines(), live.iter_lines()
+        with found.client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream:
+            lines = stream.iter_lines()
             next(lines)
-            next(events)
             _end(found)
             last = [line for line in lines if line][-1]
             assert _data(last)["error"]["message"] == "the server is shutting down"
-            list(events)
         found.thread.join(SOON)
         assert not found.thread.is_alive()
 

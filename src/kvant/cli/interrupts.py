@@ -87,12 +87,6 @@ def restoring(act: Callable[[], None]) -> Iterator[None]:
         _restore.remove(act)
 
 
-def put_back() -> None:
-    """What :func:`restoring` asks for, now: another thread ends the process."""
-    for act in _restore:
-        act()
-
-
 def _interrupt(signum: int, frame: FrameType | None) -> None:
     global _waiting
     _reacted.set()

@@ -75,7 +75,7 @@ def read_prompt(argument: str | None, option: str | None) -> str:
     if written == "-":
         prompt = _piped_text()
     else:
-        whose = not sys.stdin.isatty() and ranks.reads_input()
+        whose = not sys.stdin.isatty() and (written is None or ranks.reads_input())
         piped = _piped_text().rstrip("\r\n") if whose else ""
         parts = [part for part in (piped, written) if part is not None and (part is written or part.strip())]
         if not parts:
@@ -94,7 +94,7 @@ def standard_input() -> bytes:
         PromptError: it is longer than any prompt.
     """
     if not ranks.reads_input():
-        raise BadValueError("standard input is mlx.launch's, which never ends it; expected a prompt, or `kvant launch`")
+        raise BadValueError("standard input reaches no rank; expected the prompt as an argument or with --prompt")
     with _said_if_it_lasts("waiting for the end of standard input; Ctrl-D ends it, `< /dev/null` leaves it out"):
         data = sys.stdin.buffer.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:

@@ -33,11 +33,7 @@ SAME_S = 60  # until the event loop's same message is logged again
 
 
 def bind(settings: Settings) -> socket.socket:
-    """A socket at the server's address, that does not listen yet.
-
-    Raises:
-        KvantError: the address is taken, or not this machine's.
-    """
+    """A socket at the server's address, that does not listen yet."""
     host = settings.host.strip("[]")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -62,9 +58,6 @@ def serve(service: Service, bound: socket.socket, announce: Callable[[str], None
         service: is closed at the end.
         bound: of :func:`bind`; is closed at the end.
         announce: told a line when the server listens, and another when it begins to end.
-
-    Raises:
-        KvantError: another process listens at the address since.
     """
     try:
         try:

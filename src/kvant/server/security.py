@@ -174,12 +174,7 @@ class Bodies:
             self._held -= own
 
     async def _read(self, headers: Headers, receive: Receive, hold: Callable[[int], bool]) -> bytes:
-        """A whole body.
-
-        Raises:
-            ApiError: it is too long, too slow, of too many values, or there is no room for it now.
-            ClientDisconnect: it does not come.
-        """
+        """A whole body."""
         limits = self._limits
         message = f"the body is longer than {limits.body_bytes} bytes"
         too_long = ApiError(message, status=413, code="request_too_large", headers=CLOSE)
@@ -211,9 +206,6 @@ async def read_body(receive: Receive, limit: int, hold: Callable[[int], bool]) -
     """A whole body; its length where that is over the limit, or ``hold`` refuses to hold a part.
 
     It is read on then: its sender reads no answer before it has sent it.
-
-    Raises:
-        ClientDisconnect: it does not come.
     """
     parts: list[bytes] = []
     count, more, held = 0, True, True

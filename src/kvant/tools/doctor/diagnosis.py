@@ -96,9 +96,6 @@ def diagnose(progress: Callable[[int, int], None]) -> Diagnosis:
 
     Args:
         progress: called with (kernel cases done, in all).
-
-    Raises:
-        ValueError: KVANT_KERNELS is unknown, or asks for a kernel that cannot run here.
     """
     backend = gpu_backend()
     paths = operator_paths()

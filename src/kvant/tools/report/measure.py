@@ -73,10 +73,6 @@ def measure(
         name: the model's.
         formats: checked by ``check_formats``; the reference among them is not measured twice.
         progress: called with (tokens fed, tokens to be fed), through all caches.
-
-    Raises:
-        ContextError: caches larger than this machine's memory.
-        KvantError: logits of the reference that are not finite.
     """
     measured = [f for f in formats if f != REFERENCE]
     first = text.pieces[0]

@@ -69,9 +69,6 @@ def compare(
         tallies: one for each; added to.
         reference: the model of the first cache; default: ``model``.
         step_size: tokens a chunk.
-
-    Raises:
-        KvantError: predictions of the first cache that are not finite: there is nothing to compare with.
     """
     models = [reference or model, *[model] * (len(caches) - 1)]
     step_size = min(_step_size(own, step_size) for own in models)

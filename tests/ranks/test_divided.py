@@ -1,11 +1,12 @@
-"""Tensor parallelism over a ring on the loopback: rank 0's logits against mlx-lm's model and one process's decoder.
+"""Models divided over a ring on the loopback: rank 0's logits against mlx-lm's model and one process's decoder.
 
-The processes of a group load one model after the other: starting them takes longer than all models do.
+In tensor mode sums are rounded in another order; a pipeline gives the same bits. The processes of a group load one
+model after the other: starting them takes longer than all models do.
 """
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ from support.numbers import relative_error
 from support.part_runs import PLACES, cached_run, pooled_run, run_ids
 from support.ranks import run_script
 
+from kvant.errors import RanksError
 from kvant.models import Decoder, load_decoder
+from kvant.ranks.group import connect
 
 TOLERANCE = 1e-5  # of the largest logit, with a float cache
 # A value that lies between two of a quantized cache's may be rounded to the other one after a sum in another order.
@@ -44,10 +47,12 @@ Change = Callable[[dict[str, mx.array]], dict[str, mx.array]]
 SCRIPT = """
 import json
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from kvant.ranks.group import Ranks, connect
 from kvant.models import checkpoint
+from kvant.ranks.stage import load_stage
 from kvant.ranks.tensor import load_tensor
 import mlx.core as mx
 from support.part_runs import cached_run, pooled_run, run_ids
@@ -62,17 +67,19 @@ for case in json.loads(sys.argv[2]):
     folder = Path(case["folder"])
     group = Silent(ranks.group) if case["silent"] and ranks.rank == 1 else ranks
     checkpoint._compute_dtype = (lambda *_: mx.bfloat16) if case["half"] else of_device
-    model = load_tensor(folder, group, adapter=folder / "adapter" if case["adapter"] else None)
+    if case["ends"]:
+        model = load_stage(folder, group, range(*[0, *case["ends"]][ranks.rank : ranks.rank + 2]))
+    else:
+        model = load_tensor(folder, group, adapter=folder / "adapter" if case["adapter"] else None)
     found = {f"cache {bits}": cached_run(model, bits) for bits in case["bits"]}
     if case["pools"]:
         found |= {f"pool {bits}": pooled_run(model, bits) for bits in case["bits"]}
     found["whole"] = model(mx.array([run_ids(model.config.vocab_size)]))
     mx.eval(found["whole"])
     cache = model.make_cache(8, quant_bit=0)
-    before = ranks.traffic.sums, ranks.traffic.bytes
+    before = replace(ranks.traffic)
     mx.eval(model.next_logits(mx.array([[3]]), cache))
-    after = ranks.traffic.sums, ranks.traffic.bytes
-    said = {"sums": after[0] - before[0], "bytes": after[1] - before[1], "compiles": model.can_compile(cache)}
+    said = {**asdict(ranks.traffic.since(before)), "compiles": model.can_compile(cache), "nbytes": model.nbytes}
     biases = [layer.self_attn.qkv_bias for layer in model.layers]
     said["pairs"] = [bias and bias.pairs for bias in biases]
     said["cache"] = sum(a.nbytes for layer in cache for a in layer.buffers)
@@ -95,6 +102,7 @@ class Case:
         change: of the tensors before they are saved.
         silent: rank 1 adds nothing to the sums.
         half: activations are bfloat16, as they are on a GPU.
+        ends: in a pipeline the layers up to which each rank goes; else tensor mode.
     """
 
     config: dict[str, Any]
@@ -105,6 +113,7 @@ class Case:
     change: Change | None = None
     silent: bool = False
     half: bool = False
+    ends: Sequence[int] = ()
 
 
 def _format(bits: int, group_size: int, mode: str = "affine") -> Callable[[dict[str, Any], nn.Module], dict[str, Any]]:
@@ -148,6 +157,9 @@ UNEVEN = {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 32, "
 SPLIT = Case(qwen2_config(**WIDE), (0, 8, 4), pools=True, change=_large_bias(2))
 SILENT = Case(qwen2_config(**WIDE), silent=True)
 MOE = qwen3_moe_config()
+# The last two layers have a window, which rank 0 has none of.
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+LAYERS = Case(qwen2_config(num_hidden_layers=4, **WINDOWS), (0, 8, 4), pools=True)
 
 CASES: dict[int, dict[str, Case]] = {
     2: {
@@ -170,6 +182,8 @@ CASES: dict[int, dict[str, Case]] = {
         "lora, 4 bits": Case(llama_config(), quantize=_format(4, 64), adapter=adapter_config()),
         "dora": Case(llama_config(), adapter=adapter_config(kind="dora")),
         "lora, moe": Case(MOE, adapter=adapter_config()),
+        "pipeline": replace(LAYERS, ends=[1, 4]),
+        "pipeline, moe": Case(qwen3_moe_config(num_hidden_layers=3, **UNTIED), (0, 8), pools=True, ends=[2, 3]),
     }
     | count(
         {},
@@ -183,6 +197,7 @@ CASES: dict[int, dict[str, Case]] = {
         "uneven": Case(llama_config(**UNEVEN), quantize=_format(4, 32)),
         "olmo2": Case(olmo2_config(num_key_value_heads=2)),
         "dora": Case(llama_config(), adapter=adapter_config(kind="dora")),
+        "pipeline": replace(LAYERS, ends=[2, 3, 4]),
         **count(
             {}, {"qwen2": SPLIT, "moe": Case(MOE), "lora, moe": Case(MOE, adapter=adapter_config()), "silent": SILENT}
         ),
@@ -243,6 +258,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Run]
                 "adapter": case.adapter is not None,
                 "silent": case.silent,
                 "half": case.half,
+                "ends": case.ends,
             }
             for name, case in cases.items()
         ]
@@ -272,6 +288,8 @@ def test_logits(runs: dict[tuple[int, str], Run], ranks: int, name: str, monkeyp
             assert error > 0.1
         else:
             bits = 0 if key == "whole" else int(key.split()[1])
+            if case.ends:
+                assert mx.array_equal(given[key], logits), key
             assert error < (HALF if case.half else ROUNDED[bits]), key
             assert given[key].dtype == logits.dtype == model.dtype
     if name.startswith(BY_MLX_LM):
@@ -282,6 +300,11 @@ def test_logits(runs: dict[tuple[int, str], Run], ranks: int, name: str, monkeyp
 def test_sums_and_bytes_of_a_token(runs: dict[tuple[int, str], Run], ranks: int, name: str) -> None:
     """Two sums of the stream a layer; OLMo 2's two sums of squares together; the logits of a head stored by itself."""
     config = CASES[ranks][name].config
+    if CASES[ranks][name].ends:  # the stream goes to the next rank, and back to the first
+        counts = {"sums": 0, "messages": 2, "bytes": 2 * 4 * config["hidden_size"], "compiles": False}
+        assert all(said.items() >= counts.items() for said in runs[ranks, name].said)
+        assert sum(said["nbytes"] for said in runs[ranks, name].said) == runs[ranks, name].alone().nbytes
+        return
     layers, is_olmo2 = config["num_hidden_layers"], config["model_type"] == "olmo2"
     widest = 0 if config["tie_word_embeddings"] else -(-config["vocab_size"] // ranks)
     sums = layers * (3 if is_olmo2 else 2) + (widest > 0)
@@ -313,3 +336,8 @@ def test_a_cache_is_of_the_ranks_own_kv_heads(
     run = runs[ranks, name]
     whole = sum(a.nbytes for layer in run.alone().make_cache(8, quant_bit=0) for a in layer.buffers)
     assert [said["cache"] for said in run.said] == [whole // min(ranks, heads)] * ranks
+
+
+def test_no_ring() -> None:
+    with pytest.raises(RanksError, match="back end 'ring' does not start"):
+        connect("ring")
