@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import mlx.core as mx
     from mlx.nn.layers.base import Module
 
-    from kvant.bridge.layer_list import LayerList
     from kvant.bridge.probe import Entry
 
 HEADS_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -33,18 +32,26 @@ class BridgedCheckpoint:
 
     def __init__(self, raw: Mapping[str, Any], config: BridgedConfig, make: "Callable[[], Module]") -> None:
         """``make``: the lazy module, with parameters as they are stored."""
-        from kvant.bridge.folder import describe_formats, main_dtype
+        from kvant.bridge.folder import build, compute_in_float32, describe_formats, main_dtype
+        from kvant.bridge.layer_list import list_layers
+        from kvant.bridge.probe import probe
+
+        def module(on_cpu: bool) -> "Module":
+            made = make()
+            if on_cpu:
+                compute_in_float32(made)
+            return made
 
         self.config = config
         self.part: Part | None = None
         self._raw = raw
-        self._make = make
-        self._modules: dict[bool, Module] = {}
-        self._entries: dict[bool, list[Entry]] = {}
-        self._lists: list[LayerList] = []
-        self._grouped: dict[bool, dict[int | None, dict[str, mx.array]]] = {}
         self._layers: range | None = None
-        self.float_bytes = main_dtype(self.module(on_cpu=False)).size
+        # Each is made once, if it is asked for; a stage has those of the whole model.
+        self.module = cache(module)
+        self._probed = cache(lambda on_cpu: probe(self.module(on_cpu)))  # what the model asks of its caches
+        self._list = cache(lambda: list_layers(build(raw)[0], config.model_type))
+        self._by_number = cache(self._grouped)
+        self.float_bytes = main_dtype(self.module(False)).size
         self.described = describe_formats(raw) or "{} bits"
 
     @classmethod
@@ -113,7 +120,7 @@ class BridgedCheckpoint:
 
     def layer_kind(self, layer: int) -> "tuple[Entry, ...]":
         """What a run's bytes depend on: what the layer asks of its caches."""
-        return tuple(self._probed(on_cpu=False)[cache] for cache in self._list().caches[layer])
+        return tuple(self._probed(False)[number] for number in self._list().caches[layer])
 
     def itemsize(self, *, on_cpu: bool) -> int:
         """Bytes of a number as it is computed with."""
@@ -131,62 +138,37 @@ class BridgedCheckpoint:
         held = {name for group in self._groups(on_cpu) for name in group}
         return bytes_read(self.module(on_cpu), self.config.experts_used, held)
 
-    def module(self, on_cpu: bool) -> "Module":
-        """The model, lazy, with numbers as it computes with them."""
-        from kvant.bridge.folder import compute_in_float32
-
-        if on_cpu not in self._modules:
-            self._modules[on_cpu] = self._make()
-            if on_cpu:
-                compute_in_float32(self._modules[on_cpu])
-        return self._modules[on_cpu]
-
-    def _probed(self, on_cpu: bool) -> "list[Entry]":
-        """What the model asks of its caches."""
-        from kvant.bridge.probe import probe
-
-        if on_cpu not in self._entries:
-            self._entries[on_cpu] = probe(self.module(on_cpu))
-        return self._entries[on_cpu]
-
-    def _list(self) -> "LayerList":
-        from kvant.bridge.folder import build
-        from kvant.bridge.layer_list import list_layers
-
-        if not self._lists:
-            self._lists.append(list_layers(build(self._raw)[0], self.config.model_type))
-        return self._lists[0]
-
     def held_entries(self, on_cpu: bool) -> "list[Entry]":
         """What the layers that are here ask of their caches; rank 0 has those of no layer."""
         entries = self._probed(on_cpu)
         if self._layers is None:
             return entries
         caches = self._list().caches
-        own = {cache for number in self._layers for cache in caches[number]}
+        own = {entry for number in self._layers for entry in caches[number]}
         if self.part is not None and self.part.has_ends:
-            own |= set(range(len(entries))) - {cache for each in caches for cache in each}
-        return [entries[cache] for cache in sorted(own)]
+            own |= set(range(len(entries))) - {entry for each in caches for entry in each}
+        return [entries[entry] for entry in sorted(own)]
 
     def _groups(self, on_cpu: bool) -> "list[dict[str, mx.array]]":
         """The arrays that are here, by layer in the order in which they are read."""
-        from kvant.bridge.model import by_layer, parameters
+        from kvant.bridge.model import by_layer
 
-        module = self.module(on_cpu)
         if self._layers is None:
-            return list(by_layer(module).values())
-        # By the number of a layer; None: in none.
-        if on_cpu not in self._grouped:
-            numbers = {path: number for number, path in enumerate(self._list().paths)}
-            grouped: dict[int | None, dict[str, mx.array]] = {None: {}, **{number: {} for number in numbers.values()}}
-            for name, array in parameters(module).items():
-                parts = name.split(".")
-                above = (numbers.get(".".join(parts[:length])) for length in range(1, len(parts)))
-                number = next((found for found in above if found is not None), None)
-                grouped[number][name] = array
-            self._grouped[on_cpu] = grouped
+            return list(by_layer(self.module(on_cpu)).values())
         has_ends = self.part is not None and self.part.has_ends
-        return [self._grouped[on_cpu][number] for number in (*([None] if has_ends else []), *self._layers)]
+        return [self._by_number(on_cpu)[number] for number in (*([None] if has_ends else []), *self._layers)]
+
+    def _grouped(self, on_cpu: bool) -> "dict[int | None, dict[str, mx.array]]":
+        """All arrays by the number of their layer; None: in none."""
+        from kvant.bridge.model import parameters
+
+        numbers = {path: number for number, path in enumerate(self._list().paths)}
+        grouped: dict[int | None, dict[str, mx.array]] = {None: {}, **{number: {} for number in numbers.values()}}
+        for name, array in parameters(self.module(on_cpu)).items():
+            parts = name.split(".")
+            above = (numbers.get(".".join(parts[:length])) for length in range(1, len(parts)))
+            grouped[next((found for found in above if found is not None), None)][name] = array
+        return grouped
 
     def heads(self) -> int:
         """Query heads of a layer."""
