@@ -17,7 +17,7 @@ from kvant.errors import KvantError
 from kvant.files import read_given
 from kvant.sizes import format_bytes
 from kvant.tools.plan import MemoryPlan
-from kvant.tools.plan.plan import as_record
+from kvant.tools.plan.memory import as_record
 
 MAX_KEY = 1000  # characters
 MAX_KEYS_BYTES = 1 << 20
