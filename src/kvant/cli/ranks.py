@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvant.ranks.group import Ranks
     from kvant.ranks.guard import Guard
 
-COMMANDS = ("generate", "chat", "serve", "bench", "plan", "doctor")
+COMMANDS = ("generate", "chat", "serve", "plan", "doctor")
 PACKAGES = ("kvant", "mlx", "mlx-lm")
 SAME_ERROR_S = 1.0
 CONNECT_S = 30.0  # MLX's own joining, once every rank is there

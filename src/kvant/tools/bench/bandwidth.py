@@ -1,6 +1,5 @@
 """The device's copy bandwidth, which the bytes a decode step reads a second are compared with."""
 
-import json
 import statistics
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from kvant.errors import BenchError
 
 COPY_BYTES = 256 * 1024 * 1024  # far above any last-level cache; of two arrays this size
 REPEATS = 7
-COMMAND = [sys.executable, "-P", "-m", "kvant.tools.bench.bandwidth"]
 
 
 def copy_bandwidth_gb_s(size: int = COPY_BYTES, repeats: int = REPEATS) -> float:
@@ -45,18 +43,13 @@ def measure_bandwidth() -> float:
     Raises:
         BenchError: the process failed.
     """
-    done = subprocess.run(COMMAND, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    try:
-        return float(json.loads(done.stdout)["copy_bandwidth_gb_s"])
-    except (ValueError, TypeError, KeyError):
+    command = [sys.executable, "-P", "-m", __name__]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
         reason = [f"exit code {done.returncode}", *done.stderr.strip().splitlines()][-1]
-        raise BenchError(f"the copy bandwidth could not be measured: {reason}") from None
-
-
-def main() -> None:
-    """Print it as JSON."""
-    print(json.dumps({"copy_bandwidth_gb_s": round(copy_bandwidth_gb_s(), 3)}))
+        raise BenchError(f"the copy bandwidth could not be measured: {reason}")
+    return float(done.stdout)
 
 
 if __name__ == "__main__":
-    main()
+    print(round(copy_bandwidth_gb_s(), 3))
