@@ -31,10 +31,10 @@ import mlx.core as mx
 from attention_variants import DTYPES, GROUP, MLX_LM_GROUP, SHAPES, SPARE, Arrays, Variant, check, make_variants
 
 from kvant.errors import KvantError
+from kvant.machine import default_device, environment, this_machine
 from kvant.operators.dispatch import gpu_backend
 from kvant.tools.bench.bandwidth import COPY_BYTES, copy_bandwidth_gb_s
 from kvant.tools.drawing import COLORS, check_plot_path, drawing
-from kvant.tools.machine import default_device, environment, this_machine
 
 CONTEXTS = {"gpu": "1k,2k,4k,8k,16k,32k,64k,128k", "cpu": "1k,4k,16k"}
 CHAIN_BYTES = {"gpu": 2**30, "cpu": 2**27}  # of an unquantized cache: chains have fewer layers if this is exceeded

@@ -33,7 +33,7 @@ from kvant.cache import sequences
 from kvant.engine.load import POCKET
 from kvant.engine.response import GenerationResponse
 from kvant.engine.sampling import make_sampler
-from kvant.tools.machine import environment
+from kvant.machine import environment
 from kvant.tools.report.texts import heldout_documents
 
 SAMPLERS: dict[str, dict[str, float]] = {"greedy": {}, "temp 0.7": {"temp": 0.7}, "top-p": {"temp": 1.0, "top_p": 0.95}}

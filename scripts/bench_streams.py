@@ -27,9 +27,9 @@ from kvant.engine.feeding import CHUNK
 from kvant.engine.load import load_model
 from kvant.engine.request import Request
 from kvant.engine.scheduler import Scheduler
+from kvant.machine import environment
 from kvant.models import LanguageModel
 from kvant.tools.bench.shapes import SHAPES, random_model
-from kvant.tools.machine import environment
 from kvant.tools.statistics import percentile
 
 STREAMS, LONG_PROMPT, SHORT_PROMPT = 4, 2048, 128

@@ -22,21 +22,20 @@ from kvant.engine.load import POCKET, find_model, load_folder
 from kvant.models import Decoder
 from kvant.tools.report.divergence import Tally
 from kvant.tools.report.formats import REFERENCE, CacheFormat
-from kvant.tools.report.questions import Dialogue, answer, question_sets
-from kvant.tools.report.teacher import compare
-from kvant.tools.report.texts import Text, built_in_text
+from kvant.tools.report.runs import answer, compare
+from kvant.tools.report.texts import Dialogue, Text, built_in_text, recall_dialogues
 
 CONSTANT = 300.0
 SWEEP = (0.0, 3.0, 10.0, 30.0, 100.0, 300.0, 900.0)
 BITS, GROUPS = (8, 4), (8, 32, 64)
 TOKENS = 2048  # of held-out text, in pieces of the context below
 PIECE = 1024
-QUESTION_TOKENS = 4096  # of each set of questions, asked where the table shows them
+RECALL_TOKENS = 4096  # of questions, asked where the table shows them
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Against the unchanged model's full-precision cache: nats, and shares of positions or questions."""
+    """Against the unchanged model's full-precision cache: nats, and shares of positions or answers."""
 
     constant: float
     bits: int
@@ -46,7 +45,6 @@ class Quality:
     mean_kld: float
     p99_kld: float
     top1: float
-    questions: float | None
     recall: float | None
 
 
@@ -68,28 +66,25 @@ def measure(
     plain: Decoder,
     model: Decoder,
     text: Text,
-    questions: dict[str, list[Dialogue]],
+    recall: list[Dialogue],
     constant: float,
     formats: list[CacheFormat],
 ) -> list[Quality]:
     """Quality of cache formats. Answers only where the table shows them, because they take most of the time."""
-    longest = max(PIECE, *(len(c.ids) for own in questions.values() for c in own))
+    longest = max(PIECE, *(len(dialogue.ids) for dialogue in recall))
     caches = [REFERENCE.make_cache(plain, PIECE), *(f.make_cache(model, longest) for f in formats)]
     tallies = [Tally() for _ in caches]
     for piece in text.pieces:
         compare(model, piece, caches, tallies, reference=plain)
     rows = []
     for cache_format, cache, tally in zip(formats, caches[1:], tallies[1:], strict=True):
-        shares: dict[str, float | None] = dict.fromkeys(questions)
-        if tabled(constant):
-            shares = {
-                name: mean(right for c in own for right in answer(model, cache, c)) for name, own in questions.items()
-            }
+        asked = recall if tabled(constant) else []
+        right = [exact for dialogue in asked for exact in answer(model, cache, dialogue)]
         found = tally.figures()
         rows.append(
             Quality(
                 constant, cache_format.bits, cache_format.group, cache_format.split, found.perplexity,
-                found.mean_kld_nats, found.p99_kld_nats, found.top1, shares["questions"], shares["recall"],
+                found.mean_kld_nats, found.p99_kld_nats, found.top1, mean(right) if right else None,
             )
         )  # fmt: skip
         print(rows[-1], file=sys.stderr, flush=True)
@@ -108,21 +103,19 @@ def main() -> None:
     source = find_model(POCKET)
     plain, tokenizer = load_folder(source)
     text = built_in_text(tokenizer, PIECE, TOKENS)
-    questions = question_sets(tokenizer, QUESTION_TOKENS)
+    recall = recall_dialogues(tokenizer, RECALL_TOKENS)
     rows: list[Quality] = []
     with tempfile.TemporaryDirectory() as scratch:
         for constant in SWEEP:
             model, _ = load_folder(plant(source, Path(scratch) / f"{constant:g}", constant))
             groups = GROUPS if tabled(constant) else (32,)
             formats = [REFERENCE, *(CacheFormat(b, g, s) for b in BITS for g in groups for s in (True, False))]
-            rows += measure(plain, model, text, questions, constant, formats)
+            rows += measure(plain, model, text, recall, constant, formats)
     with (target / "quality.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
     table = "\n".join(markdown(row) for row in rows if tabled(row.constant))
-    print(
-        "| key bias added | bits | group | split | perplexity | mean KLD | p99 KLD | same top-1 | questions | recall |"
-    )
-    print("| --- " * 10 + "|\n" + table)
+    print("| key bias added | bits | group | split | perplexity | mean KLD | p99 KLD | same top-1 | recall |")
+    print("| --- " * 9 + "|\n" + table)
     plot(rows, target / "error-against-bias.svg")
 
 
@@ -130,8 +123,8 @@ def markdown(row: Quality) -> str:
     """One row of the table."""
     format_ = (str(row.bits), str(row.group), "on" if row.split else "off") if row.bits else ("none", "", "off")
     numbers = f"{row.perplexity:.4f} | {row.mean_kld:.1e} | {row.p99_kld:.1e} | {row.top1:.4f}"
-    answers = " | ".join("" if share is None else f"{share:.2f}" for share in (row.questions, row.recall))
-    return f"| {row.constant:g} | {' | '.join(format_)} | {numbers} | {answers} |"
+    recall = "" if row.recall is None else f"{row.recall:.2f}"
+    return f"| {row.constant:g} | {' | '.join(format_)} | {numbers} | {recall} |"
 
 
 def plot(rows: list[Quality], path: Path) -> None:

@@ -38,13 +38,13 @@ from kvant.bridge.rope import rotate_by_matrices
 from kvant.cache import QuantizedKVCache
 from kvant.engine.load import POCKET, find_model
 from kvant.engine.run import Run
+from kvant.machine import environment
 from kvant.models import load_decoder
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.cached_attention import append_and_attend, read_tokens, write_tokens
 from kvant.operators.rotary import Rotary
 from kvant.tools.bench.shapes import Shape, write_random
-from kvant.tools.machine import environment
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ ROOT = Path(kvant.__file__).parent
 # From the ground up. A module imports its own package and those before it.
 FLOORS = [
     "errors", "files", "tensor_header", "fields", "sizes", "threads", "weights", "library_copy", "blas", "operators",
-    "cache", "models", "bridge", "ranks", "text", "engine", "sample_utils", "__init__",
+    "cache", "models", "bridge", "ranks", "text", "engine", "sample_utils", "__init__", "machine",
     "tools", "server", "cli", "__main__",
 ]  # fmt: skip
 DATA = ["pocket"]  # files, no code

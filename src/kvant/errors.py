@@ -8,6 +8,8 @@ KvantError
  +-- ContextError      a prompt or a conversation that does not fit the reserved context (also a ValueError)
  +-- PromptError       a prompt that cannot be used: empty, or a chat template that fails (also a ValueError)
  +-- GrammarError      a grammar that cannot be used, or an answer that cannot follow it (also a ValueError)
+ +-- LogitsError       logits that no token can be drawn from: NaN, or all minus infinity
+ +-- KernelError       a step through the fused kernel that failed (also a RuntimeError)
  +-- BenchError        a measurement that could not be made: an engine that failed
  +-- ConvertError      a model that could not be converted
  +-- QueueFullError    a request that an engine has no place for now; later it may have
@@ -23,6 +25,7 @@ from typing import ClassVar
 from unicodedata import east_asian_width
 
 __all__ = [
+    "EXIT_INTERRUPTED",
     "ArgumentError",
     "BenchError",
     "CheckpointError",
@@ -30,7 +33,9 @@ __all__ = [
     "ConvertError",
     "EngineError",
     "GrammarError",
+    "KernelError",
     "KvantError",
+    "LogitsError",
     "ModelError",
     "PromptError",
     "QueueFullError",
@@ -42,6 +47,7 @@ __all__ = [
     "printable",
 ]
 
+EXIT_INTERRUPTED = 130
 MAX_COLUMNS = 3 * 79 - len("kvant: error: ")  # so that an error takes three lines of a terminal
 MAX_CHARACTERS = 2000  # of a text that are looked at
 
@@ -92,6 +98,14 @@ class GrammarError(KvantError, ValueError):
     """A grammar that cannot be used, or an answer that cannot follow it."""
 
     columns = 1000  # it quotes the part of a schema or a grammar that is wrong
+
+
+class LogitsError(KvantError):
+    """Logits that no token can be drawn from."""
+
+
+class KernelError(KvantError, RuntimeError):
+    """A step through the fused kernel that failed."""
 
 
 class BenchError(KvantError):

@@ -1,5 +1,7 @@
 """Sequences of a pool that share pages: prefixes, forks, and what happens to a shared page that is written."""
 
+import hashlib
+from array import array
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,6 +12,7 @@ from support.counts import count
 from support.pools import check_pages, close, decode, prefill, tiny_model
 
 from kvant.cache.pool import Pool, PoolSequence
+from kvant.cache.prefix import digests, root
 from kvant.errors import ContextError
 from kvant.models import Decoder
 
@@ -72,6 +75,13 @@ def test_what_is_not_the_same_text_of_the_same_owner_is_not_shared(plain: Decode
     other = [*TEXT[:100], 1 + TEXT[100], *TEXT[101:600]]
     assert pool.sequence(600, other, salt=b"a").length == 0, "its second page has the same tokens behind another first"
     assert pool.sequence(700, [*TEXT[:200], 1, *TEXT[201:]], salt=b"a").length == 128
+
+
+def test_no_salt_is_another_salts_first_page() -> None:
+    """Else whoever knows the salt and the tokens would read its second page as their own first."""
+    (page,) = digests(TEXT[:128], b"a")
+    forged = hashlib.blake2b(b"a", digest_size=32).digest(), root(b"a")
+    assert all(root(known + array("q", TEXT[:128]).tobytes()) != page for known in forged)
 
 
 def test_the_rows_of_a_page_that_begins_alike_are_copied(plain: Decoder) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import kvant  # isort: skip  # noqa: F401  (before MLX: it loads a faster BLAS)
+import kvant  # isort: skip  # (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 import pytest
 from support import snapshot_writer
@@ -83,6 +83,20 @@ def _untouched(path: Path, data: bytes, cache: ModelCache) -> None:
     cache.commit()
 
 
+def test_what_is_no_file_is_not_replaced(tmp_path: Path, cache: ModelCache) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "to pipe").symlink_to("pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "folder").mkdir()
+    before = sorted(os.listdir(tmp_path))
+    for name in before:
+        with pytest.raises(SnapshotError, match="neither a regular file nor a link"):
+            kvant.save_prompt_cache(tmp_path / name, cache)
+    assert sorted(os.listdir(tmp_path)) == before
+    assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "loop").is_symlink()
+
+
 @contextmanager
 def _small_files(limit: int) -> Iterator[None]:
     """No file of this process may have more bytes: a write past them fails, as on a full disk."""
@@ -150,20 +164,16 @@ def test_a_full_disk(old: Path, cache: ModelCache, monkeypatch: pytest.MonkeyPat
 def test_folders_that_take_no_file(tmp_path: Path, cache: ModelCache) -> None:
     """Root may write where others may not, so these take nobody's."""
     (tmp_path / "file").write_text("x")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "more").write_text("x")
     for path, message in (
         (tmp_path / "missing" / "saved", "No such file or directory"),
         (tmp_path / "file" / "saved", "Not a directory"),
-        (tmp_path / "folder", "Is a directory"),
         (tmp_path / ("n" * 300), "File name too long"),
         (tmp_path / "a\0b", "null byte"),
     ):
         with pytest.raises(SnapshotError, match=f"cannot be written: .*{message}") as error:
             cache.save(path)
         assert "\n" not in str(error.value)
-    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
-    assert os.listdir(tmp_path / "folder") == ["more"]
+    assert os.listdir(tmp_path) == ["file"]
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder in which nobody may write, root neither")

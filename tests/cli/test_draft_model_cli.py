@@ -11,7 +11,8 @@ from support.command import QUESTION, call
 from support.draft_models import save_draft_model
 from support.kinds import load_kind
 
-from kvant.cli.session import RunOptions, open_session
+from kvant.cli.options import RunOptions
+from kvant.cli.session import open_session
 from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.tools.plan import Settings, plan, read_folder, split_pairs

@@ -11,7 +11,7 @@ from support.command import QUESTION, call
 
 from kvant.cli import lines, session
 from kvant.engine.batch_stream import Piece
-from kvant.tools.machine import Machine
+from kvant.machine import Machine
 
 LINES: list[dict[str, Any]] = [
     {"prompt": QUESTION, "max_tokens": 30},

@@ -21,10 +21,10 @@ from kvant import weights
 from kvant.cli import fitting, main, session
 from kvant.cli import plan as command
 from kvant.errors import ContextError, ModelError
+from kvant.machine import Device, Machine
 from kvant.models import Decoder
 from kvant.sizes import format_bytes
 from kvant.tools.bench.shapes import SHAPES, write_random
-from kvant.tools.machine import Device, Machine
 from kvant.tools.plan import Checkpoint, Settings, plan, split_pairs
 
 

@@ -6,8 +6,8 @@ import pytest
 import typer
 
 from kvant.cli import follow as module
+from kvant.cli.options import RunOptions
 from kvant.cli.parts import Arranged
-from kvant.cli.session import RunOptions
 
 
 @pytest.mark.parametrize(("wired", "bounded"), [(False, False), (True, False), (False, True)])

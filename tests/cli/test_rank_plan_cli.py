@@ -12,9 +12,9 @@ from support.command import call
 
 from kvant.cli.fitting import ranks_for, ranks_that_fit
 from kvant.errors import ContextError, ModelError
+from kvant.machine import Machine, machine_with
 from kvant.sizes import format_bytes
 from kvant.tools.bench.shapes import SHAPES
-from kvant.tools.machine import Machine, machine_with
 from kvant.tools.plan import Checkpoint, RankPlanner, Settings
 
 GB = 2**30

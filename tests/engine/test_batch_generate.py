@@ -250,6 +250,10 @@ def _refused() -> Iterator[tuple[dict[str, Any], type[Exception], str]]:
         ({"completion_batch_size": 0}, "completion_batch_size is 0; expected at least 1"),
         ({"prefill_batch_size": 0}, "prefill_batch_size is 0; expected at least 1"),
         ({"prefill_step_size": 0}, "prefill_step_size is 0; expected at least 1"),
+        (
+            {"completion_batch_size": 10**9, "deterministic": True},
+            "completion_batch_size is 1000000000; expected at most",
+        ),
         ({"prefill_step_size": 64, "deterministic": True}, "prefill_step_size is 64; expected 128 or more with determ"),
         ({"max_kv_size": 0}, "max_kv_size is 0"),
         ({"kv_bits": 5}, "kv_bits is 5; expected 8, 4, 0"),

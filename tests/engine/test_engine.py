@@ -287,7 +287,7 @@ def test_the_models_context_bounds_any_cache(pocket: Pocket) -> None:
 
 
 def test_a_run_needs_a_prompt(pocket: Pocket) -> None:
-    with pytest.raises(ValueError, match="prompt has no tokens"):
+    with pytest.raises(PromptError, match="empty"):
         Run(pocket[0], [], pocket[0].make_cache(8))
 
 

@@ -81,10 +81,6 @@ def test_building_options_leaves_mlxs_random_state() -> None:
     assert mx.random.uniform(shape=(4,)).tolist() == expected
 
 
-def test_looking_ahead_changes_nothing(pocket: Pocket) -> None:
-    assert _tokens(pocket, 8, look_ahead=1) == _tokens(pocket, 8, look_ahead=0)
-
-
 def test_the_same_text_twice_and_through_a_chain_of_filters(pocket: Pocket) -> None:
     model, tokenizer = pocket
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from support.interfaces import SWITCHED, service
 
-from kvant.server.anthropic_body import MessagesBody
-from kvant.server.anthropic_messages import messages_generation, shows_thinking
+from kvant.server.anthropic import MessagesBody, messages_generation, shows_thinking
 from kvant.server.body import decode
 from kvant.server.errors import ApiError
 from kvant.server.generation import Format, Generation, Tool
@@ -24,7 +23,7 @@ def _body(**fields: Any) -> MessagesBody:
 
 
 def _made(on: Any = None, **fields: Any) -> Generation:
-    return messages_generation(_body(**fields), service() if on is None else on, b"salt")
+    return messages_generation(_body(**fields), service() if on is None else on)
 
 
 def _refused(on: Any = None, **fields: Any) -> ApiError:
@@ -76,7 +75,6 @@ def test_a_conversation_with_tools() -> None:
         {"role": "user", "content": "Well?"},
     ]
     assert made.tools == (Tool("weather", "Of a city.", SCHEMA, strict=True),)
-    assert made.salt == b"salt"
 
 
 def test_thinking_that_the_client_did_not_see() -> None:

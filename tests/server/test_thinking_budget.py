@@ -13,7 +13,7 @@ from support.tokenizers_made import write_tokenizer
 
 from kvant.server.service import Service
 from kvant.server.settings import Settings
-from kvant.server.thinking_budget import ThinkingBudget
+from kvant.server.thinking import ThinkingBudget
 
 TEMPLATE = """
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}

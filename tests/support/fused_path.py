@@ -33,7 +33,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(dispatch, "gpu_backend", lambda: "metal")
     monkeypatch.setattr(dispatch, "probe_failure", lambda use, backend: None)
     monkeypatch.setattr(dispatch, "_warned", False)
-    monkeypatch.setattr(dispatch, "_given_up", None)
     monkeypatch.setattr(probe, "_tried", {})
     _forget()
     yield

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvant.machine import Environment
 from kvant.tools.bench.recording import Engine, Header, Recording, Run
-from kvant.tools.machine import Environment
 
 MACHINE = Environment(
     device="a processor", cores=2, system="Linux", blas="OpenBLAS", versions={"kvant": "0.1.0", "mlx": "0.32.4"}

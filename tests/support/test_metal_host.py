@@ -1,6 +1,6 @@
 """The host run of Metal kernels itself: what is traced is what MLX launches, and right kernels give numpy's results.
 
-Which compiler ran is in the last lines of pytest's output; docs/host-run.md says what each can see.
+Which compiler ran is in the last lines of pytest's output; docs/kernels.md says what each can see.
 """
 
 import mlx.core as mx

@@ -21,7 +21,7 @@ from kvant.text import process as bounded
 from kvant.text import rendering
 from kvant.text.process import TextProcess
 from kvant.text.prompt import render_chat
-from kvant.text.template import MAX_TEMPLATE, render
+from kvant.text.template import MAX_TEMPLATE, plain_data, render
 
 MESSAGES = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi <there>", "reasoning": "why"}]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -33,6 +33,13 @@ def process() -> Iterator[TextProcess]:
     made = TextProcess()
     yield made
     made._end()
+
+
+def test_a_message_that_holds_itself() -> None:
+    message: dict[str, Any] = {"role": "user"}
+    message["content"] = [message]
+    with pytest.raises(PromptError, match="holds itself"):
+        plain_data(message)
 
 
 HOSTILE = [

@@ -19,9 +19,9 @@ from kvant.errors import ModelError, WeightsError
 from kvant.models import Decoder
 from kvant.models.architectures import ARCHITECTURES
 from kvant.models.config import ModelConfig
-from kvant.weights.lock import Lock, Verified, read_lock, write_lock
+from kvant.weights.lock import Lock, read_lock, write_lock
 from kvant.weights.reference import COMMIT, REPOSITORY
-from kvant.weights.snapshot import git_blob_id, is_wanted, measure
+from kvant.weights.snapshot import Verified, git_blob_id, is_wanted, measure
 
 NAMES = [
     "qwen2.5-0.5b",

@@ -50,11 +50,6 @@ class BridgedSequence(PoolSequence):
     def states(self, states: list[Arrays]) -> None:
         self._states = states
 
-    @property
-    def arrays(self) -> list[mx.array]:
-        """The arrays of its states."""
-        return [array for state in self.states for array in state if array is not None]
-
     def can_trim_to(self, num_tokens: int) -> bool:
         """As :meth:`PoolSequence.can_trim_to`. A state goes back to nothing alone."""
         return super().can_trim_to(num_tokens) and (not self._empty or num_tokens == 0 or num_tokens >= self.length)

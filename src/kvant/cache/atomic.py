@@ -21,8 +21,10 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     ``.<name>.<digits>.partial``; the next one that writes the same name removes it.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, or would replace a pipe, a device, a folder or a link to no file.
     """
+    if os.path.lexists(path) and not os.path.isfile(path):
+        raise OSError("what is there is neither a regular file nor a link to one")
     _remove_abandoned(path)
     part = path.with_name(f"{_prefix(path)}{os.urandom(8).hex()}{SUFFIX}")
     try:

@@ -48,14 +48,12 @@ class PoolLayer:
         backend: runs the fused kernel for steps of up to 8 new tokens a sequence; None: every step is unfused.
         arrays: values (2, K, T, D'), and where they are quantized scales (2, K, T, D/G). Nothing else may hold them, or
             a slice of them: MLX would copy the whole array at the next append.
-        kernels: "fused" where the kernel was asked for.
     """
 
     format: LayerFormat
     bias_split: BiasSplit | None
     backend: Backend | None = None
     arrays: list[mx.array] = field(default_factory=list)
-    kernels: str | None = None
 
     def allocate(self, num_pages: int) -> None:
         """Allocate the arrays and touch them; they never grow."""
@@ -84,7 +82,6 @@ class PagedLayers:
         prefix: the pages that new sequences may share.
         promised: pages that sequences may have, with a window.
         copied: page, page and number of rows of each copy since it was emptied; None: nobody wants to know.
-        copies: whether a shared page is copied before it is written to. Not while what it holds is written again.
     """
 
     def __init__(self, window: int | None, layers: Sequence[PoolLayer], num_pages: int, step_size: int) -> None:
@@ -94,7 +91,6 @@ class PagedLayers:
         self.pages = Pages(num_pages)
         self.prefix = PrefixIndex(self.pages)
         self.promised = 0
-        self.copies = True
         self.copied: list[tuple[int, int, int]] | None = None
         self._ring = ring_pages(window, step_size)
 
@@ -176,12 +172,6 @@ class PagedLayers:
             self.pages.release(table.pages)
             table.first, table.pages = 0, []
 
-    def empty(self, table: PageTable) -> None:
-        """Become a table of no tokens. Without a window it keeps its pages, shared ones too."""
-        if self.window is not None:
-            self.pages.release(table.pages)
-            table.first, table.pages = 0, []
-
     def begin_at(self, table: PageTable, first: int, length: int) -> None:
         """Give an empty table pages of its own for ``length`` tokens. Those from ``first`` on are to be written.
 
@@ -211,7 +201,7 @@ class PagedLayers:
         ]
         counts = Counter(table.pages[number] for table, number, _ in written)
         shared = [page for page in counts if self.pages.refcount(page) > 1]
-        if not shared or not self.copies:
+        if not shared:
             return
         if self._copies(counts, shared) > self._room:
             for page in shared:  # a page that only the index holds besides is no longer shared

@@ -127,11 +127,6 @@ class PoolSequence:
         return self._ids[: self._length]
 
     @property
-    def arrays(self) -> list[mx.array]:
-        """What it holds besides the pool's rows."""
-        return []
-
-    @property
     def released(self) -> bool:
         """Whether its pages were given back."""
         return self._released
@@ -198,13 +193,6 @@ class PoolSequence:
         length = min(num_tokens, self._length)
         parts = zip(self.pool.parts, self.tables, strict=True)
         return length == self._length or all(part.can_go_back(table, length) for part, table in parts)
-
-    def empty(self) -> None:
-        """Forget every token, whose rows are to be written again; for a pool."""
-        self.step = None
-        self._length = 0
-        for part, table in zip(self.pool.parts, self.tables, strict=True):
-            part.empty(table)
 
     def fork(self, max_tokens: int | None = None) -> Self:
         """A sequence of its own with the same tokens. It shares their pages; what one writes the other never sees.

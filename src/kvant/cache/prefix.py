@@ -100,11 +100,6 @@ class PrefixIndex:
         for digest in [digest for digest, held in self._found.items() if held.page == page]:
             self._drop(digest)
 
-    def clear(self) -> None:
-        """Hold no page."""
-        for digest in list(self._found):
-            self._drop(digest)
-
     def _drop(self, digest: bytes) -> None:
         held = self._found.pop(digest)
         after = self._after[held.before]
@@ -115,8 +110,8 @@ class PrefixIndex:
 
 
 def root(salt: bytes) -> bytes:
-    """The digest of no text at all."""
-    return hashlib.blake2b(salt, digest_size=32).digest()
+    """The digest of no text at all. By its person it is no page's digest, whatever the salt."""
+    return hashlib.blake2b(salt, digest_size=32, person=b"kvant salt").digest()
 
 
 def extended(before: bytes, ids: Sequence[int]) -> bytes:

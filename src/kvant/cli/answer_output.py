@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvant.cli import terminal
-from kvant.cli.session import RunOptions, Session
+from kvant.cli.options import RunOptions
+from kvant.cli.session import Session
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.drafting.choice import DraftCounts
 from kvant.engine.response import GenerationResponse

@@ -6,7 +6,8 @@ from kvant.cache import ModelCache
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cli import prompt_cache_file as cache_file
 from kvant.cli.many import drafts_beside, most_tokens, reserve_pool
-from kvant.cli.session import RunOptions, Session
+from kvant.cli.options import RunOptions
+from kvant.cli.session import Session
 from kvant.engine.batch_stream import Piece, Wanted, stream_pieces
 from kvant.engine.draw import Sampler, for_answer
 from kvant.engine.limits import reservation

@@ -150,12 +150,12 @@ def bench(
     baseline = bench_options.baseline(baseline, specs)
     bench_options.check_files(output, plot)
 
+    from kvant.machine import environment
     from kvant.text.tokenizer import load_tokenizer
     from kvant.tools.bench.bandwidth import measure_bandwidth
     from kvant.tools.bench.prompts import random_prompts, word_prompts
     from kvant.tools.bench.recording import Header, Recording
     from kvant.tools.bench.runner import Plan, measure
-    from kvant.tools.machine import environment
 
     # SIGTERM and a closed terminal count as Ctrl-C: the report is printed, and files made for the run are removed.
     # Under nohup the terminal's end stays ignored.

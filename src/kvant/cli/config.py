@@ -20,8 +20,10 @@ from kvant.cli.bad_value import BadValueError
 from kvant.cli.defaults import Defaults
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import KvantError, did_you_mean, one_line
+from kvant.files import read_given
 
 FILE = "config.toml"
+MAX_BYTES = 32 * 1024  # the reader of TOML takes more than linear time
 PATH_VARIABLE, MODEL_VARIABLE = "KVANT_CONFIG", "KVANT_MODEL"
 COMMANDS = ("generate", "chat", "serve", "plan", "report")  # that take defaults from it
 PRESETS = "presets"
@@ -75,10 +77,11 @@ def read_settings() -> Settings:
         return Settings(None)
     if not path.is_file():
         raise KvantError(f"{PATH_VARIABLE} is {str(path)!r}, which is not a file")
+    data = read_given(path, MAX_BYTES)
     import tomllib
 
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = tomllib.loads(data.decode().replace("\r\n", "\n"))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
         raise BadValueError(f"{path}: not TOML: {one_line(error)}") from error
     tables = {name: raw.pop(name) for name in (*COMMANDS, PRESETS) if name in raw}
@@ -86,7 +89,7 @@ def read_settings() -> Settings:
     named = {f"{PRESETS}.{name}": table for name, table in presets.items()} if isinstance(presets, dict) else {}
     for name, table in {**tables, PRESETS: presets, **named}.items():
         if not isinstance(table, dict):
-            raise BadValueError(f"{path}: {name} is {str(table)[:80]}; expected a table, [{name}]")
+            raise BadValueError(f"{path}: {name} is {_shown(table)}; expected a table, [{name}]")
     return Settings(path, raw, tables, presets)
 
 
@@ -94,7 +97,7 @@ def wanted_path() -> Path | None:
     """Where the config file is looked for: KVANT_CONFIG, none where that is empty, else the user's folder."""
     named = os.environ.get(PATH_VARIABLE)
     if named is not None:
-        return Path(named).expanduser() if named else None
+        return Path(os.path.expanduser(named)) if named else None
     import platformdirs
 
     return platformdirs.user_config_path("kvant") / FILE
@@ -145,6 +148,8 @@ def check(settings: Settings, where: str, table: Mapping[str, Any], flags: Flags
             near = did_you_mean(key.replace("_", "-"), flags)
             raise BadValueError(f"{settings.path}: {where}{key} is not a flag of {whose}{near}")
         name, kind = flags[key]
+        if type(value) is int and not -(2**63) <= value < 2**64:
+            raise BadValueError(f"{settings.path}: {where}{key} is {_shown(value)!r}; expected a number of 64 bits")
         if name == "chat_template_config" and isinstance(value, dict):
             value = json.dumps(value)
         elif name == "max_kv_size" and type(value) is int:
@@ -153,16 +158,21 @@ def check(settings: Settings, where: str, table: Mapping[str, Any], flags: Flags
         if kind is list:
             right = right and all(isinstance(item, str) for item in value)
         if not right or (isinstance(value, bool) and kind is not bool):
-            raise BadValueError(f"{settings.path}: {where}{key} is {str(value)[:80]!r}; expected {WORDS[kind]}")
+            raise BadValueError(f"{settings.path}: {where}{key} is {_shown(value)!r}; expected {WORDS[kind]}")
         found[name] = value
     return found
 
 
+def _shown(value: object) -> str:
+    try:
+        return str(value)[:80]
+    except ValueError:  # Python writes out no number of more than 4,300 digits
+        return "a number of thousands of digits"
+
+
 def shared_flags() -> Flags:
     """The flags that generate and chat share: those of the file's top and of presets."""
-    from kvant.cli.session import RunOptions  # imports the engine, which kvant plan does not need
-
-    groups = [*options.flags(RunOptions), *options.flags(SamplingOptions)]
+    groups = [*options.flags(options.RunOptions), *options.flags(SamplingOptions)]
     return _flags((option.name, options.annotation(option)) for option in groups)
 
 
@@ -212,4 +222,4 @@ def config(
     if settings.path is None:
         print(f"# {wanted} is not there" if wanted else f"# no file: {PATH_VARIABLE} is empty")
     else:
-        print(f"# {settings.path}\n{settings.path.read_text(encoding='utf-8').rstrip()}")
+        print(f"# {settings.path}\n{read_given(settings.path, MAX_BYTES).decode().rstrip()}")

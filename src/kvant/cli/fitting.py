@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from kvant.cli.options import AUTO, PARALLEL, BadValueError, KvSize
 from kvant.errors import ContextError, ModelError
+from kvant.machine import Machine
 from kvant.sizes import format_bytes
-from kvant.tools.machine import Machine
 from kvant.tools.plan import (
     BridgedCheckpoint,
     Checkpoint,

@@ -3,8 +3,9 @@
 import typer
 
 from kvant.cli import ranks
+from kvant.cli.options import RunOptions
 from kvant.cli.parts import arrange, loader
-from kvant.cli.session import RunOptions, bound_memory, prepare, wire
+from kvant.cli.session import bound_memory, prepare, wire
 from kvant.engine.load import find_adapter, find_model
 from kvant.ranks.follow import follow as compute
 from kvant.ranks.guard import Ended

@@ -13,10 +13,10 @@ from kvant.cli import prompt_cache_file as cache_file
 from kvant.cli.answer_output import AnswerOutput
 from kvant.cli.defaults import OF_THE_TEMPLATE
 from kvant.cli.follow import follow
-from kvant.cli.options import BadValueError
+from kvant.cli.options import BadValueError, RunOptions
 from kvant.cli.progress import LateProgress
 from kvant.cli.prompt import check_first_word, read_prompt, split_arguments
-from kvant.cli.session import RunOptions, Session, load_session, open_session
+from kvant.cli.session import Session, load_session, open_session
 from kvant.cli.template import chat_ids
 from kvant.engine.drafted_run import make_run
 from kvant.engine.draw import Sampler, greedy

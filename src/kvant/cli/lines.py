@@ -11,11 +11,11 @@ import mlx.core as mx
 from kvant.cli import terminal
 from kvant.cli.answer_output import json_text
 from kvant.cli.many import drafts_beside, most_tokens, reserve_pool
-from kvant.cli.options import BadValueError
+from kvant.cli.options import BadValueError, RunOptions
 from kvant.cli.progress import LateProgress
 from kvant.cli.prompts_file import Line, read_lines
 from kvant.cli.sampling import drawn_seed
-from kvant.cli.session import RunOptions, Session, load_session
+from kvant.cli.session import Session, load_session
 from kvant.cli.statistics import RunStatistics
 from kvant.cli.template import chat_ids
 from kvant.engine.batch_stream import Piece, Wanted, stream_pieces

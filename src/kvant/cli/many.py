@@ -8,8 +8,8 @@ from dataclasses import replace
 from kvant.cache.pool import Pool
 from kvant.cli import options
 from kvant.cli.fitting import describe, named_format
-from kvant.cli.options import AUTO
-from kvant.cli.session import RunOptions, Session, asked_drafts
+from kvant.cli.options import AUTO, RunOptions
+from kvant.cli.session import Session, asked_drafts
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.feeding import CHUNK
 from kvant.engine.limits import pool_reservation
@@ -17,8 +17,8 @@ from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import check_drafts
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import ContextError
+from kvant.machine import Machine
 from kvant.sizes import format_bytes
-from kvant.tools.machine import Machine
 from kvant.tools.plan import MemoryPlan
 
 

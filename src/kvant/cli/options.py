@@ -6,9 +6,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import wraps
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
@@ -16,6 +16,7 @@ from kvant.cache.pages import PAGE_SIZE
 from kvant.cli.bad_value import BadValueError as BadValueError  # here for the commands
 from kvant.cli.defaults import Defaults, blocked_by
 from kvant.engine.drafting.drafts import Source
+from kvant.engine.keywords import DEFAULT_KV_GROUP_SIZE
 from kvant.engine.load import POCKET
 from kvant.engine.model_drafts import check_draft_tokens
 from kvant.errors import ArgumentError, KvantError, one_line
@@ -33,7 +34,6 @@ def named(flag: str) -> Iterator[None]:
         raise BadValueError(f"{flag}: {error}") from error
 
 
-DEFAULT_KV_GROUP_SIZE = 32
 AUTO: Literal["auto"] = "auto"
 KvSize = int | Literal["auto"] | None  # tokens; as many as fit; the default
 
@@ -157,6 +157,63 @@ LogitBias = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The flags of a command that runs a model, beside those of sampling. The config file and presets read them here.
+
+    Raises:
+        BadValueError: a value that no model can take.
+    """
+
+    model: Model = POCKET
+    preset: Preset = None
+    adapter_path: AdapterPath = None
+    max_tokens: MaxTokens = 256
+    stop: Stop = None
+    extra_eos_token: ExtraEosToken = None
+    ignore_eos: IgnoreEos = False
+    system_prompt: SystemPrompt = None
+    chat_template_config: ChatTemplateConfig = None
+    kv_bits: KvBits = 8
+    kv_group_size: KvGroupSize = None
+    kv_bias_split: KvBiasSplit = True
+    max_kv_size: MaxKvSize = None
+    kernels: Kernels = None
+    prefill_step_size: PrefillStepSize = 512
+    draft: Draft = "none"
+    draft_model: DraftModel = None
+    num_draft_tokens: NumDraftTokens = None
+    parallel: Parallel = None
+    wired: Wired = False
+    raw: Raw = False
+    quiet: Quiet = False
+    # Of values that no flag gave: name -> value, and where it comes from, in words.
+    origins: Mapping[str, tuple[Any, str]] = field(default_factory=dict, metadata={"flag": False})
+
+    def __post_init__(self) -> None:
+        check_counts(max_tokens=self.max_tokens, prefill_step_size=self.prefill_step_size)
+        kv_size(self.max_kv_size)
+        check_kv_format(self.kv_bits, self.kv_group_size)
+        check_kernels(self.kernels)
+        check_text(model=self.model, adapter_path=self.adapter_path, system_prompt=self.system_prompt)
+        check_draft(self.draft, self.draft_model, self.num_draft_tokens)
+        check_stop(self.stop or ())
+        check_text(**{"--extra-eos-token": "".join(self.extra_eos_token or ())})
+        template_variables(self.chat_template_config)
+        check_parallel(self.parallel)
+        if self.ignore_eos and self.extra_eos_token:
+            raise BadValueError("--extra-eos-token ends a text, and --ignore-eos goes on past all that ends one")
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The flags by name: on several ranks all have to be the same."""
+        return {option.name: getattr(self, option.name) for option in flags(RunOptions)}
+
+
+class Without(frozenset[str]):
+    """Flags of a group that a command does not have: ``Annotated[RunOptions, Without(["stop"])]``."""
+
+
 def flag(name: str) -> str:
     """The flag of an argument."""
     return f"--{name.replace('_', '-')}"
@@ -167,12 +224,13 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
     A field is annotated as a flag, or has its help in its metadata as those of SamplingOptions.
     """
-    groups: dict[str, Any] = {}
+    groups: dict[str, tuple[Any, list[Field[Any]]]] = {}
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
-        if is_dataclass(parameter.annotation):
-            groups[parameter.name] = parameter.annotation
-            for option in flags(parameter.annotation):
+        group, *without = get_args(parameter.annotation) or [parameter.annotation]
+        if is_dataclass(group):
+            groups[parameter.name] = group, [f for f in flags(group) if not without or f.name not in without[0]]
+            for option in groups[parameter.name][1]:
                 default = None if option.default is MISSING else option.default
                 parameters.append(parameter.replace(name=option.name, default=default, annotation=annotation(option)))
         else:
@@ -184,8 +242,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         try:
             if "logit_bias" in values:
                 values["logit_bias"] = _biases(values["logit_bias"])
-            for name, group in groups.items():
-                given = {option.name: values.pop(option.name) for option in flags(group)}
+            for name, (group, taken) in groups.items():
+                given = {option.name: values.pop(option.name) for option in taken}
                 if any(option.name == "origins" for option in fields(group)):
                     given["origins"] = origins
                 values[name] = group(**given)

@@ -13,11 +13,11 @@ from kvant.cli.fitting import ranks_that_fit
 from kvant.cli.options import KvSize
 from kvant.engine.load import LoadModel, find_adapter, is_bridged_folder
 from kvant.errors import ModelError
+from kvant.machine import Machine
 from kvant.models import LanguageModel
 from kvant.models.checkpoint import Progress
 from kvant.models.identity import identify
 from kvant.sizes import format_bytes
-from kvant.tools.machine import Machine
 from kvant.tools.plan import BridgedCheckpoint, Checkpoint, MemoryPlan, RankPlan, Settings, plan
 
 

@@ -16,10 +16,10 @@ from kvant.cli.options import BadValueError
 from kvant.cli.parts import gather_machines
 from kvant.cli.rank_table import BITS, describe_weights, float_bits, plan_machines
 from kvant.engine.load import POCKET, find_adapter, find_model
-from kvant.errors import ArgumentError, ModelError, RanksError
+from kvant.errors import ArgumentError, ModelError
+from kvant.machine import Device, Machine, default_device, machine_with, this_machine
 from kvant.sizes import format_bytes
 from kvant.tools.convert.weight_format import WeightFormat
-from kvant.tools.machine import Device, Machine, default_device, machine_with, this_machine
 from kvant.tools.plan import (
     BridgedCheckpoint,
     Checkpoint,
@@ -184,12 +184,9 @@ def _hosts(hostfile: str | None, ranks: int | None) -> list[str]:
         return []
     if ranks is not None:
         raise BadValueError(f"--ranks is {ranks}, and --hostfile names the machines; expected one of the two")
-    from kvant.ranks.hosts import read_hosts
+    from kvant.cli.launch import read_hosts
 
-    try:
-        return [host.name for host in read_hosts(Path(hostfile)).hosts]
-    except RanksError as error:
-        raise BadValueError(f"--hostfile: {error}") from error
+    return read_hosts(Path(hostfile))
 
 
 def _count(ranks: int | None, names: Sequence[str], sizes: Sequence[int], parallel: Parallel | None) -> int | None:

@@ -10,6 +10,7 @@ from kvant.cli.options import BadValueError
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import ModelError, PromptError
 
+MAX_BYTES = 256 * 1024 * 1024  # of prompts, piped or in a file
 WAIT_S = 1.0  # for piped text, until it is said that something waits
 
 
@@ -74,7 +75,7 @@ def read_prompt(argument: str | None, option: str | None) -> str:
     if written == "-":
         prompt = _piped_text()
     else:
-        whose = not sys.stdin.isatty() and ranks.reads_input()
+        whose = not sys.stdin.isatty() and (written is None or ranks.reads_input())
         piped = _piped_text().rstrip("\r\n") if whose else ""
         parts = [part for part in (piped, written) if part is not None and (part is written or part.strip())]
         if not parts:
@@ -90,11 +91,15 @@ def standard_input() -> bytes:
 
     Raises:
         BadValueError: mlx.launch keeps it open.
+        PromptError: it is longer than any prompt.
     """
     if not ranks.reads_input():
-        raise BadValueError("standard input is mlx.launch's, which never ends it; expected a prompt, or `kvant launch`")
+        raise BadValueError("standard input reaches no rank; expected the prompt as an argument or with --prompt")
     with _said_if_it_lasts("waiting for the end of standard input; Ctrl-D ends it, `< /dev/null` leaves it out"):
-        return sys.stdin.buffer.read()
+        data = sys.stdin.buffer.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise PromptError(f"standard input is longer than {MAX_BYTES} bytes")
+    return data
 
 
 def _piped_text() -> str:

@@ -4,16 +4,15 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from kvant.cli.defaults import blocked_by
 from kvant.cli.options import BadValueError
-from kvant.cli.prompt import standard_input
+from kvant.cli.prompt import MAX_BYTES, standard_input
 from kvant.engine.sampling import OPTIONS, SamplingOptions
 from kvant.errors import ArgumentError, PromptError, did_you_mean, one_line
 from kvant.fields import shown
-from kvant.files import unique_keys
+from kvant.files import read_given, unique_keys
 from kvant.text.prompt import Message
 
 KEYS = ("prompt", "messages", "id", "max_tokens", "stop", "logit_bias", *OPTIONS)
@@ -57,10 +56,7 @@ def read_lines(path: str, sampling: SamplingOptions) -> list[Line]:
     if not path:
         raise BadValueError("--prompts-file is empty; expected a file, or - for standard input")
     name = "standard input" if path == "-" else path
-    try:
-        data = standard_input() if path == "-" else Path(path).read_bytes()
-    except (OSError, ValueError) as error:  # a NUL in the name
-        raise PromptError(f"{name}: cannot be read: {one_line(error)}") from error
+    data = standard_input() if path == "-" else read_given(path, MAX_BYTES, PromptError)
     found: list[Line] = []
     seen: dict[str | int, str] = {}
     # Not splitlines(): JSON's strings may hold other ends of lines than these.

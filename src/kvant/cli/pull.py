@@ -77,9 +77,9 @@ def _verify(model: str | None) -> None:
         print(line, file=sys.stderr, flush=True)
 
     results = weights.verify(model, progress=say)
-    wrong = [result for result in results if result.problem is not None]
-    for result in wrong[:-1]:
-        say(f"wrong: {result.problem}")
+    wrong = [problem for problem in results if problem is not None]
+    for problem in wrong[:-1]:
+        say(f"wrong: {problem}")
     if wrong:
-        raise WeightsError(f"{len(wrong)} of {len(results)} files are wrong: {wrong[-1].problem}")
+        raise WeightsError(f"{len(wrong)} of {len(results)} files are wrong: {wrong[-1]}")
     say(f"{len(results)} files are as they were verified" if results else "nothing was pulled yet")

@@ -9,8 +9,8 @@ from kvant.cli import terminal
 from kvant.cli.fitting import describe_layers, ranks_for, what_fits_ranks
 from kvant.cli.options import PARALLEL, KvSize
 from kvant.errors import ModelError
+from kvant.machine import Machine
 from kvant.sizes import format_bytes
-from kvant.tools.machine import Machine
 from kvant.tools.plan import (
     BridgedCheckpoint,
     Checkpoint,

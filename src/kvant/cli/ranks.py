@@ -1,6 +1,7 @@
 """A command that a launcher started on several machines: one process each, a rank. Rank 0 alone reads and prints."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -11,8 +12,8 @@ import typer
 
 from kvant.cli import interrupts
 from kvant.cli.bad_value import BadValueError
-from kvant.ranks.environment import LAUNCHED, Place, find_place
-from kvant_command import EXIT_INTERRUPTED
+from kvant.errors import EXIT_INTERRUPTED
+from kvant.ranks.environment import RANK, Place, find_place
 
 if TYPE_CHECKING:
     from kvant.ranks.group import Ranks
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
 COMMANDS = ("generate", "chat", "serve", "plan", "doctor")
 PACKAGES = ("kvant", "mlx", "mlx-lm")
+LAUNCHER = "KVANT_LAUNCHER"  # a pid on this machine
 SAME_ERROR_S = 1.0
-CONNECT_S = 30.0  # MLX's own joining, once every rank is there
+CONNECT_S = 20.0  # MLX's own joining, once every rank is there
 
 _place: Place | None = None
 _guard: "Guard | None" = None
@@ -29,7 +31,7 @@ _ranks: "Ranks | None" = None
 
 
 def begin(arguments: Sequence[str]) -> None:
-    """Join the other ranks, where a launcher started this process as one of several.
+    """Join the other ranks, if a launcher started this process as one of several.
 
     Raises:
         BadValueError: a command that several ranks cannot run together.
@@ -41,6 +43,7 @@ def begin(arguments: Sequence[str]) -> None:
         return
     if place.rank:
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, for the rest of the process
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all; rank 0 knows what it means
     command = arguments[0] if arguments else ""
     if not command or any(text in ("--help", "-h", "--version") for text in arguments):
         return
@@ -52,35 +55,33 @@ def begin(arguments: Sequence[str]) -> None:
     from kvant.ranks.guard import Ended, Guard
 
     _place = place
+    launcher = os.environ.get(LAUNCHER, "")
     try:
-        _guard = Guard.join(place, {name: version(name) for name in PACKAGES} | {"the command": command})
+        _guard = Guard.join(
+            place,
+            {name: version(name) for name in PACKAGES} | {"the command": command},
+            launcher=int(launcher) if launcher.isdecimal() else None,
+        )
     except Ended as ended:  # rank 0 says why
         sys.exit(ended.code)
-    _guard.restore.append(interrupts.put_back)
-    interrupts.at_deadline(lambda: end(EXIT_INTERRUPTED, "was interrupted"))
+    interrupts.at_deadline(lambda: end(EXIT_INTERRUPTED))
 
 
 def end(code: int, why: str = "") -> None:
     """Tell the other ranks that this one ends with an exit code, and for what reason."""
-    if _guard is None:
-        return
-    if code == EXIT_INTERRUPTED:
-        _guard.end(code, "was interrupted")
-    elif _guard.rank:
-        if why:
+    if _guard is not None:
+        if _guard.rank and why:
             time.sleep(SAME_ERROR_S)  # rank 0 has the same error, as a rule: it says so, and this process ends here
         _guard.end(code, why)
-    else:
-        _guard.end(code)  # it said why
 
 
 def guard() -> "Guard | None":
-    """What holds the ranks together; None: there is one process."""
+    """Give what holds the ranks together; None: there is one process."""
     return _guard
 
 
 def connect() -> "Ranks":
-    """MLX's group of all ranks; joined at the first call.
+    """Join MLX's group of all ranks at the first call.
 
     Raises:
         RanksError: MLX cannot.
@@ -104,12 +105,12 @@ def connect() -> "Ranks":
 
 
 def reads_input() -> bool:
-    """Whether standard input is this command's: mlx.launch copies its own to every rank and never closes it."""
-    return _place is None or LAUNCHED in os.environ
+    """Say whether standard input is this command's: mlx.launch copies its own to all ranks and never closes it."""
+    return RANK not in os.environ and _place is None
 
 
 def wait_for_first() -> None:
-    """Where this is not rank 0: wait for its end.
+    """Wait for rank 0's end, if this is another.
 
     Raises:
         Exit: it has ended.

@@ -14,6 +14,7 @@ from kvant.cache import ModelCache
 from kvant.cli import options, ranks
 from kvant.cli.fitting import named_format, plan_for, plan_that_fits
 from kvant.cli.options import BadValueError, KvSize
+from kvant.cli.options import RunOptions as RunOptions  # of kvant bench, too
 from kvant.cli.parts import Arranged, arrange, loader
 from kvant.cli.progress import LateProgress
 from kvant.cli.sampling import describe_sampling, drawn_seed, in_force, model_sampling
@@ -21,76 +22,18 @@ from kvant.cli.template import checked_variables, set_ends
 from kvant.engine.drafting.drafts import Drafts, drafts_of
 from kvant.engine.drafting.same_tokenizer import check_folders
 from kvant.engine.draw import Sampler
-from kvant.engine.load import POCKET, find_adapter, find_model, load_folder, load_model
+from kvant.engine.load import find_adapter, find_model, load_folder, load_model
 from kvant.engine.model_drafts import DEFAULT_DRAFT_TOKENS, ModelDrafts
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.sampling import SamplingOptions
+from kvant.machine import Machine, default_device, this_machine
 from kvant.models import LanguageModel
 from kvant.models.checkpoint import Progress
 from kvant.models.identity import identify
 from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer
-from kvant.tools.machine import Machine, default_device, this_machine
 from kvant.tools.plan import BridgedCheckpoint, Checkpoint, DraftModel, MemoryPlan, Settings, read_folder, split_pairs
-
-
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """The flags of a command that runs a model, beside those of sampling.
-
-    Raises:
-        BadValueError: a value that no model can take.
-    """
-
-    model: options.Model = POCKET
-    preset: options.Preset = None
-    adapter_path: options.AdapterPath = None
-    max_tokens: options.MaxTokens = 256
-    stop: options.Stop = None
-    extra_eos_token: options.ExtraEosToken = None
-    ignore_eos: options.IgnoreEos = False
-    system_prompt: options.SystemPrompt = None
-    chat_template_config: options.ChatTemplateConfig = None
-    kv_bits: options.KvBits = 8
-    kv_group_size: options.KvGroupSize = None
-    kv_bias_split: options.KvBiasSplit = True
-    max_kv_size: options.MaxKvSize = None
-    kernels: options.Kernels = None
-    prefill_step_size: options.PrefillStepSize = 512
-    draft: options.Draft = "none"
-    draft_model: options.DraftModel = None
-    num_draft_tokens: options.NumDraftTokens = None
-    parallel: options.Parallel = None
-    wired: options.Wired = False
-    raw: options.Raw = False
-    quiet: options.Quiet = False
-    # Of values that no flag gave: name -> value, and where it comes from, in words.
-    origins: Mapping[str, tuple[Any, str]] = field(default_factory=dict, metadata={"flag": False})
-
-    def __post_init__(self) -> None:
-        options.check_counts(max_tokens=self.max_tokens, prefill_step_size=self.prefill_step_size)
-        options.kv_size(self.max_kv_size)
-        options.check_kv_format(self.kv_bits, self.kv_group_size)
-        options.check_kernels(self.kernels)
-        options.check_text(model=self.model, adapter_path=self.adapter_path, system_prompt=self.system_prompt)
-        options.check_draft(self.draft, self.draft_model, self.num_draft_tokens)
-        options.check_stop(self.stop or ())
-        options.check_text(**{"--extra-eos-token": "".join(self.extra_eos_token or ())})
-        options.template_variables(self.chat_template_config)
-        options.check_parallel(self.parallel)
-        if self.ignore_eos and self.extra_eos_token:
-            raise BadValueError("--extra-eos-token ends a text, and --ignore-eos goes on past all that ends one")
-
-    @property
-    def shared(self) -> dict[str, Any]:
-        """The flags by name: on several ranks all have to be the same."""
-        return {option.name: getattr(self, option.name) for option in options.flags(RunOptions)}
-
-    def settings(self) -> Settings:
-        """Of the cache and of reading the prompt."""
-        group_size = options.check_kv_format(self.kv_bits, self.kv_group_size)
-        return Settings(self.kv_bits, group_size, self.kv_bias_split, self.prefill_step_size)
 
 
 @dataclass(slots=True)
@@ -329,6 +272,12 @@ def load_session(
     return Session(model, tokenizer, load_s, run.model, *known)
 
 
+def settings_of(run: RunOptions, sequences: int | None = None) -> Settings:
+    """What a plan takes from the flags: of the cache, and of reading the prompt."""
+    group_size = options.check_kv_format(run.kv_bits, run.kv_group_size)
+    return Settings(run.kv_bits, group_size, run.kv_bias_split, run.prefill_step_size, sequences=sequences)
+
+
 def prepare(
     run: RunOptions, folder: Path, *, sequences: int | None = None, requests: int = 0
 ) -> tuple[Checkpoint | BridgedCheckpoint, Settings, Machine]:
@@ -340,7 +289,7 @@ def prepare(
     checkpoint = read_folder(folder)
     if run.adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))
-    machine, settings = this_machine(), replace(run.settings(), sequences=sequences)
+    machine, settings = this_machine(), settings_of(run, sequences)
     if run.draft_model is not None:
         settings = replace(settings, draft_model=DraftModel(read_folder(find_model(run.draft_model))))
     if requests and machine.device == "cpu":

@@ -40,7 +40,7 @@ def chat_ids(
         begun: how the answer begins.
 
     Raises:
-        PromptError: no template, or one that fails.
+        PromptError: no template, or one that fails or renders nothing.
     """
     if not tokenizer.has_chat_template:
         raise PromptError("the model has no chat template; --ignore-chat-template continues the prompt as it is")
@@ -50,7 +50,10 @@ def chat_ids(
         rendered = render_chat(tokenizer, messages, variables)
     else:
         rendered = render_begun(tokenizer, messages, begun, variables)
-    return encode_rendered(tokenizer, rendered)
+    ids = encode_rendered(tokenizer, rendered)
+    if not ids:
+        raise PromptError("the prompt is empty: the chat template renders nothing")
+    return ids
 
 
 def render_begun(

@@ -122,7 +122,7 @@ class BatchDrafter:
             off = self._choice.stepped(len(step.answers), self._seconds, kind=_kind(step.answers), ahead=ahead)
             _switch_off(step.answers, off)
 
-    def commit(self, step: Step, picked: Sequence[Picked] | None) -> Found:
+    def commit(self, step: Step, picked: Sequence[Picked | Exception] | None) -> Found:
         """Commit what was drafted rightly in a step. Returns the next tokens of its answers.
 
         Args:
@@ -164,7 +164,7 @@ def is_drafted(draft: Sequence[int], place: int, picked: Picked | Exception) -> 
     return isinstance(picked, Picked) and place < len(draft) and picked.token == draft[place]
 
 
-def _first(step: Step, drafts: Sequence[Sequence[int]], picked: Sequence[Picked]) -> Found:
+def _first(step: Step, drafts: Sequence[Sequence[int]], picked: Sequence[Picked | Exception]) -> Found:
     """Of the tokens that were sampled at all positions those up to the first that was drafted wrongly."""
     found: Found = []
     rest = iter(picked)
@@ -197,9 +197,10 @@ def _one_by_one(step: Step, drafts: Sequence[Sequence[int]]) -> Found:
     return found
 
 
-def _goes_on(answer: Answer, draft: Sequence[int], place: int, picked: Picked) -> bool:
+def _goes_on(answer: Answer, draft: Sequence[int], place: int, picked: Picked | Exception) -> bool:
     """Whether the next position's logits are those of the text with this token."""
-    return is_drafted(draft, place, picked) and picked.token not in answer.work.checked.stop_tokens
+    stops = answer.work.checked.stop_tokens
+    return isinstance(picked, Picked) and is_drafted(draft, place, picked) and picked.token not in stops
 
 
 def _kind(answers: Sequence[Answer]) -> StepKind:

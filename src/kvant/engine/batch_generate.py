@@ -25,6 +25,8 @@ from kvant.sizes import format_bytes
 from kvant.text.prompt import encode_prompt
 from kvant.text.tokenizer import Tokenizer
 
+MOST_ROWS = 1024  # of a deterministic step, which has completion_batch_size rows for any number of prompts
+
 
 @dataclass(kw_only=True, slots=True)
 class BatchStats:
@@ -139,7 +141,7 @@ def batch_generate(
         stop_tokens: rows of token ids, each of which ends an answer; in the place of the tokenizer's end of text.
         sampler: for all prompts. With a seed, prompt i draws with the seed + i.
         logits_processors: for all prompts; functions of (tokens so far, logits).
-        completion_batch_size: prompts that run at once, at most.
+        completion_batch_size: prompts that run at once, at most; up to 1,024 if deterministic.
         prefill_batch_size: completion_batch_size is at least this, as in mlx-lm. One prompt is fed at a time.
         prefill_step_size: prompt tokens fed at a time, at most; default: 512. While an answer runs, and where it is
             deterministic, at most 128.
@@ -169,6 +171,10 @@ def batch_generate(
     check_count("prefill_step_size", step_size)
     if deterministic and step_size < CHUNK:
         raise ArgumentError("prefill_step_size", f"is {step_size}; expected {CHUNK} or more with", "deterministic")
+    at_once = max(completion_batch_size, prefill_batch_size)
+    if deterministic and at_once > MOST_ROWS:
+        name = "completion_batch_size" if at_once == completion_batch_size else "prefill_batch_size"
+        raise ArgumentError(name, f"is {at_once}; expected at most {MOST_ROWS} with", "deterministic")
     drafts = asked_drafts(draft, draft_model, num_draft_tokens, model, tokenizer)
     check_format(kv_bits, kv_group_size, max_kv_size)
     stops, ends = check_stops(stop), _ends(stop_tokens, tokenizer)
@@ -194,7 +200,6 @@ def batch_generate(
             keep_cache=return_prompt_caches,
         )
         wanted.append(Wanted(request, stops, [end for end in ends if len(end) > 1]))
-    at_once = max(completion_batch_size, prefill_batch_size)
     stats = BatchStats()
     answers: list[_Answer] = []
     if wanted:

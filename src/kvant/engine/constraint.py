@@ -40,7 +40,7 @@ def for_answer(
     if grammar is None:
         return changes
     grammar.check(vocab_size, stop_tokens)
-    return *changes, _Constraint(grammar, begun)
+    return *changes, Constraint(grammar, begun)
 
 
 def allowed_only(logits: mx.array, masks: Sequence[bytes]) -> mx.array:
@@ -52,7 +52,7 @@ def allowed_only(logits: mx.array, masks: Sequence[bytes]) -> mx.array:
     return mx.where(allowed.reshape(logits.shape) != 0, logits, -mx.inf)
 
 
-class _Constraint:
+class Constraint:
     """A grammar as a function of tokens and logits. It learns the tokens of its answer from one call to the next."""
 
     def __init__(self, grammar: Grammar, begun: Sequence[int]) -> None:

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from kvant.engine.constraint import allowed_only
+from kvant.engine.constraint import Constraint, allowed_only
 from kvant.engine.draw import Sampler, SeededSampler, draw_keys, draw_seeded, greedy
 from kvant.engine.filters import rows_of, with_rows
 from kvant.engine.processors import KINDS, Bias, Change, process_rows
+from kvant.errors import LogitsError
 from kvant.operators.exponential import logsumexp
 
 BLOCK = 2**18  # logits that are drawn from at once on a CPU: more leave its cache from one operation to the next
@@ -48,11 +49,13 @@ class Sampled:
     """The next token of every row, not evaluated.
 
     Attributes:
+        rows: what they were sampled by.
         tokens: (B,) ids.
         logprobs: (B,) of these tokens.
         tops: of each row the ids (T,) and log-probabilities (T,) of the most probable tokens, or None.
     """
 
+    rows: Sequence[Row]
     tokens: mx.array
     logprobs: mx.array
     tops: Sequence[tuple[mx.array, mx.array] | None]
@@ -62,12 +65,16 @@ class Sampled:
         """All of it, to be evaluated."""
         return [self.tokens, self.logprobs, *(each for each in self.tops if each is not None)]
 
-    def read(self) -> list[Picked]:
-        """Wait for it. The most probable tokens come first."""
+    def read(self) -> list[Picked | Exception]:
+        """Wait for it. A row that no token can be drawn from has a LogitsError; most probable tokens come first."""
         mx.eval(self.arrays)
         tokens: list[int] = self.tokens.tolist()  # type: ignore[assignment]
         logprobs: list[float] = self.logprobs.tolist()  # type: ignore[assignment]
-        return [Picked(*each) for each in zip(tokens, logprobs, map(_pairs, self.tops), strict=True)]
+        each = zip(self.rows, tokens, logprobs, self.tops, strict=True)
+        return [
+            _no_token(row.sampler, row.processors, logprob) or Picked(token, logprob, _pairs(top))
+            for row, token, logprob, top in each
+        ]
 
 
 def pick_rows(logits: mx.array, rows: Sequence[Row], tops: Sequence[int]) -> Sampled:
@@ -86,7 +93,7 @@ def pick_rows(logits: mx.array, rows: Sequence[Row], tops: Sequence[int]) -> Sam
             if not 0 <= token < vocab_size:  # type: ignore[operator]
                 raise ValueError(f"the sampler picked token {token}; the model knows 0 to {vocab_size - 1}")
     chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1).squeeze(-1)
-    return Sampled(tokens, chosen, [_top(logprobs, number, count) for number, count in enumerate(tops)])
+    return Sampled(rows, tokens, chosen, [_top(logprobs, number, count) for number, count in enumerate(tops)])
 
 
 def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.array]:
@@ -159,11 +166,33 @@ def _draw(logprobs: mx.array, samplers: Sequence[Sampler], keys: mx.array) -> mx
     return tokens[mx.array(sorted(range(len(order)), key=order.__getitem__))]
 
 
+def check_drawn(sampler: Sampler, processors: Sequence[Change], logprob: float) -> None:
+    """Raise a LogitsError if a token of this log-probability cannot have been drawn."""
+    if error := _no_token(sampler, processors, logprob):
+        raise error
+
+
+def _no_token(sampler: Sampler, processors: Sequence[Change], logprob: float) -> LogitsError | None:
+    """Why no token was drawn: NaN, or a token that kvant's own samplers draw only if no other is possible."""
+    if math.isfinite(logprob) or (logprob < 0 and not _is_ours(sampler)):
+        return None
+    called: list[Any] = [] if _is_ours(sampler) else [sampler]
+    called += [each for each in processors if type(each) not in KINDS and not isinstance(each, Constraint)]
+    names = ", ".join(repr(getattr(each, "__name__", type(each).__name__)) for each in called)
+    blamed = f"{names} made them so, or " if called else ""
+    return LogitsError(
+        f"the logits are NaN or infinite: no token can be drawn; {blamed}the weights or the cache are damaged"
+    )
+
+
 def _checked(function: Callable[..., mx.array], shape: tuple[int, ...]) -> Callable[..., mx.array]:
     """A sampler or processor of the caller's, whose results have this shape or are an error."""
 
     def called(*arguments: mx.array) -> mx.array:
-        result = function(*arguments)
+        try:
+            result = function(*arguments)
+        except StopIteration as error:  # whoever iterates the answer would take it for its end, as PEP 479 says
+            raise RuntimeError(f"{function!r} raised StopIteration") from error
         if not isinstance(result, mx.array) or result.shape != shape:
             given = f"the shape {result.shape}" if isinstance(result, mx.array) else f"a {type(result).__name__}"
             raise ValueError(f"{function!r} returned {given}; expected {shape}")

@@ -14,7 +14,6 @@ from kvant.operators.self_check import self_check
 
 KERNELS = ("unfused", "fused")
 VARIABLE = "KVANT_KERNELS"
-_given_up: str | None = None  # why nothing is fused any more in this process
 _warned = False
 
 
@@ -26,7 +25,7 @@ class Choice:
         backend: runs the fused kernel. None: the unfused operator is used.
         reason: for people.
         forced: "fused" was asked for.
-        failed: the kernel failed its self-check, or in a run of this process.
+        failed: the kernel failed its self-check.
     """
 
     backend: Backend | None
@@ -72,18 +71,6 @@ def resolve(
     return choice.backend
 
 
-def is_forced(kernels: str | None) -> bool:
-    """Whether the fused kernel is asked for, so that nothing else may take its place."""
-    return (kernels or os.environ.get(VARIABLE)) == "fused"
-
-
-def give_up(reason: str) -> None:
-    """Have what is made from now on in this process unfused: the kernel failed in a run. One warning says so."""
-    global _given_up
-    _given_up = f"the fused kernel failed in a run: {reason}"
-    _warn_once(_given_up)
-
-
 def choose(kernels: str | None = None, name: str = "kernels") -> Choice:
     """:func:`resolve` with its reason, and without the warning; ``name`` is the argument's for messages."""
     wanted, asked = kernels, f"{name} is {kernels!r}"
@@ -100,11 +87,10 @@ def choose(kernels: str | None = None, name: str = "kernels") -> Choice:
         if wanted is not None:
             raise ValueError(f"{asked}; {reason}")
         return Choice(None, reason)
-    failure, problem = self_check_failure(backend), _given_up
-    if failure is not None:
-        problem = f"the fused kernel failed its self-check with {backend}: {failure}"
-    if problem is None:
+    failure = self_check_failure(backend)
+    if failure is None:
         return Choice(backend, f"it passed its self-check on this GPU, with {backend}", forced=wanted is not None)
+    problem = f"the fused kernel failed its self-check with {backend}: {failure}"
     if wanted is not None:
         raise RuntimeError(f"{asked}; {problem}")
     return Choice(None, problem, failed=True)

@@ -38,11 +38,6 @@ class AnswerText:
         """The stop string that ended it. One is looked for in the answer itself: thinking and calls do not count."""
         return self._stop.found
 
-    @property
-    def in_call(self) -> bool:
-        """Whether a call may end with the next token, which is checked then."""
-        return self._parts is not None and self._parts.in_call
-
     def take(self, token: Token) -> list[Text | Call]:
         """The next token, and after the last one what was held back."""
         assert token.token is not None

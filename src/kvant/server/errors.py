@@ -1,8 +1,12 @@
 """What a client did wrong, or the server cannot do now, in the shape that each interface gives errors."""
 
+import logging
 import traceback
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
+
+from kvant.errors import EngineError, printable
 
 # Anthropic's names of errors by status (docs.claude.com, API errors).
 ANTHROPIC_TYPES = {
@@ -16,6 +20,8 @@ ANTHROPIC_TYPES = {
 }
 # OpenAI's (platform.openai.com, error codes).
 OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+logger = logging.getLogger("kvant.server")
 
 
 class ApiError(Exception):
@@ -38,10 +44,11 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        message = printable(message, 1000)  # it may quote a name or a value of any length
         super().__init__(message)
         self.message = message
         self.status = status
-        self.param = param
+        self.param = param and printable(param, 200)
         self.code = code
         self.headers = dict(headers or {})
 
@@ -65,6 +72,15 @@ class ApiError(Exception):
     def _worded(self, too_long: str) -> str:
         """The message. Clients know a prompt that does not fit by the words that each interface has for it."""
         return f"{too_long}: {self.message}" if self.code == "context_length_exceeded" else self.message
+
+
+def log_cause(request_id: str, error: ApiError) -> None:
+    """Log the kind and place of what failed in the server, if that is why a client gets an error."""
+    cause = error.__cause__
+    if isinstance(cause, EngineError):  # one that was closed has not failed
+        cause = cause.__cause__
+    if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR and cause is not None:
+        logger.error("%s: %s", request_id, described(cause))
 
 
 def described(error: BaseException) -> str:

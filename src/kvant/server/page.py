@@ -5,13 +5,14 @@ from functools import cache
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from kvant.server.errors import ApiError
-from kvant.server.live import live
+from kvant.server.service import Service
 
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+MAX_DIGITS = 16
 FOLDER = Path(__file__).parent / "page"
 # Everything comes from this server, and no text becomes script or markup.
 POLICY = (
@@ -26,6 +27,16 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",  # asked for again each time; the answer is 304 as long as it is the same
 }
+
+
+async def live(request: Request) -> Response:
+    """GET /live: what the pool and the engine are doing; ?known=N: with the times of the tokens after the Nth."""
+    service: Service = request.app.state.service
+    if not service.alive:
+        raise ApiError("the engine has failed", status=503, code="engine_failed", headers={"Retry-After": "10"})
+    known = request.query_params.get("known", "")
+    state = service.live.read(int(known) if known.isascii() and known.isdecimal() and len(known) < MAX_DIGITS else None)
+    return JSONResponse(state, headers={"Cache-Control": "no-store"})
 
 
 async def index(request: Request) -> Response:

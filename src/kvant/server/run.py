@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import logging
+import math
 import os
 import signal
 import socket
@@ -11,31 +12,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 
-from kvant.errors import KvantError, one_line
+from kvant.errors import EXIT_INTERRUPTED, KvantError, one_line
 from kvant.server.app import make_app
 from kvant.server.connection import Connection
-from kvant.server.errors import described
+from kvant.server.errors import described, logger
 from kvant.server.service import Service
 from kvant.server.settings import Settings
 
-logger = logging.getLogger("kvant.server")
-
-EXIT_INTERRUPTED = 130
+BACKLOG = 1024  # connections that wait to be accepted
 LAST_S = 2  # for what is written when the engine has ended
 FILES_BESIDE = 64  # open files that are no connections
+ACCEPTED = 4  # connections at once, each a file before it is counted; the system holds further ones
+SAME_S = 60  # until the event loop's same message is logged again
 
 
 def bind(settings: Settings) -> socket.socket:
-    """A socket at the server's address, that does not listen yet.
-
-    Raises:
-        KvantError: the address is taken, or not this machine's.
-    """
+    """A socket at the server's address, that does not listen yet."""
     host = settings.host.strip("[]")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -54,19 +52,16 @@ def bind(settings: Settings) -> socket.socket:
 
 
 def serve(service: Service, bound: socket.socket, announce: Callable[[str], None] = lambda line: None) -> int:
-    """Answer requests until SIGTERM or SIGINT. Returns the process's exit code.
+    """Answer requests until SIGTERM, SIGHUP or SIGINT. Returns the process's exit code.
 
     Args:
         service: is closed at the end.
         bound: of :func:`bind`; is closed at the end.
         announce: told a line when the server listens, and another when it begins to end.
-
-    Raises:
-        KvantError: another process listens at the address since.
     """
     try:
         try:
-            bound.listen(1024)
+            bound.listen(BACKLOG)
         except OSError as error:
             raise _cannot_listen(service.settings, error) from error
         server = Server(make_app(service), service, announce)
@@ -75,6 +70,7 @@ def serve(service: Service, bound: socket.socket, announce: Callable[[str], None
     finally:
         bound.close()
         service.close(drain=False, timeout=0 if service.draining else 10)  # it was waited for already, or not
+        service.tokenizer.close()
 
 
 def url_of(bound: socket.socket) -> str:
@@ -88,7 +84,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: Starlette, service: Service, announce: Callable[[str], None]) -> None:
         limits = service.settings.limits
-        _allow_files(limits.connections + FILES_BESIDE)
+        limits = replace(limits, connections=min(limits.connections, _allowed_connections(limits.connections)))
         config = uvicorn.Config(
             app,
             http=type("OwnConnection", (Connection,), {"limits": limits}),
@@ -103,17 +99,21 @@ class Server(uvicorn.Server):
             timeout_keep_alive=limits.idle_s,  # type: ignore[arg-type]  # seconds for the event loop
             timeout_graceful_shutdown=LAST_S,
             h11_max_incomplete_event_size=limits.header_bytes,
+            backlog=ACCEPTED,
         )
         super().__init__(config)
         self.exit_code = 0
         self._service, self._announce = service, announce
         self._ending: asyncio.Task[None] | None = None
+        self._logged: dict[str, float] = {}  # when, by the event loop's message
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(_log)
+        asyncio.get_running_loop().set_exception_handler(self._log)
         logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every client that went away
         await super().startup(sockets)
         assert sockets is not None
+        for each in sockets:
+            each.listen(BACKLOG)  # the event loop took it for what it accepts at once
         self._announce(url_of(sockets[0]))
 
     @contextmanager
@@ -121,7 +121,9 @@ class Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        loop, signals = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+        loop, signals = asyncio.get_running_loop(), [signal.SIGINT, signal.SIGTERM]
+        if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # of nohup
+            signals.append(signal.SIGHUP)
         for number in signals:
             loop.add_signal_handler(number, self._on_signal, number)
         try:
@@ -152,24 +154,32 @@ class Server(uvicorn.Server):
         await asyncio.to_thread(service.close)
         self.should_exit = True
 
+    def _log(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log an error of the event loop that nobody waits for: its kind and place, and not its text."""
+        message, now = context["message"], time.monotonic()
+        if now - self._logged.get(message, -math.inf) >= SAME_S:
+            self._logged[message] = now
+            error = context.get("exception")
+            logger.error("%s%s", message, "" if error is None else f": {described(error)}")
 
-def _log(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """What the event loop says of an error that nobody waits for: its kind and place, and not its text."""
-    error = context.get("exception")
-    logger.error("%s%s", context["message"], "" if error is None else f": {described(error)}")
 
-
-def _allow_files(count: int) -> None:
-    """Let this process have so many open files, where the system does."""
+def _allowed_connections(wanted: int) -> int:
+    """How many connections this process may have, if it may have so many files. Their number is raised if it can be."""
     if sys.platform == "win32":
-        return
+        return wanted
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count = wanted + FILES_BESIDE
     if soft != resource.RLIM_INFINITY and soft < count:
         most = count if hard == resource.RLIM_INFINITY else min(count, hard)
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return wanted
+    # Those that were accepted and are not counted yet, those that are refused and not closed yet, a new process.
+    return max(1, soft - len(os.listdir("/dev/fd")) - 6 * ACCEPTED)
 
 
 def _cannot_listen(settings: Settings, error: OSError) -> KvantError:

@@ -7,7 +7,6 @@ A web page of a stranger can have its name resolve to 127.0.0.1, and then asks a
 import asyncio
 import hashlib
 import hmac
-import logging
 import re
 import socket
 import uuid
@@ -19,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvant.server.errors import ApiError, described
+from kvant.server.errors import ApiError, described, logger
 from kvant.server.service import Service
 from kvant.server.settings import LOOPBACK_NAMES, Settings
 
@@ -32,8 +31,6 @@ CLOSE = {"connection": "close"}
 MAX_VALUES = 200_000  # of a body's JSON: decoded in a tenth of a second
 NO_MARKS = bytes(byte for byte in range(256) if byte not in b'",[{')
 PIECE_BYTES = 1 << 16
-
-logger = logging.getLogger("kvant.server")
 
 
 def error_response(scope: Scope, error: ApiError) -> Response:
@@ -66,8 +63,6 @@ class Guard:
                 headers["x-content-type-options"] = "nosniff"
             await send(message)
 
-        works = scope["method"] == "POST"
-        self._service.active += works
         try:
             if (refused := self._refusal(scope)) is not None:
                 await error_response(scope, refused)(scope, receive, send_marked)
@@ -82,12 +77,14 @@ class Guard:
                 failed = ApiError("the server failed; its log has the kind of the error", status=500)
                 await error_response(scope, failed)(scope, receive, send_marked)
         finally:
-            self._service.active -= works
             route = scope.get("route")
             self._service.metrics.answered(getattr(route, "path", "other"), status)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
+        if "content-length" in headers and "transfer-encoding" in headers:  # RFC 9112, 6.1: two ends of one body
+            said = "the request has a Content-Length and a Transfer-Encoding; expected one of them"
+            return ApiError(said, headers=CLOSE)
         hosts, origins = headers.getlist("host"), headers.getlist("origin")
         if len(hosts) != 1 or not self._is_own(hosts[0]):
             names = ", ".join(sorted(self._hosts))
@@ -97,8 +94,7 @@ class Guard:
             said = ", ".join(origins)[:200]
             return ApiError(f"the Origin header is {said!r}, which --allow-origin does not name", status=403)
         if self._service.draining and scope["path"] not in WHILE_ENDING:
-            headers_back = {"retry-after": "5", "connection": "close"}
-            return ApiError("the server is ending; it takes no further requests", status=503, headers=headers_back)
+            return _ending()
         return None
 
     def _is_own(self, host: str) -> bool:
@@ -140,7 +136,7 @@ class Bodies:
     """The layer that reads a body to its end, within bounds, before anything looks at it."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app, self._limits = app, service.settings.limits
+        self._app, self._service, self._limits = app, service, service.settings.limits
         self._held = 0  # bytes of the bodies of all requests under way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -165,17 +161,20 @@ class Bodies:
         except ClientDisconnect:
             return
         else:
-            await self._app(scope, _replaying(body, receive), send)
+            works = scope["method"] == "POST"
+            if works and self._service.draining:  # since its headers came
+                await error_response(scope, _ending())(scope, receive, send)
+                return
+            self._service.active += works
+            try:
+                await self._app(scope, _replaying(body, receive), send)
+            finally:
+                self._service.active -= works
         finally:
             self._held -= own
 
     async def _read(self, headers: Headers, receive: Receive, hold: Callable[[int], bool]) -> bytes:
-        """A whole body.
-
-        Raises:
-            ApiError: it is too long, too slow, of too many values, or there is no room for it now.
-            ClientDisconnect: it does not come.
-        """
+        """A whole body."""
         limits = self._limits
         message = f"the body is longer than {limits.body_bytes} bytes"
         too_long = ApiError(message, status=413, code="request_too_large", headers=CLOSE)
@@ -198,13 +197,15 @@ class Bodies:
         return body
 
 
+def _ending() -> ApiError:
+    headers = {"retry-after": "5", **CLOSE}
+    return ApiError("the server is ending; it takes no further requests", status=503, headers=headers)
+
+
 async def read_body(receive: Receive, limit: int, hold: Callable[[int], bool]) -> bytes | int:
     """A whole body; its length where that is over the limit, or ``hold`` refuses to hold a part.
 
     It is read on then: its sender reads no answer before it has sent it.
-
-    Raises:
-        ClientDisconnect: it does not come.
     """
     parts: list[bytes] = []
     count, more, held = 0, True, True

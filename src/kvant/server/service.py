@@ -46,7 +46,7 @@ class Service:
         metrics: counters since the start.
         live: what the page shows of the pool and the engine.
         draining: no further request is taken.
-        active: requests that are being answered.
+        active: requests that are being answered, their bodies read.
         started: when it was, in seconds since 1970.
     """
 
@@ -104,11 +104,6 @@ class Service:
         """Load a model, unless a loaded one is given, reserve the pool, and start the engine.
 
         ``planned``: bytes by name, that /props tells.
-
-        Raises:
-            ModelError: no such model, or one whose layers cannot use a pool.
-            ContextError: more tokens than the model's context.
-            ValueError: a cache format that the model cannot have, or an adapter of another model.
         """
         if model is None or tokenizer is None:
             adapter = None if settings.adapter_path is None else find_adapter(settings.adapter_path)
@@ -120,9 +115,6 @@ class Service:
 
         Args:
             asked: by a request; None: nothing was, and the server's default holds.
-
-        Raises:
-            ApiError: 400: the server has no draft model.
         """
         source = asked or self.settings.draft
         if source != "model":
@@ -144,11 +136,7 @@ class Service:
         return self.engine.alive and self.engine.age <= self.settings.limits.stall_s
 
     def check_model(self, name: str) -> str:
-        """The name that answers carry.
-
-        Raises:
-            ApiError: 404: the model is not served.
-        """
+        """The name that answers carry."""
         if name in self.names:
             return self.names[0]
         served = repr(self.names[0])
@@ -160,11 +148,7 @@ class Service:
         )
 
     def check_length(self, prompt: str | Sequence[int]) -> None:
-        """Refuse a prompt that is too long whatever its tokens are, before time and memory go into it.
-
-        Raises:
-            ContextError: it is.
-        """
+        """Refuse a prompt that is too long whatever its tokens are, before time and memory go into it."""
         most, what = self.max_seq_len, "tokens"
         if isinstance(prompt, str):
             # A short one is spared the look at the whole vocabulary.
@@ -174,13 +158,7 @@ class Service:
             raise ContextError(f"the prompt has {len(prompt)} {what}; {room}")
 
     def submit(self, request: Request, deliver: Deliver) -> None:
-        """Take a request in; its tokens are counted and go to ``deliver``, in the engine's thread.
-
-        Raises:
-            QueueFullError: as many wait as may.
-            EngineError: the server is ending, or its engine has failed.
-            ValueError: what the engine refuses.
-        """
+        """Take a request in; its tokens are counted and go to ``deliver``, in the engine's thread."""
         if self.draining:
             raise EngineError("the server is ending; it takes no further requests")
         self.engine.submit_to(request, self.metrics.counting(request, deliver))
@@ -192,7 +170,7 @@ class Service:
     def close(self, *, drain: bool = False, timeout: float | None = 10.0) -> bool:
         """End the engine; those under way go on to their ends where ``drain`` says so. Returns whether it has ended."""
         self.draining = True
-        self.live.close()
+        self.grammars.close()
         return self.engine.close(drain=drain, timeout=timeout)
 
 
@@ -208,14 +186,7 @@ def _names(settings: Settings, folder: Path) -> tuple[str, ...]:
 
 
 def make_pool(settings: Settings, model: LanguageModel) -> Pool:
-    """The pool of a server.
-
-    Raises:
-        ModelError: a model whose layers cannot use one.
-        ContextError: more tokens than the model's context.
-        ValueError: a cache format that the model cannot have, a kernel forced that cannot be used.
-        RuntimeError: a forced kernel that failed its self-check on this device.
-    """
+    """The pool of a server."""
     context = model.config.max_position_embeddings
     tokens = settings.max_kv_size or min(DEFAULT_MAX_KV_SIZE, context or DEFAULT_MAX_KV_SIZE)
     if context is not None and tokens > context:

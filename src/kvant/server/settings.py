@@ -65,9 +65,6 @@ class Settings:
         api_keys: one of which a client has to have; none: any will do.
         allow_origins: web pages of these origins may use the server.
         limits: bounds of what a client may send or hold.
-
-    Raises:
-        ArgumentError: a value that no server can have.
     """
 
     model: str = POCKET

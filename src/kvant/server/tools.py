@@ -5,10 +5,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvant.errors import GrammarError
 from kvant.server.errors import ApiError
 from kvant.server.generation import Generation, Tool
 from kvant.server.service import Service
 from kvant.text.call_form import ToolFormat
+from kvant.text.grammar_source import check_size
 
 NO_TOOLS = "the model's chat template takes no tools, or writes calls in a form that is not known here"
 MAX_TOOLS = 128  # OpenAI's
@@ -21,12 +23,13 @@ def checked_tools(tools: Sequence[Tool], field: str, longest: int = MAX_NAME) ->
     Args:
         field: where the name of one is, with {} for its place.
         longest: characters of a name.
-
-    Raises:
-        ApiError: 400: too many, or one with a name that is none, or is another's.
     """
     if len(tools) > MAX_TOOLS:
         raise ApiError(f"tools has {len(tools)}; expected at most {MAX_TOOLS}", param="tools")
+    try:
+        check_size("tools", [tool.parameters for tool in tools])
+    except GrammarError as error:
+        raise ApiError(str(error), param="tools") from error
     seen: set[str] = set()
     for place, tool in enumerate(tools):
         param = field.format(place)
@@ -40,11 +43,7 @@ def checked_tools(tools: Sequence[Tool], field: str, longest: int = MAX_NAME) ->
 
 
 def tool_named(tools: Sequence[Tool], name: str, field: str = "tool_choice") -> Tool:
-    """The tool that has to be called.
-
-    Raises:
-        ApiError: 400: it is none of them.
-    """
+    """The tool that has to be called."""
     for tool in tools:
         if tool.name == name:
             return tool
@@ -53,11 +52,7 @@ def tool_named(tools: Sequence[Tool], name: str, field: str = "tool_choice") -> 
 
 
 def shown_tools(service: Service, generation: Generation) -> list[dict[str, Any]]:
-    """The tools that the model is told of, in OpenAI's form; none where it must not call one.
-
-    Raises:
-        ApiError: 400: the model's template takes none.
-    """
+    """The tools that the model is told of, in OpenAI's form; none where it must not call one."""
     if generation.tool_choice == "none" or not generation.tools:
         return []
     if service.tool_format is None:
@@ -73,11 +68,7 @@ def as_shown(tool: Tool) -> dict[str, Any]:
 
 
 def for_template(messages: Sequence[Mapping[str, Any]], form: ToolFormat | None) -> list[dict[str, Any]]:
-    """Messages with ids of calls as the model's template takes them.
-
-    Raises:
-        ApiError: 400: calls, or their results, that it does not know.
-    """
+    """Messages with ids of calls as the model's template takes them."""
     made = [dict(message) for message in messages]
     for place, message in enumerate(made):
         if form is None and ("tool_calls" in message or message["role"] == "tool"):

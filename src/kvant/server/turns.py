@@ -8,6 +8,7 @@ import msgspec
 
 from kvant.server.body import check_depth
 from kvant.server.errors import ApiError
+from kvant.server.security import MAX_VALUES, count_marks, count_values
 
 
 def joined(texts: Sequence[str]) -> str:
@@ -24,11 +25,7 @@ def joined(texts: Sequence[str]) -> str:
 
 
 def call_arguments(text: str, place: str) -> dict[str, Any]:
-    """The arguments of a call that a client sends back as JSON text; none where the text is empty.
-
-    Raises:
-        ApiError: 400: not an object, or nested too deeply.
-    """
+    """The arguments of a call that a client sends back as JSON text; none where the text is empty."""
     try:
         arguments = msgspec.json.decode(text or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
@@ -37,6 +34,13 @@ def call_arguments(text: str, place: str) -> dict[str, Any]:
         ) from error
     check_depth(arguments)
     return arguments
+
+
+def check_arguments(texts: Sequence[str]) -> None:
+    """Refuse the arguments of calls, JSON texts in a body, where they have as many values as no body may have."""
+    parts = [text.encode("utf-8", "replace") for text in texts]
+    if sum(map(count_marks, parts)) > MAX_VALUES and (count := sum(map(count_values, parts))) > MAX_VALUES:
+        raise ApiError(f"the arguments of calls have {count} values of JSON; expected {MAX_VALUES} at most")
 
 
 def not_text(place: str, part: msgspec.Struct) -> ApiError:
@@ -90,9 +94,6 @@ class Turns:
 
         Args:
             place: the field that ``call_id`` is in.
-
-        Raises:
-            ApiError: no call before it has this id.
         """
         if call_id not in self._names:
             raise ApiError(f"{place} is {call_id[:80]!r}; no call before it has this id", param=place)

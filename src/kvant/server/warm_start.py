@@ -20,11 +20,6 @@ def warm_start(settings: Settings, model: LanguageModel, pool: Pool, paths: Sequ
 
     Args:
         paths: files of ``kvant generate`` or ``kvant chat --prompt-cache-file``, or of ``ModelCache.save``.
-
-    Raises:
-        SnapshotError: a file that cannot be used, see :meth:`kvant.cache.ModelCache.load`; one of several sequences, or
-            of none; more tokens than a sequence can have; more than fit into the pool together; or nothing that
-            prompts of this model can share.
     """
     salts = settings.key_digests or (b"",)
     pages = 0

@@ -63,11 +63,6 @@ class AnswerParts:
         self._called = False  # there was a call
         self._state = "first"  # nothing was said yet; then "text", and "called" where a call was the last thing
 
-    @property
-    def in_call(self) -> bool:
-        """Whether something has begun that may be a call."""
-        return self._reader is not None
-
     def add(self, text: str) -> list[Part]:
         """Take the next piece of the answer; return what is certain."""
         pieces = [(False, text)] if self._thinking is None else self._thinking.add(text)

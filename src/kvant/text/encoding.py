@@ -60,11 +60,7 @@ DEFAULTS: dict[str, dict[str, str | None]] = {  # special tokens of a class wher
 
 
 class Encoder:
-    """A loaded tokenizer; its methods answer the worker's requests.
-
-    Raises:
-        ValueError: files that are no tokenizer's.
-    """
+    """A loaded tokenizer; its methods answer the worker's requests."""
 
     def __init__(
         self,

@@ -43,6 +43,12 @@ class Grammars:
                 self._prepared = _Prepared(self._tokenizer, self._vocab_size)
             return self._prepared
 
+    def close(self) -> None:
+        """End the process of the checks."""
+        with self._lock:
+            if self._prepared is not None:
+                self._prepared.process.close()
+
     def compile(
         self, kind: Kind, source: Mapping[str, Any] | str | bool | ToolGrammar = "", prompt: str | None = None
     ) -> "Grammar":

@@ -28,7 +28,9 @@ OPEN = {"allOf", "if", "dependentSchemas", "unevaluatedProperties"}  # an object
 SAYS_OTHERS = {"additionalProperties", "patternProperties", "propertyNames", "minProperties", "$ref", *ALTERNATIVES}
 VALUES = ("const", "enum", "default", "examples")  # no schemas
 NEXT = 1e-12
-TEMPERATURE = re.compile(r"^\s*[\w-]+\s*\[[^\]]*\btemperature\s*=", re.MULTILINE)  # a rule's
+# Comments, texts and regular expressions of a grammar. Their ends may be missing, so that nothing is read twice.
+QUOTED = re.compile(r'(?://|#)[^\n]*|"(?:\\.|[^"\\])*"?|/(?:\\.|[^/\\])*/?', re.DOTALL)
+TEMPERATURE = re.compile(r"\btemperature\b\s*=")  # a rule's
 ANY_TEXT = "/(?s:.*)/"
 
 
@@ -66,14 +68,12 @@ def build_tool_grammar(
             that are ``strict`` satisfy their schemas, and others are any object.
         parallel: there may be more than one call, where the form has several.
         text: with "auto", kind and source of an answer that is not calls. Then all arguments satisfy their schemas.
-
-    Raises:
-        GrammarError: no tools, or a form whose calls no grammar is written for.
     """
     if form.writing.arguments != "json":
         raise GrammarError(f"calls in the form {form.name} cannot be forced: their arguments are not JSON")
     if not tools:
         raise GrammarError("there are no tools; expected at least one")
+    check_size("tool_calls", tools)
     schemas = {}
     for tool in tools:
         function = tool["function"]
@@ -81,6 +81,21 @@ def build_tool_grammar(
         schema = (function.get("parameters") or {}) if bound else {}
         schemas[function["name"]] = {"type": "object", **schema}
     return ToolGrammar(form, schemas, choice == "required", parallel and form.several, text)
+
+
+def check_size(kind: str, source: object) -> None:
+    """Refuse a source that is too large, before anything else looks at it."""
+    left, size = [source], 0
+    while left:
+        part = left.pop()
+        size += len(part) if isinstance(part, str) else 1
+        if isinstance(part, Mapping | list | tuple):
+            size += len(part)
+            if size <= MAX_SOURCE:
+                left += part
+                left += part.values() if isinstance(part, Mapping) else ()
+        if size > MAX_SOURCE:
+            raise GrammarError(f"the {kind} has more than {MAX_SOURCE} characters")
 
 
 class Marked:
@@ -111,6 +126,7 @@ def document(
 
     Arguments and errors are those of :meth:`kvant.text.grammar.Grammars.compile`.
     """
+    check_size(kind, list(source.schemas.items()) if isinstance(source, ToolGrammar) else source)
     schemas: dict[str, Any] = {}
     parts: list[dict[str, Any]] = []
     if isinstance(source, ToolGrammar) and source.text is not None and not source.must:
@@ -126,7 +142,7 @@ def document(
         from llguidance import regex_to_lark
 
         lines = ["start: TEXT", f"TEXT: /{regex_to_lark(source, '')}/"]
-    elif TEMPERATURE.search(source):
+    elif TEMPERATURE.search(QUOTED.sub('""', source)):
         raise GrammarError("the grammar has a temperature; expected none: an answer is sampled with its request's")
     else:
         lines = [source]
@@ -215,7 +231,7 @@ def _made_exact(schema: Any, closes: bool) -> Any:
         and isinstance(listed, Mapping)
         and not SAYS_OTHERS & set(made)
         and isinstance(required, list | tuple)
-        and all(map(list(listed).__contains__, required))
+        and all(isinstance(name, str) and name in listed for name in required)
     ):
         made["additionalProperties"] = False
     return made

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvant.errors import ModelError
+from kvant.errors import EngineError, ModelError
 
 TIME_LIMIT_S = 5.0  # a text; templates and tokenizers take milliseconds
 START_LIMIT_S = 60.0  # a tenth of a second where nothing else runs
@@ -33,6 +33,10 @@ PROGRAM = Path(__file__).with_name("worker.py")
 
 class TextError(Exception):
     """Why the process has no answer, as the end of a sentence."""
+
+
+class _GoneError(TextError):
+    """Something else than the request ended the process."""
 
 
 class TextProcess:
@@ -83,17 +87,23 @@ class TextProcess:
         return answer
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The worker's answer to a request of JSON.
-
-        Raises:
-            TextError: the request cannot be sent, fails, or takes too long or too much memory.
-        """
+        """The worker's answer to a request of JSON."""
         line = _encoded(request)
         with self._lock:
-            answer = json.loads(self._exchange(line))
+            try:
+                try:
+                    answer = json.loads(self._exchange(line))
+                except _GoneError:
+                    answer = json.loads(self._exchange(line))
+            except _GoneError as error:
+                raise EngineError(f"the tokenizer's process was ended from outside: {error}; try again") from None
         if "error" in answer:
             raise TextError(answer["error"])
         return dict(answer)
+
+    def close(self) -> None:
+        """End the process, also one that is stopped. A further request starts another one."""
+        self._end()
 
     def __reduce__(self) -> tuple[type["TextProcess"], tuple[Any, ...]]:
         return TextProcess, (self._tokenizer, self._given_limit_s)  # a copy has a process of its own
@@ -185,13 +195,13 @@ class TextProcess:
     def _died(self) -> TextError:
         code = self._process.wait()
         self._end()
-        if code in (-signal.SIGABRT, -signal.SIGKILL):  # an allocation that failed in Rust; the system had no more
+        if code == -signal.SIGABRT:  # an allocation that failed in Rust
             return TextError("it needs too much memory")
         if code == -signal.SIGXCPU:
             return TextError(f"it takes longer than {self._time_limit_s:g} s")
         if code == -signal.SIGSEGV:
             return TextError("it is nested too deeply")
-        return TextError(f"its process ended with exit code {code}")
+        return _GoneError(f"its exit code is {code}")
 
 
 def _encoded(request: dict[str, Any], payload: bytes = b"") -> bytes:

@@ -16,9 +16,6 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int] | mx.array, 
     """Token ids of a prompt: text is encoded as it is, ids are checked.
 
     A beginning-of-text token is added only where the tokenizer adds it and the text does not begin with it.
-
-    Raises:
-        PromptError: nothing to read, or an id the model has no row for.
     """
     if isinstance(prompt, str):
         bos = tokenizer.bos_token
@@ -28,11 +25,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int] | mx.array, 
 
 
 def token_ids(prompt: Iterable[int] | mx.array, vocab_size: int) -> list[int]:
-    """The ids of a prompt.
-
-    Raises:
-        PromptError: none, or one that the model has no row for.
-    """
+    """The ids of a prompt."""
     if isinstance(prompt, mx.array):
         if prompt.ndim != 1 or not mx.issubdtype(prompt.dtype, mx.integer):
             raise PromptError(f"prompt is {prompt.dtype} of shape {tuple(prompt.shape)}; expected one row of token ids")
@@ -54,9 +47,6 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], variables: Ma
 
     Args:
         variables: further variables of the template, such as ``enable_thinking``.
-
-    Raises:
-        PromptError: no template, or one that fails on these messages.
     """
     if not tokenizer.has_chat_template:
         raise PromptError("the model has no chat template")

@@ -287,6 +287,10 @@ class Tokenizer:
             text = cut_at_mark(text, continued)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
+    def close(self) -> None:
+        """End the tokenizer's process, also one that is stopped. A further use starts another one."""
+        self._process.close()
+
     def _find(self, tokens: list[str]) -> list[int | None]:
         return list(self._ask({"do": "ids", "tokens": tokens}, "no such tokens")["ids"])
 

@@ -20,7 +20,6 @@ from kvant.text.call_form import (
     may_be,
     skip_space,
 )
-from kvant.text.schema import validate
 
 
 class Hermes(ToolFormat):
@@ -113,13 +112,46 @@ class _QwenCoderReader(Reader):
 
 def _value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
     """A parameter's value of its text, as its schema has it: the form does not tell 1 from "1"."""
-    part = schema.get("properties", {}).get(name, schema.get("additionalProperties", True))
-    if isinstance(part, Mapping):
-        part = {**{key: schema[key] for key in ("$defs", "definitions") if key in schema}, **part}
+    listed = schema.get("properties")
+    part = listed.get(name) if isinstance(listed, Mapping) and name in listed else schema.get("additionalProperties")
     read = _read(text)
+    types = _types(part, schema, (text, read))
+    kinds = {TYPES[type(read)]}
+    if isinstance(read, int | float) and not isinstance(read, bool):
+        kinds |= {"number", "integer"} if read == read // 1 else {"number"}
     # Where a string would do as well, a number is a string. A list, an object and null are not.
-    strings_do = isinstance(read, bool | int | float) and validate(text, part) is None
-    return text if strings_do or validate(read, part) is not None else read
+    if isinstance(read, bool | int | float) and (not types or "string" in types):
+        return text
+    return read if not types or kinds & types else text
+
+
+TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+TYPES[type(None)] = "null"
+
+
+def _types(part: Any, root: Mapping[str, Any], values: tuple[Any, ...]) -> set[str]:
+    """The JSON types that a schema names, of itself or of its alternatives; none: any. Of an enum, those of values."""
+    found: set[str] = set()
+    seen: set[int] = set()  # parts by their ids: they may refer to themselves
+    left = [part]
+    while left:
+        part = left.pop()
+        if not isinstance(part, Mapping) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        kinds = part.get("type")
+        found |= {each for each in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(each, str)}
+        allowed = [*_list(part.get("enum")), *([part["const"]] if "const" in part else [])]
+        found |= {TYPES[type(each)] for each in allowed if each in values}
+        left += [*_list(part.get("anyOf")), *_list(part.get("oneOf"))]
+        match str(part.get("$ref")).split("/"):
+            case ["#", group, name] if isinstance(root.get(group), Mapping):
+                left.append(root[group].get(name))
+    return found
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _read(text: str) -> Any:
@@ -133,7 +165,8 @@ def _read(text: str) -> Any:
     return text
 
 
-_PYTHON = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|True|False|None""", re.DOTALL)
+# A text's end may be missing, so that nothing is read twice; what comes of it is no JSON.
+_PYTHON = re.compile(r"""'(?:\\.|[^'\\])*'?|"(?:\\.|[^"\\])*"?|True|False|None""", re.DOTALL)
 _ESCAPED = re.compile(r"""\\.|["\n]""", re.DOTALL)
 _IN_JSON = {"\\'": "'", "\\x": "\\u00", '"': '\\"', "\n": "\\n"}
 

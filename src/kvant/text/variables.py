@@ -12,11 +12,7 @@ GIVEN |= {"conversation", "chat_template", *REFUSED}
 
 
 def check_variables(tokenizer: Tokenizer, names: Collection[str]) -> None:
-    """Refuse a variable that is not the user's to set, or that the chat template does not mention and so cannot heed.
-
-    Raises:
-        ValueError: there is one; the end of a sentence.
-    """
+    """Refuse a variable that is not the user's to set, or that the chat template does not mention."""
     words = mentioned(tokenizer) if names else set()
     for name in names:
         if name in GIVEN:

@@ -1,6 +1,6 @@
 """The fused kernel, run on the host, against the float64 oracle over its whole parameter space.
 
-Every access is checked while it runs: tokens past the offset are poison and must not be touched (docs/host-run.md).
+Every access is checked while it runs: tokens past the offset are poison and must not be touched (docs/kernels.md).
 """
 
 from dataclasses import replace

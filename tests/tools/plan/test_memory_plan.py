@@ -70,7 +70,7 @@ def qwen3_moe(experts: int, per_token: int, inner: int, *sizes: Any) -> Shape:
     return replace(shape, num_experts_per_tok=per_token, moe_intermediate_size=inner)
 
 
-# docs/memory-plan.md records these cases in their long form; the gate reads shorter prompts.
+# The gate reads shorter prompts.
 LAYERS, TOKENS = count(4, 16), count(200, 448)
 MANY_KEYS = (32, LAYERS, 32, 32, 64, 32, 500, True)  # keys and values outweigh everything else
 CASES = {

@@ -14,8 +14,8 @@ from support.kinds import KINDS, load_kind
 
 from kvant.cli.fitting import plan_that_fits
 from kvant.errors import ContextError, ModelError
+from kvant.machine import this_machine
 from kvant.models import Decoder
-from kvant.tools.machine import this_machine
 from kvant.tools.plan import Checkpoint, Settings, plan, read_folder, split_pairs
 
 POOLED = [kind for kind in KINDS if kind != "llama4"]

@@ -25,13 +25,13 @@ from support.deals import every_deal
 from support.ranks import run_script
 
 from kvant.errors import ModelError
+from kvant.machine import Machine
 from kvant.models import load_decoder
 from kvant.models.checkpoint import DecoderParts, load_part
 from kvant.models.share import shares
 from kvant.ranks.bridged_stage import load_bridged_stage
 from kvant.ranks.group import Ranks
 from kvant.tools.bench.shapes import Shape, write_random
-from kvant.tools.machine import Machine
 from kvant.tools.plan import Checkpoint, RankPlanner, Settings, plan, read_folder, split_pairs
 
 WIDEST = 2.0  # of the measured peak: a rank that waits holds less of what MLX has queued
@@ -262,7 +262,7 @@ import mlx.core as mx
 from kvant.ranks.group import connect
 from kvant.ranks.stage import load_stage
 from kvant.ranks.tensor import load_tensor
-from kvant.tools.machine import Machine
+from kvant.machine import Machine
 from kvant.tools.plan import Checkpoint, RankPlanner, Settings, plan, split_pairs
 
 DECODED = 4

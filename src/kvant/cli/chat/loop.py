@@ -9,9 +9,9 @@ from typer.exceptions import TyperException
 from kvant.cli.chat import commands
 from kvant.cli.chat.commands import Leave
 from kvant.cli.chat.talk import Talk, notice
-from kvant.errors import ArgumentError, KvantError, one_line, printable
+from kvant.errors import KvantError, one_line, printable
 
-FAILURES = (KvantError, ArgumentError, TyperException, OSError, RuntimeError, MemoryError)  # MLX's are RuntimeErrors
+FAILURES = (KvantError, ValueError, TyperException, OSError, RuntimeError, MemoryError)  # MLX's are RuntimeErrors
 ENDS = ("exit", "quit")  # typed alone, on a terminal
 
 
@@ -19,8 +19,6 @@ def converse(
     talk: Talk, read: Callable[[], str], silent: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> None:
     """Read and answer until the input ends or the user leaves. An error is one line, and the conversation goes on.
-
-    An error that leaves no model is raised.
 
     Args:
         talk: the conversation.
@@ -44,12 +42,8 @@ def converse(
         except Leave:
             return
         except KeyboardInterrupt:
-            if not talk.has_model:
-                raise
             notice("stopped")
         except FAILURES as error:
-            if not talk.has_model:
-                raise
             notice(f"error: {_worded(error)}")
 
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
-from kvant.tools.machine import Environment
+from kvant.machine import Environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The memory plan: what a model takes, and what a machine has, before a weight is read or downloaded.
 
-from kvant.tools.machine import this_machine
+from kvant.machine import this_machine
 from kvant.tools.plan import plan, read_folder
 needed = plan(read_folder(folder), max_kv_size=4096)
 print(needed.total, this_machine().limit_bytes)

@@ -14,18 +14,18 @@ from kvant.engine.drafted_run import LARGEST_STEP
 from kvant.engine.model_drafts import draft_format
 from kvant.engine.run import PREFILL_STEP_SIZE
 from kvant.fields import MAX_SIZE
+from kvant.machine import Device, default_device
 from kvant.models import Decoder, LanguageModel
 from kvant.models.config import ModelConfig
 from kvant.models.pool import pool_size
 from kvant.operators.quantization import check_quantization
-from kvant.tools.machine import Device, default_device
 from kvant.tools.plan.bridged import BridgedCheckpoint
 from kvant.tools.plan.scratch import FLOAT32, scratch_bytes
 from kvant.tools.plan.stored import Checkpoint
 
 SCALE_BYTES = 2  # float16
 # What the process takes beside the arrays where it comes out of the same memory: interpreter, libraries, MLX's buffers
-# for reuse; and while it is read, a tokenizer for each of its tokens. Measured, docs/memory-plan.md.
+# for reuse; and while it is read, a tokenizer for each of its tokens. Measured, docs/measuring.md.
 PROCESS_BYTES = 170_000_000
 TOKENIZER_BYTES = 1_700
 # With mlx-lm and the libraries that it imports: 300 MB with a tiny model, where a decoder takes 70.

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Literal
 
 from kvant.errors import ModelError
+from kvant.machine import Device, Machine
 from kvant.models.share import shares
-from kvant.tools.machine import Device, Machine
 from kvant.tools.plan.bridged import BridgedCheckpoint
 from kvant.tools.plan.deal import check_layers, deal
 from kvant.tools.plan.plan import (

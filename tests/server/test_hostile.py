@@ -1,0 +1,238 @@
+"""Requests that once froze the server, filled its log, or were told too much: the smallest case of each."""
+
+import json
+import logging
+import math
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from support.command import COMMAND
+from support.server import SOON, Running, read_all, running
+
+from kvant.errors import EngineError
+from kvant.server import run
+from kvant.server.service import Service
+from kvant.server.settings import Settings
+from kvant.text.process import TextProcess
+from kvant.text.tool_calls import tool_format
+
+ASKED = [{"role": "user", "content": "Hi"}]
+MANY = [f"property_{number}" for number in range(99_000)]
+WIDE = {"type": "object", "properties": dict.fromkeys(MANY, True), "required": MANY}
+REFERENCES = {
+    "allOf": [{"$ref": "#/$defs/b"}] * 200,
+    "$defs": {"b": {"allOf": [{"$ref": "#/$defs/c"}] * 200}, "c": {"$ref": "#" + "/%61" * 20_000}},
+}
+
+
+def _tool(parameters: Any, **fields: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "t", "parameters": parameters} | fields}]}
+
+
+FREEZING: Mapping[str, Mapping[str, Any]] = {
+    "newlines": {"structured_outputs": {"grammar": "\n" * 1_000_000}},
+    "newlines of the largest grammar": {"structured_outputs": {"grammar": "\n" * 60_000}},
+    "brackets": {"structured_outputs": {"grammar": "a[\n" * 20_000}},
+    "a temperature behind a text": {"structured_outputs": {"grammar": 'start[stop="]", temperature=1.5]: "a"'}},
+    "quotes of a regex": {"structured_outputs": {"regex": '"\\' * 1_000_000}},
+    "choices": {"structured_outputs": {"choice": ["("] * 190_000}},
+    "a long choice": {"structured_outputs": {"choice": ["(" * 4_000_000]}},
+    "required": {"structured_outputs": {"json": WIDE}},
+    "required of a format": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": WIDE}}},
+    "required of a strict tool": _tool(WIDE, strict=True),
+    "a tool of any call": _tool(WIDE),
+    "references": _tool(REFERENCES),
+    "a field's name": {"x" * 3_000_000: 1},
+    "a variable's name": {"chat_template_kwargs": {"x" * 3_000_000: 1}},
+    "a value": {"reasoning_effort": "x" * 3_000_000},
+    "a role": {"messages": [{"role": "x" * 3_000_000, "content": ""}]},
+}
+
+
+@pytest.mark.parametrize("fields", FREEZING.values(), ids=FREEZING)
+def test_no_body_holds_the_server(server: Running, fields: dict[str, Any]) -> None:
+    """It is refused in a short answer, while a thread of this process goes on."""
+    body = json.dumps({"model": "pocket", "messages": ASKED, "max_tokens": 1} | fields).encode()
+    longest, ended = [0.0], threading.Event()
+
+    def watch() -> None:
+        last = time.monotonic()
+        while not ended.wait(0.002):
+            last, before = time.monotonic(), last
+            longest[0] = max(longest[0], last - before)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        answered = server.client.post("/v1/chat/completions", content=body)
+    finally:
+        ended.set()
+        watching.join()
+    assert answered.status_code == 400, answered.text[:300]
+    assert len(answered.content) < 4_000
+    assert longest[0] < 1  # 0.05 of a machine that does nothing else; it was minutes
+    assert server.client.get("/health").status_code == 200
+
+
+def test_a_call_against_a_schema_of_references(server: Running) -> None:
+    """A schema is not followed: only the names that it requires count."""
+    form = tool_format(server.service.tokenizer)
+    assert form is not None
+    (call,) = form.calls('<tool_call>\n{"name": "t", "arguments": {"x": 1}}\n</tool_call>', {"t": REFERENCES})
+    assert call == ("t", {"x": 1})
+
+
+def test_two_lengths_of_one_body(server: Running) -> None:
+    """Each would end it elsewhere: what follows is not read as a request."""
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 44\r\nTransfer-Encoding: chunked\r\n\r\n"
+    answer = server.exchange(head + b"0\r\n\r\nGET /props HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_damaged_weights_are_an_error(pocket: Any) -> None:
+    """No text that looks like an answer, and no log-probability that is null."""
+    model = copy(pocket[0])
+    *layers, last = model.layers
+    model.layers = (*layers, replace(last, norms={role: weight * math.nan for role, weight in last.norms.items()}))
+    asked = {"model": "pocket", "messages": ASKED, "max_tokens": 9}
+    with running(Service.start(Settings(port=0, sequences=1, max_kv_size=128), model, pocket[1])) as found:
+        for path, fields in {
+            "/v1/chat/completions": {"response_format": {"type": "json_object"}, "logprobs": True},
+            "/v1/messages": {},
+        }.items():
+            answered = found.client.post(path, json=asked | fields)
+            assert answered.status_code == 500
+            assert "NaN" in answered.json()["error"]["message"]
+        answered = found.client.post("/v1/chat/completions", json=asked | {"stream": True})
+        assert "NaN" in answered.text
+        assert found.client.get("/health").status_code == 200
+
+
+def test_connections_follow_the_number_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(os, "listdir", lambda _: ["0"] * 20)
+    for files, found in ((2_000, 1_000), (256, 256 - 44), (40, 1), (resource.RLIM_INFINITY, 1_000)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (files, files))
+        assert run._allowed_connections(1_000) == found
+
+
+SERVE_FEW = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96))
+sys.argv = ["kvant", "serve", "--port", "0", "--sequences", "1", "--max-kv-size", "128"]
+from kvant.cli import main
+main()
+"""
+
+
+@contextmanager
+def _process(folder: Path, *command: str) -> Iterator[tuple["subprocess.Popen[str]", httpx2.Client, list[str]]]:
+    """A server's process, a client of it, and a list of what it writes."""
+    given = command or (*COMMAND, "serve", "--port", "0", "--sequences", "1", "--max-kv-size", "128")
+    process = subprocess.Popen(
+        given, stderr=subprocess.PIPE, text=True, cwd=folder, env=os.environ | {"HOME": str(folder)}
+    )
+    assert process.stderr is not None
+    lines: list[str] = []
+    try:
+        url = ""
+        while not url:
+            line = process.stderr.readline()
+            assert line, "".join(lines)
+            lines.append(line)
+            url = next((word for word in line.split() if word.startswith("http://127")), "")
+        reading = threading.Thread(target=lambda: lines.extend(process.stderr or ()))
+        reading.start()
+        with httpx2.Client(base_url=url, trust_env=False, timeout=SOON) as client:
+            yield process, client, lines
+        process.kill()
+        reading.join(SOON)
+    finally:
+        process.kill()
+        process.wait(SOON)
+        process.stderr.close()
+
+
+def _address(client: httpx2.Client) -> tuple[str, int]:
+    return str(client.base_url.host), int(client.base_url.port or 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it counts the files of a process by Linux's limits")
+def test_more_connections_than_files(tmp_path: Path) -> None:
+    """Those that are too many are told so, and the log says little."""
+    with _process(tmp_path, sys.executable, "-c", SERVE_FEW) as (_, client, lines), ExitStack() as held:
+        before = len(lines)
+        connections = [held.enter_context(socket.create_connection(_address(client), SOON)) for _ in range(300)]
+        time.sleep(0.5)
+        assert read_all(connections[-1]).startswith(b"HTTP/1.1 503 ")
+        for connection in connections[:60]:
+            connection.close()
+        assert client.get("/health").status_code == 200
+        assert len(lines) - before <= 1, lines[before:]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it looks for children in Linux's /proc")
+def test_an_end_leaves_no_stopped_process(tmp_path: Path) -> None:
+    """Nor does a body of which half came hold it up. A terminal that goes ends a server as SIGTERM does."""
+    with _process(tmp_path) as (process, client, _):
+        body = {"model": "pocket", "messages": ASKED, "max_tokens": 1, "response_format": {"type": "json_object"}}
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        threads = Path(f"/proc/{process.pid}/task").iterdir()
+        children = [int(pid) for task in threads for pid in (task / "children").read_text().split()]
+        assert len(children) == 2
+        for child in children:
+            os.kill(child, signal.SIGSTOP)
+        with socket.create_connection(_address(client), SOON) as half:
+            half.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{")
+            time.sleep(0.2)
+            process.send_signal(signal.SIGHUP)
+            assert process.wait(20) == 0
+        for child in children:
+            with pytest.raises(ProcessLookupError):
+                os.kill(child, 0)
+
+
+def test_a_process_of_the_tokenizer_that_dies(pocket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once is nothing; a second time it is the server's fault, and not the client's."""
+    with running(Service.start(Settings(port=0, sequences=1, max_kv_size=128), *pocket)) as found:
+        send, kills = TextProcess._send, [1]
+
+        def dying(process: TextProcess, *parts: bytes) -> None:
+            if kills[0] and b'"render"' in parts[0]:
+                kills[0] -= 1
+                process._process.kill()
+                process._process.wait()
+            send(process, *parts)
+
+        monkeypatch.setattr(TextProcess, "_send", dying)
+        body = {"model": "pocket", "messages": ASKED, "max_tokens": 1}
+        assert found.client.post("/v1/chat/completions", json=body).status_code == 200
+        assert kills == [0]
+        kills[0] = 2
+        answered = found.client.post("/v1/chat/completions", json=body)
+        assert (answered.status_code, answered.json()["error"]["type"]) == (503, "server_error")
+        assert kills == [0]
+
+
+def test_the_same_message_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    server = object.__new__(run.Server)
+    server._logged = {}
+    with caplog.at_level(logging.ERROR, "kvant.server"):
+        for message in ("a", "a", "b", "a"):
+            server._log(None, {"message": message, "exception": EngineError("a secret")})  # type: ignore[arg-type]
+    assert [record.getMessage() for record in caplog.records] == ["a: EngineError", "b: EngineError"]
