@@ -2,6 +2,7 @@
 
 Run: python scripts/claims.py CLAIM [rounds]
 
+    cache       a key/value cache changes nothing but the time
     unfused     the unfused path's attention over a quantized cache, against MLX's in float32 and mlx-lm's
     bias_split  what the bias split costs in one layer's attention of a decode step
     compiled    the decode step, compiled and not; on a CPU that needs a C++ compiler on PATH
@@ -40,6 +41,7 @@ from kvant.engine.load import POCKET, find_model
 from kvant.engine.run import Run
 from kvant.machine import environment
 from kvant.models import load_decoder
+from kvant.operators import multi_head_cache_attention
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.cached_attention import append_and_attend, read_tokens, write_tokens
@@ -97,6 +99,66 @@ def heading(*cells: object) -> None:
     print(f"{time.strftime('%Y-%m-%d')}, {here.device}, {here.cores} cores, BLAS {here.blas}, {versions}\n")
     row(*cells)
     row(*["---"] * len(cells))
+
+
+# ---- why a cache ---------------------------------------------------------------------------------------------------
+
+Rows = tuple[mx.array, mx.array, mx.array]  # query (1, S, H, D), key and value (1, S, K, D)
+
+
+def _random_rows(tokens: int) -> Rows:
+    keys = mx.random.split(mx.random.key(1), 3)
+    query, key, value = (mx.random.normal((1, tokens, n, 64), key=k) for n, k in zip((4, 2, 2), keys, strict=True))
+    return query, key, value
+
+
+def _attend(rows: Sequence[mx.array], start: int, cache: mx.array) -> mx.array:
+    """The PMX operator without quantization, causal; layout 1: (L, B, 2, K, MaxS, D)."""
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    return multi_head_cache_attention(*rows, start, cache, is_causal=True, cache_layout=1, **heads)  # type: ignore[misc]
+
+
+def last_row_difference(tokens: int = 48) -> float:
+    """The largest difference of the newest query's output through the cache from the full computation's last row."""
+    rows, cache = _random_rows(tokens), mx.zeros((1, 1, 2, 2, tokens, 64))
+    full = _attend(rows, 0, mx.zeros_like(cache))
+    _attend([x[:, :-1] for x in rows], 0, cache)
+    return mx.abs(full[:, -1:] - _attend([x[:, -1:] for x in rows], tokens - 1, cache)).max().item()  # type: ignore[return-value]
+
+
+def earlier_rows_differences(tokens: int = 48) -> tuple[float, float]:
+    """The largest changes that one more token makes: in the earlier outputs, and in the earlier keys and values."""
+    rows = _random_rows(tokens)
+    shorter, longer = (mx.zeros((1, 1, 2, 2, tokens, 64)) for _ in range(2))
+    before, after = _attend([x[:, :-1] for x in rows], 0, shorter), _attend(rows, 0, longer)
+    outputs = mx.abs(after[:, :-1] - before).max().item()
+    return outputs, mx.abs(longer[..., : tokens - 1, :] - shorter[..., : tokens - 1, :]).max().item()  # type: ignore[return-value]
+
+
+def greedy_tokens(model: Any, prompt: list[int], count: int, *, cached: bool) -> list[int]:
+    """Greedy tokens: one token a step through a cache, or everything computed again at every step."""
+    ids, cache = list(prompt), model.make_cache(len(prompt) + count, quant_bit=0) if cached else None
+    for step in range(count):
+        logits = model(mx.array([ids[-1:] if cached and step else ids]), cache=cache)[0, -1]
+        ids.append(int(mx.argmax(logits).item()))  # type: ignore[arg-type]
+    return ids[len(prompt) :]
+
+
+def cache(rounds: int = 1) -> None:
+    """64 tokens of the embedded model; on one layer what is cached is what would be computed again."""
+    model, tokenizer = kvant.load(POCKET)
+    question = [{"role": "user", "content": "Tell me a story about a fox named Pip."}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)
+    ways = {
+        way: lambda way=way: greedy_tokens(model, prompt, 64, cached=way == "a cache") for way in ("a cache", "none")
+    }  # type: ignore[misc]
+    heading(
+        "with a cache, ms", "without", "the same tokens", "last row differs by", "earlier outputs, keys and values by"
+    )
+    found = in_turns({way: timed(run) for way, run in ways.items()}, rounds)
+    same = ways["a cache"]() == ways["none"]()
+    changes = " and ".join(f"{change:.1e}" for change in earlier_rows_differences())
+    row(*compared(found), same, f"{last_row_difference():.1e}", changes)
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -320,7 +382,7 @@ def ranks(rounds: int = 3) -> None:
     row(*compared(in_turns(ways, rounds)))
 
 
-CLAIMS = {each.__name__: each for each in (unfused, bias_split, compiled, append, experts, command, ranks)}
+CLAIMS = {each.__name__: each for each in (cache, unfused, bias_split, compiled, append, experts, command, ranks)}
 
 
 def main() -> None:

@@ -1,12 +1,23 @@
-"""The frame of scripts/claims.py, and that the engines whose times it compares compute the same."""
+"""The frame of scripts/claims.py; engines whose times are compared compute the same; a cache changes nothing."""
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
-from claims import TINY, compared, expert_engines, expert_round, in_turns
+from claims import (
+    TINY,
+    compared,
+    earlier_rows_differences,
+    expert_engines,
+    expert_round,
+    greedy_tokens,
+    in_turns,
+    last_row_difference,
+)
 from support.numbers import relative_error
 
+from kvant.models import Decoder
 from kvant.tools.bench.shapes import write_random
 
 
@@ -33,3 +44,21 @@ def test_the_engines_agree(tmp_path: Path, bits: int) -> None:
         assert len(others) == 2
         assert all(relative_error(logits, expected) < 1e-4 for logits in others)
     assert all(time > 0 for time in expert_round(engines["kvant"]))
+
+
+@pytest.mark.parametrize("tokens", [2, 17, 48])
+def test_the_last_row_alone_is_the_last_row_of_all(tokens: int) -> None:
+    assert last_row_difference(tokens) < 1e-6
+
+
+@pytest.mark.parametrize("tokens", [2, 17, 48])
+def test_a_token_changes_nothing_before_it(tokens: int) -> None:
+    outputs, cached = earlier_rows_differences(tokens)
+    assert outputs < 1e-6
+    assert cached == 0
+
+
+def test_the_loop_without_a_cache_gives_the_same_tokens(pocket: tuple[Decoder, Any], heldout_ids: list[int]) -> None:
+    model, _ = pocket
+    prompt = heldout_ids[:24]
+    assert greedy_tokens(model, prompt, 48, cached=True) == greedy_tokens(model, prompt, 48, cached=False)
