@@ -15,25 +15,10 @@ from support.completions import Reply
 from kvant.engine.load import find_model
 from kvant.tools.bench.adapters import MLXLM, Kvant
 from kvant.tools.bench.engines import EngineSpec, engine_specs
-from kvant.tools.bench.latency import medians_in_turns
 
 KVANT = EngineSpec("kvant", 8, 32)
 PROMPTS = [[5, 77, 1000, 3, 12], [9] * 20, [400, 2, 30]]
 TOKENS = 6
-
-
-def test_runs_take_turns_and_the_first_round_counts_for_nothing() -> None:
-    asked: list[str] = []
-
-    def run(name: str) -> Iterator[int]:
-        asked.append(name)
-        for number in range(2):
-            time.sleep(0.3 if len(asked) < 3 else 0.01 * number)
-            yield number
-
-    medians = medians_in_turns([lambda: run("a"), lambda: run("b")], 1)
-    assert asked == ["a", "b", "b", "a"]
-    assert all(middle >= 5 for middle in medians)  # of 0 and 10 ms
 
 
 class Process:

@@ -14,14 +14,10 @@ REPEATS = 7
 
 
 def copy_bandwidth_gb_s(size: int = COPY_BYTES, repeats: int = REPEATS) -> float:
-    """1e9 bytes read and written a second by MLX, copying one array into another on the default device.
+    """1e9 bytes read and written a second by MLX, copying ``size`` bytes; the median of ``repeats`` copies.
 
     A slice is written in place. Memory that is new would be timed with its allocation (a seventh of the speed on a
     CPU). On a CPU MLX copies with one thread, as it decodes.
-
-    Args:
-        size: bytes copied; take it larger than every cache of the device.
-        repeats: copies timed, after one that is not; the result is their median.
     """
     row = 64 * 1024
     rows = size // row
@@ -38,11 +34,7 @@ def copy_bandwidth_gb_s(size: int = COPY_BYTES, repeats: int = REPEATS) -> float
 
 
 def measure_bandwidth() -> float:
-    """:func:`copy_bandwidth_gb_s` in a process of its own, which takes its memory with it.
-
-    Raises:
-        BenchError: the process failed.
-    """
+    """:func:`copy_bandwidth_gb_s` in a process of its own, which takes its memory with it."""
     command = [sys.executable, "-P", "-m", __name__]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:

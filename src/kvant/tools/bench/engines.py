@@ -91,11 +91,11 @@ def engine_specs(
         if sum(map(len, chosen)) < len(settings) or any(len(group) > 1 for group in chosen):
             takes = " and ".join(f"one of {', '.join(group)}" for group in SETTINGS[name])
             raise ValueError(f"engine is {given!r}; {name} takes {takes} after a colon, each at most once")
-        first, openblas = chosen[0][0] if chosen[0] else None, OPENBLAS in settings
+        first = chosen[0][0] if chosen[0] else None
         dtype, kernels = (first, None) if name == "mlx-lm" else (None, first)
         for bits in [0] if streams and name == "mlx-lm" else kv_bits:
             group = _group_size(name, kv_group_size, head_dim) if bits else None
-            spec = EngineSpec(name, bits, group, dtype, openblas, kernels)
+            spec = EngineSpec(name, bits, group, dtype, OPENBLAS in settings, kernels)
             if spec in specs:
                 raise ValueError(f"engine {given!r} is named twice")
             specs.append(spec)

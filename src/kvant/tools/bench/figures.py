@@ -154,12 +154,12 @@ def _ratio(runs: Runs, others: Runs, figure: Callable[[Run], float | None]) -> S
     return paired_ratio(own, other)
 
 
-def _p50_ms(run: Run) -> float:
-    return median(gaps_ms(run) or [0])
+def _p50_ms(run: Run) -> float | None:
+    return median(gaps) if (gaps := gaps_ms(run)) else None
 
 
-def _mean_ms(run: Run) -> float:
-    return fmean(gaps_ms(run) or [0])
+def _mean_ms(run: Run) -> float | None:
+    return fmean(gaps) if (gaps := gaps_ms(run)) else None
 
 
 def _first_ms(run: Run) -> float:

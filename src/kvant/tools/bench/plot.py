@@ -18,15 +18,7 @@ LOG_RATIO = 8.0  # of the slowest line to the fastest, from which the latency ax
 
 
 def plot(recording: Recording, path: Path) -> None:
-    """Draw the runs.
-
-    Args:
-        recording: as just recorded.
-        path: where to write; .png or .svg.
-
-    Raises:
-        ValueError, KvantError: as :func:`kvant.tools.drawing.check_plot_path` says, or no run has a second token.
-    """
+    """Draw the runs into a .png or .svg; a KvantError if none has a second token."""
     if not any(gaps_ms(run) for run in recording.runs):
         raise KvantError("there is nothing to draw: no completed run has a second token")
     if recording.runs[0].together:

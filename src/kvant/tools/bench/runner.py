@@ -30,31 +30,19 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A benchmark.
+    """A benchmark."""
 
-    Attributes:
-        engines: their labels are all different.
-        model: the folder.
-        prefill_step_size: prompt tokens fed at a time.
-        contexts: prompt tokens of the cases.
-        max_tokens: generated for every request, neither more nor fewer.
-        repeats: rounds.
-        prompts: of a number of tokens and a number of their own.
-        streams: numbers of requests that come at once, whose prompts have the lengths of ``contexts`` in turn; none:
-            one request after another, each context by itself.
-    """
-
-    engines: Sequence[EngineSpec]
+    engines: Sequence[EngineSpec]  # their labels are all different
     model: Path
     prefill_step_size: int
-    contexts: Sequence[int]
-    max_tokens: int
-    repeats: int
+    contexts: Sequence[int]  # prompt tokens
+    max_tokens: int  # generated for every request
+    repeats: int  # rounds
     prompts: Prompts
-    streams: Sequence[int] = ()
+    streams: Sequence[int] = ()  # numbers of requests that come at once; none: one after another
 
     def cases(self) -> list[tuple[int, ...]]:
-        """The prompt tokens of the requests that come at once."""
+        """The prompt tokens of the requests that come at once: the contexts in turn."""
         if not self.streams:
             return [(context,) for context in self.contexts]
         return [tuple(self.contexts[i % len(self.contexts)] for i in range(count)) for count in self.streams]
@@ -118,16 +106,7 @@ class Worker:
 
 
 def measure(plan: Plan, recording: Recording, progress: Progress) -> None:
-    """Run everything and record it.
-
-    Args:
-        plan: engines, cases and rounds.
-        recording: takes the engines and runs as they come; it stays whatever is raised.
-        progress: told a line a run.
-
-    Raises:
-        BenchError: an engine that failed or died.
-    """
+    """Run everything; the recording takes engines and runs as they come. A BenchError for an engine that fails."""
     with ExitStack() as stack:
         workers: dict[EngineSpec, Worker] = {}
         for spec in plan.engines:

@@ -68,11 +68,7 @@ SHAPES = {
 def random_model(
     shape: Shape, *, bits: int, group_size: int = 64, seed: int = 0, parent: Path | None = None
 ) -> Iterator[Path]:
-    """A temporary folder with :func:`write_random`'s model, removed at the end however that comes (not by a kill).
-
-    Args:
-        parent: where the folder is made; None: the system's place for temporary files.
-    """
+    """A temporary folder with :func:`write_random`'s model, made in ``parent``, removed at the end."""
     with tempfile.TemporaryDirectory(prefix="kvant-", dir=parent, ignore_cleanup_errors=True) as name:
         write_random(shape, Path(name), bits=bits, group_size=group_size, seed=seed)
         yield Path(name)
@@ -101,13 +97,12 @@ def write_random(
     needed, free = size + DISK_RESERVE_BYTES, shutil.disk_usage(folder).free
     if needed > free:
         raise KvantError(f"{folder}: {shape.name} needs {format_bytes(needed)} of disk; {format_bytes(free)} are free")
-    weights = _RandomWeights(shape, bits, group_size, seed)
-    parts = _parts(shape)
+    parts, keys = _parts(shape), _keys(seed)
     weight_map: dict[str, str] = {}
     try:
         for number, part in enumerate(parts, start=1):
             file = f"model-{number:05}-of-{len(parts):05}.safetensors"
-            tensors = weights.tensors(part)
+            tensors = _tensors(part, shape, bits, group_size, keys)
             mx.save_safetensors(str(folder / file), tensors, metadata={"format": "mlx"})
             weight_map |= dict.fromkeys(tensors, file)
             del tensors  # before the next part is drawn
@@ -120,11 +115,7 @@ def write_random(
 
 
 def shape_bytes(shape: Shape, bits: int, group_size: int = 64) -> int:
-    """Bytes of the weights that :func:`write_random` writes: every tensor's data, without the files' headers.
-
-    Raises:
-        ValueError: bits other than 0, 4 or 8, or a group size that is not 32, 64 or 128 or does not divide a matrix.
-    """
+    """Bytes of the tensors that :func:`write_random` writes; a ValueError for a quantization it cannot write."""
     if bits not in (0, 4, 8):
         raise ValueError(f"bits is {bits!r}; expected 0, 4 or 8")
     sizes = [dims for part in _parts(shape) for dims in part.values()]
@@ -169,50 +160,37 @@ def _config(shape: Shape, bits: int, group_size: int, context: int | None) -> di
     return config
 
 
-class _RandomWeights:
-    """Tensors drawn one after another from a seed."""
+def _tensors(
+    part: dict[str, tuple[int, ...]], shape: Shape, bits: int, group_size: int, keys: Iterator[mx.array]
+) -> dict[str, mx.array]:
+    """The tensors of one file by name; each is drawn with the next key."""
+    found: dict[str, mx.array] = {}
+    levels = 2**bits  # quantized values are uniform in 0 .. levels - 1: their variance is (levels^2 - 1) / 12
+    for name, (*rows, width) in part.items():
+        dims = (*rows, width)
+        if name.endswith("norm.weight"):
+            found[name] = mx.ones(dims, mx.bfloat16)
+        elif name.endswith(".bias"):
+            found[name] = bias = mx.random.normal(dims, mx.bfloat16, scale=0.1, key=next(keys))
+            if shape.large_key_bias and name.endswith("k_proj.bias"):  # the pair (D/2 - 1, D - 1) turns slowest
+                bias[shape.head_dim // 2 - 1 :: shape.head_dim] = LARGE_KEY_BIAS
+        elif not bits:
+            found[f"{name}.weight"] = mx.random.normal(dims, mx.bfloat16, scale=width**-0.5, key=next(keys))
+        else:
+            stored = mx.random.randint(0, 256, (*rows, width * bits // 8), mx.uint8, next(keys))
+            scale = mx.array((12 / (levels**2 - 1) / width) ** 0.5).astype(mx.bfloat16)
+            zero = (scale.astype(mx.float32) * (1 - levels) / 2).astype(mx.bfloat16)
+            groups = (*rows, width // group_size)
+            found |= {
+                f"{name}.weight": stored.view(mx.uint32),
+                f"{name}.scales": mx.broadcast_to(scale, groups),
+                f"{name}.biases": mx.broadcast_to(zero, groups),
+            }
+    return found
 
-    def __init__(self, shape: Shape, bits: int, group_size: int, seed: int) -> None:
-        self._shape = shape
-        self._bits = bits
-        self._group_size = group_size
-        self._key = mx.random.key(seed)
 
-    def tensors(self, part: dict[str, tuple[int, ...]]) -> dict[str, mx.array]:
-        """The tensors of one file by name."""
-        found = {}
-        for name, dims in part.items():
-            if name.endswith("norm.weight"):
-                found[name] = mx.ones(dims, mx.bfloat16)
-            elif name.endswith(".bias"):
-                found[name] = self._bias(name, dims)
-            else:
-                found |= {f"{name}.{kind}": tensor for kind, tensor in self._matrix(dims).items()}
-        return found
-
-    def _matrix(self, dims: tuple[int, ...]) -> dict[str, mx.array]:
-        bits, (*rows, width) = self._bits, dims
-        if not bits:
-            return {"weight": self._normal(dims, width**-0.5)}
-        stored = mx.random.randint(0, 256, (*rows, width * bits // 8), mx.uint8, self._next_key())
-        levels = 2**bits  # values are uniform in 0 .. levels - 1: their variance is (levels^2 - 1) / 12
-        scale = mx.array((12 / (levels**2 - 1) / width) ** 0.5).astype(mx.bfloat16)
-        bias = (scale.astype(mx.float32) * (1 - levels) / 2).astype(mx.bfloat16)
-        groups = (*rows, width // self._group_size)
-        of_groups = {"scales": mx.broadcast_to(scale, groups), "biases": mx.broadcast_to(bias, groups)}
-        return {"weight": stored.view(mx.uint32), **of_groups}
-
-    def _bias(self, name: str, dims: tuple[int, ...]) -> mx.array:
-        bias = self._normal(dims, 0.1)
-        if self._shape.large_key_bias and name.endswith("k_proj.bias"):
-            D = self._shape.head_dim
-            bias = bias.reshape(-1, D)  # (K D,) -> (K, D)
-            bias[:, D // 2 - 1] = LARGE_KEY_BIAS  # the pair (D/2 - 1, D - 1) turns slowest
-        return bias.reshape(dims)
-
-    def _normal(self, dims: tuple[int, ...], scale: float) -> mx.array:
-        return mx.random.normal(dims, mx.bfloat16, scale=scale, key=self._next_key())
-
-    def _next_key(self) -> mx.array:
-        self._key, drawn = mx.random.split(self._key)
-        return drawn
+def _keys(seed: int) -> Iterator[mx.array]:
+    key = mx.random.key(seed)
+    while True:
+        key, drawn = mx.random.split(key)
+        yield drawn

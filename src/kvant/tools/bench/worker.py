@@ -41,11 +41,8 @@ class LocalEngine:
 
     def __init__(self, adapter: "Kvant | MLXLM") -> None:
         self._adapter = adapter
-
-    def describe(self) -> Message:
-        """The loaded model's type and sizes."""
-        total, read = self._adapter.weight_bytes
-        return {"dtype": self._adapter.dtype, "weight_bytes": total, "weight_bytes_read": read}
+        total, read = adapter.weight_bytes
+        self.ready = {"dtype": adapter.dtype, "weight_bytes": total, "weight_bytes_read": read}
 
     def run(self, prompts: list[list[int]], texts: list[str | None], max_tokens: int, together: bool) -> Message:
         """One measured run."""
@@ -97,17 +94,10 @@ class ServerEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._clients: list[StreamingServer] = []  # one a request; each remembers what the server refuses
-
-    def describe(self) -> Message:
-        """Nothing is known."""
-        return dict.fromkeys(("dtype", "weight_bytes", "weight_bytes_read"))
+        self.ready = dict.fromkeys(("dtype", "weight_bytes", "weight_bytes_read"))  # nothing is known
 
     def run(self, prompts: list[list[int]], texts: list[str], max_tokens: int, together: bool) -> Message:
-        """Completions asked for at once, a thread each; shorter ones if the server cannot be told to go on.
-
-        Raises:
-            BenchError: the server read another number of tokens, or its events are not one token each.
-        """
+        """Completions asked for at once, a thread each; shorter ones if the server cannot be told to go on."""
         from kvant.tools.bench.server_client import StreamingServer
 
         while len(self._clients) < len(texts):
@@ -125,7 +115,6 @@ class ServerEngine:
 
 
 def _check(client: "StreamingServer", wanted: int, events: int, max_tokens: int) -> None:
-    """Compare the server's counts with the prompt's tokens and the events that came."""
     read, written = (client.usage.get(f"{kind}_tokens") for kind in ("prompt", "completion"))
     if read is not None and abs(read - wanted) > 1:  # one that begins a text
         raise BenchError(f"the server read {read} tokens; expected {wanted}: is the model another?")
@@ -140,12 +129,13 @@ def _check(client: "StreamingServer", wanted: int, events: int, max_tokens: int)
 def serve(commands: "queue.SimpleQueue[Message]", channel: TextIO) -> None:
     """Answer commands for ever."""
     engine: LocalEngine | ServerEngine
+    answer: Message
     while True:
         command = commands.get()
         try:
             if command.pop("command") == "load":
                 engine = _load(EngineSpec(**command["engine"]), Path(command["model"]), command["prefill_step_size"])
-                answer = engine.describe()
+                answer = engine.ready
             else:
                 answer = engine.run(**command)
         except Exception as error:  # of a model's files, another library, or a device: all are a line for the user
