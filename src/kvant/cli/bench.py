@@ -16,6 +16,7 @@ from kvant.cli import bench_options, options, terminal
 from kvant.cli.options import BadValueError
 from kvant.engine.drafting.drafts import Source
 from kvant.tools.bench.engines import EngineSpec, with_drafts
+from kvant.tools.bench.shapes import SHAPES
 
 if TYPE_CHECKING:
     from kvant.tools.bench.recording import Recording
@@ -38,7 +39,7 @@ def bench(
     ] = None,
     random: Annotated[
         str | None,
-        typer.Option(metavar="SHAPE", help=f"Random weights instead of a model: {bench_options.SHAPE_NAMES}."),
+        typer.Option(metavar="SHAPE", help=f"Random weights instead of a model: {', '.join(SHAPES)}."),
     ] = None,
     weight_bits: Annotated[
         int | None, typer.Option(help="Bits of the random weights: 4, 8, or 0 for bfloat16; default: 4.")

@@ -16,15 +16,14 @@ from kvant.fields import MAX_SIZE
 from kvant.models.config import ModelConfig
 from kvant.operators.quantization import QUANT_BITS
 from kvant.tools.bench.engines import OPENBLAS, EngineSpec, engine_specs
+from kvant.tools.bench.shapes import SHAPES, Shape, random_model, shape_bytes
 from kvant.tools.drawing import check_plot_path
 
 if TYPE_CHECKING:
     from kvant.bridge.config import BridgedConfig
-    from kvant.tools.bench.shapes import Shape
 
 DEFAULT_CONTEXTS = (128, 1024, 4096)
 MAX_STREAMS = 256
-SHAPE_NAMES = "qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-7b, qwen3-0.6b or pocket"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +62,9 @@ def source(
         else:
             sizes = ModelConfig.from_folder(path)
         return Source(model or POCKET, sizes, nullcontext(path))
-    from kvant.tools.bench.shapes import SHAPES, random_model, shape_bytes
-
     refuse("--random excludes it", model=model)
     if shape not in SHAPES:
-        raise BadValueError(f"--random is {shape!r}; expected {SHAPE_NAMES}")
+        raise BadValueError(f"--random is {shape!r}; expected one of {', '.join(SHAPES)}")
     if not 0 <= seed < 2**64:
         raise BadValueError(f"--seed is {seed}; of random weights expected from 0 to {2**64 - 1}")
     bits, group = 4 if weight_bits is None else weight_bits, weight_group_size or 64
