@@ -21,7 +21,7 @@ from kvant.cache.pool import Pool, pool_bytes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.errors import ModelError
-from kvant.models.reservation import check_memory
+from kvant.models.caches import check_memory
 
 Arrays = list[mx.array | None]  # of one state
 
@@ -60,16 +60,12 @@ class BridgedSequence(PoolSequence):
         made.states = self.states
         return made
 
-    def load(self, cache: ModelCache, sequence: int = 0) -> None:
+    def load(self, cache: ModelCache) -> None:
         """As :meth:`PoolSequence.load`, the states too."""
         if not isinstance(cache, BridgedCache) or cache.layout != self.pool.layout:
             raise ValueError("the cache is for a model with other layers than the pool's")
-        super().load(cache, sequence)
-        self.states = [
-            [None if array is None else array[sequence : sequence + 1] for array in layer.committed]
-            for layer in cache.layers
-            if isinstance(layer, StateCache)
-        ]
+        super().load(cache)
+        self.states = [layer.committed for layer in cache.layers if isinstance(layer, StateCache)]
 
     def to_cache(self, max_seq_len: int | None = None) -> ModelCache:
         """As :meth:`PoolSequence.to_cache`, the states too."""

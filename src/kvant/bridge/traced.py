@@ -145,7 +145,7 @@ def can_trace(model: Callable[..., mx.array], cache: Any, new_tokens: int = 1) -
     """
     if not cache.offset:
         raise ValueError("the cache is empty; expected one that holds a token")
-    inputs = mx.broadcast_to(mx.arange(new_tokens), (len(cache.lengths), new_tokens))
+    inputs = mx.arange(new_tokens)[None]
     cache.begin(inputs)
 
     def step(tokens: mx.array, offset: mx.array) -> mx.array:

@@ -13,7 +13,6 @@ from kvant.operators.bias_split import BiasSplit
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
 from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
 from kvant.operators.paged_kernel import StepPages, step_pages
-from kvant.operators.validation import check_tokens
 from kvant.threads import Turn
 
 
@@ -181,24 +180,15 @@ class PoolLayerView:
 
         Raises:
             RuntimeError: no step was begun.
-            ValueError: a mask, or shapes that do not fit the layer or the step.
         """
-        rows, step = self.batch.placed(self.part), self.batch.step
-        assert step is not None
-        if mask is not None:
-            raise ValueError("a mask is given; a pool's sequences see all of their tokens, or those of a window")
-        check_tokens(query, key, value, None, 0)
+        assert mask is None
         own = self.layer.format
-        expected = (*step.shape, own.num_kv_heads, own.head_dim)
-        if (key.shape[0], key.shape[2], key.shape[1], key.shape[3]) != expected:
-            R, S, K, D = expected
-            raise ValueError(f"key has shape {tuple(key.shape)}; expected {(R, K, S, D)}")
         return append_and_attend_paged(
             query,
             key,
             value,
             self.layer.arrays,
-            rows,
+            self.batch.placed(self.part),
             quant_bit=own.quant_bit,
             quant_group=own.quant_group,
             bias_split=self.bias_split,

@@ -34,10 +34,12 @@ class PoolState:
         identity: of the model whose tokens it holds; None: not known.
         divided: other ranks hold a part of the rows. A sequence takes no cache and gives none then.
         takes_back: a step of a sequence may be committed in part, one of several sequences too.
+        made_for: the config of the model that made it; None: not known.
     """
 
     divided = False
     takes_back = True
+    made_for: object = None
 
     def __init__(
         self,
@@ -246,12 +248,11 @@ class PoolSequence:
                     )
                 part.prefix.use(chain)
 
-    def load(self, cache: ModelCache, sequence: int = 0) -> None:
+    def load(self, cache: ModelCache) -> None:
         """Take the tokens of a cache of the same model and format. The sequence must be empty.
 
         Args:
             cache: of any reservation; it stays as it is.
-            sequence: which of its sequences.
 
         Raises:
             ValueError: tokens of another format or model, or a sequence that has tokens; nothing was taken.
@@ -262,42 +263,41 @@ class PoolSequence:
         """
         self.pool.check_whole()
         with self.pool.turn, cache.turn:
-            length = cache.lengths[sequence]
+            length = cache.offset
             self.check_room(length)
             if self._length:
                 raise ValueError(f"the sequence holds {self._length} tokens; expected an empty one")
             held = self._check_format(cache)
-            if len(cache.ids[sequence]) != length:
-                raise ValueError(f"the cache knows the ids of {len(cache.ids[sequence])} of its {length} tokens")
+            (ids,) = cache.ids
+            if len(ids) != length:
+                raise ValueError(f"the cache knows the ids of {len(ids)} of its {length} tokens")
             self.step = None
             try:
                 for part, table in zip(self.pool.parts, self.tables, strict=True):
                     own = [(layer, held[self.pool.layers.index(layer)]) for layer in part.layers]
-                    self._load(part, table, own, cache, sequence)
+                    self._load(part, table, own, length, cache.layers[0].sequence.written)
             except BaseException:
                 for part, table in zip(self.pool.parts, self.tables, strict=True):
                     part.go_back(table, 0)
                 raise
-            self.commit(cache.ids[sequence])
+            self.commit(ids)
 
     def _load(
         self,
         part: PagedLayers,
         table: PageTable,
         layers: Sequence[tuple[PoolLayer, KVCache]],
-        cache: ModelCache,
-        sequence: int,
+        length: int,
+        written: int,
     ) -> None:
         """:meth:`load`, of some layers and those of the cache; without counting the tokens."""
-        length = cache.lengths[sequence]
-        written = cache.layers[0].sequences.written[sequence]
         first = max((given.format.first(length, written) for _, given in layers), default=0)
         part.begin_at(table, first, length)
         rows = runs(table.pages, table.first - table.start, length - table.start)
         for layer, given in layers:
             given.settle_committed()
             skipped = table.first - given.format.first(length, written)
-            for array, tokens in zip(layer.arrays, given.stored(sequence), strict=True):
+            for array, tokens in zip(layer.arrays, given.stored(), strict=True):
                 put_rows(array, tokens[:, :, skipped:], rows)
             mx.eval(layer.arrays)  # or the cache's next append would copy its whole array
 
@@ -328,9 +328,9 @@ class PoolSequence:
                     own = held[self.pool.layers.index(layer)]
                     first = own.format.first(length, written)
                     rows = runs(table.pages, first - table.start, length - table.start)
-                    own.restore(0, [stored_rows(array, rows) for array in layer.arrays], first, (length,))
+                    own.restore([stored_rows(array, rows) for array in layer.arrays], first, length)
                     mx.eval(own.buffers)  # or the pool's next append would copy its whole array
-            made.layers[0].sequences.restore((length,), (written,), [self.ids])
+            made.layers[0].sequence.restore(length, written, self.ids)
             return made
 
     def _check_format(self, cache: ModelCache) -> list[KVCache]:
@@ -342,8 +342,6 @@ class PoolSequence:
         held = _with_tokens(cache)
         if len(held) != len(self.pool.layers):
             raise ValueError(f"the cache has {len(held)} layers; expected {len(self.pool.layers)}")
-        if cache.unchecked is not None:
-            raise ValueError("the cache comes from a snapshot that no model was compared with; check_cache does that")
         if None not in (cache.identity, self.pool.identity) and cache.identity != self.pool.identity:
             raise ValueError("the cache holds tokens of another model than the pool's")
         for number, (given, layer) in enumerate(zip(held, self.pool.layers, strict=True)):

@@ -54,7 +54,7 @@ def tokens_in(path: str | None) -> int:
     Raises:
         SnapshotError: a file that cannot be used.
     """
-    return max(read_header(Path(path)).lengths) if path is not None and Path(path).exists() else 0
+    return read_header(Path(path)).length if path is not None and Path(path).exists() else 0
 
 
 @contextmanager

@@ -221,7 +221,7 @@ def check_drafts(drafts: Drafts | None, cache: ModelCache) -> None:
     argument, value = drafts.asked
     if cache.divided and drafts.source != "prompt":
         raise ArgumentError(argument, f"{value}; several ranks draft from prompt and answer alone")
-    back = min((limit.tokens for limit in cache.layers[0].sequences.limits), default=LARGEST_STEP)
+    back = min((limit.tokens for limit in cache.layers[0].sequence.limits), default=LARGEST_STEP)
     if back < LARGEST_STEP:
         kept = f"windows take back {back}" if back else "linear or convolution layers have states that cannot"
         raise ArgumentError(

@@ -161,7 +161,7 @@ def cache_for(
             quant_bit=DEFAULT_KV_BITS if kv_bits is None else kv_bits,
             quant_group=kv_group_size or DEFAULT_KV_GROUP_SIZE,
         )
-    cache = model.check_cache(given, batch=1)
+    cache = model.check_cache(given)
     if max_kv_size not in (None, cache.max_seq_len):
         raise ArgumentError("max_kv_size", f"is {max_kv_size}; {cache.max_seq_len} is that of the", "prompt_cache")
     layers = [layer for layer in cache.layers if isinstance(layer, QuantizedKVCache)]

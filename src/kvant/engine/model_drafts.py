@@ -20,8 +20,8 @@ from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.run import PREFILL_STEP_SIZE
 from kvant.errors import ArgumentError
 from kvant.models import LanguageModel
+from kvant.models.caches import default_reservation
 from kvant.models.language_model import context_limit
-from kvant.models.reservation import default_reservation
 from kvant.sizes import format_bytes
 from kvant.text.tokenizer import Tokenizer
 

@@ -65,7 +65,7 @@ def follow(part: LanguageModel, guard: Guard) -> int:
 
 
 def _limits(made: ModelCache | Pool) -> list[tuple[int, int]]:
-    """How far the layers of a cache can go back: see :class:`kvant.cache.sequences.TrimLimit`."""
+    """How far the layers of a cache can go back: see :class:`kvant.cache.sequence.TrimLimit`."""
     if isinstance(made, Pool):
         return []
-    return [(limit.rows, limit.tokens) for limit in made.layers[0].sequences.limits]
+    return [(limit.rows, limit.tokens) for limit in made.layers[0].sequence.limits]

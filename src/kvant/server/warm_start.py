@@ -22,23 +22,21 @@ def warm_start(settings: Settings, model: LanguageModel, pool: Pool, paths: Sequ
         paths: files of ``kvant generate`` or ``kvant chat --prompt-cache-file``, or of ``ModelCache.save``.
 
     Raises:
-        SnapshotError: a file that cannot be used, see :meth:`kvant.cache.ModelCache.load`; one of several sequences, or
-            of none; more tokens than a sequence can have; more than fit into the pool together; or nothing that
-            prompts of this model can share.
+        SnapshotError: a file that cannot be used, see :meth:`kvant.cache.ModelCache.load`; one of no tokens, or more
+            than a sequence can have; more than fit into the pool together; or nothing that prompts of this model can
+            share.
     """
     salts = settings.key_digests or (b"",)
     pages = 0
     for path in paths:
-        lengths = read_header(Path(path)).lengths
-        if len(lengths) != 1:
-            raise SnapshotError(f"{path}: it holds {len(lengths)} sequences; expected one")
-        if not 0 < lengths[0] <= pool.max_seq_len:
-            raise SnapshotError(f"{path}: it holds {lengths[0]} tokens; expected 1 to {pool.max_seq_len}, a sequence's")
-        pages += pool.pages_needed(lengths[0]) * len(salts)
+        length = read_header(Path(path)).length
+        if not 0 < length <= pool.max_seq_len:
+            raise SnapshotError(f"{path}: it holds {length} tokens; expected 1 to {pool.max_seq_len}, a sequence's")
+        pages += pool.pages_needed(length) * len(salts)
         if pages > pool.num_pages:
             raise SnapshotError(f"{path}: with it {pages} pages are needed; the pool has {pool.num_pages}")
         cache = model.make_cache(
-            lengths[0],
+            length,
             quant_bit=settings.kv_bits,
             quant_group=settings.kv_group_size,
             bias_split=settings.kv_bias_split,

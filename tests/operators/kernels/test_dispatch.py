@@ -241,16 +241,16 @@ def test_appends_with_a_bias_split(checked_gpu: None, bits: int) -> None:
     )
     for offset, S in ((0, 8), (9, 2), (12, 4), (19, 1)):
         caches = [
-            QuantizedKVCache(20, K, D, batch=2, quant_bit=bits, dtype=mx.float32, bias_split=split, kernels=kernels)
+            QuantizedKVCache(20, K, D, quant_bit=bits, dtype=mx.float32, bias_split=split, kernels=kernels)
             for kernels in ("unfused", "fused", "fused")
         ]
         for cache in caches:
-            past = mx.random.normal((2, K, 20, D), key=mx.random.key(1))
+            past = mx.random.normal((1, K, 20, D), key=mx.random.key(1))
             cache.attend(mx.repeat(past, H // K, axis=1), past, past + 1)
             cache.trim(20 - offset)
             cache.arrays[1 if bits else 0][..., offset:, :] = float("nan")
-        query = mx.random.normal((2, H, S, D), key=mx.random.key(2))
-        key = mx.random.normal((2, K, S, D), key=mx.random.key(5))
+        query = mx.random.normal((1, H, S, D), key=mx.random.key(2))
+        key = mx.random.normal((1, K, S, D), key=mx.random.key(5))
         expected, eager = (cache.attend(query, key, key * 2) for cache in caches[:2])
         static = CompiledCacheView(caches[2], mx.array(offset), 0).attend(query, key, key * 2)
         for given, cache in ((eager, caches[1]), (static, caches[2])):

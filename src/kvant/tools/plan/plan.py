@@ -16,8 +16,8 @@ from kvant.engine.run import PREFILL_STEP_SIZE
 from kvant.fields import MAX_SIZE
 from kvant.machine import Device, default_device
 from kvant.models import Decoder, LanguageModel
+from kvant.models.caches import pool_size
 from kvant.models.config import ModelConfig
-from kvant.models.pool import pool_size
 from kvant.operators.quantization import check_quantization
 from kvant.tools.plan.bridged import BridgedCheckpoint
 from kvant.tools.plan.scratch import FLOAT32, scratch_bytes
