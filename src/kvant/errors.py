@@ -25,6 +25,7 @@ from typing import ClassVar
 from unicodedata import east_asian_width
 
 __all__ = [
+    "EXIT_INTERRUPTED",
     "ArgumentError",
     "BenchError",
     "CheckpointError",
@@ -46,6 +47,7 @@ __all__ = [
     "printable",
 ]
 
+EXIT_INTERRUPTED = 130
 MAX_COLUMNS = 3 * 79 - len("kvant: error: ")  # so that an error takes three lines of a terminal
 MAX_CHARACTERS = 2000  # of a text that are looked at
 

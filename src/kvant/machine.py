@@ -79,9 +79,6 @@ def this_machine(device: Device | None = None) -> Machine:
 
     Args:
         device: default: what MLX computes on.
-
-    Raises:
-        ValueError: a GPU where MLX has none.
     """
     device = device or default_device()
     if device == "gpu":
@@ -98,10 +95,10 @@ def this_machine(device: Device | None = None) -> Machine:
 def machine_with(memory_bytes: int, device: Device) -> Machine:
     """A machine that is not here, known by its memory; a GPU is taken for that of a Mac.
 
-    Metal recommends less than a Mac's memory for its GPU. llama.cpp prints it as recommendedMaxWorkingSetSize, and its
-    logs show two thirds where there is little (5,726.63 MB of 8 GB: llama.cpp's own CI on an M1; 11,453.25 MB of 16 GB:
+    Metal recommends less than a Mac's memory for its GPU. llama.cpp prints it as recommendedMaxWorkingSetSize. Its logs
+    show two thirds of a small memory (5,726.63 MB of 8 GB: llama.cpp's own CI on an M1; 11,453.25 MB of 16 GB:
     ggml-org/llama.cpp#4495 and, in MiB, ise-uiuc/magicoder#19; 21,845.34 MiB of 32 GB: ggml-org/llama.cpp#2011) and
-    three quarters where there is more (49,152 MiB of 64 GB: ggml-org/llama.cpp#1870; 73,728 MiB of 96 GB:
+    three quarters of a larger one (49,152 MiB of 64 GB: ggml-org/llama.cpp#1870; 73,728 MiB of 96 GB:
     ggml-org/llama.cpp#3213). Newer systems may grant more; a Mac says its own figure when it plans for itself.
     """
     if device == "cpu":

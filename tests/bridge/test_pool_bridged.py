@@ -161,7 +161,7 @@ def test_a_model_without_such_a_step_is_refused(name: str) -> None:
 
 def test_the_page_names_them() -> None:
     page = (
-        (table.ROOT / "docs" / "bridge.md").read_text("utf-8").partition("## Many sequences")[2].partition("\n## ")[0]
+        (table.ROOT / "docs" / "models.md").read_text("utf-8").partition("## Many sequences")[2].partition("\n## ")[0]
     )
     assert all(name in page for name in PADDED | REFUSED.keys())
     apart = len(table.measured()) - len(PADDED) - len(REFUSED)

@@ -1,6 +1,5 @@
-"""``kvant bench`` and ``kvant doctor`` as ranks of one group, as their user meets them."""
+"""``kvant bench`` as ranks of one group, as their user meets them."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ LAYERS, HIDDEN = 4, 256  # pocket's
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command as two ranks; what rank 0 returned and wrote. The other is silent and ends alike."""
-    first, second = run_ranks(2, [*KVANT, *arguments])
+    first, second = run_ranks([[*KVANT, *arguments]] * 2)
     assert (second.returncode, second.stdout, second.stderr) == (first.returncode, "", "")
     return first
 
@@ -67,11 +66,3 @@ def test_engines_over_ranks() -> None:
         with pytest.raises(BadValueError) as error:
             refuse_over_ranks(*arguments)  # type: ignore[arg-type]
         assert problem in str(error.value)
-
-
-def test_doctor() -> None:
-    done = run("doctor", "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    found = json.loads(done.stdout)
-    assert (found["healthy"], found["problems"]) == (True, [])
-    assert [len(found["ranks"]), found["ranks"][0]["rank"]] == [2, 0]

@@ -98,7 +98,7 @@ def test_a_text_of_several_pieces(make_checkpoint: Any, pocket_folder: Path, tmp
         (["--tokens", "1"], 2, "--tokens is 1; expected at least 2"),
         (["--plot", "HERE/a.pdf"], 2, "--plot: the plot is to be a.pdf"),
         (["--plot", "HERE/none/a.svg"], 2, "its folder does not exist"),
-        (["--text", "HERE/none.txt"], 1, "none.txt cannot be read: No such file or directory"),
+        (["--text", "HERE/none.txt"], 1, "none.txt: cannot be read: No such file"),
         (["--model", "HERE/none"], 1, "is not a folder"),
     ],
 )

@@ -11,11 +11,9 @@ from kvant.models import Decoder
 from kvant.server.answering import read_prompt
 from kvant.server.body import decode
 from kvant.server.errors import ApiError
-from kvant.server.openai_body import ChatBody
-from kvant.server.openai_messages import chat_generation
+from kvant.server.openai import ChatBody, chat_generation
 from kvant.server.settings import Settings
-from kvant.text.tool_calls import tool_format
-from kvant.text.tool_forms import Mistral
+from kvant.text.tool_forms import Mistral, tool_format
 
 Pocket = tuple[Decoder, Any]
 FIRST = '{"model": "m", "messages": '
@@ -38,7 +36,7 @@ def service_of(pocket: Pocket, template: str, form: Any = None, **settings: Any)
 
 
 def prompt_of(service: Any, body: str) -> str:
-    generation = chat_generation(decode(body.encode(), ChatBody), service, b"")
+    generation = chat_generation(decode(body.encode(), ChatBody), service)
     return str(read_prompt(service, generation).text)
 
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from kvant.server.anthropic_body import MessagesBody
+from kvant.server.anthropic import MessagesBody
 from kvant.server.body import decode
 from kvant.server.errors import ApiError
-from kvant.server.responses_body import ResponsesBody
+from kvant.server.responses import ResponsesBody
 
 RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "y"}]}
 

@@ -1,21 +1,18 @@
 """What a page is told of the pool and the engine is what they do, costs little, and has nothing of any text in it."""
 
-import asyncio
-import json
+import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from support.pools import tiny_model
-from support.server import Running
+from support.server import SOON, Running
 
 from kvant.cache.pool import Pool
 from kvant.engine.request import Request
 from kvant.engine.scheduler import Scheduler
-from kvant.server.live import INTERVAL_S, MOST_LISTENERS, Live
+from kvant.server.live import Live
 
 PAGE = 128
 
@@ -51,7 +48,7 @@ def test_the_state_is_the_pools_and_no_text_is_in_it(pocket: Any) -> None:
     assert live.facts["parts"] == [
         {"window": None, "layers": 4, "pages": 24, "page_bytes": sum(layer.nbytes for layer in pool.layers) / 24}
     ]
-    live.listeners = 1
+    live.read()
     text = [7] * 300
     first, other = Request(text, max_tokens=9, answers=2), Request([*text, 8], max_tokens=4)
     gone = Request([9] * 20, max_tokens=50)
@@ -63,26 +60,25 @@ def test_the_state_is_the_pools_and_no_text_is_in_it(pocket: Any) -> None:
             scheduler.cancel(gone)
         new = scheduler.step()
         tokens += [token for token in new if token.token is not None]
-        live._looked = 0.0  # it is time
+        live._looked, live._asked = 0.0, time.perf_counter()  # it is time
         live.observe(scheduler, new)
-        version, generated, state = live.read(len(tokens) - sum(token.token is not None for token in new))
-        assert generated == state["generated"] == len(tokens)
+        state = live.read(len(tokens) - sum(token.token is not None for token in new))
+        assert state["generated"] == len(tokens)
         assert len(state["tokens"]) == sum(token.token is not None for token in new)
         own = [each["number"] for each in state["sequences"]]
         assert len(set(own)) == len(own)
         numbers |= set(own)
         check(state, pool, scheduler)
     assert numbers <= {1, 2, 3, 4, 5}
-    assert version > 5
     assert state["sequences"] == []
     assert spread(state["parts"][0]["kept"])
-    _, _, state = live.read(0)
+    state = live.read(0)
     first_ones = [token for token in state["tokens"] if token[2] is None]
     assert len(first_ones) == 4  # of four answers
     assert all(ms > 0 for _, _, ms in state["tokens"] if ms is not None)
     assert state["tokens"] == sorted(state["tokens"], key=lambda token: token[1])
     assert set(state) == {
-        "time", "waiting", "prefilling", "running", "sequences", "parts", "generated", "tokens",
+        "pool", "time", "waiting", "prefilling", "running", "sequences", "parts", "generated", "tokens",
     }  # fmt: skip
 
 
@@ -91,103 +87,69 @@ def test_pages_that_move_with_a_window(tmp_path: Path) -> None:
     pool = model.make_pool(PAGE * 12, sequences=2, prefill_step_size=64, quant_bit=0)
     scheduler, live = Scheduler(model, pool, max_batch=2), Live(pool)
     assert [part["window"] for part in live.facts["parts"]] == [None, 100]
-    live.listeners = 1
+    live.read()
     for prompt in ([5] * 400, [6] * 30):
         scheduler.submit(Request(prompt, max_tokens=20))
     starts = set()
     while not scheduler.idle:
         new = scheduler.step()
-        live._looked = 0.0  # it is time
+        live._looked, live._asked = 0.0, time.perf_counter()  # it is time
         live.observe(scheduler, new)
-        state = live.read(0)[2]
+        state = live.read(0)
         check(state, pool, scheduler)
         starts |= {each["start"] for each in state["parts"][1]["sequences"]}
     assert starts >= {0, PAGE}
 
 
-def test_without_listeners_it_looks_when_all_is_done(pocket: Any) -> None:
+def test_if_nobody_asks_it_looks_when_all_is_done(pocket: Any) -> None:
     model = pocket[0]
     pool = model.make_pool(PAGE * 4, sequences=1)
     scheduler, live = Scheduler(model, pool, max_batch=1), Live(pool)
     scheduler.submit(Request([5] * 200, max_tokens=20))
+    looked = set()
     while not scheduler.idle:
-        before = live.read(0)[0]
         live.observe(scheduler, scheduler.step())
-        assert live.read(0)[0] == before + scheduler.idle
-    assert live.read(0)[1] == 20
+        looked.add(live._looked)
+    assert len(looked) == 2
+    assert live.read()["generated"] == 20
+    assert live.read()["tokens"] == []  # only of who says how many it knows
+    assert live.read(99)["tokens"] == []
 
 
-def test_a_slow_listener_misses_times_and_nothing_grows(pocket: Any) -> None:
+def test_who_asks_seldom_misses_times_and_nothing_grows(pocket: Any) -> None:
     pool = pocket[0].make_pool(PAGE, sequences=1)
     live = Live(pool)
     live._tokens.extend([(1, 0.0, 1.0)] * 5000)
     live._generated = 5000
-    assert len(live.read(0)[2]["tokens"]) == 4096
-    assert len(live.read(4990)[2]["tokens"]) == 10
-    assert live.read(5000)[2]["tokens"] == []
+    assert len(live.read(0)["tokens"]) == 4096
+    assert len(live.read(4990)["tokens"]) == 10
+    assert live.read(5000)["tokens"] == []
 
 
 def test_an_error_ends_the_watching_and_not_the_engine(pocket: Any, caplog: pytest.LogCaptureFixture) -> None:
     live = Live(pocket[0].make_pool(PAGE, sequences=1))
     live.observe(None, [])  # type: ignore[arg-type]
     assert "no longer watched" in caplog.text
-    assert asyncio.run(_count(live)) == 1
+    assert live.read(0)["tokens"] == []
 
 
-async def _count(live: Live) -> int:
-    """Events until a stream ends by itself."""
-    return len([event async for event in live.events(lambda: True)])
-
-
-def events(response: httpx2.Response) -> Iterator[tuple[str, Any]]:
-    """The events of a stream."""
-    name = ""
-    for line in response.iter_lines():
-        if line.startswith("event: "):
-            name = line.removeprefix("event: ")
-        elif line.startswith("data: "):
-            yield name, json.loads(line.removeprefix("data: "))
-
-
-def test_a_listener_sees_an_answer(server: Running) -> None:
+def test_who_asks_sees_an_answer(server: Running) -> None:
     body = {"model": "pocket", "messages": [{"role": "user", "content": "A duck named Quirin."}], "max_tokens": 60}
-    with server.client.stream("GET", "/live") as response:
-        assert response.headers["content-type"].startswith("text/event-stream")
-        found = events(response)
-        assert next(found) == ("pool", server.service.live.facts)
-        assert next(found)[0] == "state"
-        answer = server.client.post("/v1/chat/completions", json=body | {"ignore_eos": True}).json()
-        assert answer["usage"]["completion_tokens"] == 60
-        seen: list[Any] = []
-        for name, state in found:
-            assert name == "state"
-            assert "Quirin" not in json.dumps(state)
-            seen += state["tokens"]
-            if len(seen) >= 60 and not state["running"]:
-                break
-        assert len(seen) == 60
-    end = time.monotonic() + 10
-    while server.service.live.listeners:  # who has left is not told any more
+    known = server.client.get("/live", params={"known": "x"}).json()["generated"]
+    asking = threading.Thread(
+        target=server.client.post, args=("/v1/chat/completions",), kwargs={"json": body | {"ignore_eos": True}}
+    )
+    asking.start()
+    seen: list[Any] = []
+    state: dict[str, Any] = {}
+    end = time.monotonic() + SOON
+    while len(seen) < 60 or state["running"]:
         assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-def test_no_more_than_may_listen(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.service.live, "listeners", MOST_LISTENERS)
-    response = server.client.get("/live")
-    assert response.status_code == 503
-    assert response.headers["retry-after"] == "10"
-
-
-def test_a_stream_ends_with_the_engine_and_with_the_server(pocket: Any) -> None:
-    pool = pocket[0].make_pool(PAGE, sequences=1)
-    live = Live(pool)
-
-    async def listen() -> tuple[int, int]:
-        alive = [True, True, False]
-        failed = len([event async for event in live.events(lambda: alive.pop(0))])
-        asyncio.get_running_loop().call_later(2 * INTERVAL_S, live.close)
-        return failed, await _count(live)
-
-    assert asyncio.run(listen()) == (2, 2)
-    assert live.listeners == 0
+        answered = server.client.get("/live", params={"known": known})
+        state = answered.json()
+        assert state["pool"] == server.service.live.facts
+        assert "Quirin" not in answered.text
+        seen += state["tokens"]
+        known = state["generated"]
+    asking.join()
+    assert len(seen) == 60

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from support.counts import count
 from support.interfaces import answers
 
+from kvant.server.anthropic import MessageStream
 from kvant.server.generation import Begun, Call, End, Event, Text
-from kvant.server.message_stream import MessageStream
 
 CALL = '{"city": "Łódź"}'
 ANSWER = [
@@ -75,7 +75,7 @@ def test_the_order_of_events() -> None:
 def test_the_whole_message() -> None:
     stream = MessageStream("pocket")
     _streamed(stream, ANSWER)
-    message = stream.message
+    message = stream.whole()
     ids = [message.pop("id"), *[block.pop("id") for block in message["content"][2:]]]
     assert [each.partition("_")[0] for each in ids] == ["msg", "toolu", "toolu"]
     assert len(set(ids)) == 3
@@ -106,19 +106,19 @@ def test_the_whole_message() -> None:
 def test_a_client_adds_up_the_answer(events: list[Event]) -> None:
     stream = MessageStream("pocket")
     told = _streamed(stream, events)
-    assert _client(told) == stream.message
+    assert _client(told) == stream.whole()
     told_texts = "".join(event.text for event in events if isinstance(event, Text) and not event.thinking)
-    assert "".join(block.get("text", "") for block in stream.message["content"]) == told_texts
-    kinds = [block["type"] for block in stream.message["content"]]
+    assert "".join(block.get("text", "") for block in stream.whole()["content"]) == told_texts
+    kinds = [block["type"] for block in stream.whole()["content"]]
     assert kinds.count("tool_use") == sum(isinstance(event, Call) for event in events)
 
 
 def test_thinking_that_is_not_shown_comes_in_the_signature() -> None:
     stream = MessageStream("pocket", shows_thinking=False)
     told = _streamed(stream, [Begun(3, 0), Text(0, "secret", True), Text(0, "Yes."), End(0, "stop", 5, 2)])
-    assert _client(told) == stream.message
+    assert _client(told) == stream.whole()
     assert "secret" not in json.dumps(told)
-    assert stream.message["content"][0] == {"type": "thinking", "thinking": "", "signature": "kvant:c2VjcmV0"}
+    assert stream.whole()["content"][0] == {"type": "thinking", "thinking": "", "signature": "kvant:c2VjcmV0"}
 
 
 def test_why_an_answer_ended() -> None:
@@ -130,5 +130,5 @@ def test_why_an_answer_ended() -> None:
     ):
         stream = MessageStream("pocket")
         _streamed(stream, [Begun(3, 0), end])
-        assert (stream.message["stop_reason"], stream.message["stop_sequence"]) == told
-        assert stream.message["content"] == []
+        assert (stream.whole()["stop_reason"], stream.whole()["stop_sequence"]) == told
+        assert stream.whole()["content"] == []

@@ -7,7 +7,7 @@ from support.server import Running, chat_text, failing, sse_events
 from transformers import AutoTokenizer
 
 from kvant.engine.load import find_model
-from kvant.server import messages
+from kvant.server import endpoint
 
 PATH = "/v1/messages"
 ASKED = [{"role": "user", "content": "Tell me a story about a fox."}]
@@ -138,7 +138,7 @@ def test_an_answer_under_a_schema(server: Running) -> None:
 
 def test_an_answer_that_fails(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its first byte it is a status; afterwards an event that clients raise."""
-    monkeypatch.setattr(messages, "answer", failing)
+    monkeypatch.setattr(endpoint, "answer", failing)
     assert _ask(server).status_code == 503
     assert _ask(server).json()["error"] == {"type": "overloaded_error", "message": "the engine failed"}
     events = sse_events(server, PATH, {"model": "pocket", "messages": ASKED, "max_tokens": 24})

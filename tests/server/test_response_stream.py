@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import given, settings
@@ -12,9 +13,7 @@ from support.interfaces import answers, service
 from kvant.server.body import decode
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, Event, Text, TokenLogprob
-from kvant.server.response_stream import ResponseStream
-from kvant.server.responses_body import ResponsesBody
-from kvant.server.responses_input import responses_generation
+from kvant.server.responses import ResponsesBody, ResponseStream, responses_generation
 
 CALL = '{"city": "Łódź"}'
 ANSWER = [
@@ -26,8 +25,8 @@ SUMMARY = {"reasoning": {"summary": "auto"}}
 
 def _stream(**fields: Any) -> ResponseStream:
     body = decode(json.dumps({"model": "pocket", "input": "Hi", **fields}).encode(), ResponsesBody)
-    generation = responses_generation(body, service(thinks=True), b"")
-    return ResponseStream("pocket", body, generation, generation.sampling.filled({"temp": 0.5}))
+    generation = responses_generation(body, service(thinks=True))
+    return ResponseStream("pocket", body, [generation], SimpleNamespace(sampling={"temp": 0.5}))
 
 
 def _streamed(stream: ResponseStream, events: Iterable[Event]) -> list[dict[str, Any]]:
@@ -113,7 +112,7 @@ def test_the_whole_response() -> None:
         text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}, prompt_cache_key="k",
     )  # fmt: skip
     _streamed(stream, ANSWER)
-    response = stream.response
+    response = stream.whole()
     ids = [response.pop("id"), *[item.pop("id") for item in response["output"]]]
     assert [each.partition("_")[0] for each in ids] == ["resp", "rs", "msg", "fc", "fc"]
     calls = {item.pop("call_id") for item in response["output"][2:]}
@@ -183,9 +182,9 @@ def test_a_client_adds_up_the_answer(events: list[Event]) -> None:
     for fields in ({}, SUMMARY):
         stream = _stream(**fields)
         told = _streamed(stream, events)
-        assert _client(told) == stream.response["output"] == told[-1]["response"]["output"]
-        assert stream.response["output"]
-        texts = [item["content"][0]["text"] for item in stream.response["output"] if item["type"] == "message"]
+        assert _client(told) == stream.whole()["output"] == told[-1]["response"]["output"]
+        assert stream.whole()["output"]
+        texts = [item["content"][0]["text"] for item in stream.whole()["output"] if item["type"] == "message"]
         assert "".join(texts) == "".join(each.text for each in events if isinstance(each, Text) and not each.thinking)
 
 
@@ -193,8 +192,8 @@ def test_an_answer_that_was_cut() -> None:
     stream = _stream()
     told = _streamed(stream, [Begun(3, 0), Text(0, "Once"), End(0, "length", 1)])
     assert told[-1]["type"] == "response.incomplete"
-    assert stream.response["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert (stream.response["status"], stream.response["output"][0]["status"]) == ("incomplete", "incomplete")
+    assert stream.whole()["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert (stream.whole()["status"], stream.whole()["output"][0]["status"]) == ("incomplete", "incomplete")
 
 
 def test_log_probabilities() -> None:
@@ -204,14 +203,14 @@ def test_log_probabilities() -> None:
     told = _streamed(stream, events)
     shaped = {"token": "\ufffd", "bytes": [0xC3], "logprob": -0.5}
     shaped["top_logprobs"] = [{"token": "a", "bytes": [97], "logprob": -0.25}]
-    assert stream.response["output"][0]["content"][0]["logprobs"] == [shaped, shaped]
+    assert stream.whole()["output"][0]["content"][0]["logprobs"] == [shaped, shaped]
     assert [event["logprobs"] for event in told if event["type"].endswith("text.delta")] == [[shaped], [shaped]]
 
 
 def test_an_answer_that_failed() -> None:
     stream = _stream()
     told = _streamed(stream, [Begun(3, 0), Text(0, "Once")])
-    last = list(stream.failed(ApiError("the engine failed", status=503)))
+    last = list(stream.failed(ApiError("the engine failed", status=503), "req_1"))
     assert [event["type"] for event in last] == ["error", "response.failed"]
     assert [event["sequence_number"] for event in last] == [len(told), len(told) + 1]
     assert last[0]["error"] == {"message": "the engine failed", "type": "server_error", "param": None, "code": None}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from support.server import Running, chat_text, failing, sse_events
 
-from kvant.server import responses
+from kvant.server import endpoint
 
 PATH = "/v1/responses"
 ASKED = "Tell me a story about a fox."
@@ -105,7 +105,7 @@ def test_an_answer_under_a_schema(server: Running) -> None:
 
 def test_an_answer_that_fails(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its first byte it is a status; afterwards an event that clients raise."""
-    monkeypatch.setattr(responses, "answer", failing)
+    monkeypatch.setattr(endpoint, "answer", failing)
     assert _ask(server).status_code == 503
     events = sse_events(server, PATH, _body())
     assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]

@@ -9,8 +9,7 @@ from support.interfaces import SWITCHED, service
 from kvant.server.body import decode
 from kvant.server.errors import ApiError
 from kvant.server.generation import Format, Generation, Tool
-from kvant.server.responses_body import ResponsesBody
-from kvant.server.responses_input import responses_generation
+from kvant.server.responses import ResponsesBody, responses_generation
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "name": "weather", "description": "Of a city.", "parameters": SCHEMA}
@@ -20,7 +19,7 @@ HI = {"role": "user", "content": "Hi"}
 
 def _made(on: Any = None, **fields: Any) -> Generation:
     body = decode(json.dumps({"model": "pocket", "input": "Hi", **fields}).encode(), ResponsesBody)
-    return responses_generation(body, service() if on is None else on, b"salt")
+    return responses_generation(body, service() if on is None else on)
 
 
 def _refused(on: Any = None, **fields: Any) -> ApiError:
@@ -61,7 +60,7 @@ def test_a_conversation_with_tools() -> None:
         {"role": "user", "content": "Hi"},
     ]
     assert made.tools == (Tool("weather", "Of a city.", SCHEMA, strict=True), Tool("now"))
-    assert (made.tool_choice, made.parallel_tool_calls, made.salt) == ("auto", True, b"salt")
+    assert (made.tool_choice, made.parallel_tool_calls) == ("auto", True)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +162,7 @@ def test_effort_is_the_templates() -> None:
         ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input[0].type"),
         ({"input": [{**HI, "role": "tool"}]}, "input[0].role"),
         ({"input": [{**HI, "colour": "red"}]}, "input[0].colour"),
-        ({"input": [{**HI, "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
+        ({"input": [{**HI, "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "reasoning", "encrypted_content": "gAAAA"}]}, "input[0].encrypted_content"),
         ({"input": [{**CALL, "arguments": "[1]"}]}, "input[0].arguments"),
         ({"input": [{**CALL, "arguments": '{"a": NaN}'}]}, "input[0].arguments"),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.server import SOON, Running, running
+from support.server import SOON, Running, running, start
 
 from kvant.engine.request import Token
 from kvant.engine.scheduler import Scheduler
@@ -46,7 +46,7 @@ def step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None
 
 
 def _start(pocket: Any, **limits: Any) -> Service:
-    return Service.start(Settings(port=0, sequences=2, max_kv_size=512, limits=Limits(**limits)), *pocket)
+    return start(Settings(port=0, sequences=2, max_kv_size=512, limits=Limits(**limits)), *pocket)
 
 
 def _data(line: str) -> Any:
@@ -119,19 +119,14 @@ def test_what_is_under_way_is_answered_before_the_end(pocket: Any, step: Any) ->
 
 
 def test_what_takes_too_long_is_cut(pocket: Any, step: Any) -> None:
-    """Who is cut is told; a listener of /live goes with the server."""
+    """Who is cut is told."""
     with running(_start(pocket, drain_s=0.3)) as found:
-        with (
-            found.client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream,
-            found.client.stream("GET", "/live") as live,
-        ):
-            lines, events = stream.iter_lines(), live.iter_lines()
+        with found.client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as stream:
+            lines = stream.iter_lines()
             next(lines)
-            next(events)
             _end(found)
             last = [line for line in lines if line][-1]
             assert _data(last)["error"]["message"] == "the server is shutting down"
-            list(events)
         found.thread.join(SOON)
         assert not found.thread.is_alive()
 

@@ -1,8 +1,6 @@
 """``kvant doctor``: the machine, the path of every operator, and a check of the fused kernel."""
 
-import json
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Union
 
 import typer
@@ -42,28 +40,19 @@ def doctor(
         ranks.wait_for_first()
         parts = _group_parts(found)
     else:
-        with suppress(RuntimeError):  # a kernel that failed its self-check is what the diagnosis is about
-            options.check_kernels()
+        options.check_kernels()
         from kvant.tools.doctor import diagnose
 
         with LateProgress("trying kernels", quiet=quiet) as progress:
             found = diagnose(progress.update)
         parts = _parts(found)
-    if json_object:
-        print(json.dumps(found.as_json(), indent=2, allow_nan=False))
-    else:
-        console = terminal.console()
-        for part in parts:
-            if isinstance(part, str):
-                console.print(part, markup=False, highlight=False, soft_wrap=True)
-            else:
-                console.print(part)
+    terminal.show(found.as_json(), parts, as_json=json_object)
     if not found.healthy:
         raise typer.Exit(1)
 
 
 def _group_parts(found: "RankDiagnosis") -> Iterator[Union[str, "Table"]]:
-    yield _table(
+    yield terminal.table(
         ("rank", "machine", "device", "memory", "MLX"),
         (
             (
@@ -96,14 +85,14 @@ def _parts(found: "Diagnosis") -> Iterator[Union[str, "Table"]]:
     yield f"memory: {memory}, usable {limit} ({machine.limit_source})"
     yield f"BLAS: {environment.blas}"
     yield f"compiler: {found.compiler}"
-    yield _table(("operator", "path", "why"), ((p.operator, p.path, p.reason) for p in found.paths))
+    yield terminal.table(("operator", "path", "why"), ((p.operator, p.path, p.reason) for p in found.paths))
     against = "kernel against attention on the CPU"
     if found.kernels:
         numbers = (
             (r.case, _shown(r.error, ".1e"), _shown(r.tolerance, ".1e"), _shown(r.fused_ms), _shown(r.unfused_ms))
             for r in found.kernels
         )
-        yield _table((against, "error", "allowed", "ms", "unfused ms"), numbers)
+        yield terminal.table((against, "error", "allowed", "ms", "unfused ms"), numbers)
         wrong = [f"wrong: {result.case}: {result.problem}" for result in found.kernels if result.problem is not None]
         yield from wrong
         yield f"{against}: {len(found.kernels) - len(wrong)} of {len(found.kernels)} agree"
@@ -115,18 +104,6 @@ def _parts(found: "Diagnosis") -> Iterator[Union[str, "Table"]]:
         yield f"not checked here: {text}"
     for text in found.to_do or ["nothing"]:
         yield f"to do: {text}"
-
-
-def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> "Table":
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def _shown(number: float | None, form: str = ".3f") -> str:

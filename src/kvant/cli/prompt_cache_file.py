@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,11 +15,7 @@ from kvant.errors import SnapshotError
 
 
 def check(path: str | None) -> None:
-    """Refuse a file that could not be written in the end, before anything is computed.
-
-    Raises:
-        SnapshotError: no such folder, or something that is no file.
-    """
+    """Refuse a file that could not be written in the end, before anything is computed."""
     if path is None:
         return
     if not Path(path).parent.is_dir():
@@ -33,9 +29,6 @@ def take(path: str | None, cache: ModelCache, ids: Sequence[int], *, quiet: bool
 
     Returns:
         the token ids that are still to be fed: at least one.
-
-    Raises:
-        SnapshotError: a file that cannot be used; see :meth:`kvant.cache.ModelCache.load`.
     """
     if path is None or not Path(path).exists():
         return list(ids)
@@ -49,54 +42,38 @@ def take(path: str | None, cache: ModelCache, ids: Sequence[int], *, quiet: bool
 
 
 def tokens_in(path: str | None) -> int:
-    """The tokens that the file holds; 0 where there is none.
-
-    Raises:
-        SnapshotError: a file that cannot be used.
-    """
+    """The tokens that the file holds; 0 where there is none."""
     return read_header(Path(path)).length if path is not None and Path(path).exists() else 0
 
 
 @contextmanager
-def kept(
-    path: str | None, conversation: Callable[[], Conversation | None], system_prompt: str | None, *, quiet: bool
-) -> Iterator[None]:
-    """Load a conversation before the block, where the file is there, and save it after, however the block ends.
+def kept(path: str | None, conversation: Conversation, system_prompt: str | None, *, quiet: bool) -> Iterator[None]:
+    """Load a conversation before the block, if the file is there, and save it after, however the block ends.
 
     Args:
         path: the file; None: nothing is done.
-        conversation: gives the conversation; it may be another one after the block, or none.
-        system_prompt: in place of the file's, where it is given.
+        system_prompt: in place of the file's, if it is given.
         quiet: do not say what was found.
-
-    Raises:
-        SnapshotError: a file that cannot be used or written. A conversation that was loaded is not saved then.
     """
     if path is None:
         yield
         return
     check(path)
-    found = conversation()
-    if found is not None and Path(path).exists():
-        found.load(path)
+    if Path(path).exists():
+        conversation.load(path)
         if system_prompt is not None:
-            found.set_system_prompt(system_prompt)
+            conversation.set_system_prompt(system_prompt)
         if not quiet:
-            print(f"prompt cache: {len(found.messages)} messages of {path}", file=sys.stderr)
+            print(f"prompt cache: {len(conversation.messages)} messages of {path}", file=sys.stderr)
     try:
         yield
     finally:
-        left = conversation()
-        if left is not None and (left.messages or Path(path).exists()):
-            _save(left, path)
+        if conversation.messages or Path(path).exists():
+            _save(conversation, path)
 
 
 def _save(conversation: Conversation, path: str) -> None:
-    """Save it. If that fails, whoever sits at a terminal can name another place.
-
-    Raises:
-        SnapshotError: it could not be written.
-    """
+    """Save it. If that fails, whoever sits at a terminal can name another place."""
     try:
         return conversation.save(path)
     except SnapshotError as error:

@@ -1,6 +1,5 @@
 """``kvant report``: the cost in quality of a cache format, on a model and a text."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -89,14 +88,9 @@ def report(
     with LateProgress("measuring", quiet=quiet) as progress:
         found = measure(name, decoder, read, wanted, recall=recall, progress=progress.update)
 
-    if json_object:
-        print(json.dumps(figures_json(found), indent=2, allow_nan=False))
-    else:
-        from kvant.tools.report.output import describe, table
+    from kvant.tools.report.output import describe, table
 
-        console = terminal.console()
-        console.print("\n".join(describe(found)), markup=False, highlight=False, soft_wrap=True)
-        console.print(table(found))
+    terminal.show(figures_json(found), [*describe(found), table(found)], as_json=json_object)
     if plot is not None:
         from kvant.tools.report.output import plot as draw
 

@@ -1,33 +1,32 @@
 """``kvant serve``: one model over HTTP for many clients at once, as OpenAI's and Anthropic's clients speak."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from kvant.cli import options, ranks, terminal
+from kvant.cli import options, ranks
 from kvant.cli.fitting import named_format
 from kvant.cli.follow import follow
-from kvant.cli.many import drafts_beside
-from kvant.cli.options import BadValueError
-from kvant.cli.session import RunOptions, asked_drafts, bound_memory, load_session
-from kvant.engine.load import POCKET
+from kvant.cli.options import BadValueError, RunOptions, Without
+from kvant.cli.session import asked_drafts, bound_memory, drafts_beside, load_session
 from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.request import check_drafts
 from kvant.errors import KvantError
 from kvant.files import read_given
 from kvant.sizes import format_bytes
 from kvant.tools.plan import MemoryPlan
-from kvant.tools.plan.plan import as_record
-
-if TYPE_CHECKING:
-    from kvant.server.service import Service
+from kvant.tools.plan.memory import as_record
 
 MAX_KEY = 1000  # characters
 MAX_KEYS_BYTES = 1 << 20
 REQUEST_BYTES = 150_000_000  # of 32 MiB of bodies, their texts and tokens; and the server's libraries: measured
+
+# What a request says, or what has no use without a text to print.
+NOT_OF_A_SERVER = Without(
+    ["preset", "max_tokens", "stop", "extra_eos_token", "ignore_eos", "system_prompt", "raw", "origins"]
+)
 
 
 @options.with_options
@@ -35,8 +34,7 @@ def serve(
     context: typer.Context,
     model_argument: options.ModelArgument = None,
     *,
-    model: options.Model = POCKET,
-    adapter_path: options.AdapterPath = None,
+    run: Annotated[RunOptions, NOT_OF_A_SERVER],
     alias: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Another name that clients may give the model; repeatable.")
     ] = None,
@@ -44,22 +42,11 @@ def serve(
         str, typer.Option(help="The address to listen on. One that other machines reach needs --api-key-file.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on; 0: any that is free.")] = 8080,
-    max_kv_size: options.MaxKvSize = None,
     sequences: Annotated[int, typer.Option(help="So many answers at once; further requests wait.")] = 4,
     max_queue: Annotated[int, typer.Option(help="So many requests may wait; further ones are answered with 429.")] = 64,
-    kv_bits: options.KvBits = 8,
-    kv_group_size: options.KvGroupSize = None,
-    kv_bias_split: options.KvBiasSplit = True,
-    kernels: options.Kernels = None,
-    parallel: options.Parallel = None,
-    prefill_step_size: options.PrefillStepSize = 512,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="An answer is the same whatever runs beside it; slower.")
     ] = False,
-    draft: options.Draft = "none",
-    draft_model: options.DraftModel = None,
-    num_draft_tokens: options.NumDraftTokens = None,
-    chat_template_config: options.ChatTemplateConfig = None,
     prompt_cache_file: Annotated[
         list[str] | None,
         typer.Option(
@@ -75,47 +62,20 @@ def serve(
         list[str] | None,
         typer.Option(metavar="ORIGIN", help="Let web pages of this origin use the server; repeatable; default: none."),
     ] = None,
-    test: Annotated[
-        bool,
-        typer.Option(
-            "--self-test",
-            help="Serve on a free port of this machine, ask for all that is offered and refused, print what was found, "
-            "and end; exit code 1 if something is wrong.",
-        ),
-    ] = False,
-    wired: options.Wired = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Serve a model over HTTP: /v1/chat/completions, /v1/messages, /v1/responses and others, and a chat page."""
     try:
         from kvant.server.run import bind
         from kvant.server.run import serve as serve_until_signalled
-        from kvant.server.service import Service, make_pool
+        from kvant.server.service import Service, make_pool, warm_start
         from kvant.server.settings import Settings
-        from kvant.server.warm_start import warm_start
     except ImportError as error:
         raise KvantError(f"kvant serve needs the extra 'serve', pip install 'kvant[serve]': {error}") from error
-    run = RunOptions(
-        model=options.choose_model(context, model_argument, model),
-        adapter_path=adapter_path,
-        chat_template_config=chat_template_config,
-        kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
-        kv_bias_split=kv_bias_split,
-        kernels=kernels,
-        parallel=parallel,
-        max_kv_size=max_kv_size,
-        prefill_step_size=prefill_step_size,
-        draft=draft,
-        draft_model=draft_model,
-        num_draft_tokens=num_draft_tokens,
-        wired=wired,
-        quiet=quiet,
-    )
+    run = replace(run, model=options.choose_model(context, model_argument, run.model))
     options.check_counts(sequences=sequences, max_queue=max_queue)
     if deterministic:
-        options.check_deterministic(prefill_step_size, draft, draft_model)
-    ranks.refuse_draft_model(draft_model)
+        options.check_deterministic(run.prefill_step_size, run.draft, run.draft_model)
+    ranks.refuse_draft_model(run.draft_model)
     if deterministic and prompt_cache_file:
         raise BadValueError(
             "--prompt-cache-file: nobody knows in which chunks it was read, so not with --deterministic"
@@ -124,39 +84,28 @@ def serve(
     follow(run, bounded=True)
     settings = Settings(
         model=run.model,
-        adapter_path=adapter_path,
         aliases=tuple(alias or ()),
         host=host,
         port=port,
         sequences=sequences,
-        kv_bits=kv_bits,
-        kv_group_size=options.check_kv_format(kv_bits, kv_group_size),
-        kv_bias_split=kv_bias_split,
-        kernels=kernels,
-        prefill_step_size=prefill_step_size,
+        kv_bits=run.kv_bits,
+        kv_group_size=options.check_kv_format(run.kv_bits, run.kv_group_size),
+        kv_bias_split=run.kv_bias_split,
+        kernels=run.kernels,
+        prefill_step_size=run.prefill_step_size,
         deterministic=deterministic,
-        draft=draft if draft_model is None else "model",
+        draft=run.draft if run.draft_model is None else "model",
         max_queue=max_queue,
         api_keys=read_keys(api_key_file),
         allow_origins=tuple(allow_origin or ()),
     )
 
-    if test:
-        from kvant.server.self_test import loopback_settings
-
-        for name in ("host", "port", "max_queue", "api_key_file", "allow_origin"):
-            given = context.get_parameter_source(name)
-            if given is not None and given.name != "DEFAULT":
-                flag = name.replace("_", "-")
-                raise BadValueError(f"--{flag} is given, but --self-test listens, queues and has keys in its own way")
-        settings = loopback_settings(settings)
-
     def say(line: str) -> None:
-        if not quiet:
+        if not run.quiet:
             print(line, file=sys.stderr, flush=True)
 
     with bind(settings) as bound:
-        wanted = options.kv_size(max_kv_size)
+        wanted = options.kv_size(run.max_kv_size)
         told: list[MemoryPlan] = []
 
         def tell(planned: MemoryPlan) -> None:
@@ -183,46 +132,12 @@ def serve(
             pooled = drafts if isinstance(drafts, PooledDrafts) else None
             service = Service(settings, session.model, session.tokenizer, pool, as_record(planned), pooled)
         say(f"cache: {pool.describe()}")
-        if test:
-            raise typer.Exit(run_self_test(service, say))
         code = serve_until_signalled(service, bound, lambda line: say(f"kvant serve: {line}"))
     raise typer.Exit(code)
 
 
-def run_self_test(service: "Service", say: Callable[[str], None]) -> int:
-    """Print what a server's test of itself found. Returns the exit code."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    from kvant.server.self_test import self_test
-
-    try:
-        found = self_test(service, lambda name: say(f"trying: {name}"))
-    finally:
-        service.close()
-    table = Table(box=box.SIMPLE_HEAD, expand=True)
-    for heading, ratio in (("", 4), ("result", 1), ("found", 2), ("s", None)):
-        table.add_column(heading, overflow="fold", ratio=ratio, justify="right" if heading == "s" else "left")
-    styles = {"ok": "green", "refused": "yellow", "failed": "bold red"}
-    for each in found:
-        promise = Text.assemble((each.name, "bold"), f"\n{each.promise}")
-        said = "refused, as it must be" if each.result == "refused" else each.result
-        table.add_row(promise, Text(said, styles[each.result]), Text(each.detail), f"{each.seconds:.1f}")
-    terminal.console().print(table)
-    results = [each.result for each in found]
-    counts = f"{results.count('ok')} ok, {results.count('refused')} refused as they must be"
-    print(f"{counts}, {results.count('failed')} failed")
-    return 1 if "failed" in results else 0
-
-
 def read_keys(path: str | None) -> tuple[str, ...]:
-    """The keys of a file, one a line.
-
-    Raises:
-        BadValueError: a file without keys, or a key that no header can carry.
-        KvantError: a file that cannot be read, or no file.
-    """
+    """The keys of a file, one a line."""
     if path is None:
         return ()
     options.check_text(api_key_file=path)

@@ -15,7 +15,7 @@ STEP_SIZES = (1, 2, 4, 8)  # tokens of a compiled step, S; the fused kernel take
 def should_compile() -> bool:
     """Whether compiling the step is worth it: on a GPU.
 
-    On a CPU the step is built while the last one runs, which takes as long (measured, docs/decode-step.md); a compiled
+    On a CPU the step is built while the last one runs, which takes as long (measured, docs/performance.md); a compiled
     one reads the rest of a bucket too, and its fused kernels need a C++ compiler and 11 seconds of it the first time.
     """
     return mx.default_device().type == mx.gpu

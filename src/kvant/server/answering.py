@@ -2,24 +2,27 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from kvant.engine.processors import Frequency, LogitsProcessor, Presence
 from kvant.engine.request import Request, Token
-from kvant.errors import ArgumentError, ContextError, EngineError, KvantError, QueueFullError
+from kvant.errors import ArgumentError, ContextError, EngineError, GrammarError, KvantError, QueueFullError
 from kvant.server.answer_text import AnswerText
-from kvant.server.constraints import grammar_of
 from kvant.server.errors import ApiError
-from kvant.server.generation import Begun, End, EndReason, Event, Generation, Text
+from kvant.server.generation import Begun, End, EndReason, Event, Generation, Text, Tool
 from kvant.server.sampling import refused
 from kvant.server.service import Service
-from kvant.server.thinking_budget import thinking_budget
-from kvant.server.tools import for_template, shown_tools
+from kvant.server.thinking import thinking_budget
+from kvant.server.tools import as_shown, for_template, shown_tools
 from kvant.text.answer_parts import AnswerParts
 from kvant.text.detokenizer import ByteDetokenizer
+from kvant.text.grammar import Grammar, build_tool_grammar
 from kvant.text.prompt import encode_prompt, encode_rendered, render_chat
 
 RETRY_AFTER_S = 1  # what a client is told to wait where the queue is full
+# Of its own, and one: grammars that take long must not take the threads that others' prompts are read in.
+COMPILING = ThreadPoolExecutor(1, "kvant-grammar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +37,13 @@ async def answer(service: Service, generation: Generation) -> AsyncGenerator[Eve
     """What is generated, as it comes: first :class:`Begun`, and :class:`End` once for each answer.
 
     Closing the iterator, or cancelling whoever waits for it, ends the generation.
-
-    Raises:
-        ApiError: before the first event, what is wrong with the request, or that there is no place for it now; later,
-            an engine that was closed or has failed.
-        Exception: what failed in the engine for this request alone.
     """
     prompt, request = await asyncio.to_thread(_prepare, service, generation)
-    try:
-        grammar = await grammar_of(service, generation, prompt.text)
-    except KvantError as error:
-        raise _failure(error, generation) from error
-    if grammar is not None:
-        request = replace(request, logits_processors=[*request.logits_processors, grammar])
     loop, tokens = asyncio.get_running_loop(), asyncio.Queue[Token]()
     try:
+        if _is_bound(generation):
+            grammar = await loop.run_in_executor(COMPILING, _compile, service, generation, prompt.text)
+            request = replace(request, logits_processors=[*request.logits_processors, grammar])
         service.submit(request, lambda token: loop.call_soon_threadsafe(tokens.put_nowait, token))
     except (KvantError, ValueError) as error:
         raise _failure(error, generation) from error
@@ -60,11 +55,7 @@ async def answer(service: Service, generation: Generation) -> AsyncGenerator[Eve
 
 
 def read_prompt(service: Service, generation: Generation) -> Prompt:
-    """The prompt of a request. It waits for the tokenizer, for 10 s at most.
-
-    Raises:
-        ApiError: 400: a chat template that fails on these messages, or nothing to read.
-    """
+    """The prompt of a request. It waits for the tokenizer, for 10 s at most."""
     try:
         if generation.messages is not None:
             variables = {**service.settings.template_variables, **generation.variables}
@@ -141,21 +132,47 @@ async def _events(
                 continue
             service.cancel(request, token.answer)
         del texts[token.answer]
-        yield End(token.answer, _reason(text, token), text.tokens, text.thinking_tokens, text.stop)
+        reason: EndReason = "tool_calls" if text.calls else "stop"
+        if text.stop is None and token.finish_reason in ("length", "context"):
+            reason = "length"
+        yield End(token.answer, reason, text.tokens, text.thinking_tokens, text.stop)
+
+
+def _is_bound(generation: Generation) -> bool:
+    """Whether there is something that answers have to follow: a format of the text, or of calls."""
+    if generation.format is not None:
+        return True
+    if not generation.tools or generation.tool_choice == "none":
+        return False
+    return generation.tool_choice != "auto" or any(tool.strict for tool in generation.tools)
+
+
+def _compile(service: Service, generation: Generation, prompt: str) -> Grammar:
+    """The grammar that the answers follow. It waits for a process."""
+    if generation.ignore_eos:
+        raise ApiError("ignore_eos is true; expected false where a format says how the text ends", param="ignore_eos")
+    rendered = None if generation.messages is None else prompt
+    choice, text = generation.tool_choice, None
+    if generation.format is not None:
+        text = generation.format.kind, generation.format.source
+        if not generation.tools or choice == "none":
+            return service.grammars.compile(*text, rendered)
+    assert service.tool_format is not None  # the prompt was rendered with tools
+    tools = [choice] if isinstance(choice, Tool) else generation.tools
+    shown = [as_shown(tool) for tool in tools]
+    for tool, made in zip(tools, shown, strict=True):
+        made["function"]["strict"] = tool.strict
+    source = build_tool_grammar(
+        service.tool_format, shown, "auto" if choice == "auto" else "required", generation.parallel_tool_calls, text
+    )
+    return service.grammars.compile("tool_calls", source, rendered)
 
 
 def _text(service: Service, generation: Generation, prompt: Prompt, number: int) -> AnswerText:
-    parts = None
+    tools, parts = shown_tools(service, generation), None
     if generation.messages is not None:
-        tools = shown_tools(service, generation)
         parts = AnswerParts(service.tokenizer, prompt.text, tools, service.tool_format)
     return AnswerText(number, service.tokenizer, parts, generation.stop, logprobs=generation.logprobs)
-
-
-def _reason(text: AnswerText, token: Token) -> EndReason:
-    if text.stop is None and token.finish_reason in ("length", "context"):
-        return "length"
-    return "tool_calls" if text.calls else "stop"
 
 
 def _failure(error: Exception, generation: Generation) -> ApiError:
@@ -169,9 +186,10 @@ def _failure(error: Exception, generation: Generation) -> ApiError:
             str(error) if error.__cause__ is None else "the engine failed; the server's log has the kind of the error"
         )
         return ApiError(said, status=503)
+    if isinstance(error, GrammarError):
+        return ApiError(str(error))
     if not isinstance(error, ValueError):
         return ApiError(str(error), status=500)
-    param = "prompt" if generation.messages is None else "messages"
     return ApiError(
-        str(error), param=param, code="context_length_exceeded" if isinstance(error, ContextError) else None
+        str(error), param=generation.field, code="context_length_exceeded" if isinstance(error, ContextError) else None
     )

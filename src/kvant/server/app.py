@@ -1,26 +1,27 @@
-"""The application: its routes, and what becomes of an error."""
+"""The application: its routes, what becomes of an error, and ``/tokenize``."""
 
+import asyncio
+from typing import Literal
+
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from kvant.server import chat_completions, completions, messages, page, responses, status, tokenize
+from kvant.server import page, status
+from kvant.server.answering import read_prompt
+from kvant.server.anthropic import MESSAGES, count_tokens
+from kvant.server.body import Fields, decode
 from kvant.server.errors import ApiError, log_cause
+from kvant.server.generation import Generation
+from kvant.server.openai import CHAT, COMPLETIONS
+from kvant.server.responses import RESPONSES
 from kvant.server.security import Bodies, Guard, Keys, error_response
 from kvant.server.service import Service
-
-ENDPOINTS = {
-    "/v1/chat/completions": chat_completions.endpoint,
-    "/v1/completions": completions.endpoint,
-    "/v1/responses": responses.endpoint,
-    "/v1/messages": messages.endpoint,
-    "/v1/messages/count_tokens": messages.count_tokens,
-    "/tokenize": tokenize.endpoint,
-}
 
 
 def make_app(service: Service) -> Starlette:
@@ -32,7 +33,15 @@ def make_app(service: Service) -> Starlette:
         Route("/v1/models", status.models),
         Route("/v1/models/{name:path}", status.model),
     ]
-    routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in ENDPOINTS.items()]
+    for path, endpoint in {
+        "/v1/chat/completions": CHAT.endpoint,
+        "/v1/completions": COMPLETIONS.endpoint,
+        "/v1/responses": RESPONSES.endpoint,
+        "/v1/messages": MESSAGES.endpoint,
+        "/v1/messages/count_tokens": count_tokens,
+        "/tokenize": tokenize,
+    }.items():
+        routes.append(Route(path, endpoint, methods=["POST"]))
     routes += page.routes
     pages = []
     if origins := service.settings.allow_origins:  # a browser asks without a key whether it may ask with one
@@ -54,3 +63,42 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     log_cause(request.state.request_id, error)
     return error_response(request.scope, error)
+
+
+class TokenizeMessage(Fields, frozen=True):
+    """A message of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class TokenizeBody(Fields, frozen=True):
+    """The body, in vLLM's names.
+
+    Attributes:
+        prompt: text, as /v1/completions reads it.
+        messages: in its place a conversation, through the chat template.
+        return_token_strs: the vocabulary's string of each token is wanted too.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[TokenizeMessage] | None = None
+    return_token_strs: bool = False
+
+
+async def tokenize(request: Request) -> Response:
+    """The ids, their number, and how many there may be."""
+    service: Service = request.app.state.service
+    body = decode(await request.body(), TokenizeBody)
+    if body.model is not None:
+        service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError("expected either prompt or messages", param="prompt")
+    field = "prompt" if body.messages is None else "messages"
+    asked = Generation(messages=msgspec.to_builtins(body.messages), prompt=body.prompt, field=field)
+    ids = (await asyncio.to_thread(read_prompt, service, asked)).ids
+    found: dict[str, object] = {"count": len(ids), "max_model_len": service.max_seq_len, "tokens": ids}
+    if body.return_token_strs:
+        found["token_strs"] = await asyncio.to_thread(service.tokenizer.convert_ids_to_tokens, ids)
+    return JSONResponse(found)

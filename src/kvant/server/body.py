@@ -1,4 +1,4 @@
-"""A request's body as a typed structure; what is wrong with it is a 400 that names the field."""
+"""JSON: a request's body as a typed structure, where what is wrong is a 400 that names the field; and answers."""
 
 import re
 from collections.abc import Iterable
@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import inspect
+from starlette.responses import Response
 
 from kvant.server.errors import ApiError
 
@@ -18,10 +19,6 @@ class Fields(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Base of all bodies: a field that is not declared is refused by name."""
 
 
-class NotText(msgspec.Struct, frozen=True):
-    """Base of parts that this server does not read, whatever their fields are."""
-
-
 class Caller(Fields, frozen=True):
     """Who called a tool: the model itself."""
 
@@ -29,12 +26,7 @@ class Caller(Fields, frozen=True):
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """A JSON body as ``kind``.
-
-    Raises:
-        ApiError: 400: not JSON, a field that is not known, one that is missing, or one of another type;
-            or nested too deeply.
-    """
+    """A JSON body as ``kind``."""
     try:
         found = msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -65,8 +57,8 @@ def allowed(kind: type, place: str) -> list[Any]:
             at = [each for node in at if isinstance(node, inspect.ListType) for each in _kinds(node.item_type)]
             continue
         structs = [node for node in at if isinstance(node, inspect.StructType)]
-        if number == len(steps):  # those that take any field are there to be refused
-            values += [node.tag for node in structs if node.tag_field == step and node.forbid_unknown_fields]
+        if number == len(steps):
+            values += [node.tag for node in structs if node.tag_field == step]
         at = [each for node in structs for field in node.fields if field.name == step for each in _kinds(field.type)]
     return values + [value for node in at if isinstance(node, inspect.LiteralType) for value in node.values]
 
@@ -81,9 +73,6 @@ def check_depth(found: object) -> None:
 
     It is looked at level by level, and only where it has objects and arrays: their number is bounded before, by
     :class:`kvant.server.security.Bodies`.
-
-    Raises:
-        ApiError: 400: it is.
     """
     level = [found]
     for _ in range(MAX_DEPTH):
@@ -97,3 +86,14 @@ def _children(node: object) -> Iterable[object]:
     if isinstance(node, msgspec.Struct):
         return (getattr(node, name) for name in node.__struct_fields__)
     return node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
+
+
+def sse(data: Any, event: str | None = None) -> bytes:
+    """One event of JSON."""
+    name = b"" if event is None else b"event: " + event.encode() + b"\n"
+    return name + b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def json_response(data: Any) -> Response:
+    """A response of JSON."""
+    return Response(msgspec.json.encode(data), media_type="application/json")

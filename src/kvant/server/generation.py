@@ -63,6 +63,7 @@ class Generation:
         thinking_budget: tokens after which thinking ends; None: the model ends it.
         draft: what its answers draft from, "none", "prompt" or "model"; None: what the server's do.
         salt: prefixes are shared between requests with the same one.
+        field: of the body that the prompt came from, for errors.
     """
 
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -83,6 +84,7 @@ class Generation:
     thinking_budget: int | None = None
     draft: ServedSource | None = None
     salt: bytes = b""
+    field: str = "messages"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,52 +1,39 @@
 """What the pool and the engine are doing, for a page that shows it: nothing of any text."""
 
-import asyncio
-import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response, StreamingResponse
 
 from kvant.cache.paged_layers import PagedLayers
 from kvant.cache.pages import PAGE_SIZE, runs
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.engine.request import Request, Token
 from kvant.engine.scheduler import Scheduler
-from kvant.server.errors import ApiError, described
-from kvant.server.streaming import sse
+from kvant.server.errors import described, logger
 
-INTERVAL_S = 0.2  # between two looks at the pool, and two events of a listener
-STILL_S = 5.0  # after which a listener is told that nothing has changed
-KEPT_TOKENS = 4096  # whose times are kept: a listener that is slower than that misses some
-MOST_LISTENERS = 16
-
-Stretch = list[int]  # a page and how many follow one another from it on
+INTERVAL_S = 0.2  # between two looks at the pool
+WATCHED_S = 2.0  # after somebody asked
+KEPT_TOKENS = 4096  # whose times are kept: who asks more seldom misses some
 
 
 class Live:
-    """Looks at the scheduler in the engine's thread, a few times a second, and tells listeners in the event loop.
+    """Looks at the scheduler in the engine's thread, a few times a second while somebody asks.
 
     An answer has a number from 1 while it holds pages. The smallest that is free is given to the next one.
-
-    Attributes:
-        listeners: that are being told.
     """
 
     def __init__(self, pool: Pool) -> None:
         """``pool``: nobody uses it yet."""
-        self.listeners = 0
         self.facts = _facts(pool)
         self._pool = pool
         self._lock = threading.Lock()  # held to read or change what follows
         self._state: dict[str, Any] = self._look([], 0, 0, 0)
-        self._version = 0
+        self._asked = -math.inf  # when somebody did
         self._tokens: deque[tuple[int, float, float | None]] = deque(maxlen=KEPT_TOKENS)
         self._generated = 0
-        self._closed = False
         # Only the engine's thread knows what follows.
         self._numbers: dict[tuple[Request, int], int] = {}
         self._last: dict[tuple[Request, int], float] = {}
@@ -63,42 +50,18 @@ class Live:
         try:
             self._observe(scheduler, tokens)
         except Exception as error:
-            logging.getLogger(__name__).error("the pool is no longer watched: %s", described(error))
-            self._failed = self._closed = True
+            logger.error("the pool is no longer watched: %s", described(error))
+            self._failed = True
 
-    def close(self) -> None:
-        """End the streams of all listeners."""
-        self._closed = True
-
-    def read(self, known: int) -> tuple[int, int, dict[str, Any]]:
-        """The state, for a listener that knows the times of the first ``known`` tokens.
-
-        Returns:
-            the number of the state's version, how many tokens there have been, and the state.
-        """
+    def read(self, known: int | None = None) -> dict[str, Any]:
+        """The state: what never changes, what is the case, and the times of the tokens since the first ``known``."""
         with self._lock:
-            count = min(self._generated - known, len(self._tokens))
+            self._asked = time.perf_counter()
+            since = self._generated if known is None else known
+            count = max(0, min(self._generated - since, len(self._tokens)))
             new = [self._tokens[i] for i in range(len(self._tokens) - count, len(self._tokens))]
-            return self._version, self._generated, self._state | {"generated": self._generated, "tokens": new}
-
-    async def events(self, alive: Callable[[], bool]) -> AsyncIterator[bytes]:
-        """Server-sent events: "pool" once, with what never changes, and "state" whenever something has changed.
-
-        They end when it is closed, or the engine is no longer ``alive``.
-        """
-        self.listeners += 1
-        try:
-            yield sse(self.facts, "pool")
-            known, told, told_at = self.read(0)[1], -1, 0.0
-            while not self._closed and alive():
-                version, generated, state = self.read(known)
-                now = time.monotonic()
-                if version != told or generated != known or now - told_at >= STILL_S:
-                    yield sse(state, "state")
-                    told, known, told_at = version, generated, now
-                await asyncio.sleep(INTERVAL_S)
-        finally:
-            self.listeners -= 1
+            told = {"pool": self.facts, "time": self._asked, "generated": self._generated, "tokens": new}
+            return self._state | told
 
     def _observe(self, scheduler: Scheduler, tokens: Sequence[Token]) -> None:
         now = time.perf_counter()
@@ -116,7 +79,7 @@ class Live:
             del self._numbers[key]
             self._last.pop(key, None)
         state = None
-        if scheduler.idle or (self.listeners and now - self._looked >= INTERVAL_S):
+        if scheduler.idle or (now - self._asked < WATCHED_S and now - self._looked >= INTERVAL_S):
             counts, self._looked = scheduler.counts, now
             sequences = [(self._numbers[key], sequence) for key, sequence in held.items()]
             state = self._look(sequences, counts.waiting, counts.prefilling, counts.running)
@@ -125,7 +88,6 @@ class Live:
             self._generated += len(times)
             if state is not None:
                 self._state = state
-                self._version += 1
 
     def _number(self, key: tuple[Request, int]) -> int:
         if key not in self._numbers:
@@ -138,7 +100,6 @@ class Live:
     ) -> dict[str, Any]:
         """The state of the pool's pages, and what there is to do."""
         return {
-            "time": time.perf_counter(),
             "waiting": waiting,
             "prefilling": prefilling,
             "running": running,
@@ -183,23 +144,7 @@ def _pages(place: int, part: PagedLayers, sequences: Sequence[tuple[int, PoolSeq
     }
 
 
-def _stretches(pages: Sequence[int]) -> list[Stretch]:
-    """Pages with neighbours joined, in their order."""
+def _stretches(pages: Sequence[int]) -> list[list[int]]:
+    """Pages in their order: one and how many follow one another from it on."""
     found = runs(pages, 0, len(pages) * PAGE_SIZE)
     return [[first // PAGE_SIZE, (end - first) // PAGE_SIZE] for first, end in found]
-
-
-async def live(request: HttpRequest) -> Response:
-    """GET /live: what the service's :class:`Live` tells, as server-sent events.
-
-    Raises:
-        ApiError: 503: as many listen as may, or the engine has failed.
-    """
-    service = request.app.state.service
-    source: Live = service.live
-    if not service.alive:
-        raise ApiError("the engine has failed", status=503, code="engine_failed", headers={"Retry-After": "10"})
-    if source.listeners >= MOST_LISTENERS:
-        raise ApiError(f"{source.listeners} listen, which is all that may", status=503, headers={"Retry-After": "10"})
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(source.events(lambda: service.alive), headers=headers, media_type="text/event-stream")

@@ -5,13 +5,14 @@ from functools import cache
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from kvant.server.errors import ApiError
-from kvant.server.live import live
+from kvant.server.service import Service
 
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+MAX_DIGITS = 16
 FOLDER = Path(__file__).parent / "page"
 # Everything comes from this server, and no text becomes script or markup.
 POLICY = (
@@ -28,17 +29,19 @@ HEADERS = {
 }
 
 
-async def index(request: Request) -> Response:
-    """GET /: the page."""
-    return _answer(request, "index.html")
+async def live(request: Request) -> Response:
+    """GET /live: what the pool and the engine are doing; ?known=N: with the times of the tokens after the Nth."""
+    service: Service = request.app.state.service
+    if not service.alive:
+        raise ApiError("the engine has failed", status=503, code="engine_failed", headers={"Retry-After": "10"})
+    known = request.query_params.get("known", "")
+    state = service.live.read(int(known) if known.isascii() and known.isdecimal() and len(known) < MAX_DIGITS else None)
+    return JSONResponse(state, headers={"Cache-Control": "no-store"})
 
 
 async def file(request: Request) -> Response:
-    """GET /page/NAME: one of its files."""
-    return _answer(request, request.path_params["name"])
-
-
-def _answer(request: Request, name: str) -> Response:
+    """GET / and /page/NAME: the page and its files."""
+    name = request.path_params.get("name", "index.html")
     if name not in _files():
         raise ApiError(f"the page has no file {name!r:.80}", status=404)
     content, tag = _files()[name]
@@ -55,4 +58,4 @@ def _files() -> dict[str, tuple[bytes, str]]:
     return {name: (content, f'"{hashlib.sha256(content).hexdigest()[:16]}"') for name, content in contents.items()}
 
 
-routes: list[BaseRoute] = [Route("/", index), Route("/page/{name}", file), Route("/live", live)]
+routes: list[BaseRoute] = [Route("/", file), Route("/page/{name}", file), Route("/live", live)]

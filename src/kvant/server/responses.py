@@ -1,47 +1,541 @@
-"""OpenAI's /v1/responses. Nothing is stored: each request has the whole conversation."""
+"""OpenAI's /v1/responses (platform.openai.com), as far as this server follows it. Nothing is stored.
 
-from starlette.requests import Request
-from starlette.responses import Response
+A field with the type None is one of OpenAI's that this server cannot heed: it may be null.
+"""
 
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+import msgspec
+
+from kvant.engine.drafting.drafts import ServedSource
+from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ArgumentError
-from kvant.server.answering import answer
-from kvant.server.body import decode
+from kvant.server.body import Caller, Fields, decode
+from kvant.server.endpoint import Dialect
 from kvant.server.errors import ApiError
-from kvant.server.response_stream import ResponseStream
-from kvant.server.responses_body import ResponsesBody
-from kvant.server.responses_input import responses_generation
-from kvant.server.sampling import refused
+from kvant.server.generation import Begun, Call, End, Event, Format, Generation, Text, Tool, ToolChoice
+from kvant.server.openai import MAX_TOP_LOGPROBS, JsonObjectFormat, TextFormat, logprobs_content
+from kvant.server.sampling import SamplingFields, check_range, max_tokens, refused, sampling_options
 from kvant.server.service import Service
-from kvant.server.streaming import EventStream, begin, json_response, named_events, sse, take_all, unless_gone
+from kvant.server.thinking import from_opaque, opaque, with_effort
+from kvant.server.tools import checked_tools, tool_named
+from kvant.server.turns import Turns, call_arguments, check_arguments, joined
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ROLES = {"developer": "system"}  # OpenAI's newer name of the role that templates know
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+STORED = "this server stores nothing: send the whole conversation, with store false"
 
 
-async def endpoint(request: Request) -> Response:
-    """Answer a conversation.
+class InputText(Fields, frozen=True, tag="input_text"):
+    text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = None  # every prompt's beginning is shared anyway
 
-    Raises:
-        ApiError: see :func:`kvant.server.answering.answer`; 499: the client went away.
-    """
-    service: Service = request.app.state.service
-    body = decode(await request.body(), ResponsesBody)
-    name = service.check_model(body.model)
-    generation = responses_generation(body, service, request.state.salt)
+
+class OutputText(Fields, frozen=True, tag="output_text"):
+    text: str
+    annotations: list[dict[str, Any]] | None = None
+    logprobs: list[dict[str, Any]] | None = None
+    parsed: Any = None  # OpenAI's Python client notes here what it made of the text
+
+
+class Refusal(Fields, frozen=True, tag="refusal"):
+    refusal: str
+
+
+Part = InputText | OutputText | Refusal
+Status = Literal["in_progress", "completed", "incomplete"] | None
+
+
+class MessageItem(Fields, frozen=True, kw_only=True):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Part]
+    id: str | None = None
+    status: Status = None
+    phase: Literal["commentary", "final_answer"] | None = None  # of an answer; templates know no such mark
+
+
+class CallItem(Fields, frozen=True, kw_only=True):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: Status = None
+    caller: Caller | None = None
+    namespace: None = None
+    parsed_arguments: Any = None  # as OutputText.parsed
+
+
+class ResultItem(Fields, frozen=True, kw_only=True):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[Part]
+    id: str | None = None
+    status: Status = None
+    caller: Caller | None = None
+    name: str | None = None
+    namespace: None = None
+
+
+class SummaryText(Fields, frozen=True):
+    type: Literal["summary_text"]
+    text: str
+
+
+class ReasoningText(Fields, frozen=True):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Fields, frozen=True, kw_only=True):
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: list[SummaryText] | None = None
+    content: list[ReasoningText] | None = None
+    encrypted_content: str | None = None
+    status: Status = None
+
+
+Item = MessageItem | CallItem | ResultItem | ReasoningItem
+ITEMS: Mapping[str, type[Item]] = {
+    "message": MessageItem,
+    "function_call": CallItem,
+    "function_call_output": ResultItem,
+    "reasoning": ReasoningItem,
+}
+
+
+class FunctionBody(Fields, frozen=True, kw_only=True):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    output_schema: None = None
+
+
+class NamedFunction(Fields, frozen=True):
+    type: Literal["function"]
+    name: str
+
+
+class FunctionChoice(Fields, frozen=True, tag="function"):
+    name: str
+
+
+class AllowedTools(Fields, frozen=True, tag="allowed_tools"):
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunction]
+
+
+class JsonSchema(Fields, frozen=True, tag="json_schema"):
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None  # the answer keeps to the schema either way
+
+
+class TextConfig(Fields, frozen=True):
+    format: TextFormat | JsonObjectFormat | JsonSchema | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Fields, frozen=True):
+    effort: Effort | None = None
+    summary: Literal["auto", "detailed"] | None = None
+    generate_summary: Literal["auto", "detailed"] | None = None  # the older name of summary
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+
+
+class StreamOptions(Fields, frozen=True):
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
+    """A body of /v1/responses. Its fields of sampling are those of /v1/chat/completions."""
+
+    model: str
+    input: str | list[msgspec.Raw]  # of items, read one by one: a message may lack its type
+    instructions: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: int | None = None
+    draft: ServedSource | None = None
+    top_logprobs: int | None = None
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
+    tools: list[FunctionBody] | None = None
+    tool_choice: Literal["auto", "none", "required"] | FunctionChoice | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    truncation: Literal["disabled"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    background: Literal[False] | None = None
+    # Harmless: labels of the client's.
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    # Not to be had here.
+    context_management: None = None
+    conversation: None = None
+    max_tool_calls: None = None
+    moderation: None = None
+    prompt: None = None
+
+
+class _Kind(msgspec.Struct):
+    type: str = "message"
+
+
+def responses_generation(body: ResponsesBody, service: Service) -> Generation:
+    """What a body of /v1/responses asks for."""
+    if body.previous_response_id is not None:
+        raise ApiError(f"previous_response_id is given; {STORED}", param="previous_response_id")
+    if body.store:
+        raise ApiError(f"store is true; {STORED} or left out", param="store")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError("stream_options is given without stream: true", param="stream_options")
+    top_logprobs = body.top_logprobs or 0
+    check_range("top_logprobs", top_logprobs, 0, MAX_TOP_LOGPROBS)
+    tools, choice = _tools(body)
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    variables = {} if effort is None else with_effort(service.tokenizer, effort, "reasoning.effort")
+    return Generation(
+        messages=_messages(body),
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        format=_format(body),
+        sampling=sampling_options(body),
+        max_tokens=max_tokens(body.max_output_tokens, "max_output_tokens"),
+        logprobs=top_logprobs > 0 or "message.output_text.logprobs" in (body.include or []),
+        top_logprobs=top_logprobs,
+        variables=variables,
+        draft=body.draft,
+        field="input",
+    )
+
+
+def _tools(body: ResponsesBody) -> tuple[Sequence[Tool], ToolChoice | Tool]:
+    """The tools, and which of them is to be called."""
+    given = [
+        Tool(each.name, each.description or "", each.parameters or NO_PARAMETERS, bool(each.strict))
+        for each in body.tools or []
+    ]
+    tools = checked_tools(given, "tools[{}].name")
+    choice = body.tool_choice
+    if isinstance(choice, FunctionChoice):
+        return tools, tool_named(tools, choice.name)
+    if isinstance(choice, AllowedTools):
+        tools = tuple({each.name: tool_named(tools, each.name) for each in choice.tools}.values())
+        choice = choice.mode
+    if choice == "required" and not tools:
+        raise ApiError("tool_choice is 'required'; expected tools with it", param="tool_choice")
+    return tools, choice or "auto"
+
+
+def _format(body: ResponsesBody) -> Format | None:
+    match body.text.format if body.text is not None else None:
+        case JsonObjectFormat():
+            return Format("json_object")
+        case JsonSchema(schema=schema):
+            return Format("json_schema", schema)
+    return None
+
+
+def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
+    turns = Turns()
+    if body.instructions:
+        turns.add_text("system", body.instructions)
+    if isinstance(body.input, str):
+        turns.add_text("user", body.input)
+        return turns.messages()
+    if not body.input:
+        raise ApiError("input is empty; expected text or at least one item", param="input")
+    items = [_item(bytes(raw), f"input[{at}]") for at, raw in enumerate(body.input)]
+    check_arguments([item.arguments for item in items if isinstance(item, CallItem)])
+    for at, item in enumerate(items):
+        _add(turns, item, f"input[{at}]")
+    return turns.messages()
+
+
+def _item(raw: bytes, place: str) -> Item:
+    """One item of the input, by its type."""
     try:
-        sampling = generation.sampling.filled(service.sampling)
-    except ArgumentError as error:
-        raise refused(error) from error
-    response = ResponseStream(name, body, generation, sampling)
-    events = answer(service, generation)
+        kind = msgspec.json.decode(raw, type=_Kind).type
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(f"{place}: {error}", param=place) from error
+    if kind == "item_reference":
+        raise ApiError(f"{place} is an item_reference; {STORED}", param=place)
+    if kind not in ITEMS:
+        raise ApiError(f"{place}.type is {kind[:80]!r}; expected one of {', '.join(ITEMS)}", param=f"{place}.type")
     try:
-        if not body.stream:
-            await unless_gone(request, take_all(events, response.add))
-            return json_response(response.response)
-        begun = await begin(request, events)
+        return decode(raw, ITEMS[kind])
     except ApiError as error:
-        if error.param == "messages":  # what this interface calls otherwise
-            error.param = "input"
-        raise
+        raise ApiError(f"{place}: {error.message}", param=f"{place}.{error.param}" if error.param else place) from error
 
-    def failed(error: ApiError) -> bytes:
-        return b"".join(sse(told, told["type"]) for told in response.failed(error))
 
-    return EventStream(begun, named_events(begun, response.add), failed)
+def _add(turns: Turns, item: Item, place: str) -> None:
+    match item:
+        case MessageItem():
+            turns.add_text(ROLES.get(item.role, item.role), _text(item.content))
+        case ReasoningItem():
+            turns.add_thinking(_thinking(item, place))
+        case CallItem():
+            turns.add_call(item.call_id, item.name, call_arguments(item.arguments, f"{place}.arguments"))
+        case ResultItem():
+            turns.add_result(item.call_id, _text(item.output), f"{place}.call_id")
+
+
+def _text(content: str | Sequence[Part]) -> str:
+    if isinstance(content, str):
+        return content
+    return joined([part.refusal if isinstance(part, Refusal) else part.text for part in content])
+
+
+def _thinking(item: ReasoningItem, place: str) -> str:
+    """An earlier answer's thinking, in whichever way the client was given it."""
+    if item.content:
+        return joined([part.text for part in item.content])
+    if item.encrypted_content is not None:
+        return from_opaque(item.encrypted_content, f"{place}.encrypted_content")
+    return joined([part.text for part in item.summary or []])
+
+
+class ResponseStream:
+    """Turns what comes of a generation into events of OpenAI's stream, in its order.
+
+    response.created, response.in_progress, then each item with its parts, then response.completed, .incomplete or
+    .failed. A thinking, a text or a function call is one item.
+
+    """
+
+    done = b""
+
+    def __init__(self, name: str, body: ResponsesBody, generations: Sequence[Generation], service: Service) -> None:
+        (generation,) = generations
+        try:
+            sampling = generation.sampling.filled(service.sampling)
+        except ArgumentError as error:
+            raise refused(error) from error
+        self._response = _response(name, body, generation, sampling)
+        reasoning = body.reasoning
+        self._summary = reasoning is not None and (reasoning.summary or reasoning.generate_summary) is not None
+        self._keeps_opaque = "reasoning.encrypted_content" in (body.include or [])
+        self._logprobs = generation.logprobs
+        self._events = 0
+        self._open = ""  # the type of the open item
+        self._pieces: list[str] = []  # of its text
+        self._told: list[dict[str, Any]] = []  # its log-probabilities
+
+    def add(self, event: Event) -> Iterator[dict[str, Any]]:
+        """The stream's events for the next one; they have to be taken all."""
+        match event:
+            case Begun():
+                self._response["usage"] = _usage(event)
+                begun = {**self._response, "output": [], "usage": None}
+                yield self._event("response.created", response=begun)
+                yield self._event("response.in_progress", response=begun)
+            case Text(text="", logprobs=[] | ()):
+                pass
+            case Text():
+                yield from self._text(event)
+            case Call():
+                yield from self._call(event)
+            case End():
+                yield from self._end(event)
+
+    def whole(self) -> dict[str, Any]:
+        """The response of the events so far."""
+        return self._response
+
+    def failed(self, error: ApiError, request_id: str) -> Iterator[dict[str, Any]]:
+        """The last events of an answer that could not be ended. OpenAI's clients raise an error for the first."""
+        told = error.openai()["error"]
+        yield self._event("error", code=told["code"], message=told["message"], param=told["param"], error=told)
+        self._response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
+        yield self._event("response.failed", response=self._response)
+
+    def _text(self, event: Text) -> Iterator[dict[str, Any]]:
+        kind = "reasoning" if event.thinking else "message"
+        if kind != self._open:
+            yield from self._close("completed")
+            yield from self._begin(kind)
+        self._pieces.append(event.text)
+        if event.thinking and self._summary:
+            yield self._of_item("response.reasoning_summary_text.delta", summary_index=0, delta=event.text)
+        elif event.thinking:
+            yield self._of_item("response.reasoning_text.delta", content_index=0, delta=event.text)
+        else:
+            told = logprobs_content(event.logprobs) if self._logprobs else []
+            self._told += told
+            yield self._of_item("response.output_text.delta", content_index=0, delta=event.text, logprobs=told)
+
+    def _begin(self, kind: str) -> Iterator[dict[str, Any]]:
+        """Open an item for text or thinking, and its part."""
+        self._open = kind
+        if kind == "message":
+            item = {"type": "message", "id": _id("msg"), "status": "in_progress", "role": "assistant", "content": []}
+        else:
+            item = {"type": "reasoning", "id": _id("rs"), "status": "in_progress", "summary": []}
+            if not self._summary:
+                item["content"] = []
+        yield self._added(item)
+        part = self._part("")
+        if self._in_summary:
+            yield self._of_item("response.reasoning_summary_part.added", summary_index=0, part=part)
+        else:
+            yield self._of_item("response.content_part.added", content_index=0, part=part)
+
+    def _close(self, status: str) -> Iterator[dict[str, Any]]:
+        """End the open item of text or thinking."""
+        if not self._open:
+            return
+        item = self._response["output"][-1]
+        item["status"] = status
+        text = "".join(self._pieces)
+        part = self._part(text)
+        if self._in_summary:
+            item["summary"] = [part]
+            yield self._of_item("response.reasoning_summary_text.done", summary_index=0, text=text)
+            yield self._of_item("response.reasoning_summary_part.done", summary_index=0, part=part)
+        else:
+            item["content"] = [part]
+            kind = "reasoning_text" if self._open == "reasoning" else "output_text"
+            told = {"logprobs": self._told} if kind == "output_text" else {}
+            yield self._of_item(f"response.{kind}.done", content_index=0, text=text, **told)
+            yield self._of_item("response.content_part.done", content_index=0, part=part)
+        if self._open == "reasoning" and self._keeps_opaque:
+            item["encrypted_content"] = opaque(text)
+        self._open, self._pieces, self._told = "", [], []
+        yield self._event("response.output_item.done", output_index=self._index, item=dict(item))
+
+    def _call(self, event: Call) -> Iterator[dict[str, Any]]:
+        yield from self._close("completed")
+        item = {
+            "type": "function_call",
+            "id": _id("fc"),
+            "call_id": _id("call"),
+            "name": event.name,
+            "arguments": "",
+            "status": "in_progress",
+        }
+        yield self._added(item)
+        yield self._of_item("response.function_call_arguments.delta", delta=event.arguments)
+        yield self._of_item("response.function_call_arguments.done", name=event.name, arguments=event.arguments)
+        item |= {"arguments": event.arguments, "status": "completed"}
+        yield self._event("response.output_item.done", output_index=self._index, item=dict(item))
+
+    def _end(self, event: End) -> Iterator[dict[str, Any]]:
+        status = "incomplete" if event.reason == "length" else "completed"
+        if not self._response["output"]:  # clients look for a message
+            yield from self._begin("message")
+        yield from self._close(status)
+        usage = self._response["usage"]
+        usage["output_tokens"] = event.tokens
+        usage["output_tokens_details"]["reasoning_tokens"] = event.thinking_tokens
+        usage["total_tokens"] += event.tokens
+        self._response["status"] = status
+        if status == "incomplete":
+            self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            self._response["completed_at"] = int(time.time())
+        yield self._event(f"response.{status}", response=self._response)
+
+    @property
+    def _index(self) -> int:
+        """Of the last item."""
+        return len(self._response["output"]) - 1
+
+    @property
+    def _in_summary(self) -> bool:
+        """Whether the open item's text is a summary of the thinking: all of it, in that place."""
+        return self._open == "reasoning" and self._summary
+
+    def _part(self, text: str) -> dict[str, Any]:
+        """The part of the open item."""
+        if self._open == "message":
+            return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._told)}
+        return {"type": "summary_text" if self._summary else "reasoning_text", "text": text}
+
+    def _added(self, item: dict[str, Any]) -> dict[str, Any]:
+        self._response["output"].append(item)
+        return self._event("response.output_item.added", output_index=self._index, item=dict(item))
+
+    def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """An event of the last item's."""
+        item_id = self._response["output"][-1]["id"]
+        return self._event(kind, item_id=item_id, output_index=self._index, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._events += 1
+        return {"type": kind, "sequence_number": self._events - 1, **fields}
+
+
+def _response(model: str, body: ResponsesBody, generation: Generation, sampling: SamplingOptions) -> dict[str, Any]:
+    """A response before its first token, with what is in force for it."""
+    reasoning, text, choice = body.reasoning, body.text, generation.tool_choice
+    summary = (reasoning.summary or reasoning.generate_summary) if reasoning is not None else None
+    form = msgspec.to_builtins(text.format) if text is not None and text.format is not None else {"type": "text"}
+    return {
+        "id": _id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": body.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": generation.parallel_tool_calls,
+        "previous_response_id": None,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": reasoning.effort if reasoning is not None else None, "summary": summary},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": False,
+        "temperature": sampling.temp,
+        "text": {"format": {name: value for name, value in form.items() if value is not None}, "verbosity": "medium"},
+        "tool_choice": choice if isinstance(choice, str) else {"type": "function", "name": choice.name},
+        "tools": [{"type": "function", **asdict(tool)} for tool in generation.tools],
+        "top_logprobs": generation.top_logprobs,
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def _usage(event: Begun) -> dict[str, Any]:
+    return {
+        "input_tokens": event.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": event.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": 0,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": event.prompt_tokens,
+    }
+
+
+def _id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"
+
+
+RESPONSES = Dialect(ResponsesBody, lambda body, service: [responses_generation(body, service)], ResponseStream)

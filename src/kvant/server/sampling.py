@@ -1,12 +1,15 @@
-"""OpenAI's fields of sampling, and further ones, as the engine's options."""
+"""OpenAI's fields of sampling and of answers' lengths, and further ones: checked alike for every interface."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvant.engine.sampling import MIN_TEMP, NEEDS_TEMP, SamplingOptions
 from kvant.errors import ArgumentError
 from kvant.server.body import Fields
 from kvant.server.errors import ApiError
+from kvant.server.service import Service
 
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # texts of stop, and characters of one
 MAX_BIASES = 1024  # tokens of logit_bias
 ALL_TOKENS = 2**30  # more than a context has
 LEFT_OUT = (*NEEDS_TEMP, "xtc_threshold")  # at temperature 0, where they have no effect
@@ -33,9 +36,6 @@ def sampling_options(given: SamplingFields) -> SamplingOptions:
     """The options that a body asks for.
 
     At temperature 0 the fields that only choose between tokens are left out: they cannot change an answer.
-
-    Raises:
-        ApiError: a value outside its range, or a field that has no effect without another one.
     """
     options: dict[str, Any] = {}
     if (temperature := given.temperature) is not None:
@@ -62,15 +62,6 @@ def sampling_options(given: SamplingFields) -> SamplingOptions:
             options[name] = value
     if given.top_k is not None and "top_k" not in options:
         options["top_k"] = max(given.top_k, 0) if given.top_k == -1 else given.top_k  # -1 is vLLM's word for all
-    return made(options)
-
-
-def made(options: dict[str, Any]) -> SamplingOptions:
-    """The options, where they are in range.
-
-    Raises:
-        ApiError: one that is not.
-    """
     try:
         if options.get("temp") == 0:
             SamplingOptions(**{name: value for name, value in options.items() if name in LEFT_OUT})  # their ranges
@@ -87,10 +78,35 @@ def refused(error: ArgumentError) -> ApiError:
 
 
 def check_range(name: str, value: float, least: float, most: float) -> None:
-    """Refuse a number outside a range, both ends of which are in it.
-
-    Raises:
-        ApiError: 400.
-    """
+    """Refuse a number outside a range, both ends of which are in it."""
     if not least <= value <= most:
         raise ApiError(f"{name} is {value}; expected {least} to {most}", param=name)
+
+
+def max_tokens(given: int | None, name: str = "max_tokens") -> int | None:
+    """The tokens of an answer; None: as many as there is room for."""
+    if given is not None and given < 1:
+        raise ApiError(f"{name} is {given}; expected at least 1", param=name)
+    return given
+
+
+def stops(given: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
+    """The texts that end an answer."""
+    found = (given,) if isinstance(given, str) else tuple(given or ())
+    if len(found) > MAX_STOPS:
+        raise ApiError(f"{name} has {len(found)} texts; expected at most {MAX_STOPS}", param=name)
+    for text in found:
+        if not 1 <= len(text) <= MAX_STOP_LENGTH:
+            expected = f"expected 1 to {MAX_STOP_LENGTH}"
+            raise ApiError(f"{name} has a text of {len(text)} characters; {expected}", param=name)
+    return found
+
+
+def number_of_answers(n: int | None, service: Service) -> int:
+    """How many answers."""
+    if n is None:
+        return 1
+    most = service.settings.sequences
+    if not 1 <= n <= most:
+        raise ApiError(f"n is {n}; expected 1 to {most}, the sequences of this server", param="n")
+    return n

@@ -48,9 +48,6 @@ class Guard:
         self._hosts = _own_hosts(service.settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         request_id = scope.setdefault("state", {})["request_id"] = f"req_{uuid.uuid4().hex}"
         status = 0
 
@@ -114,9 +111,6 @@ class Keys:
         self._digests = service.settings.key_digests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         key = _given_key(Headers(scope=scope))
         digest = hashlib.sha256(key).digest()
         same = [hmac.compare_digest(digest, each) for each in self._digests]  # each of them, whichever matches
@@ -140,9 +134,6 @@ class Bodies:
         self._held = 0  # bytes of the bodies of all requests under way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         own = 0
 
         def hold(count: int) -> bool:
@@ -174,12 +165,7 @@ class Bodies:
             self._held -= own
 
     async def _read(self, headers: Headers, receive: Receive, hold: Callable[[int], bool]) -> bytes:
-        """A whole body.
-
-        Raises:
-            ApiError: it is too long, too slow, of too many values, or there is no room for it now.
-            ClientDisconnect: it does not come.
-        """
+        """A whole body."""
         limits = self._limits
         message = f"the body is longer than {limits.body_bytes} bytes"
         too_long = ApiError(message, status=413, code="request_too_large", headers=CLOSE)
@@ -211,9 +197,6 @@ async def read_body(receive: Receive, limit: int, hold: Callable[[int], bool]) -
     """A whole body; its length where that is over the limit, or ``hold`` refuses to hold a part.
 
     It is read on then: its sender reads no answer before it has sent it.
-
-    Raises:
-        ClientDisconnect: it does not come.
     """
     parts: list[bytes] = []
     count, more, held = 0, True, True

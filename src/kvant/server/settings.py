@@ -51,7 +51,6 @@ class Settings:
 
     Attributes:
         model: as for :func:`kvant.engine.load.find_model`.
-        adapter_path: the folder of an adapter.
         aliases: further names of the model.
         host: an address or name to listen on.
         port: 0: any that is free.
@@ -65,13 +64,9 @@ class Settings:
         api_keys: one of which a client has to have; none: any will do.
         allow_origins: web pages of these origins may use the server.
         limits: bounds of what a client may send or hold.
-
-    Raises:
-        ArgumentError: a value that no server can have.
     """
 
     model: str = POCKET
-    adapter_path: str | None = None
     aliases: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8080

@@ -18,15 +18,7 @@ MAX_NAME = 64  # OpenAI's; Anthropic's is 128
 
 
 def checked_tools(tools: Sequence[Tool], field: str, longest: int = MAX_NAME) -> tuple[Tool, ...]:
-    """The tools, where each has a name of its own.
-
-    Args:
-        field: where the name of one is, with {} for its place.
-        longest: characters of a name.
-
-    Raises:
-        ApiError: 400: too many, schemas that are too large, or one with a name that is none, or is another's.
-    """
+    """The tools, each with a name of its own. ``field``: where it is, with {} for its place."""
     if len(tools) > MAX_TOOLS:
         raise ApiError(f"tools has {len(tools)}; expected at most {MAX_TOOLS}", param="tools")
     try:
@@ -46,11 +38,7 @@ def checked_tools(tools: Sequence[Tool], field: str, longest: int = MAX_NAME) ->
 
 
 def tool_named(tools: Sequence[Tool], name: str, field: str = "tool_choice") -> Tool:
-    """The tool that has to be called.
-
-    Raises:
-        ApiError: 400: it is none of them.
-    """
+    """The tool that has to be called."""
     for tool in tools:
         if tool.name == name:
             return tool
@@ -59,11 +47,7 @@ def tool_named(tools: Sequence[Tool], name: str, field: str = "tool_choice") -> 
 
 
 def shown_tools(service: Service, generation: Generation) -> list[dict[str, Any]]:
-    """The tools that the model is told of, in OpenAI's form; none where it must not call one.
-
-    Raises:
-        ApiError: 400: the model's template takes none.
-    """
+    """The tools that the model is told of, in OpenAI's form; none where it must not call one."""
     if generation.tool_choice == "none" or not generation.tools:
         return []
     if service.tool_format is None:
@@ -79,11 +63,7 @@ def as_shown(tool: Tool) -> dict[str, Any]:
 
 
 def for_template(messages: Sequence[Mapping[str, Any]], form: ToolFormat | None) -> list[dict[str, Any]]:
-    """Messages with ids of calls as the model's template takes them.
-
-    Raises:
-        ApiError: 400: calls, or their results, that it does not know.
-    """
+    """Messages with ids of calls as the model's template takes them."""
     made = [dict(message) for message in messages]
     for place, message in enumerate(made):
         if form is None and ("tool_calls" in message or message["role"] == "tool"):

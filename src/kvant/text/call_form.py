@@ -34,9 +34,6 @@ class Reader(ABC):
         Args:
             text: from the mark that begins the calls. Each time it is the one before and what came since.
             is_all: nothing more comes, so the result is not None.
-
-        Raises:
-            NoCallError: it can no longer become a call.
         """
 
 
@@ -84,18 +81,10 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def read(self, text: str, tools: Schemas) -> list[Call]:
-        """The calls of a text that a reader found the end of, not checked yet.
-
-        Raises:
-            ValueError, RecursionError: it is no call.
-        """
+        """The calls of a text that a reader found the end of, not checked yet."""
 
     def calls(self, text: str, tools: Schemas) -> list[Call]:
-        """:meth:`read`, and each call checked.
-
-        Raises:
-            NoCallError: not a call, an unknown tool, or arguments that are no object or lack a required one.
-        """
+        """:meth:`read`, and each call checked."""
         try:
             found = self.read(text, tools)
             for name, arguments in found:
@@ -145,11 +134,7 @@ class JsonEnd:
         self._end: int | None = None
 
     def end(self, text: str, is_all: bool) -> int | None:
-        """Where it ends in a text that has grown; None: not yet.
-
-        Raises:
-            NoCallError: another key, nested too deeply, or it is all and does not end.
-        """
+        """Where it ends in a text that has grown; None: not yet."""
         if self._end is None:
             self._check_key(text)
             self._end = self._find(text)
@@ -200,11 +185,7 @@ def skip_space(text: str, at: int) -> int:
 
 
 def may_be(mark: str, text: str, at: int, otherwise: int) -> int | None:
-    """The place after a mark that is at a place; None: the text ends in it.
-
-    Raises:
-        NoCallError: something else is there; ``otherwise`` is its length.
-    """
+    """The place after a mark that is at a place; None: the text ends in it."""
     if text.startswith(mark, at):
         return at + len(mark)
     if not mark.startswith(text[at : at + len(mark)]):
@@ -213,20 +194,12 @@ def may_be(mark: str, text: str, at: int, otherwise: int) -> int | None:
 
 
 def load_json(text: str) -> Any:
-    """A call's JSON. Line breaks may stand in strings as they are, as models write them; NaN is refused.
-
-    Raises:
-        ValueError, RecursionError: not JSON.
-    """
+    """A call's JSON. Line breaks may stand in strings as they are, as models write them; NaN is refused."""
     return json.loads(text, strict=False, parse_constant=_constant)
 
 
 def call_of(value: Any, *keys: str) -> Call:
-    """A call of a JSON value; its arguments have one of the keys.
-
-    Raises:
-        ValueError: it is none, or has other keys.
-    """
+    """A call of a JSON value; its arguments have one of the keys."""
     if not isinstance(value, dict) or value.keys() - {"name", "id", "type", *keys}:
         raise ValueError("not an object with a name and arguments")
     given = [value[key] for key in keys if key in value]

@@ -39,11 +39,7 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Read them; nothing else of the folder is opened.
-
-    Raises:
-        ModelError: no tokenizer.json, or a file of the wrong kind or content.
-    """
+    """Read them; nothing else of the folder is opened."""
     if not os.path.lexists(folder / "tokenizer.json"):
         raise ModelError(
             f"{folder}: no tokenizer.json; transformers makes one: "

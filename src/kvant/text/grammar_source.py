@@ -68,9 +68,6 @@ def build_tool_grammar(
             that are ``strict`` satisfy their schemas, and others are any object.
         parallel: there may be more than one call, where the form has several.
         text: with "auto", kind and source of an answer that is not calls. Then all arguments satisfy their schemas.
-
-    Raises:
-        GrammarError: no tools, or a form whose calls no grammar is written for.
     """
     if form.writing.arguments != "json":
         raise GrammarError(f"calls in the form {form.name} cannot be forced: their arguments are not JSON")
@@ -87,11 +84,7 @@ def build_tool_grammar(
 
 
 def check_size(kind: str, source: object) -> None:
-    """Refuse a source that is too large, before anything else looks at it.
-
-    Raises:
-        GrammarError: its texts and values have more than MAX_SOURCE characters.
-    """
+    """Refuse a source that is too large, before anything else looks at it."""
     left, size = [source], 0
     while left:
         part = left.pop()

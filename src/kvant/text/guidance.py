@@ -65,11 +65,7 @@ class Vocabulary:
 
 
 def check(document: str, vocabulary: str) -> None:
-    """Compile a grammar for a vocabulary of :meth:`Vocabulary.single_bytes`, in the worker process.
-
-    Raises:
-        GrammarError: it cannot be compiled.
-    """
+    """Compile a grammar for a vocabulary of :meth:`Vocabulary.single_bytes`, in the worker process."""
     prepared, brace = _from_single_bytes(vocabulary)
     matcher = compiled(prepared, document)
     next_mask(matcher)
@@ -94,9 +90,6 @@ def compiled(vocabulary: "LLTokenizer", document: str) -> "LLMatcher":
 
     Args:
         document: JSON, of :mod:`kvant.text.grammar_source`.
-
-    Raises:
-        GrammarError: it cannot be compiled.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -107,11 +100,7 @@ def compiled(vocabulary: "LLTokenizer", document: str) -> "LLMatcher":
 
 
 def next_mask(matcher: "LLMatcher") -> bytes:
-    """A byte for each token: 0 where it must not come next. The first one finds what compiling does not.
-
-    Raises:
-        GrammarError: finding out takes too long.
-    """
+    """A byte for each token: 0 where it must not come next. The first one finds what compiling does not."""
     mask = matcher.compute_logit_bias()
     fail_if_failed(matcher)
     return mask

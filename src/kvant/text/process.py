@@ -87,12 +87,7 @@ class TextProcess:
         return answer
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The worker's answer to a request of JSON.
-
-        Raises:
-            TextError: the request cannot be sent, fails, or takes too long or too much memory.
-            EngineError: something else ended the process, twice.
-        """
+        """The worker's answer to a request of JSON."""
         line = _encoded(request)
         with self._lock:
             try:

@@ -13,11 +13,7 @@ MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # stands where an answer is to be continue
 
 
 def render(process: TextProcess, template: str, variables: Mapping[str, Any]) -> str:
-    """A template's text for variables of JSON.
-
-    Raises:
-        PromptError: a template that fails, or that would take too long or too much memory.
-    """
+    """A template's text for variables of JSON."""
     if len(template) > MAX_TEMPLATE:
         raise PromptError(f"the chat template has {len(template)} characters; expected at most {MAX_TEMPLATE}")
     try:
@@ -32,9 +28,6 @@ def choose_template(templates: str | Mapping[str, str] | None, wanted: str | Non
     Args:
         templates: the model's: one, or several by name.
         wanted: the name of one of them, or a source; None: the one for tools where there are tools, else the default.
-
-    Raises:
-        PromptError: there is none, or none of them is the default.
     """
     by_name = {"default": templates} if isinstance(templates, str) else dict(templates or {})
     if wanted is not None:
@@ -49,11 +42,7 @@ def choose_template(templates: str | Mapping[str, str] | None, wanted: str | Non
 
 
 def prepare(messages: object) -> list[dict[str, Any]]:
-    """Messages as templates take them: plain JSON, no key that is None, reasoning under each of its names.
-
-    Raises:
-        ValueError: no message, or none that is an object.
-    """
+    """Messages as templates take them: plain JSON, no key that is None, reasoning under each of its names."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError("the conversation is empty; expected a list of messages, each with a role and content")
     prepared = []
@@ -69,11 +58,7 @@ def prepare(messages: object) -> list[dict[str, Any]]:
 
 
 def mark_continuation(messages: list[dict[str, Any]]) -> str:
-    """Put the mark behind the last message's text, in place, and return that text.
-
-    Raises:
-        ValueError: a last message without text.
-    """
+    """Put the mark behind the last message's text, in place, and return that text."""
     content = messages[-1].get("content")
     if isinstance(content, str):
         messages[-1]["content"] = content + MARK
@@ -87,11 +72,7 @@ def mark_continuation(messages: list[dict[str, Any]]) -> str:
 
 
 def cut_at_mark(rendered: str, text: str) -> str:
-    """The rendered conversation up to the mark.
-
-    Raises:
-        PromptError: a template that dropped or changed the last message.
-    """
+    """The rendered conversation up to the mark."""
     at = rendered.rfind(MARK.strip())
     if at < 0 or text.strip() not in rendered:
         raise PromptError("the chat template does not keep the last message as it is; it cannot be continued")
@@ -100,11 +81,7 @@ def cut_at_mark(rendered: str, text: str) -> str:
 
 
 def plain_data(value: Any) -> Any:
-    """Rebuild a value of JSON's types; anything else becomes its type's name in angle brackets.
-
-    Raises:
-        PromptError: a value that holds itself, or is nested too deep.
-    """
+    """Rebuild a value of JSON's types; anything else becomes its type's name in angle brackets."""
     try:
         return _plain(value)
     except RecursionError as error:

@@ -28,11 +28,7 @@ class Spread:
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """The value below which ``percent`` of the values lie, interpolated linearly between neighbors.
-
-    Raises:
-        ValueError: no value, or a percentage outside 0 to 100.
-    """
+    """The value below which ``percent`` of the values lie, interpolated linearly between neighbors."""
     ordered = sorted(values)
     if not ordered or not 0 <= percent <= 100:
         raise ValueError(f"percentile {percent} of {len(ordered)} values; expected 0 to 100, of at least one")
@@ -46,7 +42,7 @@ def percentile(values: Iterable[float], percent: float) -> float:
 def theil_sen(groups: Sequence[Sequence[Point]]) -> float | None:
     """Slope of y against x by Theil and Sen: the median of the slopes between pairs of points.
 
-    Where there are several groups, only pairs across groups count: points of one group are so close together that
+    If there are several groups, only pairs across groups count: points of one group are so close together that
     what happens within it would outvote the distance between groups. Of more than ``PAIRS`` pairs as many are drawn,
     always the same ones.
 
@@ -54,7 +50,7 @@ def theil_sen(groups: Sequence[Sequence[Point]]) -> float | None:
         groups: points (x, y), such as those of each context.
 
     Returns:
-        The slope; None where no two points differ in x.
+        The slope; None if no two points differ in x.
     """
     points = [(number, x, y) for number, group in enumerate(groups) for x, y in group]
     across = sum(bool(group) for group in groups) > 1
@@ -69,6 +65,6 @@ def theil_sen(groups: Sequence[Sequence[Point]]) -> float | None:
 
 
 def paired_ratio(values: Mapping[int, float], baseline: Mapping[int, float]) -> Spread | None:
-    """Ratios of what was measured in the same round; None where no round has both."""
+    """Ratios of what was measured in the same round; None if no round has both."""
     ratios = [value / baseline[number] for number, value in values.items() if number in baseline]
     return Spread(median(ratios), min(ratios), max(ratios), len(ratios)) if ratios else None

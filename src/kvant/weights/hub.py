@@ -35,6 +35,7 @@ STATUSES = {
 }
 MAX_FILE_BYTES = 2**40
 FILE_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,200}", re.ASCII)
+HEXADECIMAL = re.compile("[0-9a-f]+")
 DIGITS = {SHA256: 64, GIT_BLOB: 40}
 STALE_S = 86_400  # since the last write to a partial file: nobody is at work on it
 
@@ -141,7 +142,7 @@ def _digest(what: str, entry: "RepoSibling") -> Digest | None:
     kind, value = (GIT_BLOB, entry.blob_id) if entry.lfs is None else (SHA256, entry.lfs.sha256)
     if value is None:
         return None
-    if not isinstance(value, str) or not re.fullmatch(f"[0-9a-f]{{{DIGITS[kind]}}}", value):
+    if not isinstance(value, str) or len(value) != DIGITS[kind] or not HEXADECIMAL.fullmatch(value):
         raise WeightsError(f"{what} with {kind} {shown(value)}; expected {DIGITS[kind]} hexadecimal digits")
     return Digest(kind, value)
 

@@ -88,10 +88,16 @@ export async function* answer(body, signal) {
   if (!ended) throw new ServerError("the connection ended before the answer did");
 }
 
-// What the pool and the engine are doing: {name, data}.
+// What the pool and the engine are doing, a few times a second.
 export async function* live(signal) {
-  const response = await request("live", { signal });
-  for await (const { name, data } of events(response, signal)) yield { name, data: JSON.parse(data) };
+  for (let known = ""; ; await new Promise((done) => setTimeout(done, 200))) {
+    const response = await request(`live?known=${known}`, { signal });
+    const state = await response.json().catch(() => {
+      throw new ServerError("the connection was lost");
+    });
+    known = state.generated;
+    yield state;
+  }
 }
 
 // Server-sent events. EventSource would do it, but sends no key and no body.

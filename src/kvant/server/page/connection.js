@@ -34,12 +34,12 @@ export async function listen() {
     listening = new AbortController();
     try {
       await askForModel();
-      for await (const event of live(listening.signal)) {
+      panel.clear();
+      for await (const state of live(listening.signal)) {
         wait = 0.5;
         connected("");
-        panel.take(event);
+        panel.take(state);
       }
-      throw new ServerError("the server has ended");
     } catch (error) {
       if (listening.signal.aborted) continue;
       if (!(error instanceof ServerError)) throw error;

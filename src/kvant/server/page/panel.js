@@ -1,4 +1,4 @@
-// The panel: what kvant's pool and engine are doing, from the server's events.
+// The panel: what kvant's pool and engine are doing, as the server says.
 
 import { element } from "./dom.js";
 import { colourOf, drawGrid, drawTimes, pagesOf } from "./drawing.js";
@@ -46,20 +46,18 @@ export class Panel {
     at("plot").setAttribute("aria-label", "No token yet");
   }
 
-  // One of the server's events.
-  take({ name, data }) {
-    if (name === "pool") {
-      this.clear();
-      this.facts = data;
+  // What the server says of itself.
+  take(state) {
+    if (!this.facts) {
+      this.facts = state.pool;
       this.showFacts();
-    } else if (name === "state" && this.facts) {
-      this.state = data;
-      this.tokens.push(...data.tokens);
-      // The server's clock, as far as this machine knows it.
-      this.clock = Math.max(data.time, data.tokens.at(-1)?.[1] ?? 0);
-      this.clockAt = performance.now();
-      this.draw();
     }
+    this.state = state;
+    this.tokens.push(...state.tokens);
+    // The server's clock, as far as this machine knows it.
+    this.clock = Math.max(state.time, state.tokens.at(-1)?.[1] ?? 0);
+    this.clockAt = performance.now();
+    this.draw();
   }
 
   get now() {

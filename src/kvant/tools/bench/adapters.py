@@ -157,7 +157,7 @@ class MLXLM:
         else:
             native, tensors = check_folder(folder)
             # config.json may have the rotary positions in two places, of which mlx-lm 0.32.2 reads one
-            # (docs/parity.md).
+            # (docs/models.md).
             scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
             config = {"rope_theta": native.rope.theta} | ({"rope_scaling": scaling} if scaling else {})
             self._experts_used = None if native.experts is None else native.experts.per_token

@@ -23,7 +23,7 @@ class FormatResult:
 
     Attributes:
         bytes_per_token: in all layers.
-        ms_per_token: of a decode step with the first piece in the cache.
+        ms_per_token: of a decode step with the first piece in the cache; infinite if no token can be drawn.
         figures: of the text, against the reference.
         layer_errors: the attention's relative error in each layer, given that layer's inputs without quantization;
             zeros for the reference, by definition. Empty for a bridged model, whose layers are mlx-lm's.
@@ -73,10 +73,6 @@ def measure(
         name: the model's.
         formats: checked by ``check_formats``; the reference among them is not measured twice.
         progress: called with (tokens fed, tokens to be fed), through all caches.
-
-    Raises:
-        ContextError: caches larger than this machine's memory.
-        KvantError: logits of the reference that are not finite.
     """
     measured = [f for f in formats if f != REFERENCE]
     first = text.pieces[0]
@@ -152,7 +148,7 @@ def _result_json(result: FormatResult) -> dict[str, Any]:
         "group": cache.group if cache.bits else None,
         "bias_split": cache.split,
         "bytes_per_token": result.bytes_per_token,
-        "ms_per_token": round(result.ms_per_token, 4),
+        "ms_per_token": _finite(round(result.ms_per_token, 4)),
         **{name: _finite(value) for name, value in asdict(result.figures).items()},
         "layer_attention_errors": [_finite(error) for error in result.layer_errors],
         "recall": {"right": sum(result.recalled), "asked": len(result.recalled)},

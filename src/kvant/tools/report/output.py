@@ -1,7 +1,7 @@
 """The report for a person: a table with the lines above it, and a plot."""
 
 import math
-from collections.abc import Sequence
+from collections import Counter
 from pathlib import Path
 
 from rich import box
@@ -10,14 +10,14 @@ from rich.text import Text as Line
 
 from kvant.errors import KvantError
 from kvant.tools.drawing import COLORS, check_plot_path, drawing, plain
-from kvant.tools.report.measure import FormatResult, Report
+from kvant.tools.report.measure import Report
 
 CAPTION = (
     "KLD: nats, of the distribution without quantization against the format's. Top-1: the same likeliest token. "
     "Layer: the largest relative error of a layer's attention, given that layer's own inputs."
 )
 RECALL = " Recall: answers exact in every token, of those asked."
-NEAR = 0.03  # of the axis' width: formats that are nearer to each other are drawn side by side
+BESIDE = 0.03  # of the axis' width: formats of the same bytes are drawn so far apart
 
 
 def describe(report: Report) -> list[str]:
@@ -81,23 +81,24 @@ def plot(report: Report, path: Path) -> None:
 
     Args:
         path: where to write; .png or .svg.
-
-    Raises:
-        ValueError, KvantError: as ``check_plot_path`` says, or no format has a finite KLD above 0.
     """
     check_plot_path(path)
     drawn = [r for r in report.results if 0 < r.figures.mean_kld_nats < math.inf]
     if not drawn:
         raise KvantError("there is nothing to draw: no format has a finite KLD above 0")
-    caption = "filled: mean; hollow: 99th percentile; formats of about the same bytes are drawn side by side"
+    caption = "filled: mean; hollow: 99th percentile; formats of the same bytes are drawn side by side"
     left_out = [r.format.label for r in report.results if r not in drawn]
     if left_out:
         caption += f"\nnot drawn, KLD 0 or not finite: {', '.join(left_out)}"
     # Colors by bits and group, markers by whether the biases are split off.
+    sizes = [r.bytes_per_token for r in drawn]
+    width, places = (max(sizes) - min(sizes)) or max(sizes), Counter[int]()
     kinds = list(dict.fromkeys((r.format.bits, r.format.group) for r in drawn))
     with drawing(path, 8.0, caption) as figure:
         axes = figure.subplots()
-        for result, place in zip(drawn, side_by_side(drawn), strict=True):
+        for result in drawn:
+            place = result.bytes_per_token + BESIDE * width * places[result.bytes_per_token]
+            places[result.bytes_per_token] += 1
             color = COLORS[kinds.index((result.format.bits, result.format.group)) % len(COLORS)]
             marker = "o" if result.format.split else "s"
             low, high = result.figures.mean_kld_nats, result.figures.p99_kld_nats
@@ -111,15 +112,3 @@ def plot(report: Report, path: Path) -> None:
         axes.margins(x=0.08)
         axes.set_title(plain(f"{report.model}: {report.text.tokens:,} tokens of {report.text.name}"))
         figure.legend(loc="outside right upper", frameon=False, title="format")
-
-
-def side_by_side(results: Sequence[FormatResult]) -> list[float]:
-    """The place of each on the axis: its bytes, or beside those that are about as large."""
-    sizes = [r.bytes_per_token for r in results]
-    width = (max(sizes) - min(sizes)) or max(sizes)
-    order = sorted(range(len(results)), key=lambda index: sizes[index])
-    places = [0.0] * len(results)
-    for rank, index in enumerate(order):
-        least = places[order[rank - 1]] + NEAR * width if rank else -math.inf
-        places[index] = max(float(sizes[index]), least)
-    return places

@@ -1,17 +1,18 @@
 """Runs of right tokens through caches: predictions compared, answers checked, layers by themselves, steps timed."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from contextlib import suppress
+from statistics import median
 
 import mlx.core as mx
 
 from kvant.cache import AttentionCache, ModelCache
 from kvant.engine.run import Run
-from kvant.errors import KvantError
+from kvant.errors import KvantError, LogitsError
 from kvant.models import Decoder, LanguageModel
 from kvant.operators.bias_split import BiasSplit
-from kvant.tools.bench.latency import medians_in_turns
 from kvant.tools.report.divergence import Tally, log_probabilities
 from kvant.tools.report.texts import Dialogue
 
@@ -68,9 +69,6 @@ def compare(
         tallies: one for each; added to.
         reference: the model of the first cache; default: ``model``.
         step_size: tokens a chunk.
-
-    Raises:
-        KvantError: predictions of the first cache that are not finite: there is nothing to compare with.
     """
     models = [reference or model, *[model] * (len(caches) - 1)]
     step_size = min(_step_size(own, step_size) for own in models)
@@ -191,13 +189,22 @@ def layer_errors(
 
 
 def step_ms(model: LanguageModel, caches: Sequence[ModelCache]) -> list[float]:
-    """Median milliseconds of a token through each cache, in turns. Their content is of no use afterwards.
+    """Median milliseconds of a token through each cache. Their content is of no use afterwards.
+
+    Caches take turns, forwards and backwards: a drift favors none. The time is infinite if no token can be drawn.
 
     Args:
         caches: each with the same tokens, at least ``STEPS`` + 1, the last of which give way to those fed. If they
             cannot, because a state has moved on, the new ones go behind them: :func:`timing_room` more tokens.
     """
-    return medians_in_turns([partial(_decode, model, cache) for cache in caches], ROUNDS)
+    times: list[list[float]] = [[] for _ in caches]
+    order = list(range(len(caches)))
+    for number in range(1 + ROUNDS):  # the first compiles and fills the processor's caches
+        for index in order:
+            latencies = _decode(model, caches[index])
+            times[index] += latencies if number else []
+        order.reverse()
+    return [median(own) if own else math.inf for own in times]
 
 
 def timing_room(model: LanguageModel) -> int:
@@ -205,9 +212,16 @@ def timing_room(model: LanguageModel) -> int:
     return 0 if isinstance(model, Decoder) else (1 + ROUNDS) * (STEPS + 1)
 
 
-def _decode(model: LanguageModel, cache: ModelCache) -> Iterator[object]:
+def _decode(model: LanguageModel, cache: ModelCache) -> list[float]:
     if cache.can_trim_to(cache.offset - STEPS - 1):
         cache.trim(STEPS + 1)
     steps = Run(model, [0], cache, max_tokens=STEPS + 1)  # any token takes the same time
-    next(steps)
-    return steps
+    latencies = []
+    with suppress(LogitsError):
+        next(steps)
+        last = time.perf_counter()
+        for _ in steps:
+            now = time.perf_counter()
+            latencies.append((now - last) * 1e3)
+            last = now
+    return latencies

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvant.engine.load import POCKET
 from kvant.errors import PromptError
+from kvant.files import read_given
 from kvant.text.prompt import encode_prompt, encode_rendered, render_chat
 from kvant.text.tokenizer import Tokenizer
 
@@ -61,44 +62,29 @@ def heldout_documents() -> tuple[dict[str, Any], ...]:
 
 def built_in_text(tokenizer: Tokenizer, context: int, tokens: int) -> Text:
     """The first ``tokens`` tokens of the held-out documents, kinds in turn, conversations in the model's own form."""
-    ids: list[int] = []
-    left_out = 0
-    for document in _in_turn():
-        own = encode_rendered(tokenizer, _written(tokenizer, document))
-        room = max(0, tokens - len(ids))
-        ids += own[:room]
-        left_out += len(own[room:])
-    return _cut(BUILT_IN, ids, context, left_out)
+    ids = [token for document in _in_turn() for token in encode_rendered(tokenizer, _written(tokenizer, document))]
+    return _cut(BUILT_IN, ids, context, tokens)
 
 
 def text_file(path: Path, tokenizer: Tokenizer, vocab_size: int, context: int, tokens: int) -> Text:
-    """The first ``tokens`` tokens of a UTF-8 text file, encoded as it is.
-
-    Raises:
-        PromptError: a file that cannot be read, is not UTF-8, larger than ``MAX_FILE_BYTES``, or too short.
-    """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise PromptError(f"the text {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise PromptError(f"the text {path} is larger than {MAX_FILE_BYTES // 1024**2} MiB; expected a smaller file")
+    """The first ``tokens`` tokens of a UTF-8 text file, encoded as it is."""
+    data = read_given(path, MAX_FILE_BYTES, PromptError)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise PromptError(f"the text {path} is not UTF-8: {error.reason} at byte {error.start}") from error
+        raise PromptError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
     if not text.strip():
-        raise PromptError(f"the text {path} is empty")
+        raise PromptError(f"{path}: empty")
     ids = encode_prompt(tokenizer, text, vocab_size)
     if len(ids) < 2:
-        raise PromptError(f"the text {path} is {len(ids)} token long; expected at least 2")
-    return _cut(str(path), ids[:tokens], context, len(ids[tokens:]))
+        raise PromptError(f"{path}: {len(ids)} token; expected at least 2")
+    return _cut(str(path), ids, context, tokens)
 
 
-def _cut(name: str, ids: list[int], context: int, left_out: int) -> Text:
-    pieces = (tuple(ids[first : first + context]) for first in range(0, len(ids), context))
-    return Text(name, tuple(pieces), left_out)
+def _cut(name: str, ids: list[int], context: int, tokens: int) -> Text:
+    kept = ids[:tokens]
+    pieces = tuple(tuple(kept[first : first + context]) for first in range(0, len(kept), context))
+    return Text(name, pieces, len(ids) - len(kept))
 
 
 def recall_dialogues(tokenizer: Tokenizer, tokens: int) -> list[Dialogue]:
@@ -145,8 +131,7 @@ def _written(tokenizer: Tokenizer, document: dict[str, Any]) -> str:
     if "text" in document:
         return str(document["text"]) + "\n"
     messages = [*document["messages"]]
-    if "answer" in document:
-        messages.append({"role": "assistant", "content": document["answer"]})
+    messages += [{"role": "assistant", "content": document["answer"]}] if "answer" in document else []
     if not tokenizer.has_chat_template:
         return "".join(f"{message['content']}\n" for message in messages)
     try:

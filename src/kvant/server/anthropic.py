@@ -1,0 +1,404 @@
+"""Anthropic's /v1/messages and /v1/messages/count_tokens (docs.claude.com), as far as this server follows them.
+
+A field with the type None is one of Anthropic's that this server cannot heed: it may be null.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvant.engine.drafting.drafts import ServedSource
+from kvant.server.answering import read_prompt
+from kvant.server.body import Caller, Fields, decode, json_response
+from kvant.server.endpoint import Dialect, unless_gone
+from kvant.server.errors import ApiError
+from kvant.server.generation import Begun, Call, End, Event, Format, Generation, Text, Tool, ToolChoice
+from kvant.server.sampling import SamplingFields, check_range, max_tokens, sampling_options, stops
+from kvant.server.service import Service
+from kvant.server.thinking import from_opaque, opaque, switched, with_effort
+from kvant.server.tools import checked_tools, tool_named
+from kvant.server.turns import Turns, joined
+from kvant.text.tokenizer import Tokenizer
+
+CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
+MAX_NAME = 128  # characters of a tool's name
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+CacheControl = dict[str, Any] | None  # changes nothing: every prompt's beginning is shared with those that follow
+
+
+class TextBlock(Fields, frozen=True, tag="text"):
+    text: str
+    cache_control: CacheControl = None
+    citations: None = None
+
+
+class ThinkingBlock(Fields, frozen=True, tag="thinking"):
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(Fields, frozen=True, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl = None
+    caller: Caller | None = None
+    toolset_name: None = None
+
+
+class ToolResultBlock(Fields, frozen=True, tag="tool_result"):
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl = None
+    toolset_name: None = None
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+
+
+class Message(Fields, frozen=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class ToolBody(Fields, frozen=True, kw_only=True):
+    type: Literal["custom"] | None = None
+    name: str
+    description: str = ""
+    input_schema: dict[str, Any]
+    strict: bool = False
+    cache_control: CacheControl = None
+    eager_input_streaming: bool | None = None  # in which pieces a call comes
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    input_examples: None = None
+
+
+class ToolChoiceBody(Fields, frozen=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class ThinkingOn(Fields, frozen=True, tag="enabled"):
+    budget_tokens: int
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class ThinkingOff(Fields, frozen=True, tag="disabled"):
+    pass
+
+
+class ThinkingAdaptive(Fields, frozen=True, tag="adaptive"):
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Fields, frozen=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Fields, frozen=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class KeepThinking(Fields, frozen=True):
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Fields, frozen=True):
+    """Edits of the conversation before it is fed; only the one that leaves it as it is."""
+
+    edits: list[KeepThinking] | None = None
+
+
+class Metadata(Fields, frozen=True):
+    user_id: str | None = None
+
+
+class Conversation(Fields, frozen=True, kw_only=True):
+    """What is common to a message and to counting its tokens."""
+
+    model: str
+    messages: list[Message]
+    system: str | list[TextBlock] | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: ToolChoiceBody | None = None
+    thinking: ThinkingOn | ThinkingOff | ThinkingAdaptive | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the name of output_config.format while it was in beta
+    context_management: ContextManagement | None = None
+    cache_control: CacheControl = None
+    speed: Literal["standard"] | None = None
+    thread: dict[str, Any] | None = None
+
+
+class MessagesBody(Conversation, frozen=True, kw_only=True):
+    """A body of /v1/messages."""
+
+    max_tokens: int
+    stream: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    stop_sequences: list[str] | None = None
+    draft: ServedSource | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    container: None = None
+    diagnostics: None = None
+    inference_geo: None = None
+
+
+def messages_generation(body: MessagesBody, service: Service) -> Generation:
+    """What a body of /v1/messages asks for."""
+    if body.temperature is not None:
+        check_range("temperature", body.temperature, 0, 1)
+    sampling = sampling_options(SamplingFields(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k))
+    thinking = body.thinking
+    budget = thinking.budget_tokens if isinstance(thinking, ThinkingOn) else None
+    if budget is not None and not 1 <= budget < body.max_tokens:
+        raise ApiError(
+            f"thinking.budget_tokens is {budget}; expected 1 to {body.max_tokens - 1}, less than max_tokens",
+            param="thinking.budget_tokens",
+        )
+    return replace(
+        conversation(body, service),
+        thinking_budget=budget,
+        sampling=sampling,
+        max_tokens=max_tokens(body.max_tokens),
+        stop=stops(body.stop_sequences, "stop_sequences"),
+        draft=body.draft,
+    )
+
+
+def conversation(body: Conversation, service: Service) -> Generation:
+    """The prompt that a body asks for: messages, tools, a format and the template's variables."""
+    if body.thread is not None:  # with this code Anthropic's clients go on without one
+        raise ApiError(
+            "thread is given; this server stores nothing: send the whole conversation without it",
+            param="thread",
+            code="thread_unsupported_request",
+        )
+    given = [Tool(each.name, each.description, each.input_schema, each.strict) for each in body.tools or []]
+    tools = checked_tools(given, "tools[{}].name", MAX_NAME)
+    choice = body.tool_choice
+    wanted: ToolChoice | Tool = "auto"
+    if choice is not None:
+        if (choice.type == "tool") is not (choice.name is not None):
+            raise ApiError('tool_choice.name goes with the type "tool", and only there', param="tool_choice.name")
+        if choice.type in ("any", "tool") and not tools:
+            raise ApiError(f"tool_choice is {choice.type!r}; expected tools with it", param="tool_choice")
+        wanted = CHOICES[choice.type] if choice.name is None else tool_named(tools, choice.name, "tool_choice.name")
+    return Generation(
+        messages=_messages(body),
+        tools=tools,
+        tool_choice=wanted,
+        parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
+        format=_format(body),
+        variables=_variables(body, service.tokenizer),
+    )
+
+
+def shows_thinking(body: MessagesBody) -> bool:
+    """Whether the client wants the text of the thinking."""
+    return not (isinstance(body.thinking, ThinkingOn | ThinkingAdaptive) and body.thinking.display == "omitted")
+
+
+def _format(body: Conversation) -> Format | None:
+    given = body.output_config.format if body.output_config is not None else None
+    if given is not None and body.output_format is not None:
+        raise ApiError("output_config.format and output_format are given; expected one of them", param="output_format")
+    given = given or body.output_format
+    return None if given is None else Format("json_schema", given.schema)
+
+
+def _variables(body: Conversation, tokenizer: Tokenizer) -> Mapping[str, Any]:
+    found: dict[str, Any] = {}
+    if isinstance(body.thinking, ThinkingOn | ThinkingOff):  # with "adaptive" the model decides, as its template does
+        found |= switched(tokenizer, isinstance(body.thinking, ThinkingOn), "thinking")
+    if body.output_config is not None and body.output_config.effort is not None:
+        found |= with_effort(tokenizer, body.output_config.effort, "output_config.effort")
+    return found
+
+
+def _messages(body: Conversation) -> list[dict[str, Any]]:
+    """The system prompt and the turns. Messages of one role that follow one another are one turn, as at Anthropic."""
+    if not body.messages:
+        raise ApiError("messages is empty; expected at least one", param="messages")
+    if body.messages[-1].role == "assistant":
+        raise ApiError(
+            "messages ends with one of the assistant; expected the user's: an answer cannot be begun by the client",
+            param="messages",
+        )
+    turns = Turns()
+    if body.system:
+        for text in [body.system] if isinstance(body.system, str) else [block.text for block in body.system]:
+            turns.add_text("system", text)
+    for at, message in enumerate(body.messages):
+        if isinstance(message.content, str):
+            turns.add_text(message.role, message.content)
+            continue
+        for number, block in enumerate(message.content):
+            _add(turns, message.role, block, f"messages[{at}].content[{number}]")
+    return turns.messages()
+
+
+def _add(turns: Turns, role: str, block: Block, place: str) -> None:
+    match block, role:
+        case TextBlock(text=text), _:
+            turns.add_text(role, text)
+        case ThinkingBlock(thinking="", signature=signature), "assistant":
+            turns.add_thinking(from_opaque(signature, f"{place}.signature") if signature else "")
+        case ThinkingBlock(thinking=thinking), "assistant":
+            turns.add_thinking(thinking)
+        case ToolUseBlock(), "assistant":
+            turns.add_call(block.id, block.name, block.input)
+        case ToolResultBlock(), "user":
+            turns.add_result(block.tool_use_id, _result(block), f"{place}.tool_use_id")
+        case _:
+            kind = block.__struct_config__.tag
+            raise ApiError(f"{place} is of the type {kind!r}; it is no block of the {role}", param=place)
+
+
+def _result(block: ToolResultBlock) -> str:
+    """The text of a tool's result. That it is an error has to be said in the text: templates know no mark of it."""
+    content = block.content or []
+    text = content if isinstance(content, str) else joined([part.text for part in content])
+    return f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text
+
+
+class MessageStream:
+    """Turns what comes of a generation into events of Anthropic's stream, in its order.
+
+    message_start, then for each block content_block_start, content_block_delta, content_block_stop, then message_delta
+    and message_stop. A text, a thinking or a tool call is one block.
+
+    """
+
+    done = b""
+
+    def __init__(self, name: str, *, shows_thinking: bool = True) -> None:
+        self._message: dict[str, Any] = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": name,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {},
+        }
+        self._shows_thinking = shows_thinking
+        self._pieces: list[str] = []  # of the open block
+        self._open = ""  # its type
+
+    def add(self, event: Event) -> Iterator[dict[str, Any]]:
+        """The stream's events for the next one; they have to be taken all."""
+        match event:
+            case Begun():
+                self._message["usage"] = {
+                    "input_tokens": event.prompt_tokens - event.cached_tokens,
+                    "cache_read_input_tokens": event.cached_tokens,
+                    "cache_creation_input_tokens": 0,
+                    "output_tokens": 0,
+                }
+                start = {**self._message, "content": [], "usage": dict(self._message["usage"])}
+                yield {"type": "message_start", "message": start}
+            case Text(text=""):
+                pass
+            case Text():
+                yield from self._text(event)
+            case Call():
+                yield from self._call(event)
+            case End():
+                yield from self._end(event)
+
+    def whole(self) -> dict[str, Any]:
+        """The message of the events so far."""
+        return self._message
+
+    def failed(self, error: ApiError, request_id: str) -> Iterable[dict[str, Any]]:
+        """An error in place of further events."""
+        return [error.anthropic(request_id)]
+
+    def _text(self, event: Text) -> Iterator[dict[str, Any]]:
+        kind = "thinking" if event.thinking else "text"
+        if kind != self._open:
+            yield from self._close()
+            self._open = kind
+            yield self._begin({"type": kind, kind: "", **({"signature": ""} if event.thinking else {})})
+        self._pieces.append(event.text)
+        if self._shows_thinking or not event.thinking:
+            yield self._delta({"type": f"{kind}_delta", kind: event.text})
+
+    def _call(self, event: Call) -> Iterator[dict[str, Any]]:
+        yield from self._close()
+        block = {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": event.name, "input": {}}
+        yield self._begin(block)
+        yield self._delta({"type": "input_json_delta", "partial_json": event.arguments})
+        block["input"] = msgspec.json.decode(event.arguments)
+        yield self._stop()
+
+    def _end(self, event: End) -> Iterator[dict[str, Any]]:
+        yield from self._close()
+        reason = "stop_sequence" if event.stop is not None else REASONS[event.reason]
+        usage = self._message["usage"]
+        usage["output_tokens"] = event.tokens
+        usage["output_tokens_details"] = {"thinking_tokens": event.thinking_tokens}
+        self._message |= {"stop_reason": reason, "stop_sequence": event.stop}
+        delta = {"stop_reason": reason, "stop_sequence": event.stop}
+        yield {"type": "message_delta", "delta": delta, "usage": dict(usage)}
+        yield {"type": "message_stop"}
+
+    def _begin(self, block: dict[str, Any]) -> dict[str, Any]:
+        self._message["content"].append(block)
+        return {"type": "content_block_start", "index": len(self._message["content"]) - 1, "content_block": dict(block)}
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": len(self._message["content"]) - 1, "delta": delta}
+
+    def _stop(self) -> dict[str, Any]:
+        return {"type": "content_block_stop", "index": len(self._message["content"]) - 1}
+
+    def _close(self) -> Iterator[dict[str, Any]]:
+        """End the open block of text or thinking."""
+        if not self._open:
+            return
+        text, self._pieces = "".join(self._pieces), []
+        kind, self._open = self._open, ""
+        block = self._message["content"][-1]
+        if kind == "text":
+            block["text"] = text
+        else:
+            # Clients send a block back only with a signature. Where they were not given the thinking, it is in there.
+            block["thinking"] = text if self._shows_thinking else ""
+            block["signature"] = opaque("" if self._shows_thinking else text)
+            yield self._delta({"type": "signature_delta", "signature": block["signature"]})
+        yield self._stop()
+
+
+MESSAGES = Dialect(
+    MessagesBody,
+    lambda body, service: [messages_generation(body, service)],
+    lambda name, body, generations, service: MessageStream(name, shows_thinking=shows_thinking(body)),
+)
+
+
+async def count_tokens(request: Request) -> Response:
+    """Count the tokens of a conversation as it would be fed: system prompt, tools and the template's own text."""
+    service: Service = request.app.state.service
+    body = decode(await request.body(), Conversation)
+    service.check_model(body.model)
+    generation = conversation(body, service)
+    prompt = await unless_gone(request, asyncio.to_thread(read_prompt, service, generation))
+    return json_response({"input_tokens": len(prompt.ids)})

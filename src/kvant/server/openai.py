@@ -1,0 +1,591 @@
+"""OpenAI's /v1/chat/completions and /v1/completions (platform.openai.com), and further fields.
+
+A field with the type None is one of OpenAI's that cannot be heeded here: it may be null. Null is a field that was not
+given, throughout.
+"""
+
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from kvant.engine.drafting.drafts import ServedSource
+from kvant.server.body import Fields
+from kvant.server.endpoint import Dialect
+from kvant.server.errors import ApiError
+from kvant.server.generation import (
+    Begun,
+    Call,
+    End,
+    Event,
+    Format,
+    Generation,
+    Text,
+    TokenLogprob,
+    Tool,
+    ToolChoice,
+)
+from kvant.server.sampling import (
+    SamplingFields,
+    check_range,
+    max_tokens,
+    number_of_answers,
+    sampling_options,
+    stops,
+)
+from kvant.server.service import Service
+from kvant.server.thinking import with_effort
+from kvant.server.tools import checked_tools, tool_named
+from kvant.server.turns import call_arguments, check_arguments, joined
+from kvant.text.grammar_source import MAX_SOURCE, escaped
+from kvant.text.prompt import check_variables
+
+MAX_TOP_LOGPROBS = 20  # OpenAI's, as are the following
+MAX_LOGPROBS = 5  # of /v1/completions
+MAX_PROMPTS = 128
+DEFAULT_MAX_TOKENS = 16  # of /v1/completions
+
+
+class StreamOptions(Fields, frozen=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class TextPart(Fields, frozen=True, tag="text"):
+    text: str
+    cache_control: Any = None  # every prompt's beginning is shared anyway
+
+
+class RefusalPart(Fields, frozen=True, tag="refusal"):
+    refusal: str
+
+
+Part = TextPart | RefusalPart
+
+
+class CalledFunction(Fields, frozen=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(Fields, frozen=True):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None  # left over from a stream
+
+
+class Message(Fields, frozen=True):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of it
+    refusal: str | None = None
+    annotations: list[Any] | None = None  # as answers have them; they are not part of a prompt
+    provider_specific_fields: Any = None  # LiteLLM puts them into its answers
+    audio: None = None
+    function_call: None = None
+
+
+class Function(Fields, frozen=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Fields, frozen=True):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Fields, frozen=True):
+    name: str
+
+
+class NamedChoice(Fields, frozen=True):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class TextFormat(Fields, frozen=True, tag="text"):
+    pass
+
+
+class JsonObjectFormat(Fields, frozen=True, tag="json_object"):
+    pass
+
+
+class NamedSchema(Fields, frozen=True):
+    """A JSON schema. Answers keep to it whether it is strict or not."""
+
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Fields, frozen=True, tag="json_schema"):
+    json_schema: NamedSchema
+
+
+class StructuredOutputs(Fields, frozen=True):
+    """vLLM's field for formats that OpenAI does not have; one of them."""
+
+    json: dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class CommonBody(SamplingFields, frozen=True, kw_only=True):
+    """What both bodies have."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    n: int | None = None
+    ignore_eos: bool | None = None
+    draft: ServedSource | None = None
+    structured_outputs: StructuredOutputs | None = None
+    user: str | None = None  # a label of the client's
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ChatBody(CommonBody, frozen=True, kw_only=True):
+    """A body of /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # These cannot change an answer: labels, and hints to a cache or to a scheduler that is not here.
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prediction: dict[str, Any] | None = None
+    # Only with the value that asks for nothing else.
+    store: bool | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None
+    # Not to be had here.
+    audio: None = None
+    functions: None = None
+    function_call: None = None
+    web_search_options: None = None
+    moderation: None = None
+
+
+class CompletionsBody(CommonBody, frozen=True, kw_only=True):
+    """A body of /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]  # a list of numbers is one prompt
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+def chat_generation(body: ChatBody, service: Service) -> Generation:
+    """What a body of /v1/chat/completions asks for."""
+    if body.store:
+        raise ApiError("store is true; expected false: this server keeps no answers", param="store")
+    if body.top_logprobs is not None:
+        check_range("top_logprobs", body.top_logprobs, 0, MAX_TOP_LOGPROBS)
+        if body.top_logprobs and not body.logprobs:
+            raise ApiError("top_logprobs has no effect without logprobs: true", param="top_logprobs")
+    tools = _tools(body.tools or ())
+    return Generation(
+        messages=_messages(body.messages),
+        tools=tools,
+        tool_choice=_tool_choice(body, tools),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        format=_format(body),
+        max_tokens=_max_tokens(body),
+        logprobs=bool(body.logprobs),
+        top_logprobs=body.top_logprobs or 0,
+        variables=_variables(body, service),
+        **_common_fields(body, service),
+    )
+
+
+def _common_fields(body: CommonBody, service: Service) -> dict[str, Any]:
+    """The fields of a generation that chat and completions fill in the same way."""
+    if body.stream_options is not None:
+        if not body.stream:
+            raise ApiError("stream_options has no effect without stream: true", param="stream_options")
+        if body.stream_options.include_obfuscation:
+            param = "stream_options.include_obfuscation"
+            raise ApiError(f"{param} is true; expected false: a stream's lengths are not hidden", param=param)
+    return {
+        "sampling": sampling_options(body),
+        "stop": stops(body.stop),
+        "answers": number_of_answers(body.n, service),
+        "ignore_eos": bool(body.ignore_eos),
+        "draft": body.draft,
+    }
+
+
+def _messages(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
+    """A conversation as :attr:`Generation.messages` has it."""
+    if not messages:
+        raise ApiError("messages is empty; expected at least one message", param="messages")
+    check_arguments([call.function.arguments for message in messages for call in message.tool_calls or ()])
+    names: dict[str, str] = {}  # of tools, by the ids of their calls
+    return [_message(f"messages[{place}]", message, names) for place, message in enumerate(messages)]
+
+
+def _message(place: str, message: Message, names: dict[str, str]) -> Mapping[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    made: dict[str, Any] = {"role": role, "content": _text(message.content)}
+    if message.name is not None:
+        made["name"] = message.name
+    for name in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
+        if role != "assistant" and getattr(message, name):
+            raise ApiError(f"{place} of the role {role!r} has {name}; expected it of an assistant", param=place)
+    if (message.tool_call_id is None) is (role == "tool"):
+        raise ApiError(f"{place}: expected tool_call_id of the role 'tool', and only there", param=place)
+    if role == "tool":
+        called = message.tool_call_id or ""
+        if called not in names:
+            param = f"{place}.tool_call_id"
+            raise ApiError(f"{param} is {called[:80]!r}; no call before it has this id", param=param)
+        return {"name": names[called], **made, "tool_call_id": called}
+    if message.tool_calls:
+        made["tool_calls"] = []
+        for at, call in enumerate(message.tool_calls):
+            arguments = call_arguments(call.function.arguments, f"{place}.tool_calls[{at}].function.arguments")
+            function = {"name": call.function.name, "arguments": arguments}
+            made["tool_calls"].append({"id": call.id, "type": "function", "function": function})
+            names[call.id] = call.function.name
+    if reasoning := message.reasoning_content or message.reasoning:
+        made["reasoning_content"] = reasoning
+    if message.content is None:
+        made["content"] = message.refusal or ""
+        if role != "assistant" or not (message.tool_calls or message.refusal or reasoning):
+            raise ApiError(f"{place} has no content; expected text", param=f"{place}.content")
+    return made
+
+
+def _text(content: str | Sequence[Part] | None) -> str:
+    """A message's text; of several parts, put together."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return joined([part.text if isinstance(part, TextPart) else part.refusal for part in content])
+
+
+def _tools(tools: Sequence[FunctionTool]) -> tuple[Tool, ...]:
+    """The functions that the model may call."""
+    made = []
+    for tool in tools:
+        function = tool.function
+        given = {} if function.parameters is None else {"parameters": function.parameters}
+        made.append(Tool(function.name, function.description or "", strict=bool(function.strict), **given))
+    return checked_tools(made, "tools[{}].function.name")
+
+
+def _tool_choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice | Tool:
+    choice = body.tool_choice
+    if choice in (None, "none") or (choice == "auto" and not tools):
+        return "auto" if choice is None else "none"
+    if not tools:
+        raise ApiError("tool_choice has no effect without tools", param="tool_choice")
+    if not isinstance(choice, NamedChoice):
+        return choice
+    return tool_named(tools, choice.function.name)
+
+
+def _format(body: ChatBody) -> Format | None:
+    wanted = body.response_format
+    if structured := _structured_format(body.structured_outputs):
+        if isinstance(wanted, JsonObjectFormat | JsonSchemaFormat):
+            said = "response_format and structured_outputs are given; expected one of them"
+            raise ApiError(said, param="response_format")
+        return structured
+    if isinstance(wanted, JsonObjectFormat):
+        return Format("json_object")
+    if isinstance(wanted, JsonSchemaFormat):
+        return Format("json_schema", wanted.json_schema.schema)
+    return None
+
+
+def _structured_format(given: StructuredOutputs | None) -> Format | None:
+    """vLLM's structured_outputs."""
+    if given is None:
+        return None
+    found = [name for name in ("json", "regex", "choice", "grammar") if getattr(given, name) is not None]
+    if len(found) != 1:
+        said = ", ".join(found) or "nothing"
+        raise ApiError(
+            f"structured_outputs has {said}; expected one of json, regex, choice, grammar", param="structured_outputs"
+        )
+    if given.json is not None:
+        return Format("json_schema", given.json)
+    if given.choice is not None:
+        if not given.choice:
+            raise ApiError("structured_outputs.choice is empty; expected texts", param="structured_outputs.choice")
+        if sum(map(len, given.choice)) > MAX_SOURCE:
+            said = f"structured_outputs.choice has more than {MAX_SOURCE} characters"
+            raise ApiError(said, param="structured_outputs.choice")
+        return Format("regex", "|".join(map(escaped, given.choice)))
+    return Format("regex", given.regex) if given.regex is not None else Format("grammar", given.grammar or "")
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    """The number that either field gives."""
+    given = {body.max_tokens, body.max_completion_tokens} - {None}
+    if len(given) > 1:
+        raise ApiError("max_tokens and max_completion_tokens differ; expected one of them", param="max_tokens")
+    return max_tokens(given.pop() if given else None)
+
+
+def _variables(body: ChatBody, service: Service) -> dict[str, Any]:
+    """The client's variables of the chat template."""
+    given = dict(body.chat_template_kwargs or {})
+    try:
+        check_variables(service.tokenizer, given)
+    except ValueError as error:
+        raise ApiError(f"chat_template_kwargs {error}", param="chat_template_kwargs") from error
+    effort: Mapping[str, Any] = {}
+    if body.reasoning_effort is not None:
+        effort = with_effort(service.tokenizer, body.reasoning_effort, "reasoning_effort")
+    if both := given.keys() & effort.keys():
+        said = f"reasoning_effort and chat_template_kwargs both set {' and '.join(sorted(both))}"
+        raise ApiError(f"{said}; expected one of them", param="reasoning_effort")
+    return {**given, **effort}
+
+
+def completions_generations(body: CompletionsBody, service: Service) -> list[Generation]:
+    """What a body asks for, of each of its prompts."""
+    if body.suffix:
+        raise ApiError("suffix is given; the model only continues text", param="suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        said = f"best_of is {body.best_of}; expected {body.n or 1}, which is n: every answer is returned"
+        raise ApiError(said, param="best_of")
+    if body.logprobs is not None:
+        check_range("logprobs", body.logprobs, 0, MAX_LOGPROBS)
+        if body.echo:
+            raise ApiError("echo has no log-probabilities; expected echo or logprobs", param="echo")
+    prompts = _prompts(body.prompt)
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise ApiError(f"prompt has {len(prompts)} prompts; expected 1 to {MAX_PROMPTS}", param="prompt")
+    generation = Generation(
+        format=_structured_format(body.structured_outputs),
+        max_tokens=max_tokens(body.max_tokens) or DEFAULT_MAX_TOKENS,
+        logprobs=body.logprobs is not None,
+        top_logprobs=body.logprobs or 0,
+        echo=bool(body.echo),
+        field="prompt",
+        **_common_fields(body, service),
+    )
+    return [replace(generation, prompt=prompt) for prompt in prompts]
+
+
+def _prompts(given: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
+    """The prompts, each text or token ids. A list of numbers is one prompt."""
+    if isinstance(given, str):
+        return [given]
+    numbers = [each for each in given if isinstance(each, int)]
+    prompts = [each for each in given if not isinstance(each, int)]
+    if numbers and prompts:
+        raise ApiError(
+            "prompt has numbers beside prompts; expected token ids, or texts and lists of ids", param="prompt"
+        )
+    return [numbers] if numbers else prompts
+
+
+class _Answers:
+    """What the encoders of both interfaces share: the objects' beginning, and the tokens' numbers."""
+
+    done = b"data: [DONE]\n\n"
+
+    def __init__(self, name: str, prefix: str, body: CommonBody, generations: Sequence[Generation]) -> None:
+        self._head = {
+            "id": prefix + uuid.uuid4().hex,
+            "object": "",
+            "created": int(time.time()),
+            "model": name,
+            "system_fingerprint": "kvant",
+        }
+        self._logprobs = generations[0].logprobs
+        self._count = self._open = len(generations) * generations[0].answers
+        self._wants_usage = body.wants_usage
+        self._prompt = self._cached = self._tokens = self._thinking = 0
+
+    def failed(self, error: ApiError, request_id: str) -> Iterable[dict[str, Any]]:
+        """An error in place of further events."""
+        return [error.openai()]
+
+    def _take(self, event: Event) -> None:
+        """Count an event."""
+        if isinstance(event, Begun):
+            self._prompt += event.prompt_tokens
+            self._cached += event.cached_tokens
+        elif isinstance(event, End):
+            self._open -= 1
+            self._tokens += event.tokens
+            self._thinking += event.thinking_tokens
+
+    def _object(self, kind: str, choices: Sequence[Any], **fields: Any) -> dict[str, Any]:
+        return {**self._head, "object": kind, "choices": choices, **fields}
+
+    def _chunk(self, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+        return self._object(kind, [choice], **({"usage": None} if self._wants_usage else {}))
+
+    def _end(self, kind: str) -> Iterator[dict[str, Any]]:
+        """The last event of a stream, if the client wants one with the usage."""
+        if self._wants_usage and not self._open:
+            yield self._object(kind, [], usage=self._usage())
+
+    def _usage(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self._prompt,
+            "completion_tokens": self._tokens,
+            "total_tokens": self._prompt + self._tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached},
+            "completion_tokens_details": {"reasoning_tokens": self._thinking},
+        }
+
+
+class ChatAnswers(_Answers):
+    """The encoder of /v1/chat/completions."""
+
+    def __init__(self, name: str, body: ChatBody, generations: Sequence[Generation], service: Service) -> None:
+        super().__init__(name, "chatcmpl-", body, generations)
+        self._messages: list[dict[str, Any]] = [{"content": [], "reasoning_content": []} for _ in range(self._count)]
+        self._choices: list[dict[str, Any]] = [{"logprobs": []} for _ in range(self._count)]
+
+    def add(self, event: Event) -> Iterator[dict[str, Any]]:
+        """The stream's chunks."""
+        self._take(event)
+        if isinstance(event, Begun):
+            for number in range(self._count):
+                yield self._delta(number, {"role": "assistant", "content": ""})
+            return
+        message, choice = self._messages[event.answer], self._choices[event.answer]
+        if isinstance(event, Text):
+            kind = "reasoning_content" if event.thinking else "content"
+            message[kind].append(event.text)
+            told = [] if event.thinking else logprobs_content(event.logprobs)
+            choice["logprobs"] += told
+            logprobs = {"content": told, "refusal": None} if self._logprobs and not event.thinking else None
+            yield self._delta(event.answer, {kind: event.text}, logprobs=logprobs)
+        elif isinstance(event, Call):
+            function = {"name": event.name, "arguments": event.arguments}
+            call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+            yield self._delta(event.answer, {"tool_calls": [{"index": event.index, **call}]})
+        else:
+            choice["finish_reason"] = event.reason
+            yield self._delta(event.answer, {}, event.reason)
+            yield from self._end("chat.completion.chunk")
+
+    def _delta(self, answer: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> Any:
+        choice = {"index": answer, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return self._chunk("chat.completion.chunk", choice)
+
+    def whole(self) -> dict[str, Any]:
+        """The answers in one object."""
+        choices = []
+        for number, (message, choice) in enumerate(zip(self._messages, self._choices, strict=True)):
+            text, thinking = "".join(message["content"]), "".join(message["reasoning_content"])
+            made: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            if thinking:
+                made["reasoning_content"] = thinking
+            if "tool_calls" in message:
+                made |= {"content": text or None, "tool_calls": message["tool_calls"]}
+            logprobs = {"content": choice["logprobs"], "refusal": None} if self._logprobs else None
+            reason = choice.get("finish_reason")
+            choices.append({"index": number, "message": made, "logprobs": logprobs, "finish_reason": reason})
+        return self._object("chat.completion", choices, usage=self._usage())
+
+
+class CompletionsAnswers(_Answers):
+    """The encoder of /v1/completions."""
+
+    def __init__(self, name: str, body: CompletionsBody, generations: Sequence[Generation], service: Service) -> None:
+        super().__init__(name, "cmpl-", body, generations)
+        self._texts: list[list[Text]] = [[] for _ in range(self._count)]
+        self._offsets = [0] * self._count  # characters so far
+        self._reasons: list[str | None] = [None] * self._count
+
+    def add(self, event: Event) -> Iterator[dict[str, Any]]:
+        """The stream's chunks."""
+        self._take(event)
+        if isinstance(event, Text):
+            self._texts[event.answer].append(event)
+            yield self._chunk("text_completion", self._choice(event.answer, [event], self._offsets[event.answer], None))
+            self._offsets[event.answer] += len(event.text)
+        elif isinstance(event, End):
+            self._reasons[event.answer] = event.reason
+            yield self._chunk("text_completion", self._choice(event.answer, [], 0, event.reason))
+            yield from self._end("text_completion")
+
+    def whole(self) -> dict[str, Any]:
+        """The answers in one object."""
+        given = enumerate(zip(self._texts, self._reasons, strict=True))
+        choices = [self._choice(number, texts, 0, reason) for number, (texts, reason) in given]
+        return self._object("text_completion", choices, usage=self._usage())
+
+    def _choice(self, number: int, texts: Sequence[Text], offset: int, reason: str | None) -> dict[str, Any]:
+        """Pieces of an answer, which follow so many characters of it."""
+        told = []
+        text = ""
+        for piece in texts:
+            at = offset + len(text)
+            for each in piece.logprobs:
+                told.append((at, each))
+                at += len(each.text)
+            text += piece.text
+        logprobs = _legacy(told) if self._logprobs else None
+        return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def logprobs_content(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """Log-probabilities as chat's ``logprobs.content``."""
+    return [{**_token(each), "top_logprobs": [_token(other) for other in each.top]} for each in logprobs]
+
+
+def _token(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
+
+
+def _legacy(logprobs: Sequence[tuple[int, TokenLogprob]]) -> dict[str, Any]:
+    """Log-probabilities in the older shape: lists side by side; ``text_offset`` counts characters."""
+    # OpenAI's have the token itself among the most probable ones, and nothing where none of these are wanted.
+    tops = [{_name(other): other.logprob for other in (each, *each.top)} if each.top else None for _, each in logprobs]
+    return {
+        "tokens": [_name(each) for _, each in logprobs],
+        "token_logprobs": [each.logprob for _, each in logprobs],
+        "top_logprobs": tops,
+        "text_offset": [at for at, _ in logprobs],
+    }
+
+
+def _name(token: TokenLogprob) -> str:
+    """A token's text; its bytes where they are no whole characters, as OpenAI writes them."""
+    if token.text.encode() == token.bytes:
+        return token.text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.bytes)
+
+
+CHAT = Dialect(ChatBody, lambda body, service: [chat_generation(body, service)], ChatAnswers)
+COMPLETIONS = Dialect(CompletionsBody, completions_generations, CompletionsAnswers)
