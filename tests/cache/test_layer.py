@@ -70,13 +70,14 @@ def test_a_static_append_is_the_same_attention(shape: tuple[int, int, int], bits
     H, K, D = shape
     sinks = normal(7, H) if split else None
     options = {"quant_bit": bits, "quant_group": 16, "bias_split": split_of(K, D) if split else None}
-    past, query, key = normal(1, 1, K, ROOM, D), normal(2, 1, H, 1, D), normal(5, 1, K, 1, D)
-    for rows in (20, ROOM):
-        eager, static = (filled(K, D, past, 19, **options) for _ in range(2))
+    past = normal(1, 1, K, ROOM, D)
+    for offset, rows, S in ((0, 1, 1), (0, 16, 2), (9, 10, 1), (9, 20, 4), (19, 20, 1), (2, 10, 8), (19, ROOM, 1)):
+        query, key = normal(2, 1, H, S, D), normal(5, 1, K, S, D)
+        eager, static = (filled(K, D, past, offset, **options) for _ in range(2))
         expected = eager.attend(query, key, key * 2, sinks=sinks)
-        given = CompiledCacheView(static, mx.array(19), rows).attend(query, key, key * 2, sinks=sinks)
+        given = CompiledCacheView(static, mx.array(offset), rows).attend(query, key, key * 2, sinks=sinks)
         assert relative_error(given, expected) < 2e-5
-        assert static.offset == 19
+        assert static.offset == offset
         for mine, theirs in zip(static.arrays, eager.arrays, strict=True):
             assert mx.array_equal(mine, theirs, equal_nan=True).item()
 

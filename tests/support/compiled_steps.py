@@ -59,7 +59,7 @@ def compared(model: Decoder, sampler: Sampler, **options: Any) -> dict[str, Any]
         mx.mean(mx.abs(mine[..., -window:, :] - theirs[..., -window:, :]) > 1e-4).item()
         for layer, other in zip(caches[0], plain, strict=True)
         for window in [layer.window or plain.offset]
-        for mine, theirs in zip(layer.stored(0), other.stored(0), strict=True)
+        for mine, theirs in zip(layer.stored(), other.stored(), strict=True)
     ]
     return {
         "worst": worst,

@@ -100,11 +100,7 @@ class BridgedCache(ModelCache):
         return super().begin(inputs, num_rows)
 
     def commit(self, num_tokens: int | None = None, *, ids: Sequence[Sequence[int]] | None = None) -> None:
-        """As :meth:`ModelCache.commit`.
-
-        Raises:
-            ValueError: a part of a step where a layer's state has taken all of it; nothing was committed.
-        """
+        """As :meth:`ModelCache.commit`."""
         step = self.step
         has_state = any(isinstance(layer, StateCache) for layer in self._bridged)
         if has_state and step is not None and num_tokens not in (None, step.shape[1]):

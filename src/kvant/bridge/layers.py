@@ -88,11 +88,6 @@ class BridgedKVCache(QuantizedKVCache):
         Returns:
             what new queries may see: keys (B, K, T, D) and values (B, K, T, Dv), dequantized lazily, in the keys'
             dtype. :meth:`make_mask` belongs to them.
-
-        Raises:
-            ContextError: more tokens than there is room for; nothing was written.
-            RuntimeError: a layer of a model's cache, and no step was begun.
-            ValueError: shapes that do not fit the cache.
         """
         in_step = self.sequence.shared
         if in_step and (self.sequence.step is None or self._appended):

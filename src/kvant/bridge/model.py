@@ -54,11 +54,7 @@ class BridgedModel:
         offset: int | mx.array | None = None,
         cache: Sequence[KVCache] | PoolBatch | None = None,
     ) -> mx.array:
-        """Logits of every position; the step is committed. As :meth:`kvant.models.Decoder.__call__`.
-
-        Raises:
-            ValueError: also sequences of different lengths: mlx-lm's models have one offset for all.
-        """
+        """Logits of every position; the step is committed. As :meth:`kvant.models.Decoder.__call__`."""
         check_process()
         check_shape(inputs)
         check_ids(inputs, self.config.vocab_size)

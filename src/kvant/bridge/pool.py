@@ -166,11 +166,7 @@ class BridgedBatch(PoolBatch):
     def commit(
         self, num_tokens: int | Sequence[int] | None = None, *, ids: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """As :meth:`PoolBatch.commit`.
-
-        Raises:
-            ValueError: also a part of a step where a layer's state has taken all of it; nothing was committed.
-        """
+        """As :meth:`PoolBatch.commit`."""
         states = self._states
         if states and self.step is not None and num_tokens is not None:
             each = num_tokens if isinstance(num_tokens, Sequence) else [num_tokens]
@@ -247,11 +243,7 @@ def make_pool(
 
 
 def check_entries(found: Sequence[Entry], model: Model, name: str) -> None:
-    """Refuse a model that no pool is for, by its layers or its module.
-
-    Raises:
-        ModelError: it is one.
-    """
+    """Refuse a model that no pool is for, by its layers or its module."""
     reason = ONE_AT_A_TIME.get(type(model).__module__.rpartition(".")[2])
     for leaf in leaves_of(found):
         if isinstance(leaf, Attention) and leaf.chunk is not None:
@@ -271,11 +263,7 @@ def pool_needs(
 
 
 def _try(model: Model, name: str, pool: BridgedPool, agree: float) -> bool:
-    """Whether attention in a step of several sequences is computed for each alone.
-
-    Raises:
-        ModelError: such a step fails, or gives other logits than a step of each sequence.
-    """
+    """Whether attention in a step of several sequences is computed for each alone."""
     hook.install()
     refused = f"{name} has no step of several sequences of different lengths; one sequence at a time works"
     texts = [[2 + (7 + 31 * i + 5 * b) % 59 for i in range(count + 1)] for b, count in enumerate(TRIED)]

@@ -71,11 +71,7 @@ KIND_NAMES = {Attention: "attention", State: "state", Unused: "unused"}
 
 
 def probe(model: Model) -> list[Entry]:
-    """What each of the caches that ``model`` makes is used for. A tuple stands for a list of caches of one layer.
-
-    Raises:
-        ValueError: a cache that kvant has nothing to put in place of.
-    """
+    """What each of the caches that ``model`` makes is used for. A tuple stands for a list of caches of one layer."""
     with _nothing_read(model):
         probes, _ = called(model)
     windows: dict[tuple[int, int], int] = {}
@@ -86,11 +82,7 @@ def probe(model: Model) -> list[Entry]:
 
 
 def called(model: Model) -> tuple[list[Any], mx.array]:
-    """The caches of a call of ``model`` that is never evaluated, which hold what they were given, and its logits.
-
-    Raises:
-        ValueError: as :func:`probe`.
-    """
+    """The caches of a call of ``model`` that is never evaluated, which hold what they were given, and its logits."""
     made = mlx_lm_cache.make_prompt_cache(model)
     probes = [_probe_of(cache, number) for number, cache in enumerate(made)]
     return probes, model(mx.zeros((1, PROBE_TOKENS), mx.int32), cache=probes)

@@ -138,10 +138,6 @@ def can_trace(model: Callable[..., mx.array], cache: Any, new_tokens: int = 1) -
         cache: its :class:`kvant.bridge.BridgedCache`, with at least one token and room for S. It is as before when this
             returns.
         new_tokens: S.
-
-    Raises:
-        ContextError: no room.
-        ValueError: a cache without a token: its states have no arrays yet.
     """
     if not cache.offset:
         raise ValueError("the cache is empty; expected one that holds a token")

@@ -179,9 +179,6 @@ class KVCache(ABC):
             tokens: as :meth:`stored` gives them, in this cache's format.
             first: the position of the first one behind those that a window keeps.
             length: tokens of the sequence.
-
-        Raises:
-            ValueError: tokens are missing that this cache may have to read.
         """
         raise NotImplementedError
 

@@ -58,11 +58,7 @@ class LayerFormat:
 
     @classmethod
     def from_json(cls, raw: object) -> "LayerFormat":
-        """Of what :meth:`as_json` gave, every field checked.
-
-        Raises:
-            ValueError: a field that is missing, unknown, of another type or out of range.
-        """
+        """Of what :meth:`as_json` gave, every field checked."""
         names = {field.name for field in fields(cls)}
         if not isinstance(raw, dict) or raw.keys() != names:
             raise ValueError("a layer's format has other fields than " + ", ".join(sorted(names)))
@@ -153,11 +149,7 @@ def stored_dtype(quant_bit: int) -> str:
 
 
 def check_number(name: str, value: object, least: int = 0, most: int = MAX_NUMBER) -> int:
-    """An int in a range.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """An int in a range."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name} is {_shown(value)}; expected an int from {least} to {most}")
     return value
@@ -171,11 +163,7 @@ def check_numbers(name: str, value: object, least: int = 0, most: int = MAX_NUMB
 
 
 def parse_stored(raw: object) -> Stored | None:
-    """A dtype and a shape of JSON, or nothing.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """A dtype and a shape of JSON, or nothing."""
     if raw is None:
         return None
     if not isinstance(raw, list) or len(raw) != 2 or raw[0] not in DTYPES:

@@ -83,11 +83,6 @@ class PoolBatch:
 
         Returns:
             the position of each row's first new token, 0 for padding.
-
-        Raises:
-            ContextError: no room; nothing was begun.
-            ValueError: another number of rows, or more tokens than the pool's largest chunk.
-            RuntimeError: another thread uses the pool, or a sequence was released.
         """
         rows, S = inputs.shape
         if rows != self.rows:
@@ -118,11 +113,6 @@ class PoolBatch:
             num_tokens: the first so many of its tokens, an int or one for each sequence; None: all.
             ids: the step's token ids, one list for each sequence; None: they are read from what the step was begun
                 with.
-
-        Raises:
-            RuntimeError: no step was begun; or a sequence was trimmed, began another step, or is in use by another
-                thread. Nothing was counted.
-            ValueError: numbers that do not fit the step; nothing was counted.
         """
         with self.turn:
             step, count = self.step, len(self.sequences)
@@ -176,11 +166,7 @@ class PoolLayerView:
         mask: mx.array | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Append and attend; see :meth:`kvant.cache.AttentionCache.attend`. R rows, padding among them.
-
-        Raises:
-            RuntimeError: no step was begun.
-        """
+        """Append and attend; see :meth:`kvant.cache.AttentionCache.attend`. R rows, padding among them."""
         assert mask is None
         own = self.layer.format
         return append_and_attend_paged(

@@ -68,21 +68,12 @@ class PoolState:
         return any(part.window is not None for part in self.parts)
 
     def check_whole(self) -> None:
-        """Refuse what needs all rows.
-
-        Raises:
-            SnapshotError: other ranks hold a part of them.
-        """
+        """Refuse what needs all rows."""
         if self.divided:
             raise SnapshotError("the pool is divided over several ranks: its sequences take no cache and give none")
 
     def check_opening(self, max_tokens: int) -> None:
-        """Refuse a sequence that the pool is not made for, or one too many.
-
-        Raises:
-            ValueError: max_tokens is no positive int.
-            ContextError: more tokens than a sequence can have, or as many sequences as there can be are open.
-        """
+        """Refuse a sequence that the pool is not made for, or one too many."""
         if type(max_tokens) is not int or max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens!r}; expected a positive int")
         if max_tokens > self.max_seq_len:
@@ -134,11 +125,7 @@ class PoolSequence:
         return self._released
 
     def check_room(self, new_tokens: int) -> None:
-        """Raise a ContextError unless so many more tokens fit.
-
-        Raises:
-            RuntimeError: it was released.
-        """
+        """Raise a ContextError unless so many more tokens fit."""
         self.check_open()
         if self._length + new_tokens > self.max_tokens:
             raise ContextError(
@@ -162,10 +149,6 @@ class PoolSequence:
 
         Returns:
             how many were forgotten.
-
-        Raises:
-            ValueError: no number of tokens, or so many that a window cannot go back; nothing was forgotten.
-            RuntimeError: another thread uses the pool, or the sequence was released.
         """
         if type(num_tokens) is not int or num_tokens < 0:
             raise ValueError(f"num_tokens is {num_tokens!r}; expected an int, 0 or more")
@@ -201,10 +184,6 @@ class PoolSequence:
 
         Args:
             max_tokens: tokens that pages are reserved for; None: as many as this one has.
-
-        Raises:
-            ContextError: no room for it, or fewer than the tokens it begins with; nothing was taken.
-            RuntimeError: another thread uses the pool, or the sequence was released.
         """
         max_tokens = self.max_tokens if max_tokens is None else max_tokens
         with self.pool.turn:
@@ -253,13 +232,6 @@ class PoolSequence:
 
         Args:
             cache: of any reservation; it stays as it is.
-
-        Raises:
-            ValueError: tokens of another format or model, or a sequence that has tokens; nothing was taken.
-            ContextError: more tokens than the sequence has room for, or no page to write in place of a shared one;
-                nothing was taken.
-            SnapshotError: the pool is divided over ranks.
-            RuntimeError: another thread uses the pool or the cache, or the sequence was released.
         """
         self.pool.check_whole()
         with self.pool.turn, cache.turn:
@@ -306,11 +278,6 @@ class PoolSequence:
 
         Args:
             max_seq_len: its reservation; None: as many tokens as the sequence has pages for.
-
-        Raises:
-            ContextError: a reservation for fewer tokens than there are, or more than this machine's memory.
-            SnapshotError: the pool is divided over ranks.
-            RuntimeError: another thread uses the pool, or the sequence was released.
         """
         self.pool.check_whole()
         with self.pool.turn:
@@ -334,11 +301,7 @@ class PoolSequence:
             return made
 
     def _check_format(self, cache: ModelCache) -> list[KVCache]:
-        """The layers of a cache that hold tokens.
-
-        Raises:
-            ValueError: they are not stored as the pool's.
-        """
+        """The layers of a cache that hold tokens."""
         held = _with_tokens(cache)
         if len(held) != len(self.pool.layers):
             raise ValueError(f"the cache has {len(held)} layers; expected {len(self.pool.layers)}")

@@ -19,11 +19,7 @@ class PromptCacheFile(Sequence[KVCache]):
     """
 
     def __init__(self, path: Path, max_seq_len: int | None = None) -> None:
-        """``max_seq_len``: the reservation; None: as it was.
-
-        Raises:
-            SnapshotError: no snapshot, or a damaged header.
-        """
+        """``max_seq_len``: the reservation; None: as it was."""
         self.header = read_header(path)
         self._path, self._max_seq_len = path, max_seq_len or self.header.reservation
         self._cache: ModelCache | None = None
@@ -36,12 +32,7 @@ class PromptCacheFile(Sequence[KVCache]):
         return self._cache
 
     def taken(self, make_cache: Callable[..., ModelCache]) -> ModelCache:
-        """The cache, which a model's ``make_cache`` makes in the file's format, with its tokens.
-
-        Raises:
-            SnapshotError: a file of another model, truncated or altered.
-            ContextError: more than this machine's memory.
-        """
+        """The cache, which a model's ``make_cache`` makes in the file's format, with its tokens."""
         if self._cache is None:
             layers = [layer for layer in self.header.layers if layer.has_tokens]
             options: dict[str, Any] = {"quant_bit": max((layer.quant_bit for layer in layers), default=0)}

@@ -88,10 +88,6 @@ class CachedSequence:
 
         Returns:
             how many were forgotten.
-
-        Raises:
-            ValueError: a number below 0, or too many; nothing was forgotten.
-            RuntimeError: another thread uses the cache.
         """
         check_number(num_tokens)
         with self.turn:
@@ -114,11 +110,7 @@ class CachedSequence:
             return lost
 
     def reset(self) -> None:
-        """Forget every token.
-
-        Raises:
-            RuntimeError: another thread uses the cache.
-        """
+        """Forget every token."""
         with self.turn:
             self.length = self.written = 0
             self.step = self._trimmed = None

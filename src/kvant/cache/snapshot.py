@@ -33,10 +33,6 @@ def save(path: Path, layers: Sequence[KVCache], *, metadata: Mapping[str, str]) 
         path: its folder is there.
         layers: of one cache. A step that is not committed is left out.
         metadata: text by its name.
-
-    Raises:
-        SnapshotError: it cannot be written; what was at ``path`` still is.
-        ValueError: metadata that is no text.
     """
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
         raise ValueError("metadata has a key or a value that is no text; expected a dict of str to str")
@@ -56,11 +52,7 @@ def save(path: Path, layers: Sequence[KVCache], *, metadata: Mapping[str, str]) 
 
 
 def read_header(path: Path) -> SnapshotHeader:
-    """What a snapshot says of itself; its header is whole, the rest has not been looked at.
-
-    Raises:
-        SnapshotError: not a snapshot, one of another version, truncated, or with an altered header.
-    """
+    """What a snapshot says of itself; its header is whole, the rest has not been looked at."""
     with _open(path) as (_, header, _):
         return header
 
@@ -72,10 +64,6 @@ def restore(path: Path, layers: Sequence[KVCache]) -> dict[str, str]:
 
     Returns:
         the metadata it was saved with.
-
-    Raises:
-        SnapshotError: as :func:`read_header`; a truncated or altered file; a cache of another model or format, or
-            without room for the tokens. The message names the field, and both values.
     """
     sequence = layers[0].sequence
     with _open(path) as (file, header, whole):
@@ -93,11 +81,7 @@ def restore(path: Path, layers: Sequence[KVCache]) -> dict[str, str]:
 
 
 def check_fits(header: SnapshotHeader, layers: Sequence[KVCache]) -> None:
-    """Refuse a snapshot that the layers of a cache cannot take.
-
-    Raises:
-        ValueError: it names the field, and both values.
-    """
+    """Refuse a snapshot that the layers of a cache cannot take."""
     own = describe(layers, {})
     check_model(header, own)
     for number, (given, layer) in enumerate(zip(header.layers, layers, strict=True)):
@@ -109,11 +93,7 @@ def check_fits(header: SnapshotHeader, layers: Sequence[KVCache]) -> None:
 
 
 def check_model(given: SnapshotHeader, own: SnapshotHeader) -> None:
-    """Refuse another model's. What one of them does not know is not compared.
-
-    Raises:
-        ValueError: it names the field, and both values.
-    """
+    """Refuse another model's. What one of them does not know is not compared."""
     _check_identity(given.identity, own.identity)
     if len(given.layers) != len(own.layers):
         raise ValueError(f"of another model: it has {len(given.layers)} layers; expected {len(own.layers)}")
@@ -193,9 +173,6 @@ def fill(header: SnapshotHeader, layers: Sequence[KVCache], reader: "_Reader") -
 
     Returns:
         the ids of the tokens, or nothing if the header has none.
-
-    Raises:
-        ValueError: biases of another model, or an array that is not as the header says.
     """
     length, written = header.length, header.written
     ids: list[int] = reader.take(("U32", (length,))).tolist() if header.has_ids else []  # type: ignore[assignment]
@@ -268,11 +245,7 @@ def _open(path: Path) -> Iterator[tuple[BinaryIO, SnapshotHeader, "hashlib._Hash
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[tuple[BinaryIO, TensorHeader]]:
-    """A safetensors file open behind its header, and the header. It may be a stranger's.
-
-    Raises:
-        SnapshotError: no such file, or one that is truncated or no safetensors file.
-    """
+    """A safetensors file open behind its header, and the header. It may be a stranger's."""
     try:
         real = Path(os.path.realpath(path))  # whoever names a link means the file behind it
         if os.path.lexists(real) and not real.is_file():  # a device is not even opened

@@ -131,11 +131,7 @@ def is_snapshot(metadata: Mapping[str, str]) -> bool:
 
 
 def parse(metadata: Mapping[str, str]) -> SnapshotHeader:
-    """The header of a file's text.
-
-    Raises:
-        ValueError: not a snapshot, one of another version, or a field that is missing, unknown or out of range.
-    """
+    """The header of a file's text."""
     if not is_snapshot(metadata):
         raise ValueError("not a snapshot of a cache")
     version = metadata.get("version", "")
@@ -153,11 +149,7 @@ def parse(metadata: Mapping[str, str]) -> SnapshotHeader:
 
 
 def parse_facts(raw: Mapping[str, Any], metadata: Mapping[str, str], kvant: str) -> SnapshotHeader:
-    """The header of an object as :meth:`SnapshotHeader.as_metadata` has it under "cache".
-
-    Raises:
-        ValueError: as :func:`parse`.
-    """
+    """The header of an object as :meth:`SnapshotHeader.as_metadata` has it under "cache"."""
     if raw.keys() != FIELDS:
         raise ValueError("it has other fields than " + ", ".join(sorted(FIELDS)))
     if not isinstance(raw["layers"], list) or not 0 < len(raw["layers"]) <= MAX_LAYERS:

@@ -38,11 +38,7 @@ class DraftedRun(Run):
     def __init__(
         self, model: LanguageModel, prompt: Sequence[int], cache: Sequence[KVCache], *, drafts: Drafts, **options: Any
     ) -> None:
-        """``drafts``: where they come from; other arguments and errors as those of :class:`Run`.
-
-        Raises:
-            ArgumentError: a cache that cannot take back a part of a step.
-        """
+        """``drafts``: where they come from; other arguments and errors as those of :class:`Run`."""
         super().__init__(model, prompt, cache, **options)
         check_drafts(drafts, self._cache)
         own = isinstance(self._sampler, SeededSampler) or self._sampler is greedy
@@ -211,11 +207,7 @@ class DraftedRun(Run):
 
 
 def check_drafts(drafts: Drafts | None, cache: ModelCache) -> None:
-    """Refuse drafts through a cache that cannot take back a part of a step, and a draft model beside several ranks.
-
-    Raises:
-        ArgumentError: such a cache.
-    """
+    """Refuse drafts through a cache that cannot take back a part of a step, and a draft model beside several ranks."""
     if drafts is None:
         return
     argument, value = drafts.asked

@@ -118,13 +118,7 @@ class CheckedRequest:
 
 
 def check_request(request: Request, model: LanguageModel, pool: Pool, max_batch: int) -> CheckedRequest:
-    """What the pool can serve once everything else is gone. Any thread may call it.
-
-    Raises:
-        ContextError: the prompt does not fit the context, or the request does not fit the pool.
-        PromptError: no prompt, or ids the model does not know.
-        ValueError: any other argument out of range, or another model's cache.
-    """
+    """What the pool can serve once everything else is gone. Any thread may call it."""
     check_count("max_tokens", request.max_tokens, or_minus_one=True)
     check_count("answers", request.answers)
     if request.answers > max_batch:
@@ -184,11 +178,7 @@ def check_request(request: Request, model: LanguageModel, pool: Pool, max_batch:
 
 
 def check_drafts(drafts: Drafts | None, pool: Pool, *, deterministic: bool) -> None:
-    """Refuse drafts where a step of several sequences cannot verify them.
-
-    Raises:
-        ArgumentError: such a pool, or answers that are not to depend on those beside them.
-    """
+    """Refuse drafts where a step of several sequences cannot verify them."""
     if drafts is None:
         return
     name, given = drafts.asked

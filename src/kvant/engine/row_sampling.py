@@ -92,10 +92,6 @@ def pick_rows(logits: mx.array, rows: Sequence[Row], tops: Sequence[int]) -> Sam
     """The next token of every row, and of ``tops`` so many of the most probable ones.
 
     Arguments and errors are those of :func:`sample_rows`.
-
-    Raises:
-        ValueError: a sampler of the caller's picked a token that the model does not have; as an index it would be read
-            out of bounds.
     """
     tokens, logprobs = sample_rows(logits, rows)
     if any(not _is_ours(row.sampler) for row in rows):
@@ -118,10 +114,6 @@ def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.arr
 
     Returns:
         The tokens (B,) and their log-probabilities (B, vocab), not evaluated.
-
-    Raises:
-        ValueError: a sampler or processor returned something else than a token or logits.
-        Exception: whatever a request's own functions raise.
     """
     vocab_size = logits.shape[-1]
     samplers: list[Sampler] = []

@@ -77,12 +77,6 @@ class Run:
             compiled: whether the step is a compiled function; default: where that is faster and the cache allows it.
             logits: (1, vocab) after the last token that the cache holds; the prompt is empty then.
             begun: the first tokens of the answer, where the prompt ends with them.
-
-        Raises:
-            ContextError: the prompt does not fit.
-            PromptError: no prompt.
-            RuntimeError: another thread uses the cache.
-            ValueError: an argument out of range, or a cache of another model.
         """
         check_count("max_tokens", max_tokens, or_minus_one=True)
         check_count("prefill_step_size", prefill_step_size)

@@ -37,12 +37,7 @@ def check_memory(max_seq_len: int, num_bytes: int) -> None:
 def check_cache(
     cache: Sequence[KVCache], config: ModelConfig, identity: Identity | None, make_cache: Callable[..., ModelCache]
 ) -> ModelCache:
-    """The cache, or one made of a list of layers, or of a file. One that this model made is taken as it is.
-
-    Raises:
-        ValueError: a cache of another model.
-        SnapshotError: a file of another model.
-    """
+    """The cache, or one made of a list of layers, or of a file. One that this model made is taken as it is."""
     if isinstance(cache, PromptCacheFile):
         cache = cache.taken(make_cache)
     if isinstance(cache, ModelCache) and cache.made_for is config:
@@ -61,11 +56,7 @@ def check_cache(
 
 
 def check_batch(batch: PoolBatch, config: ModelConfig) -> PoolBatch:
-    """The batch, if it is of a pool for such a model. One that this model made is taken as it is.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """The batch, if it is of a pool for such a model. One that this model made is taken as it is."""
     if batch.pool.made_for is config:
         return batch
     formats = [layer.format for layer in batch.pool.layers]
@@ -94,9 +85,6 @@ def pool_formats(
     Args:
         dtype: of keys and values at 0 bits.
         split_pairs: the rotary pairs of each layer's bias split; None: there is none.
-
-    Raises:
-        ValueError: a cache format that the model cannot have.
     """
     check_quantization(quant_bit, quant_group, config.head_dim)
     plain = LayerFormat(
@@ -137,9 +125,6 @@ def pool_size(
 
     Args:
         split_pairs: how many rotary pairs each layer's bias split has; None: there is none.
-
-    Raises:
-        ValueError: a cache format that the model cannot have.
     """
     max_seq_len = longest_sequence(config, tokens, max_seq_len)
     pairs = None if split_pairs is None else [range(number) for number in split_pairs]
