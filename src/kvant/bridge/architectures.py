@@ -67,9 +67,6 @@ def module_name(config: Mapping[str, Any]) -> str:
 
     Returns:
         A name of ``ALLOWED``. ``NEEDS_METAL`` has those that run on a Mac alone.
-
-    Raises:
-        ModelError: ``model_type`` is missing, not a text, unknown, or refused.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
