@@ -242,13 +242,6 @@ def _out(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
 
 
-def test_code_is_refused(make_source: Callable[..., Path], tmp_path: Path) -> None:
-    source = make_source()
-    _change(source, model_file="model.py")
-    (source / "model.py").write_text("raise SystemExit('executed')")
-    _refused(source, tmp_path, ModelError, "model_file")
-
-
 def test_quantized_sources_are_refused(make_source: Callable[..., Path], tmp_path: Path) -> None:
     source = make_source()
     convert_folder(source, tmp_path / "dest", FOUR_BITS)
@@ -266,6 +259,9 @@ def test_sources_that_cannot_be_loaded(make_source: Callable[..., Path], tmp_pat
     _refused(source, tmp_path, ModelError, "has shape")
     _change(source, head_dim=64, model_type="mamba")
     _refused(source, tmp_path, ModelError, "is not supported")
+    (source / "model.py").write_text("raise SystemExit('executed')")
+    _change(source, model_type="qwen2", model_file="model.py")
+    _refused(source, tmp_path, ModelError, "model_file")
 
 
 NORM = "model.norm.weight"

@@ -71,22 +71,6 @@ def test_a_folder_it_did_not_make_stays(tmp_path: Path) -> None:
     assert _names(tmp_path) == sorted([*others, ".dest.aaaaaaaa.part", "dest"])
 
 
-def test_the_first_of_two_wins(tmp_path: Path) -> None:
-    dest = tmp_path / "dest"
-
-    def second() -> None:
-        with appearing(dest) as folder:
-            (folder / "second").touch()
-            assert remove_leftovers(dest) == []  # it is being written
-            with appearing(dest) as first:
-                (first / "first").touch()
-
-    with pytest.raises(ConvertError, match="dest: is there already; it appeared"):
-        second()
-    assert _names(tmp_path) == ["dest"]
-    assert _names(dest) == ["first"]
-
-
 def _full(dest: Path) -> None:
     dest.mkdir()
     (dest / "mine").touch()
@@ -105,13 +89,6 @@ def test_what_appears_meanwhile_stays(tmp_path: Path, make: Callable[[Path], Non
         late()
     assert _names(tmp_path) == ["dest"]
     assert dest.is_symlink() or dest.is_file() or _names(dest) == ["mine"]
-
-
-def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:
-    with appearing(tmp_path / "dest") as folder:
-        (folder / "new").touch()
-        (tmp_path / "dest").mkdir()
-    assert _names(tmp_path / "dest") == ["new"]
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
