@@ -33,7 +33,7 @@ sys.stdout.write(json.dumps(dict(own=own, ring=ring, words=sys.argv[4:], folder=
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no command after --; expected one of generate, chat, serve, bench, plan, doctor"),
+        ([], "no command after --; expected one of generate, chat, serve, plan, doctor"),
         (["-n", "2", "--", "kvant"], "no command after --"),
         (["-n", "2", "--", "pull", "x"], "'pull' is no command that runs on several machines"),
         (["-n", "2", "--", "launch", "-n", "2"], "'launch' is no command"),
