@@ -36,7 +36,7 @@ from attention_variants import DTYPES, PATHS, SHAPES, SPARE, Arrays, Variant, ch
 from kvant.errors import KvantError
 from kvant.machine import environment, this_machine
 from kvant.operators.dispatch import gpu_backend
-from kvant.operators.kernels.queries import CHOICES, queries_here
+from kvant.operators.kernels.attend import QUERIES
 from kvant.tools.bench.bandwidth import COPY_BYTES, copy_bandwidth_gb_s
 from kvant.tools.drawing import check_plot_path
 from kvant.tools.statistics import Spread, paired_ratio
@@ -225,8 +225,9 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
         if given and "fused" not in paths:
             raise ValueError(f"{name} is of the fused kernel; --paths is {','.join(paths)}")
     queries = _numbers("--queries", options.queries) if options.queries else []
-    if where is not None and not set(queries) <= set(CHOICES[where]):
-        raise ValueError(f"--queries is {options.queries!r}; expected some of {CHOICES[where]}")
+    choices = () if where is None else (QUERIES[where], QUERIES[where] // 2)
+    if where is not None and not set(queries) <= set(choices):
+        raise ValueError(f"--queries is {options.queries!r}; expected some of {choices}")
     contexts = _numbers("--contexts", options.contexts or CONTEXTS[kind])
     if options.rounds < 1 or (options.memory_gb is not None and not options.memory_gb > 0):
         raise ValueError("--rounds and --memory-gb are to be above 0")
@@ -248,7 +249,7 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
         "bits": bits,
         "paths": paths,
         "queries": queries,
-        "queries_used": None if where is None else queries_here(where).number,
+        "queries_used": None if where is None else QUERIES[where],
         "paged": options.paged,
         "dtype": options.dtype or ("bfloat16" if kind == "gpu" else "float32"),
         "group": options.group,

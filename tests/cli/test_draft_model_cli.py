@@ -15,8 +15,7 @@ from kvant.cli.options import RunOptions
 from kvant.cli.session import open_session
 from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.model_drafts import ModelDrafts
-from kvant.tools.plan import Settings, plan, read_folder, split_pairs
-from kvant.tools.plan.plan import DraftModel
+from kvant.tools.plan import DraftModel, Settings, plan, read_folder, split_pairs
 
 
 @pytest.fixture(scope="module")

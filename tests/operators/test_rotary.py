@@ -86,19 +86,6 @@ def test_one_token(head_dim: int, theta: float, offset: int, form: str) -> None:
     assert (np.abs(np.array(more) - 2 * expected[:, :1]) <= 2 * _tolerance(expected[:, :1], offset, 2)).all()
 
 
-@on_a_cpu
-@pytest.mark.parametrize("offset", OFFSETS)
-@pytest.mark.parametrize("theta", [1e4, 1e6])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_one_token_is_turned_as_several_are(head_dim: int, theta: float, offset: int) -> None:
-    """Keys of a prompt and of a decoded token are in one cache. MLX rounds its frequencies some more."""
-    heads = _heads(head_dim)
-    output = Rotary.plain(head_dim, theta).at(offset, 1, mx.float32)(heads)
-    expected = mx.fast.rope(heads, head_dim, traditional=False, base=theta, scale=1.0, offset=offset)
-    difference = np.abs(np.array(output) - np.array(expected))
-    assert (difference <= _tolerance(np.array(expected, np.float64), offset, 6)).all()
-
-
 @pytest.mark.parametrize("form", ["int", "array"])
 @pytest.mark.parametrize(("head_dim", "theta", "offset"), [(64, 1e6, 0), (64, 1e4, 37), (128, 1e6, 4095)])
 def test_several_tokens(rope_calls: list[tuple[int, ...]], head_dim: int, theta: float, offset: int, form: str) -> None:

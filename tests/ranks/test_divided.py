@@ -250,16 +250,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Run]
     for ranks, cases in CASES.items():
         root = tmp_path_factory.mktemp(f"ranks-{ranks}")
         made = {name: _make(root / str(number), case) for number, (name, case) in enumerate(cases.items())}
+        told = ("bits", "pools", "adapter", "silent", "half", "ends")
         asked = [
-            {
-                "folder": str(made[name].folder),
-                "bits": case.bits,
-                "pools": case.pools,
-                "adapter": case.adapter is not None,
-                "silent": case.silent,
-                "half": case.half,
-                "ends": case.ends,
-            }
+            {"folder": str(made[name].folder)} | {each: getattr(case, each) for each in told}
             for name, case in cases.items()
         ]
         outputs = run_script(ranks, SCRIPT, str(Path(__file__).parents[1]), json.dumps(asked))
@@ -297,45 +290,35 @@ def test_logits(runs: dict[tuple[int, str], Run], ranks: int, name: str, monkeyp
 
 
 @pytest.mark.parametrize(("ranks", "name"), EVERY)
-def test_sums_and_bytes_of_a_token(runs: dict[tuple[int, str], Run], ranks: int, name: str) -> None:
+def test_what_a_token_sends(runs: dict[tuple[int, str], Run], ranks: int, name: str) -> None:
     """Two sums of the stream a layer; OLMo 2's two sums of squares together; the logits of a head stored by itself."""
-    config = CASES[ranks][name].config
-    if CASES[ranks][name].ends:  # the stream goes to the next rank, and back to the first
-        counts = {"sums": 0, "messages": 2, "bytes": 2 * 4 * config["hidden_size"], "compiles": False}
-        assert all(said.items() >= counts.items() for said in runs[ranks, name].said)
-        assert sum(said["nbytes"] for said in runs[ranks, name].said) == runs[ranks, name].alone().nbytes
-        return
+    run, case = runs[ranks, name], CASES[ranks][name]
+    config, item = case.config, 2 if case.half else 4
     layers, is_olmo2 = config["num_hidden_layers"], config["model_type"] == "olmo2"
     widest = 0 if config["tie_word_embeddings"] else -(-config["vocab_size"] // ranks)
     sums = layers * (3 if is_olmo2 else 2) + (widest > 0)
-    item = 2 if CASES[ranks][name].half else 4
     nbytes = item * (layers * 2 * config["hidden_size"] + ranks * widest) + layers * is_olmo2 * 2 * 4
-    silent = CASES[ranks][name].silent
-    for rank, said in enumerate(runs[ranks, name].said):
-        if not (silent and rank == 1):  # its sums are counted elsewhere
-            assert (said["sums"], said["bytes"]) == (sums, nbytes)
-        assert said["compiles"] is False
+    counts = {"sums": sums, "messages": 0, "bytes": nbytes}
+    if case.ends:  # the stream goes to the next rank, and back to the first
+        counts = {"sums": 0, "messages": 2, "bytes": 2 * item * config["hidden_size"]}
+        assert sum(said["nbytes"] for said in run.said) == run.alone().nbytes
+    for said in run.said[: 1 if case.silent else None]:  # the silent rank's sums are counted elsewhere
+        assert said.items() >= (counts | {"compiles": False}).items()
 
 
-@pytest.mark.parametrize("ranks", [2, *count([], [3, 4])])
-def test_ranks_leave_the_same_biases_out_of_their_caches(runs: dict[tuple[int, str], Run], ranks: int) -> None:
-    """Those that one process leaves out, though only the last rank's keys say so."""
-    run = runs[ranks, "qwen2"]
+def test_a_ranks_cache(runs: dict[tuple[int, str], Run]) -> None:
+    """It is a part of one process's until ranks are more than kv heads, and leaves the same biases out.
+
+    The last rank's keys alone say which.
+    """
+    for ranks, name, heads in ((2, "qwen2", 2), (2, "smollm3", 1), (3, "uneven", 2), (4, "uneven", 2)):
+        run = runs[ranks, name]
+        whole = sum(a.nbytes for layer in run.alone().make_cache(8, quant_bit=0) for a in layer.buffers)
+        assert [said["cache"] for said in run.said] == [whole // min(ranks, heads)] * ranks
+    run = runs[2, "qwen2"]
     alone = [list(layer.self_attn.qkv_bias.pairs) for layer in run.alone().layers]  # type: ignore[union-attr]
     assert alone == [[3]] * 2
-    assert [said["pairs"] for said in run.said] == [alone] * ranks
-
-
-@pytest.mark.parametrize(
-    ("ranks", "name", "heads"), [(2, "qwen2", 2), (2, "smollm3", 1), (3, "uneven", 2), (4, "uneven", 2)]
-)
-def test_a_cache_is_of_the_ranks_own_kv_heads(
-    runs: dict[tuple[int, str], Run], ranks: int, name: str, heads: int
-) -> None:
-    """A rank's cache is a part of one process's until ranks are more than kv heads."""
-    run = runs[ranks, name]
-    whole = sum(a.nbytes for layer in run.alone().make_cache(8, quant_bit=0) for a in layer.buffers)
-    assert [said["cache"] for said in run.said] == [whole // min(ranks, heads)] * ranks
+    assert [said["pairs"] for said in run.said] == [alone] * 2
 
 
 def test_no_ring() -> None:

@@ -7,18 +7,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from support.server import Running, running
+from support.server import Running, running, start
 
 from kvant.engine.request import Request, Token
 from kvant.models import Decoder
 from kvant.server.answer_text import AnswerText
 from kvant.server.generation import Call, Text
-from kvant.server.service import Service
 from kvant.server.settings import Settings
 from kvant.text.answer_parts import AnswerParts
 from kvant.text.detokenizer import WindowDetokenizer
 from kvant.text.tokenizer import Tokenizer
-from kvant.text.tool_calls import tool_format
+from kvant.text.tool_forms import tool_format
 
 Pocket = tuple[Decoder, Any]
 REQUEST = Request([1])
@@ -137,7 +136,7 @@ def test_a_tokenizer_that_decodes_in_its_process(server: Running, pocket: Pocket
     windowed = copy.copy(pocket[1])
     windowed.__class__ = Windowed
     body = {"model": "pocket", "prompt": "Once upon a time", "max_tokens": 30, "temperature": 0, "logprobs": 2}
-    with running(Service.start(Settings(port=0, sequences=1, max_kv_size=128), pocket[0], windowed)) as found:
+    with running(start(Settings(port=0, sequences=1, max_kv_size=128), pocket[0], windowed)) as found:
         answer = found.client.post("/v1/completions", json=body).json()["choices"]
         assert answer == server.client.post("/v1/completions", json=body).json()["choices"]
 
@@ -146,7 +145,7 @@ def test_a_tokenizer_that_decodes_in_its_process(server: Running, pocket: Pocket
 def thinker(pocket: Pocket) -> Iterator[Running]:
     """pocket, said to think from "Once" to "time": its stories begin so."""
     tokenizer = with_marks(pocket[1], "Once", "time")
-    with running(Service.start(Settings(port=0, sequences=2, max_kv_size=256), pocket[0], tokenizer)) as found:
+    with running(start(Settings(port=0, sequences=2, max_kv_size=256), pocket[0], tokenizer)) as found:
         yield found
 
 

@@ -13,8 +13,7 @@ from kvant.server.body import decode
 from kvant.server.errors import ApiError
 from kvant.server.openai import ChatBody, chat_generation
 from kvant.server.settings import Settings
-from kvant.text.tool_calls import tool_format
-from kvant.text.tool_forms import Mistral
+from kvant.text.tool_forms import Mistral, tool_format
 
 Pocket = tuple[Decoder, Any]
 FIRST = '{"model": "m", "messages": '

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.server import Running, running
+from support.server import Running, running, start
 
 from kvant.models import Decoder
-from kvant.server.service import Service
 from kvant.server.settings import Settings
 
 Pocket = tuple[Decoder, Any]
@@ -24,7 +23,7 @@ SOON = 20  # seconds until which a test waits for what takes milliseconds
 def narrow(pocket: Pocket) -> Iterator[Running]:
     """Two sequences and one place in the queue."""
     settings = Settings(port=0, sequences=2, max_kv_size=2048, max_queue=1)
-    with running(Service.start(settings, *pocket)) as found:
+    with running(start(settings, *pocket)) as found:
         yield found
 
 
@@ -126,7 +125,7 @@ def test_the_end_of_the_server_ends_answers(pocket: Pocket) -> None:
     """An answer under way ends with an error, not as if it were whole."""
     settings = Settings(port=0, sequences=2, max_kv_size=2048)
     with (
-        running(Service.start(settings, *pocket)) as found,
+        running(start(settings, *pocket)) as found,
         send(found, stream=True) as streamed,
         send(found) as whole,
     ):

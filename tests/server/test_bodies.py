@@ -12,13 +12,12 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from support.server import Running, read_all, running
+from support.server import Running, read_all, running, start
 
 from kvant.server.body import MAX_DEPTH, Fields, check_depth, decode
-from kvant.server.connection import READ_BYTES, Connection
 from kvant.server.errors import ApiError
+from kvant.server.run import READ_BYTES, Connection
 from kvant.server.security import MAX_VALUES, count_values
-from kvant.server.service import Service
 from kvant.server.settings import Limits, Settings
 
 LONG = 100_000  # bytes of a body, in these tests
@@ -34,7 +33,7 @@ def short(pocket: Any) -> Iterator[Running]:
     """A server of short bodies and short times."""
     limits = Limits(body_bytes=LONG, all_bodies_bytes=2 * LONG + LONG // 2, body_s=0.4)
     settings = Settings(port=0, sequences=1, max_kv_size=128, limits=limits)
-    with running(Service.start(settings, *pocket), [Route("/length", length, methods=["POST"])]) as found:
+    with running(start(settings, *pocket), [Route("/length", length, methods=["POST"])]) as found:
         yield found
 
 

@@ -11,12 +11,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
-from support.server import SOON, Running, running
+from support.server import SOON, Running, running, start
 from transformers import AutoTokenizer
 
 from kvant.engine.load import find_model
 from kvant.models import Decoder
-from kvant.server.service import Service
 from kvant.server.settings import Settings
 
 Pocket = tuple[Decoder, Any]
@@ -28,7 +27,7 @@ SYSTEM = [{"role": "system", "content": "You are kind."}]
 @pytest.fixture(scope="module")
 def exact(pocket: Pocket) -> Iterator[Running]:
     """A server whose cache is not quantized, so that mlx-lm's numbers are its own."""
-    with running(Service.start(Settings(port=0, sequences=4, max_kv_size=512, kv_bits=0), *pocket)) as found:
+    with running(start(Settings(port=0, sequences=4, max_kv_size=512, kv_bits=0), *pocket)) as found:
         yield found
 
 
@@ -192,7 +191,7 @@ CALLED = {"id": "a", "type": "function", "function": {"name": "look", "arguments
 REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"colour": 1}, "colour", "unknown field `colour`"),
     ({"messages": []}, "messages", "at least one message"),
-    ({"messages": IMAGE}, "messages[0].content[0]", "'image_url'; the model reads text only"),
+    ({"messages": IMAGE}, "messages[0].content[0].type", "'image_url'"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "has no content"),
     ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role", "robot"),
     ({"messages": [{"role": "user", "content": "", "tool_calls": [CALLED]}]}, "messages[0]", "of an assistant"),

@@ -21,14 +21,13 @@ from typing import Any
 import httpx2
 import pytest
 from support.command import COMMAND
-from support.server import SOON, Running, read_all, running
+from support.server import SOON, Running, read_all, running, start
 
 from kvant.errors import EngineError
 from kvant.server import run
-from kvant.server.service import Service
 from kvant.server.settings import Settings
 from kvant.text.process import TextProcess
-from kvant.text.tool_calls import tool_format
+from kvant.text.tool_forms import tool_format
 
 ASKED = [{"role": "user", "content": "Hi"}]
 MANY = [f"property_{number}" for number in range(99_000)]
@@ -110,7 +109,7 @@ def test_damaged_weights_are_an_error(pocket: Any) -> None:
     *layers, last = model.layers
     model.layers = (*layers, replace(last, norms={role: weight * math.nan for role, weight in last.norms.items()}))
     asked = {"model": "pocket", "messages": ASKED, "max_tokens": 9}
-    with running(Service.start(Settings(port=0, sequences=1, max_kv_size=128), model, pocket[1])) as found:
+    with running(start(Settings(port=0, sequences=1, max_kv_size=128), model, pocket[1])) as found:
         for path, fields in {
             "/v1/chat/completions": {"response_format": {"type": "json_object"}, "logprobs": True},
             "/v1/messages": {},
@@ -209,7 +208,7 @@ def test_an_end_leaves_no_stopped_process(tmp_path: Path) -> None:
 
 def test_a_process_of_the_tokenizer_that_dies(pocket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once is nothing; a second time it is the server's fault, and not the client's."""
-    with running(Service.start(Settings(port=0, sequences=1, max_kv_size=128), *pocket)) as found:
+    with running(start(Settings(port=0, sequences=1, max_kv_size=128), *pocket)) as found:
         send, kills = TextProcess._send, [1]
 
         def dying(process: TextProcess, *parts: bytes) -> None:

@@ -15,11 +15,10 @@ from typing import Any
 import httpx2
 import pytest
 from support.command import COMMAND
-from support.server import SOON
+from support.server import SOON, start
 
 from kvant.cli.serve import REQUEST_BYTES
 from kvant.server import run
-from kvant.server.service import Service
 from kvant.server.settings import Settings
 from kvant.sizes import format_bytes
 
@@ -127,7 +126,7 @@ def _written(folder: Path) -> list[Path]:
 def test_a_second_signal_ends_at_once(pocket: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     """In this process, whose main thread serves."""
     left: list[int] = []
-    service = Service.start(Settings(port=0, sequences=1, max_kv_size=512), *pocket)
+    service = start(Settings(port=0, sequences=1, max_kv_size=512), *pocket)
     said: list[str] = []
     asking: list[threading.Thread] = []
 

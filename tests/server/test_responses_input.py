@@ -162,7 +162,7 @@ def test_effort_is_the_templates() -> None:
         ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input[0].type"),
         ({"input": [{**HI, "role": "tool"}]}, "input[0].role"),
         ({"input": [{**HI, "colour": "red"}]}, "input[0].colour"),
-        ({"input": [{**HI, "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
+        ({"input": [{**HI, "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "reasoning", "encrypted_content": "gAAAA"}]}, "input[0].encrypted_content"),
         ({"input": [{**CALL, "arguments": "[1]"}]}, "input[0].arguments"),
         ({"input": [{**CALL, "arguments": '{"a": NaN}'}]}, "input[0].arguments"),

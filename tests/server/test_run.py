@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.server import SOON, Running, running
+from support.server import SOON, Running, running, start
 
 from kvant.engine.request import Token
 from kvant.engine.scheduler import Scheduler
@@ -46,7 +46,7 @@ def step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None
 
 
 def _start(pocket: Any, **limits: Any) -> Service:
-    return Service.start(Settings(port=0, sequences=2, max_kv_size=512, limits=Limits(**limits)), *pocket)
+    return start(Settings(port=0, sequences=2, max_kv_size=512, limits=Limits(**limits)), *pocket)
 
 
 def _data(line: str) -> Any:

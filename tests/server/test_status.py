@@ -6,9 +6,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.server import Running
+from support.server import Running, start
 
-from kvant.server.service import Service, make_pool
+from kvant.server.service import make_pool
 from kvant.server.settings import Settings
 
 ASK = {"model": "pocket", "prompt": "The bear " * 80, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
@@ -153,7 +153,7 @@ def test_names_of_a_model(pocket: Any, pocket_folder: Any, tmp_path: Any, monkey
     folder.symlink_to(pocket_folder)
     monkeypatch.chdir(tmp_path)
     for given in (str(folder), "./my-model", "my-model"):
-        service = Service.start(Settings(model=given, sequences=1, max_kv_size=128, aliases=("gpt-4o",)), *pocket)
+        service = start(Settings(model=given, sequences=1, max_kv_size=128, aliases=("gpt-4o",)), *pocket)
         try:
             assert service.names == tuple(dict.fromkeys(["my-model", given, "gpt-4o"]))
             assert service.check_model(given) == service.check_model("gpt-4o") == "my-model"
@@ -163,7 +163,7 @@ def test_names_of_a_model(pocket: Any, pocket_folder: Any, tmp_path: Any, monkey
 
 def test_a_service_loads_its_model_itself(pocket: Any) -> None:
     """As a library's user starts it."""
-    service = Service.start(Settings(sequences=1, max_kv_size=128, kv_bits=4))
+    service = start(Settings(sequences=1, max_kv_size=128, kv_bits=4))
     try:
         assert service.names == ("pocket",)
         assert service.pool.layers[0].format.quant_bit == 4

@@ -8,10 +8,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.checkpoints import qwen3_config, reference_model, save_checkpoint
-from support.server import Running, running
+from support.server import Running, running, start
 from support.tokenizers_made import write_tokenizer
 
-from kvant.server.service import Service
 from kvant.server.settings import Settings
 from kvant.server.thinking import ThinkingBudget
 
@@ -33,7 +32,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     write_tokenizer(folder, "qwen3", extra_special_tokens=["<think>", "</think>"], chat_template=TEMPLATE)
     (folder / "config.json").write_text(json.dumps(config))
     settings = Settings(model=str(folder), port=0, sequences=2, max_kv_size=256)
-    with running(Service.start(settings)) as found:
+    with running(start(settings)) as found:
         yield found
 
 

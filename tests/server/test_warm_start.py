@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 from support.command import call
-from support.server import running
+from support.server import running, start
 
 from kvant.engine.run import prefill
 from kvant.errors import SnapshotError
-from kvant.server.service import Service, make_pool
+from kvant.server.service import Service, make_pool, warm_start
 from kvant.server.settings import Settings
-from kvant.server.warm_start import warm_start
 
 SYSTEM = {"role": "system", "content": "You tell stories of a fox named Pip who lives by the sea. " * 6}
 MESSAGES = [SYSTEM, {"role": "user", "content": "Who is Pip?"}]
@@ -38,7 +37,7 @@ def test_the_first_request_reads_only_what_is_new(
     warm_start(settings, pocket[0], pool, [path])
     assert pool.num_free == pool.num_pages
     body = {"model": "pocket", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
-    with running(Service(settings, *pocket, pool)) as warm, running(Service.start(settings, *pocket)) as cold:
+    with running(Service(settings, *pocket, pool)) as warm, running(start(settings, *pocket)) as cold:
         for key in keys or ("any",):
             headers = {"authorization": f"Bearer {key}"}
             found, expected = (

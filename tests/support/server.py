@@ -12,11 +12,12 @@ import httpx2
 import pytest
 from starlette.routing import BaseRoute
 
+import kvant
 from kvant.server.app import make_app
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Event, Text
 from kvant.server.run import Server, bind, url_of
-from kvant.server.service import Service
+from kvant.server.service import Service, make_pool
 from kvant.server.settings import Settings
 
 SOON = 30  # seconds until which a test waits for what should be immediate
@@ -59,6 +60,13 @@ def read_all(connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
+def start(settings: Settings, model: Any = None, tokenizer: Any = None) -> Service:
+    """A service on a pool of its own; default: of the settings' model."""
+    if model is None:
+        model, tokenizer = kvant.load(settings.model)
+    return Service(settings, model, tokenizer, make_pool(settings, model))
+
+
 @contextmanager
 def running(service: Service, routes: Sequence[BaseRoute] = ()) -> Iterator[Running]:
     """Serve, with further routes, and end both the server and the service."""
@@ -86,7 +94,7 @@ def running(service: Service, routes: Sequence[BaseRoute] = ()) -> Iterator[Runn
 def server(pocket: Any) -> Iterator[Running]:
     """Pocket, 4 sequences of 512 tokens, no key."""
     settings = Settings(port=0, sequences=4, max_kv_size=512, max_queue=16)
-    with running(Service.start(settings, *pocket)) as found:
+    with running(start(settings, *pocket)) as found:
         yield found
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.tokenizers_made import FAMILIES, strings, write_tokenizer
 
-from kvant.text.known import KnownText
+from kvant.text.prompt import KnownText
 from kvant.text.tokenizer import Tokenizer, load_tokenizer
 
 

@@ -15,8 +15,7 @@ from transformers import AutoTokenizer
 from kvant.text.answer_parts import AnswerParts, CallPart, TextPart
 from kvant.text.call_form import schemas
 from kvant.text.tokenizer import Tokenizer, load_tokenizer
-from kvant.text.tool_calls import tool_format
-from kvant.text.tool_forms import Hermes, Mistral, MistralArgs, QwenCoder
+from kvant.text.tool_forms import Hermes, Mistral, MistralArgs, QwenCoder, tool_format
 
 FORMS = {
     "qwen2": "hermes",

@@ -178,7 +178,7 @@ class BridgedModel:
         Raises:
             ModelError: a model that takes one sequence at a time; nothing was reserved.
             ValueError: a size below 1, a cache format that the model cannot have, a kernel forced that cannot be used.
-            RuntimeError: a forced kernel that failed its self-check on this device.
+            RuntimeError: a forced kernel that fails on this device when it is tried.
             ContextError: more than this machine's memory; nothing was reserved.
         """
         check_process()

@@ -77,7 +77,7 @@ class Pool(PoolState):
 
         Raises:
             ValueError: a size below 1; a kernel forced for a format that it does not support, or without a GPU.
-            RuntimeError: a forced kernel that failed its self-check on this device.
+            RuntimeError: a forced kernel that fails on this device when it is tried.
         """
         sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
         for name, number in (sizes | {"prefill_step_size": prefill_step_size}).items():

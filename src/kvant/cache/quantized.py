@@ -64,7 +64,7 @@ class QuantizedKVCache(SavedRows, KVCache):
         Raises:
             ValueError: a size below 1, a group that does not divide D, an unsupported bit or dtype; a kernel forced for
                 a format that it does not support, or where there is no GPU.
-            RuntimeError: a forced kernel that failed its self-check on this device, or does not run there.
+            RuntimeError: a forced kernel that fails on this device when it is tried.
         """
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
         heads = 1 if num_kv_heads == 0 else num_kv_heads

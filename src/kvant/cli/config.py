@@ -48,30 +48,20 @@ class Settings:
 
 
 def defaults(command: str) -> Defaults:
-    """What the config file and the environment say of a command's flags, and the presets for it.
-
-    Raises:
-        BadValueError: as :func:`read_settings` and :func:`check`.
-        KvantError: KVANT_CONFIG names no file.
-    """
+    """What the config file and the environment say of a command's flags, and the presets for it."""
     settings = read_settings()
     flags = command_flags(command)
     place = str(settings.path or f"{wanted_path()}, which is not there,")
     found = Defaults((name for name, _ in flags.values()), checked_presets(settings), place)
-    found.take(checked_shared(settings), FILE)
-    found.take(checked_own(settings, command, flags), FILE)
+    for table in checked_tables(settings, command, flags):
+        found.take(table, FILE)
     if model := os.environ.get(MODEL_VARIABLE):
         found.take({"model": model}, MODEL_VARIABLE)
     return found
 
 
 def read_settings() -> Settings:
-    """The user's config file; empty settings where there is none.
-
-    Raises:
-        BadValueError: text that is no TOML, or a table that the file cannot have.
-        KvantError: KVANT_CONFIG names no file.
-    """
+    """The user's config file; empty settings where there is none."""
     path = wanted_path()
     if path is None or not (path.exists() or PATH_VARIABLE in os.environ):
         return Settings(None)
@@ -103,30 +93,14 @@ def wanted_path() -> Path | None:
     return platformdirs.user_config_path("kvant") / FILE
 
 
-def checked_shared(settings: Settings) -> dict[str, Any]:
-    """The values of the file's top by parameter.
-
-    Raises:
-        BadValueError: as :func:`check`.
-    """
-    return check(settings, "", settings.shared, shared_flags(), "generate and chat") if settings.shared else {}
-
-
-def checked_own(settings: Settings, command: str, flags: Flags) -> dict[str, Any]:
-    """The values of a command's own table by parameter.
-
-    Raises:
-        BadValueError: as :func:`check`.
-    """
-    return check(settings, f"{command}.", settings.commands.get(command, {}), flags, command)
+def checked_tables(settings: Settings, command: str, flags: Flags) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values by parameter of the file's top and of a command's own table."""
+    shared = check(settings, "", settings.shared, shared_flags(), "generate and chat") if settings.shared else {}
+    return shared, check(settings, f"{command}.", settings.commands.get(command, {}), flags, command)
 
 
 def checked_presets(settings: Settings) -> dict[str, dict[str, Any]]:
-    """The presets by name, each as values by parameter.
-
-    Raises:
-        BadValueError: as :func:`check`.
-    """
+    """The presets by name, each as values by parameter."""
     if not settings.presets:
         return {}
     flags = {flag: kind for flag, kind in shared_flags().items() if flag not in NOT_IN_A_PRESET}
@@ -137,11 +111,7 @@ def checked_presets(settings: Settings) -> dict[str, dict[str, Any]]:
 
 
 def check(settings: Settings, where: str, table: Mapping[str, Any], flags: Flags, whose: str) -> dict[str, Any]:
-    """A table's values by parameter.
-
-    Raises:
-        BadValueError: a key that is no flag, or a value of another kind.
-    """
+    """A table's values by parameter."""
     found = {}
     for key, value in table.items():
         if key not in flags:
@@ -215,10 +185,9 @@ def config(
         print("" if wanted is None else wanted)
         return
     settings = read_settings()
-    checked_shared(settings)
     checked_presets(settings)
-    for command in settings.commands:
-        checked_own(settings, command, command_flags(command))
+    for command in settings.commands or COMMANDS[:1]:
+        checked_tables(settings, command, command_flags(command))
     if settings.path is None:
         print(f"# {wanted} is not there" if wanted else f"# no file: {PATH_VARIABLE} is empty")
     else:

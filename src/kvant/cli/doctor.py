@@ -1,7 +1,6 @@
 """``kvant doctor``: the machine, the path of every operator, and a check of the fused kernel."""
 
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Union
 
 import typer
@@ -41,8 +40,7 @@ def doctor(
         ranks.wait_for_first()
         parts = _group_parts(found)
     else:
-        with suppress(RuntimeError):  # a kernel that failed its self-check is what the diagnosis is about
-            options.check_kernels()
+        options.check_kernels()
         from kvant.tools.doctor import diagnose
 
         with LateProgress("trying kernels", quiet=quiet) as progress:

@@ -22,7 +22,7 @@ import typer
 from kvant.cli import interrupts
 from kvant.cli.bad_value import BadValueError
 from kvant.cli.ranks import COMMANDS, LAUNCHER
-from kvant.errors import RanksError, did_you_mean, one_line
+from kvant.errors import EXIT_INTERRUPTED, RanksError, did_you_mean, one_line
 
 MAX_HOSTS_BYTES = 2**20
 STOPPED_S = 2.0  # for a rank to end by a signal that a stopped one does not get
@@ -76,7 +76,7 @@ def launch(
         read_hosts(hostfile)
     elif ranks is not None:
         env = [f"{LAUNCHER}={os.getpid()}", *(env or [])]
-        starting_port = starting_port or free_ports(1 + ranks) + 1  # the guard's is one below
+        starting_port = free_ports(1 + ranks) + 1 if starting_port is None else starting_port  # the guard's is below
     given = {
         "repeat-hosts": ranks,
         "hostfile": hostfile,
@@ -163,7 +163,8 @@ def _run(arguments: Sequence[str], *, talks: bool) -> Mapping[int, int]:
             started[0].send_signal(number)
 
     def warn(text: str) -> None:  # of a rank that failed
-        print(f"kvant: {text}", file=sys.stderr)
+        if not text.endswith(f"code {EXIT_INTERRUPTED}"):
+            print(f"kvant: {text}", file=sys.stderr)
 
     mlx_launch.RemoteProcess, mlx_launch.select, mlx_launch.log_warning = Rank, wait, warn
     mlx_launch.argparse.ArgumentParser.error = refuse

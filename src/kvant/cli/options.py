@@ -14,7 +14,7 @@ import typer
 
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cli.bad_value import BadValueError as BadValueError  # here for the commands
-from kvant.cli.defaults import Defaults, blocked_by
+from kvant.cli.defaults import Defaults, settings_used, source_of
 from kvant.engine.drafting.drafts import Source
 from kvant.engine.keywords import DEFAULT_KV_GROUP_SIZE
 from kvant.engine.load import POCKET
@@ -65,28 +65,18 @@ ModelArgument = Annotated[
     str | None,
     typer.Argument(metavar="[MODEL]", help="The model, instead of --model.", autocompletion=complete_models),
 ]
+PulledArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODEL]",
+        help="A name (`kvant models` lists them) or owner/repository[@revision].",
+        autocompletion=complete_models,
+    ),
+]
+Pulled = Annotated[str | None, typer.Option(help="The model, instead of the argument.", autocompletion=complete_models)]
 AdapterPath = Annotated[
     str | None, typer.Option(help="The folder of a LoRA or DoRA adapter as mlx_lm.lora writes it; applied at load.")
 ]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", help="Generate at most this many tokens.")]
-Preset = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME", is_eager=True, callback=_use_preset, help="The options of a preset in the config file."
-    ),
-]
-ChatTemplateConfig = Annotated[
-    str | None,
-    typer.Option(metavar="JSON", help="Variables for the chat template, such as '{\"enable_thinking\": false}'."),
-]
-ExtraEosToken = Annotated[
-    list[str] | None, typer.Option(metavar="TOKEN", help="A token, or its id, that ends the text, too; repeatable.")
-]
-IgnoreEos = Annotated[
-    bool, typer.Option("--ignore-eos", help="Go on past the tokens that end a text, up to --max-tokens.")
-]
-SystemPrompt = Annotated[str | None, typer.Option(help="A system message before the conversation.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")]
 KvBits = Annotated[int, typer.Option(help="Bits of a cached key or value: 8, 4, or 0 for no quantization.")]
 KvGroupSize = Annotated[
     int | None, typer.Option(help="Cached values that share one scale; divides the head dimension; default: 32.")
@@ -97,22 +87,12 @@ KvBiasSplit = Annotated[
         "--kv-bias-split/--no-kv-bias-split", help="Keep the projections' biases out of the cache; attention adds them."
     ),
 ]
-Kernels = Annotated[
-    str | None,
-    typer.Option(
-        metavar="unfused|fused",
-        help="How attention reads the cache; default: KVANT_KERNELS, else the fused kernel on a GPU that it works on.",
-    ),
-]
 MaxKvSize = Annotated[
     str | None,
     typer.Option(
         metavar="TOKENS|auto",
         help="Tokens reserved in the cache, or auto: as many as fit; default: the smaller of 4096 and the context.",
     ),
-]
-Wired = Annotated[
-    bool, typer.Option("--wired", help="Keep the planned memory from being paged out; on Macs only, macOS 15 or later.")
 ]
 PARALLEL: tuple[Literal["pipeline", "tensor"], ...] = ("pipeline", "tensor")  # the first that fits is proposed
 Parallel = Annotated[
@@ -124,13 +104,6 @@ Parallel = Annotated[
     ),
 ]
 PrefillStepSize = Annotated[int, typer.Option(help="Prompt tokens fed at a time; smaller takes less memory.")]
-Draft = Annotated[
-    Source,
-    typer.Option(
-        help="prompt: guess tokens where prompt or answer repeat, and verify several a step, where that is expected to "
-        "be faster; the text is the same, but for rounding."
-    ),
-]
 DraftModel = Annotated[
     str | None,
     typer.Option(
@@ -142,14 +115,7 @@ DraftModel = Annotated[
 NumDraftTokens = Annotated[
     int | None, typer.Option(help="Tokens that the draft model drafts a step, 1 to 7; default: 3.")
 ]
-Raw = Annotated[
-    bool, typer.Option("--raw", help="On a terminal, send control characters of the text as they are; it obeys them.")
-]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no statistics and no progress.")]
-Overflow = Annotated[
-    Literal["forget", "stop"],
-    typer.Option(help="When the context is full, forget the oldest turns and go on, or stop."),
-]
 
 LogitBias = Annotated[
     list[str] | None,
@@ -159,33 +125,60 @@ LogitBias = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """The flags of a command that runs a model, beside those of sampling. The config file and presets read them here.
-
-    Raises:
-        BadValueError: a value that no model can take.
-    """
+    """The flags of a command that runs a model, beside those of sampling: for config file and presets, too."""
 
     model: Model = POCKET
-    preset: Preset = None
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", is_eager=True, callback=_use_preset, help="The options of a preset in the config file."
+        ),
+    ] = None
     adapter_path: AdapterPath = None
-    max_tokens: MaxTokens = 256
-    stop: Stop = None
-    extra_eos_token: ExtraEosToken = None
-    ignore_eos: IgnoreEos = False
-    system_prompt: SystemPrompt = None
-    chat_template_config: ChatTemplateConfig = None
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Generate at most this many tokens.")] = 256
+    stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = None
+    extra_eos_token: Annotated[
+        list[str] | None, typer.Option(metavar="TOKEN", help="A token, or its id, that ends the text, too; repeatable.")
+    ] = None
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past the tokens that end a text, up to --max-tokens.")
+    ] = False
+    system_prompt: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None
+    chat_template_config: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="Variables for the chat template, such as '{\"enable_thinking\": false}'."),
+    ] = None
     kv_bits: KvBits = 8
     kv_group_size: KvGroupSize = None
     kv_bias_split: KvBiasSplit = True
     max_kv_size: MaxKvSize = None
-    kernels: Kernels = None
+    kernels: Annotated[
+        str | None,
+        typer.Option(
+            metavar="unfused|fused",
+            help="How attention reads the cache; default: KVANT_KERNELS, else the fused kernel on a GPU that it works "
+            "on.",
+        ),
+    ] = None
     prefill_step_size: PrefillStepSize = 512
-    draft: Draft = "none"
+    draft: Annotated[
+        Source,
+        typer.Option(
+            help="prompt: guess tokens where prompt or answer repeat, and verify several a step, where that is "
+            "expected to be faster; the text is the same, but for rounding."
+        ),
+    ] = "none"
     draft_model: DraftModel = None
     num_draft_tokens: NumDraftTokens = None
     parallel: Parallel = None
-    wired: Wired = False
-    raw: Raw = False
+    wired: Annotated[
+        bool,
+        typer.Option("--wired", help="Keep the planned memory from being paged out; on Macs only, macOS 15 or later."),
+    ] = False
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", help="On a terminal, send control characters of the text as they are; it obeys them."),
+    ] = False
     quiet: Quiet = False
     # Of values that no flag gave: name -> value, and where it comes from, in words.
     origins: Mapping[str, tuple[Any, str]] = field(default_factory=dict, metadata={"flag": False})
@@ -269,54 +262,17 @@ def annotation(option: Field[Any]) -> Any:
     return Annotated[kind, typer.Option(help=option.metadata["help"])] if "help" in option.metadata else kind
 
 
-def settings_used(context: typer.Context, values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
-    """The values that come from the config file, a preset or the environment: name -> value and source, in words.
-
-    One that would have no effect beside a value of another source is taken back to its default: nobody asked for the
-    two together.
-    """
-    defaults = context.default_map
-    if not isinstance(defaults, Defaults):
-        return {}
-    used = {
-        name: (values[name], defaults.sources[name])
-        for name in values
-        if name in defaults.sources and _source(context, name) == "DEFAULT_MAP"
-    }
-    for name, (_, source) in list(used.items()):
-        blocker = blocked_by(name, values)
-        if name == "draft_model" and _source(context, "draft") == "COMMANDLINE":
-            blocker = "draft"  # none, too
-        if blocker is not None and (blocker not in used or used[blocker][1] != source):
-            values[name] = next(option.default for option in context.command.params if option.name == name)
-            del used[name]
-    return used
-
-
 def choose_model(context: typer.Context, argument: str | None, option: Any) -> Any:
-    """The model, given as an argument or with --model.
-
-    Raises:
-        BadValueError: both are given.
-    """
+    """The model, given as an argument or with --model."""
     if argument is None:
         return option
-    if _source(context, "model") == "COMMANDLINE":
+    if source_of(context, "model") == "COMMANDLINE":
         raise BadValueError(f"the model is given twice, as the argument {argument!r} and with --model {option}")
     return argument
 
 
-def _source(context: typer.Context, name: str) -> str | None:
-    source = context.get_parameter_source(name)
-    return None if source is None else source.name
-
-
 def template_variables(text: str | None) -> dict[str, Any]:
-    """The variables of --chat-template-config.
-
-    Raises:
-        BadValueError: text that is no object of JSON.
-    """
+    """The variables of --chat-template-config."""
     if text is None:
         return {}
     try:
@@ -403,9 +359,6 @@ def check_kernels(kernels: str | None = None, name: str = "--kernels") -> None:
     """Refuse kernels, or a KVANT_KERNELS without them, that are unknown or cannot be had on this machine.
 
     ``name`` is how the user named them.
-
-    Raises:
-        RuntimeError: the fused kernel is asked for and failed its self-check.
     """
     if kernels is None and not os.environ.get(VARIABLE):
         return  # nothing is asked for

@@ -15,11 +15,7 @@ from kvant.errors import SnapshotError
 
 
 def check(path: str | None) -> None:
-    """Refuse a file that could not be written in the end, before anything is computed.
-
-    Raises:
-        SnapshotError: no such folder, or something that is no file.
-    """
+    """Refuse a file that could not be written in the end, before anything is computed."""
     if path is None:
         return
     if not Path(path).parent.is_dir():
@@ -33,9 +29,6 @@ def take(path: str | None, cache: ModelCache, ids: Sequence[int], *, quiet: bool
 
     Returns:
         the token ids that are still to be fed: at least one.
-
-    Raises:
-        SnapshotError: a file that cannot be used; see :meth:`kvant.cache.ModelCache.load`.
     """
     if path is None or not Path(path).exists():
         return list(ids)
@@ -49,11 +42,7 @@ def take(path: str | None, cache: ModelCache, ids: Sequence[int], *, quiet: bool
 
 
 def tokens_in(path: str | None) -> int:
-    """The tokens that the file holds; 0 where there is none.
-
-    Raises:
-        SnapshotError: a file that cannot be used.
-    """
+    """The tokens that the file holds; 0 where there is none."""
     return max(read_header(Path(path)).lengths) if path is not None and Path(path).exists() else 0
 
 
@@ -84,11 +73,7 @@ def kept(path: str | None, conversation: Conversation, system_prompt: str | None
 
 
 def _save(conversation: Conversation, path: str) -> None:
-    """Save it. If that fails, whoever sits at a terminal can name another place.
-
-    Raises:
-        SnapshotError: it could not be written.
-    """
+    """Save it. If that fails, whoever sits at a terminal can name another place."""
     try:
         return conversation.save(path)
     except SnapshotError as error:

@@ -48,10 +48,6 @@ def read_lines(path: str, sampling: SamplingOptions) -> list[Line]:
     Args:
         path: the file, in UTF-8.
         sampling: the flags' options. One that a line's own options leave without effect is dropped for that line.
-
-    Raises:
-        PromptError: a file that cannot be read.
-        BadValueError: a line that is no prompt, with its number; an id that is there twice; or no prompt at all.
     """
     if not path:
         raise BadValueError("--prompts-file is empty; expected a file, or - for standard input")
@@ -78,11 +74,7 @@ def read_lines(path: str, sampling: SamplingOptions) -> list[Line]:
 
 
 def _read_line(raw: bytes, where: str, number: int, flags: SamplingOptions) -> Line:
-    """One line.
-
-    Raises:
-        ValueError: what is wrong with it, without ``where``.
-    """
+    """One line."""
     try:
         record = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:
@@ -166,11 +158,7 @@ def _stop(value: Any) -> list[str] | None:
 
 
 def _sampling(flags: SamplingOptions, own: Mapping[str, Any]) -> SamplingOptions:
-    """The flags' options with a line's over them; nobody asked for a flag's beside one that leaves it without effect.
-
-    Raises:
-        ArgumentError: a value out of range, or an option of the line without effect.
-    """
+    """The flags' options with a line's over them. A flag that these leave without effect is dropped."""
     chosen = dict(own)
     for key, value in own.items():
         if key in OPTIONS and isinstance(value, int) and OPTIONS[key].type in (float, float | None):

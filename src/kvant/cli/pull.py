@@ -14,18 +14,9 @@ from kvant.errors import WeightsError
 
 def pull(
     context: typer.Context,
-    model_argument: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="A name (`kvant models` lists them) or owner/repository[@revision].",
-            autocompletion=options.complete_models,
-        ),
-    ] = None,
+    model_argument: options.PulledArgument = None,
     *,
-    model: Annotated[
-        str | None, typer.Option(help="The model, instead of the argument.", autocompletion=options.complete_models)
-    ] = None,
+    model: options.Pulled = None,
     update: Annotated[
         bool, typer.Option("--update", help="Move to where the branch is now; without it the first commit stays.")
     ] = False,
@@ -59,11 +50,7 @@ def pull(
 
 
 def check_name(model: str) -> None:
-    """Refuse what can name no model of the hub.
-
-    Raises:
-        WeightsError: as a model that is not there.
-    """
+    """Refuse what can name no model of the hub."""
     try:
         weights.parse_reference(model)
     except ValueError as error:

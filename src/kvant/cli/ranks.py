@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-import typer
-
 from kvant.cli import interrupts
 from kvant.cli.bad_value import BadValueError
 from kvant.errors import EXIT_INTERRUPTED
@@ -52,18 +50,12 @@ def begin(arguments: Sequence[str]) -> None:
             f"{command!r} is started as {place.size} ranks, which would do the same side by side; "
             f"on several ranks expected one of {', '.join(COMMANDS)}"
         )
-    from kvant.ranks.guard import Ended, Guard
+    from kvant.ranks.guard import Guard
 
-    _place = place
     launcher = os.environ.get(LAUNCHER, "")
-    try:
-        _guard = Guard.join(
-            place,
-            {name: version(name) for name in PACKAGES} | {"the command": command},
-            launcher=int(launcher) if launcher.isdecimal() else None,
-        )
-    except Ended as ended:  # rank 0 says why
-        sys.exit(ended.code)
+    facts = {name: version(name) for name in PACKAGES} | {"the command": command}
+    _place = place
+    _guard = Guard.join(place, facts, launcher=int(launcher) if launcher.isdecimal() else None)
     interrupts.at_deadline(lambda: end(EXIT_INTERRUPTED))
 
 
@@ -85,22 +77,17 @@ def connect() -> "Ranks":
 
     Raises:
         RanksError: MLX cannot.
-        Exit: rank 0 has ended.
     """
     global _ranks
     assert _place is not None
     assert _guard is not None
     if _ranks is None:
         from kvant.ranks.group import connect
-        from kvant.ranks.guard import Ended
 
-        try:
-            _guard.agree({})  # all have come so far, and MLX does not wait long
-            with _guard.within(CONNECT_S, f"joining MLX's {_place.backend}"):
-                _ranks = connect(_place.backend)
-            _guard.agree({})
-        except Ended as ended:
-            raise typer.Exit(ended.code) from None
+        _guard.agree({})  # all have come so far, and MLX does not wait long
+        with _guard.within(CONNECT_S, f"joining MLX's {_place.backend}"):
+            _ranks = connect(_place.backend)
+        _guard.agree({})
     return _ranks
 
 
@@ -110,20 +97,10 @@ def reads_input() -> bool:
 
 
 def wait_for_first() -> None:
-    """Wait for rank 0's end, if this is another.
-
-    Raises:
-        Exit: it has ended.
-    """
-    if _guard is None or not _guard.rank:
-        return
-    from kvant.ranks.guard import Ended
-
-    try:
+    """Exit as rank 0 does, if this is another."""
+    if _guard is not None and _guard.rank:
         _guard.receive()
-    except Ended as ended:
-        raise typer.Exit(ended.code) from None
-    raise AssertionError("rank 0 has a message for a rank that waits for its end")
+        raise AssertionError("rank 0 has a message for a rank that waits for its end")
 
 
 def refuse(**values: object) -> None:
@@ -139,7 +116,7 @@ def refuse(**values: object) -> None:
 
 
 def refuse_draft_model(draft_model: str | None) -> None:
-    """Refuse --draft-model where there are several ranks.
+    """Refuse --draft-model on several ranks.
 
     Raises:
         BadValueError: it is given.
@@ -149,7 +126,7 @@ def refuse_draft_model(draft_model: str | None) -> None:
 
 
 def check_parallel(parallel: str | None) -> None:
-    """Refuse --parallel where one process runs.
+    """Refuse --parallel in one process.
 
     Raises:
         BadValueError: it would have no effect.

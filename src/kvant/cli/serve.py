@@ -9,16 +9,15 @@ import typer
 from kvant.cli import options, ranks
 from kvant.cli.fitting import named_format
 from kvant.cli.follow import follow
-from kvant.cli.many import drafts_beside
 from kvant.cli.options import BadValueError, RunOptions, Without
-from kvant.cli.session import asked_drafts, bound_memory, load_session
+from kvant.cli.session import asked_drafts, bound_memory, drafts_beside, load_session
 from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.request import check_drafts
 from kvant.errors import KvantError
 from kvant.files import read_given
 from kvant.sizes import format_bytes
 from kvant.tools.plan import MemoryPlan
-from kvant.tools.plan.plan import as_record
+from kvant.tools.plan.memory import as_record
 
 MAX_KEY = 1000  # characters
 MAX_KEYS_BYTES = 1 << 20
@@ -68,9 +67,8 @@ def serve(
     try:
         from kvant.server.run import bind
         from kvant.server.run import serve as serve_until_signalled
-        from kvant.server.service import Service, make_pool
+        from kvant.server.service import Service, make_pool, warm_start
         from kvant.server.settings import Settings
-        from kvant.server.warm_start import warm_start
     except ImportError as error:
         raise KvantError(f"kvant serve needs the extra 'serve', pip install 'kvant[serve]': {error}") from error
     run = replace(run, model=options.choose_model(context, model_argument, run.model))
@@ -86,7 +84,6 @@ def serve(
     follow(run, bounded=True)
     settings = Settings(
         model=run.model,
-        adapter_path=run.adapter_path,
         aliases=tuple(alias or ()),
         host=host,
         port=port,
@@ -140,12 +137,7 @@ def serve(
 
 
 def read_keys(path: str | None) -> tuple[str, ...]:
-    """The keys of a file, one a line.
-
-    Raises:
-        BadValueError: a file without keys, or a key that no header can carry.
-        KvantError: a file that cannot be read, or no file.
-    """
+    """The keys of a file, one a line."""
     if path is None:
         return ()
     options.check_text(api_key_file=path)

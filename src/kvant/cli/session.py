@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -34,6 +34,9 @@ from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer
 from kvant.tools.plan import BridgedCheckpoint, Checkpoint, DraftModel, MemoryPlan, Settings, read_folder, split_pairs
+
+if TYPE_CHECKING:
+    from kvant.cache.pool import Pool
 
 
 @dataclass(slots=True)
@@ -81,11 +84,7 @@ class Session:
         return self._cache
 
     def plan(self, max_kv_size: KvSize) -> MemoryPlan:
-        """The memory of a run, with what only the weights say: how much of their biases stays out of the cache.
-
-        Raises:
-            ContextError: it does not fit into this machine, or into the model's context.
-        """
+        """The memory of a run, with what only the weights say: how much of their biases stays out of the cache."""
         if self.arranged is not None:
             return self.arranged.own
         return plan_that_fits(self.checkpoint, self.settings, max_kv_size, self.machine, split_pairs(self.model))
@@ -115,10 +114,6 @@ class Session:
         Args:
             wanted: what was given.
             drawn: the seed where none is; default: drawn now.
-
-        Raises:
-            ArgumentError: a token the model does not have, or an option that would have no effect.
-            ModelError: a generation_config.json that cannot be used.
         """
         of_the_model = model_sampling(self.folder, wanted, self.model.config.vocab_size)
         given, wanted = wanted, in_force(wanted, of_the_model, self.origins)
@@ -166,11 +161,6 @@ def open_session(
         run: the command's flags.
         process, sampling: as in :func:`load_session`.
         announce: print the reservation, unless the flags ask for quiet.
-
-    Raises:
-        ModelError, ContextError, BadValueError: as :func:`load_session`.
-        ArgumentError: a draft model's cache that cannot take back a rejected draft.
-        BadValueError: a cache format that the chosen kernel does not take.
     """
     session = load_session(run, process, sampling, max_kv_size=options.kv_size(run.max_kv_size))
     planned = session.plan(options.kv_size(run.max_kv_size))
@@ -212,6 +202,17 @@ def asked_drafts(session: Session, run: RunOptions) -> Drafts | None:
     )
 
 
+def drafts_beside(session: Session, run: RunOptions, pool: "Pool") -> Drafts | None:
+    """Where the answers of a pool draft from; a draft model's own pool is reserved, and that is printed."""
+    drafts = asked_drafts(session, run)
+    if not isinstance(drafts, ModelDrafts):
+        return drafts
+    made = drafts.beside_pool(pool)
+    if not run.quiet:
+        print(f"draft model: {run.draft_model}, {made.describe()}", file=sys.stderr)
+    return made
+
+
 def load_session(
     run: RunOptions,
     process: TextProcess | None = None,
@@ -232,11 +233,6 @@ def load_session(
         sequences: of a pool; None: a conversation's cache.
         requests: bytes for a server's requests, where they come out of the same memory.
         tell: called with the plan, before anything is loaded.
-
-    Raises:
-        ModelError: a model or adapter that cannot be loaded, or a draft model with another tokenizer.
-        ContextError: more tokens asked for than the model's context, or a plan that does not fit into this machine.
-        BadValueError: a group size that does not divide the model's head dimension, or memory that cannot be wired.
     """
     started = time.perf_counter()
     folder = find_model(run.model)
@@ -267,9 +263,20 @@ def load_session(
     variables = checked_variables(tokenizer, run.chat_template_config)
     set_ends(tokenizer, run.extra_eos_token or (), model.config.vocab_size, ignored=run.ignore_eos)
     gc.freeze()  # the loaded objects stay: the collector need not look at them between tokens
-    load_s = time.perf_counter() - started
-    known = (folder, checkpoint, settings, machine, variables, run.origins, arranged, draft_model)
-    return Session(model, tokenizer, load_s, run.model, *known)
+    return Session(
+        model=model,
+        tokenizer=tokenizer,
+        load_s=time.perf_counter() - started,
+        name=run.model,
+        folder=folder,
+        checkpoint=checkpoint,
+        settings=settings,
+        machine=machine,
+        template_variables=variables,
+        origins=run.origins,
+        arranged=arranged,
+        draft_model=draft_model,
+    )
 
 
 def settings_of(run: RunOptions, sequences: int | None = None) -> Settings:
@@ -305,11 +312,7 @@ def _load_draft(folder: Path, progress: Progress) -> LanguageModel:
 
 
 def wire(count: int) -> None:
-    """Keep up to ``count`` bytes of MLX's memory resident.
-
-    Raises:
-        BadValueError: a device that cannot.
-    """
+    """Keep up to ``count`` bytes of MLX's memory resident."""
     if not mx.metal.is_available() or default_device() != "gpu":
         raise BadValueError(
             f"--wired: only a Mac's GPU has memory to wire; MLX computes on the {default_device()} here"

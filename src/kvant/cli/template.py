@@ -6,18 +6,12 @@ from typing import Any
 from kvant.cli import options
 from kvant.cli.options import BadValueError
 from kvant.errors import PromptError, library_errors
-from kvant.text.prompt import Message, encode_rendered, render_chat
+from kvant.text.prompt import Message, check_variables, encode_rendered, render_chat
 from kvant.text.tokenizer import Tokenizer
-from kvant.text.variables import check_variables
 
 
 def checked_variables(tokenizer: Tokenizer, text: str | None) -> Mapping[str, Any]:
-    """The variables of --chat-template-config.
-
-    Raises:
-        BadValueError: one that the model's chat template does not mention, and so cannot heed, or that is not the
-            user's to set.
-    """
+    """The variables of --chat-template-config."""
     variables = options.template_variables(text)
     try:
         check_variables(tokenizer, variables)
@@ -38,9 +32,6 @@ def chat_ids(
     Args:
         system_prompt: goes before the messages, unless they begin with a system message of their own.
         begun: how the answer begins.
-
-    Raises:
-        PromptError: no template, or one that fails or renders nothing.
     """
     if not tokenizer.has_chat_template:
         raise PromptError("the model has no chat template; --ignore-chat-template continues the prompt as it is")
@@ -59,11 +50,7 @@ def chat_ids(
 def render_begun(
     tokenizer: Tokenizer, messages: Sequence[Message], begun: str, variables: Mapping[str, Any] | None = None
 ) -> str:
-    """Messages through the chat template, and the beginning of the answer to them.
-
-    Raises:
-        PromptError: a template that fails, or that does not keep the beginning as it is.
-    """
+    """Messages through the chat template, and the beginning of the answer to them."""
     whole = [*messages, {"role": "assistant", "content": begun}]
     with library_errors(PromptError, "the chat template failed"):
         given = {**(variables or {}), "tokenize": False, "continue_final_message": True}
@@ -71,11 +58,7 @@ def render_begun(
 
 
 def set_ends(tokenizer: Tokenizer, extra: Sequence[str], vocab_size: int, *, ignored: bool) -> None:
-    """Let further tokens end a text, or none.
-
-    Raises:
-        BadValueError: text that is not one token.
-    """
+    """Let further tokens end a text, or none."""
     if ignored:
         tokenizer.eos_token_ids = set()
     for text in extra:

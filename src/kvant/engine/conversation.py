@@ -27,8 +27,7 @@ from kvant.engine.saved import as_metadata, messages_of
 from kvant.errors import ContextError, PromptError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
-from kvant.text.known import KnownText
-from kvant.text.prompt import Message, render_chat
+from kvant.text.prompt import KnownText, Message, render_chat
 from kvant.text.thinking import Thinking
 from kvant.text.tokenizer import Tokenizer
 

@@ -31,7 +31,7 @@ class ModelConfig:
         rotates: whether each layer turns its queries and keys to their positions.
         windows: of each layer, the last tokens that a query sees, its own included; None: it sees all.
         quantization: of every matrix; None: floating point.
-        quantization_overrides: module path -> its own quantization, or None where it was left in floating point.
+        quantization_overrides: module path -> its own quantization, or None if it was left in floating point.
         experts: of its layers; None: the model is dense.
     """
 

@@ -54,7 +54,7 @@ class DecoderCaches:
         Raises:
             ValueError: a size below 1, an unsupported bit, a group that does not divide the head dimension, a kernel
                 forced that cannot be used.
-            RuntimeError: a forced kernel that failed its self-check on this device.
+            RuntimeError: a forced kernel that fails on this device when it is tried.
             ContextError: more than this machine's memory; nothing was allocated.
         """
         check_process()
@@ -101,7 +101,7 @@ class DecoderCaches:
 
         Raises:
             ValueError: a size below 1, a cache format that the model cannot have, a kernel forced that cannot be used.
-            RuntimeError: a forced kernel that failed its self-check on this device.
+            RuntimeError: a forced kernel that fails on this device when it is tried.
             ContextError: more than this machine's memory; nothing was allocated.
         """
         check_process()

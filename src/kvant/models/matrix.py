@@ -59,7 +59,7 @@ class QuantizedMatrix:
     """An (out, in) matrix in one of MLX's formats; the scales and biases of an affine one have the compute dtype."""
 
     weight: mx.array  # (out, in * bits / 32) uint32
-    scales: mx.array  # (out, in / group_size); uint8 where the format is a floating-point one
+    scales: mx.array  # (out, in / group_size); uint8 if the format is a floating-point one
     biases: mx.array | None  # (out, in / group_size); None there
     quantization: Quantization
 

@@ -36,7 +36,7 @@ class Rope:
         original_context: tokens the model was trained on before its context was made longer.
         low_freq_factor, high_freq_factor: of llama3: pairs that turn fewer times than the one in the original context
             are slow, those that turn more often than the other are fast.
-        beta_fast, beta_slow: of yarn: the same, the ramp's ends rounded outward to whole pairs where ``truncate``.
+        beta_fast, beta_slow: of yarn: the same, the ramp's ends rounded outward to whole pairs if ``truncate``.
     """
 
     kind: str = "default"

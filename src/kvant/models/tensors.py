@@ -243,7 +243,7 @@ def _identity(state: os.stat_result) -> Identity:
 
 
 def _shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """The safetensors files of a folder, and the file of each tensor where an index says so.
+    """The safetensors files of a folder, and the file of each tensor if an index says so.
 
     A shard's name is a bare file name inside the folder, anything else is refused; a file no index names is not opened.
     """

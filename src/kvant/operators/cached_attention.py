@@ -138,12 +138,12 @@ def stored_tokens(
     quant_group: int,
     backend: Backend | None = None,
 ) -> list[mx.array]:
-    """Keys and values (B, K, S, D) as a cache and its scale, where there is one, store them: (B, 2, K, S, last) each.
+    """Keys and values (B, K, S, D) as a cache and its scale, if there is one, store them: (B, 2, K, S, last) each.
 
     Keys and values of different widths lie side by side: (B, 1, K, S, last).
 
     Args:
-        arrays: the cache, and its scale where there is one. The results have their dtypes.
+        arrays: the cache, and its scale if there is one. The results have their dtypes.
         backend: where one launch quantizes both; None: MLX operations do.
     """
     B, K, S, D = key.shape

@@ -37,7 +37,7 @@ def append_and_attend_static(
     """``append_and_attend`` as a function of arrays that returns new arrays.
 
     Its operations and shapes do not depend on ``offset``, so it can be part of a compiled step. MLX still writes in
-    place where nothing else holds the old arrays. Nothing checks that the new tokens have room in the cache.
+    place if nothing else holds the old arrays. Nothing checks that the new tokens have room in the cache.
 
     Args:
         query: (B, H, S, D).
@@ -51,7 +51,7 @@ def append_and_attend_static(
         window, keep: of a ring, the last and the first tokens that a query sees.
 
     Returns:
-        (B, H, S, D) in the query's dtype, the new cache, and the new scale where one was given.
+        (B, H, S, D) in the query's dtype, the new cache, and the new scale if one was given.
     """
     stored = [cache] if scale is None else [cache, scale]
     row = offset if row is None else row
@@ -94,9 +94,9 @@ def append_tokens(
     quant_group: int,
     backend: Backend | None,
 ) -> list[mx.array]:
-    """A cache, and its scale where there is one, with new tokens from ``row`` on, as new arrays.
+    """A cache, and its scale if there is one, with new tokens from ``row`` on, as new arrays.
 
-    The operations are the same for any row. See :func:`kvant.operators.ragged.put_tokens`.
+    The operations are the same for any row.
 
     Args:
         key, value: (B, K, S, D). Values may have a width of their own.
@@ -125,7 +125,7 @@ def attend_live_tokens(
 
     Args:
         query: (B, H, S, D).
-        key, value: (B, K, T, D). Tokens that are live for no query have no effect, even where they hold NaN.
+        key, value: (B, K, T, D). Tokens that are live for no query have no effect, even if they hold NaN.
         live: boolean, (B or 1, S, T), with at least one True for each query.
         bias_split, sinks: as in :func:`attend_tokens`.
 

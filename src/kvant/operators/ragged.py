@@ -51,7 +51,7 @@ def attend_sequences(
 def put_tokens(arrays: Sequence[mx.array], tokens: Sequence[mx.array], row: mx.array) -> list[mx.array]:
     """A cache and its scale with S new tokens from ``row`` on, in operations that are the same for any row.
 
-    On a GPU that is one launch each. MLX writes in place where nothing else holds an array. It does not check the row.
+    On a GPU that is one launch each. MLX writes in place if nothing else holds an array. It does not check the row.
 
     Args:
         arrays: (1, B, 2, K, rows, last) each.

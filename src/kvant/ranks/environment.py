@@ -35,7 +35,7 @@ class Place:
 def find_place(environ: Mapping[str, str]) -> Place | None:
     """Read this process's place. None without a launcher, and in a group of one.
 
-    The guard listens where ``KVANT_GUARD`` says, otherwise one port below the one that MLX uses on rank 0.
+    The guard listens at ``KVANT_GUARD``, otherwise one port below the one that MLX uses on rank 0.
     The variables are those of ``mlx.launch`` (mlx/_distributed_utils/launch.py) and of MPI's launchers.
 
     Raises:

@@ -43,35 +43,19 @@ if os.getppid() == int(sys.argv[2]):
 """
 
 
-class Ended(Exception):  # noqa: N818  it is no error
-    """Rank 0 has ended the run, and this rank is to end silently.
-
-    Attributes:
-        code: the exit code.
-    """
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
+class Ended(SystemExit):
+    """Rank 0 has ended the run with this exit code, and this rank is to end silently."""
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """Another rank that this one is connected to.
-
-    Attributes:
-        rank: its number.
-        socket: the connection.
-        heard: when it was last heard, in the guard's time.
-        sending: held while a message is on its way.
-        inbox: its messages, (kind, body) each.
-    """
+    """Another rank that this one is connected to."""
 
     rank: int
     socket: socket.socket
-    heard: float
-    sending: threading.Lock = field(default_factory=threading.Lock)
-    inbox: "SimpleQueue[tuple[str, Any]]" = field(default_factory=SimpleQueue)
+    heard: float  # last, in the guard's time
+    sending: threading.Lock = field(default_factory=threading.Lock)  # held while a message is on its way
+    inbox: "SimpleQueue[tuple[str, Any]]" = field(default_factory=SimpleQueue)  # kind and body of each message
 
 
 class Guard:
@@ -171,9 +155,8 @@ class Guard:
         What is inside may hold the interpreter's lock.
         """
         line = "" if self.rank else f"kvant: error: {doing} took longer than {seconds:g} s; this run is over\n"
-        timer = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", TIMER, str(seconds), str(os.getpid()), line], stdin=subprocess.DEVNULL
-        )
+        command = [sys.executable, "-I", "-S", "-c", TIMER, str(seconds), str(os.getpid()), line]
+        timer = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is not for it
         try:
             yield
         finally:

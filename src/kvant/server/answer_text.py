@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from kvant.engine.request import Token
 from kvant.server.generation import Call, Text, TokenLogprob
 from kvant.text.answer_parts import AnswerParts, CallPart, Part, TextPart
-from kvant.text.stop_text import StopText
-from kvant.text.stream import TextStream
+from kvant.text.stream import StopText, TextStream
 from kvant.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # of a token that cannot come: JSON has no infinity. OpenAI's number

@@ -132,7 +132,10 @@ async def _events(
                 continue
             service.cancel(request, token.answer)
         del texts[token.answer]
-        yield End(token.answer, _reason(text, token), text.tokens, text.thinking_tokens, text.stop)
+        reason: EndReason = "tool_calls" if text.calls else "stop"
+        if text.stop is None and token.finish_reason in ("length", "context"):
+            reason = "length"
+        yield End(token.answer, reason, text.tokens, text.thinking_tokens, text.stop)
 
 
 def _is_bound(generation: Generation) -> bool:
@@ -166,17 +169,10 @@ def _compile(service: Service, generation: Generation, prompt: str) -> Grammar:
 
 
 def _text(service: Service, generation: Generation, prompt: Prompt, number: int) -> AnswerText:
-    parts = None
+    tools, parts = shown_tools(service, generation), None
     if generation.messages is not None:
-        tools = shown_tools(service, generation)
         parts = AnswerParts(service.tokenizer, prompt.text, tools, service.tool_format)
     return AnswerText(number, service.tokenizer, parts, generation.stop, logprobs=generation.logprobs)
-
-
-def _reason(text: AnswerText, token: Token) -> EndReason:
-    if text.stop is None and token.finish_reason in ("length", "context"):
-        return "length"
-    return "tool_calls" if text.calls else "stop"
 
 
 def _failure(error: Exception, generation: Generation) -> ApiError:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from kvant.engine.drafting.drafts import ServedSource
 from kvant.server.answering import read_prompt
-from kvant.server.body import Caller, Fields, NotText, decode, json_response
+from kvant.server.body import Caller, Fields, decode, json_response
 from kvant.server.endpoint import Dialect, unless_gone
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, Event, Format, Generation, Text, Tool, ToolChoice
@@ -23,7 +23,7 @@ from kvant.server.sampling import SamplingFields, check_range, max_tokens, sampl
 from kvant.server.service import Service
 from kvant.server.thinking import from_opaque, opaque, switched, with_effort
 from kvant.server.tools import checked_tools, tool_named
-from kvant.server.turns import Turns, joined, not_text
+from kvant.server.turns import Turns, joined
 from kvant.text.tokenizer import Tokenizer
 
 CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
@@ -52,31 +52,15 @@ class ToolUseBlock(Fields, frozen=True, tag="tool_use"):
     toolset_name: None = None
 
 
-class Image(NotText, frozen=True, tag="image"):
-    pass
-
-
-class Document(NotText, frozen=True, tag="document"):
-    pass
-
-
-class SearchResult(NotText, frozen=True, tag="search_result"):
-    pass
-
-
-class RedactedThinking(NotText, frozen=True, tag="redacted_thinking"):
-    pass
-
-
 class ToolResultBlock(Fields, frozen=True, tag="tool_result"):
     tool_use_id: str
-    content: str | list[TextBlock | Image | Document | SearchResult] | None = None
+    content: str | list[TextBlock] | None = None
     is_error: bool | None = None
     cache_control: CacheControl = None
     toolset_name: None = None
 
 
-Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | Image | Document | SearchResult | RedactedThinking
+Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
 class Message(Fields, frozen=True):
@@ -280,22 +264,16 @@ def _add(turns: Turns, role: str, block: Block, place: str) -> None:
         case ToolUseBlock(), "assistant":
             turns.add_call(block.id, block.name, block.input)
         case ToolResultBlock(), "user":
-            turns.add_result(block.tool_use_id, _result(block, place), f"{place}.tool_use_id")
-        case NotText(), _:
-            raise not_text(place, block)
+            turns.add_result(block.tool_use_id, _result(block), f"{place}.tool_use_id")
         case _:
             kind = block.__struct_config__.tag
             raise ApiError(f"{place} is of the type {kind!r}; it is no block of the {role}", param=place)
 
 
-def _result(block: ToolResultBlock, place: str) -> str:
+def _result(block: ToolResultBlock) -> str:
     """The text of a tool's result. That it is an error has to be said in the text: templates know no mark of it."""
-    texts: list[str] = []
-    for at, part in enumerate([TextBlock(block.content)] if isinstance(block.content, str) else block.content or []):
-        if not isinstance(part, TextBlock):
-            raise not_text(f"{place}.content[{at}]", part)
-        texts.append(part.text)
-    text = joined(texts)
+    content = block.content or []
+    text = content if isinstance(content, str) else joined([part.text for part in content])
     return f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Literal
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -94,18 +95,10 @@ async def tokenize(request: Request) -> Response:
         service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError("expected either prompt or messages", param="prompt")
-    return JSONResponse(await asyncio.to_thread(_tokens, service, body))
-
-
-def _tokens(service: Service, body: TokenizeBody) -> dict[str, object]:
-    """What is answered. It waits for the tokenizer."""
-    messages = None
-    if body.messages is not None:
-        messages = [{"role": message.role, "content": message.content} for message in body.messages]
-    ids = read_prompt(
-        service, Generation(messages=messages, prompt=body.prompt, field="prompt" if messages is None else "messages")
-    ).ids
+    field = "prompt" if body.messages is None else "messages"
+    asked = Generation(messages=msgspec.to_builtins(body.messages), prompt=body.prompt, field=field)
+    ids = (await asyncio.to_thread(read_prompt, service, asked)).ids
     found: dict[str, object] = {"count": len(ids), "max_model_len": service.max_seq_len, "tokens": ids}
     if body.return_token_strs:
-        found["token_strs"] = service.tokenizer.convert_ids_to_tokens(ids)
-    return found
+        found["token_strs"] = await asyncio.to_thread(service.tokenizer.convert_ids_to_tokens, ids)
+    return JSONResponse(found)

@@ -19,10 +19,6 @@ class Fields(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Base of all bodies: a field that is not declared is refused by name."""
 
 
-class NotText(msgspec.Struct, frozen=True):
-    """Base of parts that this server does not read, whatever their fields are."""
-
-
 class Caller(Fields, frozen=True):
     """Who called a tool: the model itself."""
 
@@ -61,8 +57,8 @@ def allowed(kind: type, place: str) -> list[Any]:
             at = [each for node in at if isinstance(node, inspect.ListType) for each in _kinds(node.item_type)]
             continue
         structs = [node for node in at if isinstance(node, inspect.StructType)]
-        if number == len(steps):  # those that take any field are there to be refused
-            values += [node.tag for node in structs if node.tag_field == step and node.forbid_unknown_fields]
+        if number == len(steps):
+            values += [node.tag for node in structs if node.tag_field == step]
         at = [each for node in structs for field in node.fields if field.name == step for each in _kinds(field.type)]
     return values + [value for node in at if isinstance(node, inspect.LiteralType) for value in node.values]
 

@@ -18,8 +18,6 @@ INTERVAL_S = 0.2  # between two looks at the pool
 WATCHED_S = 2.0  # after somebody asked
 KEPT_TOKENS = 4096  # whose times are kept: who asks more seldom misses some
 
-Stretch = list[int]  # a page and how many follow one another from it on
-
 
 class Live:
     """Looks at the scheduler in the engine's thread, a few times a second while somebody asks.
@@ -146,7 +144,7 @@ def _pages(place: int, part: PagedLayers, sequences: Sequence[tuple[int, PoolSeq
     }
 
 
-def _stretches(pages: Sequence[int]) -> list[Stretch]:
-    """Pages with neighbours joined, in their order."""
+def _stretches(pages: Sequence[int]) -> list[list[int]]:
+    """Pages in their order: one and how many follow one another from it on."""
     found = runs(pages, 0, len(pages) * PAGE_SIZE)
     return [[first // PAGE_SIZE, (end - first) // PAGE_SIZE] for first, end in found]

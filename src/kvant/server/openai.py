@@ -39,7 +39,7 @@ from kvant.server.thinking import with_effort
 from kvant.server.tools import checked_tools, tool_named
 from kvant.server.turns import call_arguments, check_arguments, joined
 from kvant.text.grammar_source import MAX_SOURCE, escaped
-from kvant.text.variables import check_variables
+from kvant.text.prompt import check_variables
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's, as are the following
 MAX_LOGPROBS = 5  # of /v1/completions
@@ -52,18 +52,16 @@ class StreamOptions(Fields, frozen=True):
     include_obfuscation: bool | None = None
 
 
-class Part(Fields, frozen=True):
-    """A part of a message's content. What is no text is declared to be refused by its type."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-    image_url: Any = None
-    input_audio: Any = None
-    audio_url: Any = None
-    video_url: Any = None
-    file: Any = None
+class TextPart(Fields, frozen=True, tag="text"):
+    text: str
     cache_control: Any = None  # every prompt's beginning is shared anyway
+
+
+class RefusalPart(Fields, frozen=True, tag="refusal"):
+    refusal: str
+
+
+Part = TextPart | RefusalPart
 
 
 class CalledFunction(Fields, frozen=True):
@@ -257,7 +255,7 @@ def _messages(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
 
 def _message(place: str, message: Message, names: dict[str, str]) -> Mapping[str, Any]:
     role = "system" if message.role == "developer" else message.role
-    made: dict[str, Any] = {"role": role, "content": _text(message.content, f"{place}.content")}
+    made: dict[str, Any] = {"role": role, "content": _text(message.content)}
     if message.name is not None:
         made["name"] = message.name
     for name in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
@@ -272,8 +270,12 @@ def _message(place: str, message: Message, names: dict[str, str]) -> Mapping[str
             raise ApiError(f"{param} is {called[:80]!r}; no call before it has this id", param=param)
         return {"name": names[called], **made, "tool_call_id": called}
     if message.tool_calls:
-        made["tool_calls"] = [_call(f"{place}.tool_calls[{at}]", call) for at, call in enumerate(message.tool_calls)]
-        names |= {call.id: call.function.name for call in message.tool_calls}
+        made["tool_calls"] = []
+        for at, call in enumerate(message.tool_calls):
+            arguments = call_arguments(call.function.arguments, f"{place}.tool_calls[{at}].function.arguments")
+            function = {"name": call.function.name, "arguments": arguments}
+            made["tool_calls"].append({"id": call.id, "type": "function", "function": function})
+            names[call.id] = call.function.name
     if reasoning := message.reasoning_content or message.reasoning:
         made["reasoning_content"] = reasoning
     if message.content is None:
@@ -283,29 +285,11 @@ def _message(place: str, message: Message, names: dict[str, str]) -> Mapping[str
     return made
 
 
-def _call(place: str, call: ToolCall) -> dict[str, Any]:
-    """A call, its arguments an object as chat templates expect them."""
-    arguments = call_arguments(call.function.arguments, f"{place}.function.arguments")
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-
-
-def _text(content: str | Sequence[Part] | None, name: str) -> str:
+def _text(content: str | Sequence[Part] | None) -> str:
     """A message's text; of several parts, put together."""
     if content is None or isinstance(content, str):
         return content or ""
-    texts = []
-    for place, part in enumerate(content):
-        text = {"text": part.text, "refusal": part.refusal}.get(part.type)
-        if text is None:
-            given = f"{name}[{place}]"
-            said = f"has no {part.type}" if part.type in ("text", "refusal") else f"is of the type {part.type[:40]!r}"
-            raise ApiError(f"{given} {said}; the model reads text only", param=given)
-        for other in {"text", "refusal", "image_url", "input_audio", "audio_url", "video_url", "file"} - {part.type}:
-            if getattr(part, other) is not None:
-                given = f"{name}[{place}].{other}"
-                raise ApiError(f"{given} is given in a part of the type {part.type!r}", param=given)
-        texts.append(text)
-    return joined(texts)
+    return joined([part.text if isinstance(part, TextPart) else part.refusal for part in content])
 
 
 def _tools(tools: Sequence[FunctionTool]) -> tuple[Tool, ...]:

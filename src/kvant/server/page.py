@@ -39,17 +39,9 @@ async def live(request: Request) -> Response:
     return JSONResponse(state, headers={"Cache-Control": "no-store"})
 
 
-async def index(request: Request) -> Response:
-    """GET /: the page."""
-    return _answer(request, "index.html")
-
-
 async def file(request: Request) -> Response:
-    """GET /page/NAME: one of its files."""
-    return _answer(request, request.path_params["name"])
-
-
-def _answer(request: Request, name: str) -> Response:
+    """GET / and /page/NAME: the page and its files."""
+    name = request.path_params.get("name", "index.html")
     if name not in _files():
         raise ApiError(f"the page has no file {name!r:.80}", status=404)
     content, tag = _files()[name]
@@ -66,4 +58,4 @@ def _files() -> dict[str, tuple[bytes, str]]:
     return {name: (content, f'"{hashlib.sha256(content).hexdigest()[:16]}"') for name, content in contents.items()}
 
 
-routes: list[BaseRoute] = [Route("/", index), Route("/page/{name}", file), Route("/live", live)]
+routes: list[BaseRoute] = [Route("/", file), Route("/page/{name}", file), Route("/live", live)]

@@ -6,6 +6,7 @@ A field with the type None is one of OpenAI's that this server cannot heed: it m
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 import msgspec
@@ -13,7 +14,7 @@ import msgspec
 from kvant.engine.drafting.drafts import ServedSource
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import ArgumentError
-from kvant.server.body import Caller, Fields, NotText, decode
+from kvant.server.body import Caller, Fields, decode
 from kvant.server.endpoint import Dialect
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, Event, Format, Generation, Text, Tool, ToolChoice
@@ -22,7 +23,7 @@ from kvant.server.sampling import SamplingFields, check_range, max_tokens, refus
 from kvant.server.service import Service
 from kvant.server.thinking import from_opaque, opaque, with_effort
 from kvant.server.tools import checked_tools, tool_named
-from kvant.server.turns import Turns, call_arguments, check_arguments, joined, not_text
+from kvant.server.turns import Turns, call_arguments, check_arguments, joined
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 ROLES = {"developer": "system"}  # OpenAI's newer name of the role that templates know
@@ -46,19 +47,7 @@ class Refusal(Fields, frozen=True, tag="refusal"):
     refusal: str
 
 
-class InputImage(NotText, frozen=True, tag="input_image"):
-    pass
-
-
-class InputFile(NotText, frozen=True, tag="input_file"):
-    pass
-
-
-class InputAudio(NotText, frozen=True, tag="input_audio"):
-    pass
-
-
-Part = InputText | OutputText | Refusal | InputImage | InputFile | InputAudio
+Part = InputText | OutputText | Refusal
 Status = Literal["in_progress", "completed", "incomplete"] | None
 
 
@@ -302,26 +291,19 @@ def _item(raw: bytes, place: str) -> Item:
 def _add(turns: Turns, item: Item, place: str) -> None:
     match item:
         case MessageItem():
-            turns.add_text(ROLES.get(item.role, item.role), _text(item.content, f"{place}.content"))
+            turns.add_text(ROLES.get(item.role, item.role), _text(item.content))
         case ReasoningItem():
             turns.add_thinking(_thinking(item, place))
         case CallItem():
             turns.add_call(item.call_id, item.name, call_arguments(item.arguments, f"{place}.arguments"))
         case ResultItem():
-            turns.add_result(item.call_id, _text(item.output, f"{place}.output"), f"{place}.call_id")
+            turns.add_result(item.call_id, _text(item.output), f"{place}.call_id")
 
 
-def _text(content: str | Sequence[Part], place: str) -> str:
+def _text(content: str | Sequence[Part]) -> str:
     if isinstance(content, str):
         return content
-    texts = []
-    for at, part in enumerate(content):
-        match part:
-            case InputText(text=text) | OutputText(text=text) | Refusal(refusal=text):
-                texts.append(text)
-            case _:
-                raise not_text(f"{place}[{at}]", part)
-    return joined(texts)
+    return joined([part.refusal if isinstance(part, Refusal) else part.text for part in content])
 
 
 def _thinking(item: ReasoningItem, place: str) -> str:
@@ -505,7 +487,7 @@ class ResponseStream:
 
 def _response(model: str, body: ResponsesBody, generation: Generation, sampling: SamplingOptions) -> dict[str, Any]:
     """A response before its first token, with what is in force for it."""
-    reasoning, text = body.reasoning, body.text
+    reasoning, text, choice = body.reasoning, body.text, generation.tool_choice
     summary = (reasoning.summary or reasoning.generate_summary) if reasoning is not None else None
     form = msgspec.to_builtins(text.format) if text is not None and text.format is not None else {"type": "text"}
     return {
@@ -532,27 +514,13 @@ def _response(model: str, body: ResponsesBody, generation: Generation, sampling:
         "store": False,
         "temperature": sampling.temp,
         "text": {"format": {name: value for name, value in form.items() if value is not None}, "verbosity": "medium"},
-        "tool_choice": _choice(generation.tool_choice),
-        "tools": [_tool(tool) for tool in generation.tools],
+        "tool_choice": choice if isinstance(choice, str) else {"type": "function", "name": choice.name},
+        "tools": [{"type": "function", **asdict(tool)} for tool in generation.tools],
         "top_logprobs": generation.top_logprobs,
         "top_p": sampling.top_p,
         "truncation": "disabled",
         "usage": None,
         "user": body.user,
-    }
-
-
-def _choice(choice: str | Tool) -> str | Mapping[str, str]:
-    return choice if isinstance(choice, str) else {"type": "function", "name": choice.name}
-
-
-def _tool(tool: Tool) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": tool.strict,
     }
 
 

@@ -62,11 +62,6 @@ def sampling_options(given: SamplingFields) -> SamplingOptions:
             options[name] = value
     if given.top_k is not None and "top_k" not in options:
         options["top_k"] = max(given.top_k, 0) if given.top_k == -1 else given.top_k  # -1 is vLLM's word for all
-    return made(options)
-
-
-def made(options: dict[str, Any]) -> SamplingOptions:
-    """The options, where they are in range."""
     try:
         if options.get("temp") == 0:
             SamplingOptions(**{name: value for name, value in options.items() if name in LEFT_OUT})  # their ranges

@@ -48,9 +48,6 @@ class Guard:
         self._hosts = _own_hosts(service.settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         request_id = scope.setdefault("state", {})["request_id"] = f"req_{uuid.uuid4().hex}"
         status = 0
 
@@ -114,9 +111,6 @@ class Keys:
         self._digests = service.settings.key_digests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         key = _given_key(Headers(scope=scope))
         digest = hashlib.sha256(key).digest()
         same = [hmac.compare_digest(digest, each) for each in self._digests]  # each of them, whichever matches
@@ -140,9 +134,6 @@ class Bodies:
         self._held = 0  # bytes of the bodies of all requests under way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         own = 0
 
         def hold(count: int) -> bool:

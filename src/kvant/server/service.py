@@ -6,32 +6,36 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
+import mlx.core as mx
+
+from kvant.cache import ModelCache
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool import Pool
+from kvant.cache.snapshot import read_header
 from kvant.engine.batch_engine import BatchEngine, Deliver
 from kvant.engine.drafting.drafts import Drafts, ServedSource, drafts_of
-from kvant.engine.load import find_adapter, find_model, load_folder
+from kvant.engine.load import find_model
 from kvant.engine.model_sampling import read_model_sampling
 from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.request import Request
-from kvant.errors import ArgumentError, ContextError, EngineError, GrammarError
+from kvant.errors import ArgumentError, ContextError, EngineError, GrammarError, SnapshotError
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
+from kvant.models.reservation import DEFAULT_RESERVATION
 from kvant.server.errors import ApiError
 from kvant.server.live import Live
 from kvant.server.metrics import Metrics
 from kvant.server.settings import Settings
 from kvant.text.grammar import Grammars
 from kvant.text.tokenizer import Tokenizer
-from kvant.text.tool_calls import tool_format
+from kvant.text.tool_forms import tool_format
 
-DEFAULT_MAX_KV_SIZE = 4096
 LONG_TOKEN = 128  # bytes; the longest of most vocabularies are so many spaces
 MIN_CHARACTERS = 65536  # that any prompt may have: they are encoded in some milliseconds
 
 
 class Service:
-    """A loaded model, its pool and its engine. :meth:`start` makes it; :meth:`close` ends it.
+    """A loaded model, its pool and its engine.
 
     Attributes:
         settings: that it was started with.
@@ -59,9 +63,11 @@ class Service:
         planned: Mapping[str, int] | None = None,
         drafts: PooledDrafts | None = None,
     ) -> None:
-        """Start the engine on a pool. See :meth:`start`.
+        """Start the engine on a pool.
 
-        ``drafts``: of a draft model, beside this pool; None: there is none.
+        Args:
+            planned: bytes by name, that /props tells.
+            drafts: of a draft model, beside this pool; None: there is none.
         """
         if settings.draft == "model" and drafts is None:
             raise ArgumentError("draft", "is 'model'; expected it with", "draft_model")
@@ -92,23 +98,6 @@ class Service:
             observe=self.live.observe,
         )
         self.metrics = Metrics(self.engine, pool)
-
-    @classmethod
-    def start(
-        cls,
-        settings: Settings,
-        model: LanguageModel | None = None,
-        tokenizer: Tokenizer | None = None,
-        planned: Mapping[str, int] | None = None,
-    ) -> "Service":
-        """Load a model, unless a loaded one is given, reserve the pool, and start the engine.
-
-        ``planned``: bytes by name, that /props tells.
-        """
-        if model is None or tokenizer is None:
-            adapter = None if settings.adapter_path is None else find_adapter(settings.adapter_path)
-            model, tokenizer = load_folder(find_model(settings.model), adapter_path=adapter)
-        return cls(settings, model, tokenizer, make_pool(settings, model), planned)
 
     def drafts_of(self, asked: ServedSource | None) -> Drafts | None:
         """What answers draft from; None: nothing.
@@ -167,11 +156,12 @@ class Service:
         """End a request's answers, or one of them. One that has ended is no error."""
         self.engine.cancel(request, answer)
 
-    def close(self, *, drain: bool = False, timeout: float | None = 10.0) -> bool:
-        """End the engine; those under way go on to their ends where ``drain`` says so. Returns whether it has ended."""
+    def close(self, timeout: float | None = 10.0) -> bool:
+        """End the engine and what is under way. Returns whether it has ended."""
         self.draining = True
+        ended = self.engine.close(drain=False, timeout=timeout)
         self.grammars.close()
-        return self.engine.close(drain=drain, timeout=timeout)
+        return ended
 
 
 def _names(settings: Settings, folder: Path) -> tuple[str, ...]:
@@ -188,7 +178,7 @@ def _names(settings: Settings, folder: Path) -> tuple[str, ...]:
 def make_pool(settings: Settings, model: LanguageModel) -> Pool:
     """The pool of a server."""
     context = model.config.max_position_embeddings
-    tokens = settings.max_kv_size or min(DEFAULT_MAX_KV_SIZE, context or DEFAULT_MAX_KV_SIZE)
+    tokens = settings.max_kv_size or min(DEFAULT_RESERVATION, context or DEFAULT_RESERVATION)
     if context is not None and tokens > context:
         raise ContextError(f"--max-kv-size is {tokens}; the model's context is {context} tokens")
     return model.make_pool(
@@ -201,3 +191,47 @@ def make_pool(settings: Settings, model: LanguageModel) -> Pool:
         max_seq_len=tokens,
         prefill_step_size=settings.prefill_step_size,
     )
+
+
+def warm_start(settings: Settings, model: LanguageModel, pool: Pool, paths: Sequence[str]) -> None:
+    """Let prompts begin with what prompt caches hold, as if a client had sent it; with keys, one of each.
+
+    The pages are given up like any other where they are needed, least recently used first.
+
+    Args:
+        paths: files of ``kvant generate`` or ``kvant chat --prompt-cache-file``, or of ``ModelCache.save``.
+    """
+    salts = settings.key_digests or (b"",)
+    pages = 0
+    for path in paths:
+        lengths = read_header(Path(path)).lengths
+        if len(lengths) != 1:
+            raise SnapshotError(f"{path}: it holds {len(lengths)} sequences; expected one")
+        if not 0 < lengths[0] <= pool.max_seq_len:
+            raise SnapshotError(f"{path}: it holds {lengths[0]} tokens; expected 1 to {pool.max_seq_len}, a sequence's")
+        pages += pool.pages_needed(lengths[0]) * len(salts)
+        if pages > pool.num_pages:
+            raise SnapshotError(f"{path}: with it {pages} pages are needed; the pool has {pool.num_pages}")
+        cache = model.make_cache(
+            lengths[0],
+            quant_bit=settings.kv_bits,
+            quant_group=settings.kv_group_size,
+            bias_split=settings.kv_bias_split,
+        )
+        cache.load(path)
+        for salt in salts:
+            _share(pool, cache, salt, path)
+    mx.eval([layer.arrays for layer in pool.layers])  # the engine's thread cannot compute what this one left undone
+
+
+def _share(pool: Pool, cache: ModelCache, salt: bytes, path: str) -> None:
+    """Put a cache's tokens into pages that prompts of a salt may begin with."""
+    sequence = pool.sequence(cache.offset, salt=salt)
+    sequence.load(cache)
+    sequence.share_prefix(last_page=True)
+    sequence.release()
+    found = pool.sequence(cache.offset, cache.ids[0], salt=salt, whole_pages=False)
+    held = found.length
+    found.release()
+    if not held:
+        raise SnapshotError(f"{path}: nothing of its {cache.offset} tokens can be shared between prompts of this model")

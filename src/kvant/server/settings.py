@@ -51,7 +51,6 @@ class Settings:
 
     Attributes:
         model: as for :func:`kvant.engine.load.find_model`.
-        adapter_path: the folder of an adapter.
         aliases: further names of the model.
         host: an address or name to listen on.
         port: 0: any that is free.
@@ -68,7 +67,6 @@ class Settings:
     """
 
     model: str = POCKET
-    adapter_path: str | None = None
     aliases: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8080

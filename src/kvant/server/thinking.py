@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.server.errors import ApiError
+from kvant.text.prompt import mentioned
 from kvant.text.thinking import marks_of
 from kvant.text.tokenizer import Tokenizer
-from kvant.text.variables import mentioned
 
 SWITCH = "enable_thinking"  # of Qwen3's template, and of others after it
 EFFORT = "reasoning_effort"  # of gpt-oss

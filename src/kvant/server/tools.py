@@ -18,12 +18,7 @@ MAX_NAME = 64  # OpenAI's; Anthropic's is 128
 
 
 def checked_tools(tools: Sequence[Tool], field: str, longest: int = MAX_NAME) -> tuple[Tool, ...]:
-    """The tools, where each has a name of its own.
-
-    Args:
-        field: where the name of one is, with {} for its place.
-        longest: characters of a name.
-    """
+    """The tools, each with a name of its own. ``field``: where it is, with {} for its place."""
     if len(tools) > MAX_TOOLS:
         raise ApiError(f"tools has {len(tools)}; expected at most {MAX_TOOLS}", param="tools")
     try:

@@ -1,7 +1,6 @@
 """A conversation's messages for a chat template, from interfaces that give them in pieces."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -43,69 +42,44 @@ def check_arguments(texts: Sequence[str]) -> None:
         raise ApiError(f"the arguments of calls have {count} values of JSON; expected {MAX_VALUES} at most")
 
 
-def not_text(place: str, part: msgspec.Struct) -> ApiError:
-    """The refusal of a part that is no text."""
-    return ApiError(f"{place} is of the type {part.__struct_config__.tag!r}; this server reads text only", param=place)
-
-
-@dataclass(slots=True)
-class _Turn:
-    """Pieces of one role that follow one another; or one tool's result."""
-
-    role: str
-    texts: list[str] = field(default_factory=list)
-    thinking: list[str] = field(default_factory=list)
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    result_of: dict[str, str] = field(default_factory=dict)
-
-    def message(self) -> dict[str, Any]:
-        made: dict[str, Any] = {"role": self.role, "content": joined(self.texts), **self.result_of}
-        if self.thinking:
-            made["reasoning_content"] = joined(self.thinking)
-        if self.calls:
-            made["tool_calls"] = self.calls
-        return made
-
-
 class Turns:
     """Collects pieces in their order. Pieces of one role that follow one another become one message."""
 
     def __init__(self) -> None:
-        self._turns: list[_Turn] = []
+        self._turns: list[dict[str, Any]] = []  # messages whose texts are lists of pieces
         self._names: dict[str, str] = {}  # of tools, by the ids of their calls
 
     def add_text(self, role: str, text: str) -> None:
-        """A piece of what the role says; see :func:`joined`."""
-        self._of(role).texts.append(text)
+        """A piece of what the role says."""
+        self._of(role)["content"].append(text)
 
     def add_thinking(self, text: str) -> None:
         """What the assistant thought, if anything."""
         if text:
-            self._of("assistant").thinking.append(text)
+            self._of("assistant")["reasoning_content"].append(text)
 
     def add_call(self, call_id: str, name: str, arguments: dict[str, Any]) -> None:
         """A call of the assistant's."""
         self._names[call_id] = name
-        call = {"name": name, "arguments": arguments}
-        self._of("assistant").calls.append({"id": call_id, "type": "function", "function": call})
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._of("assistant")["tool_calls"].append(call)
 
     def add_result(self, call_id: str, text: str, place: str) -> None:
-        """What a call brought.
-
-        Args:
-            place: the field that ``call_id`` is in.
-        """
+        """What an earlier call brought. ``place``: the field that ``call_id`` is in."""
         if call_id not in self._names:
             raise ApiError(f"{place} is {call_id[:80]!r}; no call before it has this id", param=place)
-        result_of = {"tool_call_id": call_id, "name": self._names[call_id]}
-        self._turns.append(_Turn("tool", [text], result_of=result_of))
+        self._turns.append({"role": "tool", "content": [text], "tool_call_id": call_id, "name": self._names[call_id]})
 
     def messages(self) -> list[dict[str, Any]]:
         """All of it, as :attr:`kvant.server.generation.Generation.messages`."""
-        return [turn.message() for turn in self._turns]
+        texts = ("content", "reasoning_content")
+        return [
+            {key: joined(value) if key in texts else value for key, value in turn.items() if value or key == "content"}
+            for turn in self._turns
+        ]
 
-    def _of(self, role: str) -> _Turn:
+    def _of(self, role: str) -> dict[str, Any]:
         """The turn that a piece of this role belongs to."""
-        if not self._turns or self._turns[-1].role != role:
-            self._turns.append(_Turn(role))
+        if not self._turns or self._turns[-1]["role"] != role:
+            self._turns.append({"role": role, "content": [], "reasoning_content": [], "tool_calls": []})
         return self._turns[-1]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvant.text.call_form import NoCallError, Reader, ToolFormat, schemas, to_json
-from kvant.text.stop_text import overlap
+from kvant.text.stream import overlap
 from kvant.text.thinking import Thinking
 from kvant.text.tokenizer import Tokenizer
 

@@ -4,6 +4,7 @@ applies them, so that the ids are those that transformers 5 gives.
 Where transformers builds a class's own pipeline instead of the file's (DEFAULTS has their names), so does this.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -16,8 +17,9 @@ from tokenizers.models import BPE
 
 from kvant.files import unique_keys
 from kvant.text.added import TOKEN_KEYS, folder_tokens, token
-from kvant.text.parts import digests
 
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token
+STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
 MAX_ID = 2**24  # a token's id is a place in a table
 # Tokens of a vocabulary -> the marks around its model's thoughts, as mlx-lm finds them.
 THINKING = {
@@ -31,32 +33,17 @@ SPACES = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")  
 SPM = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
 STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+END = "<|endoftext|>"
 DEFAULTS: dict[str, dict[str, str | None]] = {  # special tokens of a class where the folder names none
-    "Qwen2Tokenizer": {"unk_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
+    "Qwen2Tokenizer": {"unk_token": END, "eos_token": END, "pad_token": END},
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "CodeLlamaTokenizer": {
-        "unk_token": "<unk>",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "prefix_token": "▁<PRE>",
-        "middle_token": "▁<MID>",
-        "suffix_token": "▁<SUF>",
-        "eot_token": "▁<EOT>",
-        "fill_token": "<FILL_ME>",
+        "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "prefix_token": "▁<PRE>",
+        "middle_token": "▁<MID>", "suffix_token": "▁<SUF>", "eot_token": "▁<EOT>", "fill_token": "<FILL_ME>",
     },
-    "GPTNeoXTokenizer": {
-        "unk_token": "<|endoftext|>",
-        "bos_token": "<|endoftext|>",
-        "eos_token": "<|endoftext|>",
-        "pad_token": "<|padding|>",
-    },
-    "GPT2Tokenizer": {
-        "unk_token": "<|endoftext|>",
-        "bos_token": "<|endoftext|>",
-        "eos_token": "<|endoftext|>",
-        "pad_token": None,
-    },
-}
+    "GPTNeoXTokenizer": {"unk_token": END, "bos_token": END, "eos_token": END, "pad_token": "<|padding|>"},
+    "GPT2Tokenizer": {"unk_token": END, "bos_token": END, "eos_token": END, "pad_token": None},
+}  # fmt: skip
 
 
 class Encoder:
@@ -202,6 +189,39 @@ def pipeline_class(model_type: str | None, declared: object, content: bytes, kin
     if name not in DEFAULTS or model_type in ("mistral", "olmo2") or kind != "BPE":
         return None
     return None if name == "LlamaTokenizer" and b'"ByteLevel"' in content else name
+
+
+def digests(tokenizer: Tokenizer) -> dict[str, str]:
+    """SHA-256 by the part's name, the vocabulary first: of what differs, the first part is named.
+
+    What has no effect on ids or text is left out: the order in a file, merges as text or as pairs, a sequence of one
+    step, whether a token is special. What is put around a text is left out, too: a draft model is given ids.
+    """
+    raw = json.loads(tokenizer.to_str())
+    model = raw["model"]
+    vocabulary = model.pop("vocab", None)
+    scores = None if isinstance(vocabulary, dict) else vocabulary  # of a Unigram: pieces with a score each
+    parts: dict[str, Any] = {
+        "vocabulary": sorted((place, token) for token, place in tokenizer.get_vocab(with_added_tokens=True).items()),
+        "merges": [scores, model.pop("merges", None)],
+        "model": {key: value for key, value in model.items() if value not in (None, "", False)},
+        "added tokens": sorted([each["id"], *(each[flag] for flag in FLAGS)] for each in raw["added_tokens"]),
+    }
+    for name, steps in STEPS.items():
+        parts[name.replace("_", "-")] = _step(raw[name], steps)
+    return {name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest() for name, part in parts.items()}
+
+
+def _step(step: Any, steps: str) -> Any:
+    """A step without what has no effect."""
+    if not isinstance(step, dict):
+        return step
+    if step["type"] == "Sequence":
+        found = [_step(each, steps) for each in step[steps]]
+        return found[0] if len(found) == 1 else found
+    if step["type"] == "ByteLevel" and steps == "decoders":
+        return {"type": "ByteLevel"}
+    return {key: value for key, value in step.items() if key != "trim_offsets"}
 
 
 def _differ(listed: Mapping[str, Any], present: Mapping[int, AddedToken]) -> bool:

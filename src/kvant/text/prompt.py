@@ -1,15 +1,19 @@
-"""Text or messages to token ids."""
+"""Text or messages to token ids, with the variables of the chat template that a user gives."""
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from kvant.errors import PromptError, library_errors
-from kvant.text.tokenizer import Tokenizer
+from kvant.errors import PromptError, did_you_mean, library_errors
+from kvant.text.tokenizer import REFUSED, Tokenizer
 
 Message = Mapping[str, str]
+# What a conversation gives the template, or kvant the tokenizer.
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
+GIVEN |= {"conversation", "chat_template", *REFUSED}
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int] | mx.array, vocab_size: int) -> list[int]:
@@ -74,3 +78,66 @@ def _token_id(token: object) -> int:
     raise PromptError(
         f"the prompt has {str(token)[:80]!r} among its token ids; messages go through apply_chat_template"
     )
+
+
+def check_variables(tokenizer: Tokenizer, names: Collection[str]) -> None:
+    """Refuse a variable that is not the user's to set, or that the chat template does not mention."""
+    words = mentioned(tokenizer) if names else set()
+    for name in names:
+        if name in GIVEN:
+            raise ValueError(f"has {name[:80]!r}, which kvant sets itself")
+        if name not in words:
+            raise ValueError(f"has {name[:80]!r}, which the chat template does not mention{did_you_mean(name, words)}")
+
+
+def mentioned(tokenizer: Tokenizer) -> set[str]:
+    """All words of the model's chat templates that can be names."""
+    templates = tokenizer.chat_template or ""
+    source = templates if isinstance(templates, str) else "\n".join(templates.values())
+    return set(re.findall(r"[A-Za-z_]\w*", source))
+
+
+class KnownText:
+    """A rendered conversation with the token ids that were fed and generated for it.
+
+    A model may write an answer in other tokens than its text encodes to. A later rendering that repeats the text is
+    given the same tokens again, so that the cache still holds them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        unknown = tokenizer.unk_token
+        self._special = tuple(token for token in tokenizer.all_special_tokens if token and token != unknown)
+        self._text = ""
+        self._ids: list[int] = []
+        self._answers: list[tuple[int, int]] = []  # where each answer ends, in characters and in tokens
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a rendered conversation."""
+        for characters, tokens in reversed(self._answers):
+            # Only before a special token is a text's encoding that of its parts.
+            if text.startswith(self._text[:characters]) and text.startswith(self._special, characters):
+                return self._ids[:tokens] + encode_rendered(self._tokenizer, text[characters:])
+        return encode_rendered(self._tokenizer, text)
+
+    def answered(self, text: str, ids: Sequence[int], answer: Sequence[int]) -> None:
+        """Remember a rendered conversation, its ids, and the ids of the answer to it without a token that ended it."""
+        kept = len(self._answers)
+        while kept and not self._repeated(text, ids, *self._answers[kept - 1]):
+            kept -= 1
+        decoded = self._decode(answer)
+        ends = [*self._answers[:kept], (len(text) + len(decoded), len(ids) + len(answer))]
+        self._text, self._ids, self._answers = text + decoded, [*ids, *answer], ends
+
+    def restore(self, ids: Sequence[int]) -> None:
+        """Remember ids alone, which end with an answer."""
+        text = self._decode(ids)
+        self._text, self._ids, self._answers = text, list(ids), [(len(text), len(ids))]
+
+    def _repeated(self, text: str, ids: Sequence[int], characters: int, tokens: int) -> bool:
+        return text.startswith(self._text[:characters]) and list(ids[:tokens]) == self._ids[:tokens]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        if not ids:
+            return ""
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import ModelError, PromptError, one_line
-from kvant.text.detokenizer import ByteDetokenizer, StreamingDetokenizer, WindowDetokenizer
+from kvant.text.detokenizer import ByteDetokenizer, StreamingDetokenizer, WindowDetokenizer, token_bytes
 from kvant.text.folder import read_tokenizer_files
 from kvant.text.process import TextError, TextProcess
 from kvant.text.template import choose_template, cut_at_mark, mark_continuation, plain_data, prepare, render
-from kvant.text.vocabulary import token_bytes
 
 MAX_IDS = 2**32  # the tokenizers library's ids
 
@@ -207,7 +206,7 @@ class Tokenizer:
         return dict(self._ask({"do": "vocabulary"}, "the vocabulary cannot be had")["vocabulary"])
 
     def parts(self) -> dict[str, str]:
-        """A digest of each part of the tokenizer by its name; see :mod:`kvant.text.parts`."""
+        """A digest of each part of the tokenizer that has an effect on ids or text, by the part's name."""
         return dict(self._ask({"do": "parts"}, "the tokenizer cannot be compared")["parts"])
 
     @property

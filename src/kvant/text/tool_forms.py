@@ -4,9 +4,11 @@ Calls are read here and not by mlx-lm's parsers, which take whole texts and chan
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvant.errors import PromptError
+from kvant.text.answer_parts import AnswerParts, CallPart
 from kvant.text.call_form import (
     Call,
     JsonEnd,
@@ -20,6 +22,7 @@ from kvant.text.call_form import (
     may_be,
     skip_space,
 )
+from kvant.text.tokenizer import Tokenizer
 
 
 class Hermes(ToolFormat):
@@ -30,29 +33,32 @@ class Hermes(ToolFormat):
     writing = Writing('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>")
 
     def reader(self) -> Reader:
-        return _HermesReader()
+        return _ObjectReader("<tool_call>", ("name", "arguments"), "</tool_call>")
 
     def read(self, text: str, tools: Schemas) -> list[Call]:
         body = text[len("<tool_call>") : text.rindex("}") + 1]
         return [call_of(load_json(body), "arguments")]
 
 
-class _HermesReader(Reader):
-    def __init__(self) -> None:
+class _ObjectReader(Reader):
+    """Of a call that is a JSON object, whose first key is one of ``keys``, between two marks."""
+
+    def __init__(self, mark: str, keys: Sequence[str], end: str = "") -> None:
+        self._mark, self._keys, self._end = mark, keys, end
         self._json: JsonEnd | None = None
 
     def end(self, text: str, is_all: bool) -> int | None:
-        start = len("<tool_call>")
         if self._json is None:
+            start = len(self._mark) if text.startswith(self._mark) else 0
             at = skip_space(text, start)
             if at == len(text) and not is_all:
                 return None
             may_be("{", text, at, start)
-            self._json = JsonEnd(at, ("name", "arguments"))
+            self._json = JsonEnd(at, self._keys)
         json_end = self._json.end(text, is_all)
-        if json_end is None:
-            return None
-        end = may_be("</tool_call>", text, skip_space(text, json_end), json_end)
+        if json_end is None or not self._end:
+            return json_end
+        end = may_be(self._end, text, skip_space(text, json_end), json_end)
         # A model may end its answer without the mark. The call is whole.
         return len(text) if end is None and is_all else end
 
@@ -248,22 +254,41 @@ class Llama3(ToolFormat):
     writing = Writing('{"name": "', '", "parameters": ', "}")
 
     def reader(self) -> Reader:
-        return _Llama3Reader()
+        return _ObjectReader("<|python_tag|>", ("name", "parameters", "arguments", "type"))
 
     def read(self, text: str, tools: Schemas) -> list[Call]:
         return [call_of(load_json(text.removeprefix("<|python_tag|>")), "parameters", "arguments")]
 
 
-class _Llama3Reader(Reader):
-    def __init__(self) -> None:
-        self._json: JsonEnd | None = None
+FORMS: tuple[ToolFormat, ...] = (Hermes(), QwenCoder(), Mistral(), Mistral(space=""), MistralArgs(), Llama3())
+PROBE = "kvant_probe"
+PROBE_SCHEMA = {"type": "object", "properties": {"value": {"type": "string"}}, "required": ["value"]}
+PROBE_TOOL = {"type": "function", "function": {"name": PROBE, "description": "A probe.", "parameters": PROBE_SCHEMA}}
+PROBE_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": PROBE, "arguments": {"value": "x"}}}
 
-    def end(self, text: str, is_all: bool) -> int | None:
-        if self._json is None:
-            start = len("<|python_tag|>") if text.startswith("<") else 0
-            at = skip_space(text, start)
-            if at == len(text) and not is_all:
-                return None
-            may_be("{", text, at, start)
-            self._json = JsonEnd(at, ("name", "parameters", "arguments", "type"))
-        return self._json.end(text, is_all)
+
+def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
+    """The form of a model's tool calls: the one in which its chat template writes a call.
+
+    None: the template writes no tools, or it writes calls in no form that is known here.
+    """
+    asked = [{"role": "user", "content": "x"}]
+    call = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
+
+    def rendered(messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
+        return str(tokenizer.apply_chat_template(messages, [PROBE_TOOL], tokenize=False, **given))
+
+    try:
+        prompt = rendered(asked, add_generation_prompt=True)
+        called = rendered([*asked, call])
+    except PromptError:
+        return None
+    if PROBE not in prompt:
+        return None
+    same = next((n for n, (a, b) in enumerate(zip(prompt, called, strict=False)) if a != b), len(prompt))
+    written = called[same:]
+    for form in FORMS:
+        parts = AnswerParts(tokenizer, prompt, [PROBE_TOOL], form)
+        if form.writing.begin in written and CallPart(PROBE, '{"value":"x"}') in [*parts.add(written), *parts.finish()]:
+            return form
+    return None

@@ -85,7 +85,7 @@ def remote_facts(text: str) -> tuple[Mapping[str, Any], dict[str, int]]:
     if size > MAX_CONFIG_BYTES:
         raise WeightsError(f"{reference}: config.json has {size} bytes; expected at most {MAX_CONFIG_BYTES}")
     folder = snapshot_folder(reference.repository, listing.commit)
-    _refuse_without_digest(reference.repository, listing, ["config.json"], lock)
+    _check_listing(reference.repository, listing, lock)
     download(reference.repository, listing.commit, "config.json")
     _verified(reference.repository, listing, "config.json", lock, folder)
     config = read_json(folder / "config.json", error=WeightsError)
@@ -104,9 +104,8 @@ def _fetch(reference: Reference, lock: Lock, listing: Listing, progress: Say) ->
     repository, commit = reference.repository, listing.commit
     check_writable()
     folder = snapshot_folder(repository, commit)
-    _refuse_contradictions(repository, listing, lock)
+    _check_listing(repository, listing, lock)
     missing = [name for name in listing.files if not (folder / name).is_file()]
-    _refuse_without_digest(repository, listing, missing, lock)
     _refuse_without_space(reference, listing, missing)
     for name in missing:
         progress(f"fetching {reference}, {name}: {format_bytes(listing.files[name].bytes)}")
@@ -125,20 +124,11 @@ def _fetch(reference: Reference, lock: Lock, listing: Listing, progress: Say) ->
     return folder
 
 
-def _refuse_without_digest(repository: str, listing: Listing, names: Iterable[str], lock: Lock) -> None:
-    """Refuse a file of which nobody states a digest: the hub, weights.toml, or an earlier pull."""
-    known, recorded = known_files(repository, listing.commit), lock.snapshots.get(listing.commit, {})
-    for name in names:
-        stated = [source.sha256 for source in (known.get(name), recorded.get(name)) if source is not None]
-        if listing.files[name].digest is None and not any(stated):
-            raise WeightsError(f"{repository}: the hub states no digest of {name}; nothing else could tell what came")
-
-
-def _refuse_contradictions(repository: str, listing: Listing, lock: Lock) -> None:
-    """Refuse a listing that contradicts the known facts of the commit, before a byte is fetched."""
+def _check_listing(repository: str, listing: Listing, lock: Lock) -> None:
+    """Refuse a listing that contradicts known facts, or a file of which nobody states a digest."""
     recorded: Mapping[str, Verified | File] = lock.snapshots.get(listing.commit, {})
-    lists = f"{repository}@{listing.commit}: the hub lists"
-    for name, known in {**recorded, **known_files(repository, listing.commit)}.items():
+    lists, stated = f"{repository}@{listing.commit}: the hub lists", set[str]()
+    for name, known in (*recorded.items(), *known_files(repository, listing.commit).items()):
         listed = listing.files.get(name)
         if listed is None:
             raise WeightsError(f"{lists} no {name}; expected it")
@@ -146,6 +136,10 @@ def _refuse_contradictions(repository: str, listing: Listing, lock: Lock) -> Non
             raise WeightsError(f"{lists} {name} with {listed.bytes} bytes; expected {known.bytes}")
         if listed.sha256 is not None and known.sha256 not in (None, listed.sha256):
             raise WeightsError(f"{lists} {name} with sha256 {listed.sha256}; expected {known.sha256}")
+        stated |= {name} if known.sha256 else set()
+    for name, listed in listing.files.items():
+        if listed.digest is None and name not in stated:
+            raise WeightsError(f"{repository}: the hub states no digest of {name}; nothing else could tell what came")
 
 
 def _refuse_without_space(reference: Reference, listing: Listing, missing: Iterable[str]) -> None:

@@ -144,37 +144,6 @@ def test_keys_typed_during_an_answer_are_dropped(chat: Chat) -> None:
     assert b"Zx" not in chat.written[shown:]
 
 
-def test_undo_retry_and_edit(chat: Chat) -> None:
-    chat.enter("Hello!")
-    first = chat.since("Hello!").partition(" cut at")[0]
-    assert len(first) > 60
-    chat.enter("/retry")
-    assert chat.since("/retry").partition(" cut at")[0] == first
-    chat.enter("/edit")
-    assert chat.input == "/edit Hello!"
-    chat.clear()
-    chat.enter(f"/edit {QUESTION}")
-    assert "a fox named Pip" in chat.since(f"/edit {QUESTION}")
-    chat.enter("/undo")
-    assert f"undone: {QUESTION}" in chat.since("/undo")
-    chat.enter("/undo")
-    assert "there is nothing to undo" in chat.since("/undo")
-
-
-def test_an_error_is_a_line_and_the_conversation_goes_on(chat: Chat) -> None:
-    for line, said in (
-        ("/set temp high", "error: temp is 'high'; expected a number, or default"),
-        ("/set tmp 1", "error: /set tmp is no option; did you mean temp?"),
-        ("/set temp -1", "error: temp is -1.0; expected 0, or from 0.001 on"),
-        ("/undo all", "error: /undo takes nothing after it"),
-        ("/hlep", "/hlep is not a command; did you mean /help?"),
-    ):
-        chat.enter(line)
-        assert squeezed(said) in chat.since(line)
-    chat.enter("/etc/hosts is what?")
-    assert "cut at max_tokens, 60" in chat.since("/etc/hosts is what?")
-
-
 def test_a_conversation_is_saved_and_loaded(chat: Chat, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     chat.enter("Hello!")

@@ -5,20 +5,25 @@ import signal
 import sys
 import termios
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
+from typer.exceptions import TyperException
 
 from kvant.cli import interrupts, options, ranks
 from kvant.cli import prompt_cache_file as cache_file
-from kvant.cli.chat.loop import converse
+from kvant.cli.chat import commands
 from kvant.cli.chat.talk import Talk, View, notice
 from kvant.cli.follow import follow
 from kvant.cli.options import RunOptions
 from kvant.cli.session import open_session
 from kvant.engine.sampling import SamplingOptions
+from kvant.errors import KvantError, one_line, printable
+
+FAILURES = (KvantError, ValueError, TyperException, OSError, RuntimeError, MemoryError)  # MLX's are RuntimeErrors
+ENDS = ("exit", "quit")  # typed alone, on a terminal
 
 
 @options.with_options
@@ -31,7 +36,10 @@ def chat(
     markdown: Annotated[
         bool, typer.Option("--markdown/--no-markdown", help="On a terminal, show answers as markdown or as they are.")
     ] = True,
-    overflow: options.Overflow = "forget",
+    overflow: Annotated[
+        Literal["forget", "stop"],
+        typer.Option(help="When the context is full, forget the oldest turns and go on, or stop."),
+    ] = "forget",
     prompt_cache_file: Annotated[
         str | None,
         typer.Option(
@@ -56,7 +64,47 @@ def chat(
         cache_file.kept(prompt_cache_file, talk.conversation, run.system_prompt, quiet=run.quiet),
         interrupts.patient(),  # Ctrl-C stops an answer, not the program
     ):
-        converse(talk, _reader(talk), _silent)
+        _converse(talk, _reader(talk))
+
+
+def _converse(talk: Talk, read: Callable[[], str]) -> None:
+    """Read and answer until the input ends or the user leaves. An error is one line, and the conversation goes on."""
+    while True:
+        try:
+            line = read().strip()
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            continue  # on a terminal it clears the line
+        except EOFError:
+            return
+        if sys.stdin.isatty() and line in ENDS:
+            return
+        try:
+            with _silent():
+                _do(talk, line)
+        except commands.Leave:
+            return
+        except KeyboardInterrupt:
+            notice("stopped")
+        except FAILURES as error:
+            notice(f"error: {_worded(error)}")
+
+
+def _do(talk: Talk, line: str) -> None:
+    command = commands.find(line)
+    if isinstance(command, str):
+        notice(command)
+    elif command is not None:
+        commands.perform(command, talk, line)
+    elif line:
+        talk.send(line[1:] if line.startswith("//") else line)
+
+
+def _worded(error: Exception) -> str:
+    if isinstance(error, TyperException):
+        return printable(error.format_message())
+    return str(error) if isinstance(error, KvantError) else one_line(error)
 
 
 @contextmanager
@@ -70,7 +118,8 @@ def _silent() -> Iterator[None]:
     silent = [*found[:3], found[3] & ~(termios.ECHO | termios.ICANON), *found[4:]]
 
     def restore() -> None:
-        termios.tcsetattr(terminal, termios.TCSAFLUSH, found)
+        with suppress(termios.error):  # the terminal has gone
+            termios.tcsetattr(terminal, termios.TCSAFLUSH, found)
 
     termios.tcsetattr(terminal, termios.TCSANOW, silent)
     try:

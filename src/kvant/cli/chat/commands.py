@@ -61,11 +61,7 @@ def find(line: str) -> Command | str | None:
 
 
 def perform(command: Command, talk: Talk, line: str) -> None:
-    """Run the command of a line.
-
-    Raises:
-        ArgumentError: an argument it does not take, or none where it needs one.
-    """
+    """Run the command of a line."""
     name, _, argument = line.partition(" ") if " " in line.split("\n")[0] else line.partition("\n")
     argument = argument.strip()
     if argument and not command.usage:

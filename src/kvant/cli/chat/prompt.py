@@ -44,12 +44,7 @@ class Prompt:
         )
 
     def read(self) -> str:
-        """The next message; what is to be edited stands there already.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C, which drops the line.
-            EOFError: Ctrl-D on an empty line.
-        """
+        """The next message; what is to be edited stands there already."""
         draft, self._talk.draft = self._talk.draft, ""
         text = self._session.prompt("> ", default=draft).encode("utf-8", "replace").decode().strip()
         if text.startswith(QUOTES):

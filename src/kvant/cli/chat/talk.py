@@ -57,12 +57,7 @@ class Talk:
         view: View,
         overflow: Overflow = "forget",
     ) -> None:
-        """Begin; ``view`` is how answers are shown, ``overflow`` as in :class:`Conversation`, and see the attributes.
-
-        Raises:
-            PromptError: a model without a chat template.
-            ArgumentError: an option of sampling, or drafts, that the model cannot have.
-        """
+        """Begin; ``view`` is how answers are shown, ``overflow`` as in :class:`Conversation`."""
         if not session.tokenizer.has_chat_template:
             raise PromptError(
                 "the model has no chat template; kvant generate --ignore-chat-template continues a prompt"

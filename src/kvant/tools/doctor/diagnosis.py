@@ -30,7 +30,7 @@ UNFUSED = "unfused"
 
 @dataclass(frozen=True, slots=True)
 class OperatorPath:
-    """``path`` is fused, unfused, or none if a requested kernel failed its self-check; a step is compiled or not."""
+    """``path`` is fused or unfused; a step is compiled or not."""
 
     operator: str
     path: str
@@ -113,11 +113,8 @@ def diagnose(progress: Callable[[int, int], None]) -> Diagnosis:
 
 def operator_paths() -> list[OperatorPath]:
     """The path of every operator on this machine, and the reason."""
-    try:
-        choice = choose()
-        path, reason = UNFUSED if choice.backend is None else f"fused ({choice.backend})", choice.reason
-    except RuntimeError as error:  # the kernel is asked for, and failed its self-check
-        path, reason = "none", str(error)
+    choice = choose()
+    path, reason = UNFUSED if choice.backend is None else f"fused ({choice.backend})", choice.reason
     more = f"the kernel is for few queries; more than {MAX_NEW_TOKENS} are a product with dequantized keys and values"
     if should_compile():
         step = "compiled", "on a GPU the step takes less time than building it"
