@@ -1,16 +1,14 @@
 """What bounds the fused kernel on Apple's GPUs, computed from compiled code: no GPU has run it.
 
-    python scripts/kernel_cost.py [--before FILE] [--nvdisasm PROGRAM] > FILE
+    python scripts/kernel_cost.py > FILE
 
 Prints JSON: what a row costs in each shape of kernel_registers.py, and the least time of a call on each device, beside
-MLX's attention in bfloat16, counted in the same way from the installed MLX's own text. Tables go to standard error;
---before sets an earlier FILE beside. --nvdisasm counts NVIDIA's machine code too (nvcc is needed).
+MLX's attention in bfloat16, counted in the same way from the installed MLX's own text. A table goes to standard error.
 
 A row is one token's key and value of one kv head, for all its query heads. Its cost is the instructions that simdgroups
 issue for the inner loop's body, divided by the rows the body handles.
 """
 
-import argparse
 import json
 import math
 import platform
@@ -20,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,8 +29,8 @@ import mlx.core as mx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from kernel_counts import main_loop, sass_loop
-from kernel_registers import GROUP, SHAPES, TOKENS, Shape, run, texts
+from kernel_counts import main_loop
+from kernel_registers import GROUP, SHAPES, TOKENS, Shape, run
 from support.metal_host.compiler import find_ziglang
 from support.metal_host.ir import allocas, optimized, optimized_call
 from support.metal_host.source import KernelCall, kernel_call
@@ -41,7 +40,6 @@ from kvant.operators.kernels.attend import threadgroup_shape
 
 MODELS = ("Qwen2.5-0.5B 14/2/64", "Qwen2.5-7B 28/4/128", "Qwen3-4B 32/8/128")
 CONTEXTS = (1024, 8192, 32768)
-BOUNDS = "least us by memory, cache, arithmetic"
 
 # A loop of constant length counts as unrolled, also where the text leaves that to the compiler: so does MLX's.
 UNROLLED = ("-O2", "-mllvm", "-unroll-threshold=100000", "-mllvm", "-unroll-runtime=false")
@@ -107,8 +105,8 @@ class Bound:
 
 
 @cache
-def metal_calls(shape: Shape, tokens: int = TOKENS, registers: launch.Backend = "metal") -> dict[str, KernelCall]:
-    """What a shape launches on Metal, by the kernel's name. registers: for whose the queries are distributed."""
+def metal_calls(shape: Shape, tokens: int = TOKENS) -> dict[str, KernelCall]:
+    """The launches of a shape on Metal, by the kernel's name."""
     found: dict[str, KernelCall] = {}
     make = launch._kernel.__wrapped__
 
@@ -120,7 +118,7 @@ def metal_calls(shape: Shape, tokens: int = TOKENS, registers: launch.Backend = 
         return record
 
     with patch.object(launch, "_kernel", kernel):
-        run(shape, registers, tokens)
+        run(shape, "metal", tokens)
     return found
 
 
@@ -129,12 +127,12 @@ def per_row(counts: Counter[str], share: float) -> Cost:
     return Cost({kind: n * share * (32 if " bytes" in kind else 1) for kind, n in sorted(counts.items())})
 
 
-def rows_of(call: KernelCall, shape: Shape, registers: launch.Backend = "metal") -> float:
+def rows_of(call: KernelCall, shape: Shape) -> float:
     """Rows that a simdgroup handles in a pass of its loop, divided by the simdgroups that read the same rows."""
     alone = replace(call, text=call.text.replace("settings[KVANT_SHARING]", "1"))  # no other takes rows between its own
     _, rows = main_loop(optimized_call(alone, UNROLLED))
     width, most = max(shape.D, shape.Dv), shape.queries or None
-    tiles, groups, _, _ = threadgroup_shape(shape.H // shape.K * shape.S, shape.pairs, registers, width, most)
+    tiles, groups, _, _ = threadgroup_shape(shape.H // shape.K * shape.S, shape.pairs, "metal", width, most)
     return rows() / groups / tiles
 
 
@@ -146,16 +144,6 @@ def metal_cost(shape: Shape) -> Cost:
     if allocas(code := optimized_call(call)):  # what is not unrolled as the text has it stays in thread memory
         counts.update({kind: n for kind, n in main_loop(code)[0].items() if kind.startswith("thread ")})
     return per_row(counts, 1 / rows_of(call, shape))
-
-
-def cuda_cost(shape: Shape, nvdisasm: str) -> Cost | None:
-    """Of the first pass on CUDA, of warps; None where tokens are staged in a loop of their own."""
-    text = next(text for name, text in texts(shape).items() if "attend" in name)
-    try:
-        counts = sass_loop(nvdisasm, text)
-    except RuntimeError:
-        return None
-    return per_row(counts, 1 / rows_of(metal_calls(shape, registers="cuda")["attend"], shape, "cuda"))
 
 
 @cache
@@ -219,71 +207,40 @@ def mlx_bound(device: Device, shape: Shape, tokens: int) -> Bound:
 # ---- what is printed -------------------------------------------------------------------------------------------------
 
 
-def measured(nvdisasm: str | None) -> dict[str, Any]:
-    """Everything that is recorded."""
-    costs: dict[str, Any] = {"metal": {}, "cuda": {}, "mlx": {}}
-    for name, shape in SHAPES.items():
-        costs["metal"][name] = described(metal_cost(shape))
-        if nvdisasm and (cost := cuda_cost(shape, nvdisasm)):
-            costs["cuda"][name] = cost.counts
-    bounds: dict[str, Any] = {}
+def main() -> None:
+    """Print the JSON, and for people a Markdown table: kvant's least time divided by MLX's.
+
+    It says what bounds it, too: m memory, c a core's own cache, a arithmetic.
+    """
+    costs = {"metal": {name: described(metal_cost(shape)) for name, shape in SHAPES.items()}, "mlx": {}}
+    bounds: dict[str, dict[str, list[float]]] = {}
+    print("| model, tokens, GPU | MLX bf16 | 8 bits | 4 bits |\n| --- | --- | --- | --- |", file=sys.stderr)
     for model in MODELS:
         plain = SHAPES[f"{model}, int8"]
         costs["mlx"] |= {f"{model}, {n} pass": described(mlx_cost(plain, n == "two")) for n in ("one", "two")}
-        for tokens in CONTEXTS:
-            for kind, device in DEVICES.items():
-                found = {"MLX": mlx_bound(device, plain, tokens)}
-                for bits in ("int8", "int4"):
-                    shape = SHAPES[f"{model}, {bits}"]
-                    found[bits] = kvant_bound(device, shape, tokens, metal_cost(shape))
-                key = f"{model}, {tokens} tokens, {kind}"
-                bounds[key] = {engine: [round(us, 1) for us in astuple(least)] for engine, least in found.items()}
-    return {
-        "command": f"python {Path(sys.argv[0]).name}",
+        for tokens, (kind, device) in product(CONTEXTS, DEVICES.items()):
+            found = {"MLX": mlx_bound(device, plain, tokens)}
+            for bits in ("int8", "int4"):
+                shape = SHAPES[f"{model}, {bits}"]
+                found[bits] = kvant_bound(device, shape, tokens, metal_cost(shape))
+            least = {engine: [round(us, 1) for us in astuple(bound)] for engine, bound in found.items()}
+            bounds[f"{model}, {tokens} tokens, {kind}"] = least
+            theirs = max(least["MLX"])
+            cells = [f"{max(own) / theirs:.2f} {'mca'[own.index(max(own))]}" for own in least.values()]
+            print(f"| {model}, {tokens}, {kind} | {theirs:.0f} us | {cells[1]} | {cells[2]} |", file=sys.stderr)
+    record = {
         "versions": {"mlx": mx.__version__, "clang": find_ziglang().version, "python": platform.python_version()},
         "devices": {name: asdict(device) for name, device in DEVICES.items()},
         "per row": costs,
-        BOUNDS: bounds,
+        "least us by memory, cache, arithmetic": bounds,
     }
+    print(re.sub(r"\[[^]]*\]", lambda m: " ".join(m[0].split()), json.dumps(record, indent=1)))  # a list in one line
 
 
 def described(cost: Cost) -> dict[str, float]:
     """Rounded, with the cycles of issue and of the complex unit."""
-    found = {"issue": cost.issue, "complex": cost.complex} | cost.counts
-    return {kind: round(n, 2) for kind, n in found.items()}
-
-
-def table(now: dict[str, Any], before: dict[str, Any] | None) -> str:
-    """Markdown: kvant's least time divided by MLX's, and what bounds it: memory, cache (a core's own) or arithmetic."""
-    lines = [
-        "| model, tokens, GPU | MLX bf16 | 8 bits | 4 bits |" + (" 8 bits before | 4 bits before |" if before else "")
-    ]
-    lines.append("| --- |" + " --- |" * (lines[0].count("|") - 2))
-    for key, found in now[BOUNDS].items():
-        cells = [f"{max(found['MLX']):.0f} us {by(found['MLX'])}"]
-        for record in (now, before) if before else (now,):
-            them = record[BOUNDS][key]
-            cells += [f"{max(them[bits]) / max(them['MLX']):.2f} {by(them[bits])}" for bits in ("int8", "int4")]
-        lines.append(" | ".join(["", key, *cells, ""]).strip())
-    return "\n".join(lines)
-
-
-def by(least: list[float]) -> str:
-    return "mca"[least.index(max(least))]
-
-
-def main() -> int:
-    """Print the JSON, and the table for people."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--before", type=Path, metavar="FILE", help="an earlier JSON to set beside")
-    parser.add_argument("--nvdisasm", metavar="PROGRAM", help="count NVIDIA's machine code with this program, and nvcc")
-    arguments = parser.parse_args()
-    now = measured(arguments.nvdisasm)
-    before = json.loads(arguments.before.read_text()) if arguments.before else None
-    print(table(now, before), file=sys.stderr)
-    print(re.sub(r"\[[^]]*\]", lambda m: " ".join(m[0].split()), json.dumps(now, indent=1)))  # a list in one line
-    return 0
+    return {kind: round(n, 2) for kind, n in ({"issue": cost.issue, "complex": cost.complex} | cost.counts).items()}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,17 +1,12 @@
-"""Instructions of a kernel's inner loop, counted from compiled code: LLVM's intermediate code, NVIDIA's machine code.
+"""Instructions of a kernel's inner loop, counted from LLVM's intermediate code.
 
 The classes are those that GPUs run at different rates. A row is one token's key and value of one kv head.
 """
 
 import math
 import re
-import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-
-from compile_cuda import ARCHITECTURE, INCLUDE
 
 _INSTRUCTION = re.compile(r"^ +(?:(%\S+) = )?(?:tail |musttail |notail )?([a-z]+) ?(.*)$")
 _FLOATS = {"fadd", "fsub", "fmul", "fneg"}
@@ -171,64 +166,3 @@ def called(rest: str) -> dict[str, int]:
         if name and re.match(pattern, name[1]):
             return kinds
     raise RuntimeError(f"not understood: call {rest}")
-
-
-# ---- NVIDIA's machine code -------------------------------------------------------------------------------------------
-
-_SASS = {
-    "float": r"FFMA|FADD|FMUL|FMNMX|FSEL|FSETP|HADD2|HFMA2|HMUL2|HMNMX2",
-    "convert": r"I2F|F2I|F2F|I2I|I2FP|F2FP",
-    "exp": r"MUFU",
-    "shift": r"SHF|PRMT|BFE|BFI|SGXT",
-    "bitwise": r"LOP3|PLOP3",
-    "multiply": r"IMAD",
-    "integer": r"IADD3|LEA|IMNMX|ISETP|SEL|VIADD|IABS|VIMNMX",
-    "shuffle": r"SHFL",
-    "device load": r"LDG",
-    "shared load": r"LDS",
-    "shared store": r"STS",
-    "thread load": r"LDL",
-    "thread store": r"STL",
-    "barrier": r"BAR",
-    "branch": r"BRA|BSSY|BSYNC|WARPSYNC|EXIT",
-}
-
-
-def sass_loop(nvdisasm: str, text: str) -> Counter[str]:
-    """Instructions of a warp in one pass of a CUDA text's largest loop, as nvcc compiles it.
-
-    A loop within it raises RuntimeError: how often it runs is not to be seen. "uniform" runs once for a warp; "move" is
-    what else there is.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.cu"
-        source.write_text(text)
-        command = [
-            "nvcc",
-            f"-arch={ARCHITECTURE}",
-            "-std=c++17",
-            "-cubin",
-            f"-I{INCLUDE}",
-            "-o",
-            f"{source}bin",
-            str(source),
-        ]
-        subprocess.run(command, check=True, capture_output=True)
-        lines = subprocess.run([nvdisasm, "-c", f"{source}bin"], check=True, capture_output=True, text=True).stdout
-    at: dict[str, int] = {}
-    spans = []
-    code = lines.splitlines()
-    for i, line in enumerate(code):
-        if label := re.match(r"(\.L\w+):", line):
-            at[label[1]] = i
-        elif (jump := re.search(r"BRA `\((\.L\w+)\)", line)) and jump[1] in at and i - at[jump[1]] > 1:
-            spans.append((at[jump[1]], i))
-    first, last = max(spans, key=lambda span: span[1] - span[0])
-    if any(first < start and end < last for start, end in spans):
-        raise RuntimeError("a loop within the loop")
-    found: Counter[str] = Counter()
-    for line in code[first:last]:
-        if operation := re.match(r" +/\*[0-9a-f]+\*/ +(?:@!?U?P\w+ )?([A-Z0-9]+)", line):
-            kind = next((k for k, names in _SASS.items() if re.fullmatch(names, operation[1])), None)
-            found[kind or ("uniform" if operation[1].startswith(("U", "R2U")) else "move")] += 1
-    return found

@@ -1,6 +1,6 @@
-"""Scripts for mlx-lm, of its README and its examples: they run with their imports changed, and say what they said.
+"""Scripts for mlx-lm, of its README and its examples: they run with their imports changed, with the same results.
 
-The text is theirs, but for the model's name, and shorter answers but in the long run. mlx-lm runs each on the same
+The calls are theirs, with another model and, but in the long run, shorter answers. mlx-lm runs each on the same
 weights, in float32 as kvant does on a CPU.
 """
 
@@ -16,22 +16,6 @@ from support.counts import count
 
 import kvant
 from kvant.models import Decoder
-
-README_STREAM = """
-from mlx_lm import load, stream_generate
-repo = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
-model, tokenizer = load(repo)
-prompt = "Write a story about Einstein"
-messages = [{"role": "user", "content": prompt}]
-prompt = tokenizer.apply_chat_template(
-    messages, add_generation_prompt=True,
-)
-text = ""
-for response in stream_generate(model, tokenizer, prompt, max_tokens=512):
-    print(response.text, end="", flush=True)
-    text += response.text
-print()
-"""
 
 README_TOKENIZER = """
 from mlx_lm import load, generate
@@ -50,18 +34,10 @@ checkpoint = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
 model, tokenizer = load(path_or_hf_repo=checkpoint)
 prompt = "Why is the sky blue?"
 conversation = [{"role": "user", "content": prompt}]
-prompt = tokenizer.apply_chat_template(
-    conversation=conversation, add_generation_prompt=True
-)
-max_tokens = 1_000
+prompt = tokenizer.apply_chat_template(conversation=conversation, add_generation_prompt=True)
+max_tokens = 1000
 verbose = True
-response = generate(
-    model=model,
-    tokenizer=tokenizer,
-    prompt=prompt,
-    max_tokens=max_tokens,
-    verbose=verbose,
-)
+response = generate(model=model, tokenizer=tokenizer, prompt=prompt, max_tokens=max_tokens, verbose=verbose)
 text = response
 """
 
@@ -101,17 +77,10 @@ def multiply(a: float, b: float):
 tools = {"multiply": multiply}
 prompt = "Multiply 12234585 and 48838483920."
 messages = [{"role": "user", "content": prompt}]
-prompt = tokenizer.apply_chat_template(
-    messages, add_generation_prompt=True, tools=list(tools.values())
-)
+prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tools=list(tools.values()))
 prompt_cache = make_prompt_cache(model)
 response = generate(
-    model=model,
-    tokenizer=tokenizer,
-    prompt=prompt,
-    max_tokens=2048,
-    verbose=True,
-    prompt_cache=prompt_cache,
+    model=model, tokenizer=tokenizer, prompt=prompt, max_tokens=2048, verbose=True, prompt_cache=prompt_cache
 )
 text = [response]
 """
@@ -120,40 +89,18 @@ EXAMPLE_BATCH_GENERATE_RESPONSE = """
 from mlx_lm import batch_generate, load
 checkpoint = "mlx-community/Llama-3.2-3B-Instruct-4bit"
 model, tokenizer = load(path_or_hf_repo=checkpoint)
+prompts = ["Write a story about Einstein.", "Why is the sky blue?", "What time is it?", "How tall is Mt Everest?"]
 prompts = [
-    "Write a story about Einstein.",
-    "Why is the sky blue?",
-    "What time is it?",
-    "How tall is Mt Everest?",
+    tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True) for p in prompts
 ]
-prompts = [
-    tokenizer.apply_chat_template(
-        [{"role": "user", "content": p}],
-        add_generation_prompt=True,
-    )
-    for p in prompts
-]
-result = batch_generate(
-    model, tokenizer, prompts, verbose=False, return_prompt_caches=True, max_tokens=2048
-)
+result = batch_generate(model, tokenizer, prompts, verbose=False, return_prompt_caches=True, max_tokens=2048)
 print(result.texts[-1])
 text = result.texts
+prompts = ["Could you summarize that?", "And what about the sea?", "Try again?", "And Mt Olympus?"]
 prompts = [
-    "Could you summarize that?",
-    "And what about the sea?",
-    "Try again?",
-    "And Mt Olympus?",
+    tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True) for p in prompts
 ]
-prompts = [
-    tokenizer.apply_chat_template(
-        [{"role": "user", "content": p}],
-        add_generation_prompt=True,
-    )
-    for p in prompts
-]
-result = batch_generate(
-    model, tokenizer, prompts, verbose=False, prompt_caches=result.caches
-)
+result = batch_generate(model, tokenizer, prompts, verbose=False, prompt_caches=result.caches)
 print(result.texts[-1])
 text = text + result.texts
 """
@@ -202,7 +149,7 @@ for query in ("Hello! Who are you?", "Tell me about a fox.", "r", "And about a d
             1.0,
             xtc_threshold=0.1,
             xtc_probability=0.0,
-            xtc_special_tokens=(tokenizer.encode("\\n") + list(tokenizer.eos_token_ids)),
+            xtc_special_tokens=tokenizer.encode("\\n") + list(tokenizer.eos_token_ids),
         ),
         prompt_cache=prompt_cache,
         prefill_step_size=2048,
@@ -217,7 +164,7 @@ from mlx_lm import load, generate
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 model, tokenizer = load("mlx-community/Mistral-7B-Instruct-v0.3-4bit")
 prompt_cache = make_prompt_cache(model)
-progress, text = [], []
+progress, text = ([], [])
 story = tokenizer.encode("Once upon a time, a fox and a duck lived by the river. ")
 for ending in ("The fox", "The duck", "Then"):
     before = prompt_cache[0].offset
@@ -310,6 +257,14 @@ def test_a_script_with_its_imports_changed(
     monkeypatch.chdir(tmp_path)
     ours = _text(run(changed(SCRIPTS[name]), "pocket"))
     assert ours == _text(run(SCRIPTS[name], str(pocket_folder)))
+
+
+@pytest.mark.parametrize("name", ["CHAT", "GOING_BACK"])
+def test_a_script_with_the_default_cache(name: str) -> None:
+    """Of 8 bits; what it says may differ by their rounding."""
+    left = run(changed(SCRIPTS[name]), "pocket")
+    assert left["prompt_cache"][0].quant_bit == 8
+    assert _text(left)
 
 
 @pytest.mark.parametrize("max_tokens", [5, 300])

@@ -36,7 +36,6 @@ COMMANDS = {
     "config": "Show the config file, and what it sets.",
 }
 NAME = "kvant"
-GROUPS = ("bench",)
 LAUNCHER = "launch"  # what follows its own flags is another command
 LAUNCH_LINE = re.compile(rf"\s*\S+\s+{LAUNCHER}\s(.*?\s)?--\s+({NAME}\s+)?(?=\S+\s)", re.DOTALL)
 _said = ""  # the command's error
@@ -60,11 +59,8 @@ def make_app(arguments: list[str]) -> typer.Typer:
             app.command(name, short_help=summary)(_not_imported)
             continue
         module = import_module(f"kvant.cli.{name}")
-        if name in GROUPS:
-            app.add_typer(module.app, name=name, short_help=summary)
-        else:
-            settings = {"allow_interspersed_args": name != LAUNCHER}
-            app.command(name, short_help=summary, context_settings=settings)(getattr(module, name))
+        settings = {"allow_interspersed_args": name != LAUNCHER}
+        app.command(name, short_help=summary, context_settings=settings)(getattr(module, name))
     return app
 
 

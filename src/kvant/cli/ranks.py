@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvant.ranks.group import Ranks
     from kvant.ranks.guard import Guard
 
-COMMANDS = ("generate", "chat", "serve", "bench", "plan", "doctor")
+COMMANDS = ("generate", "chat", "serve", "plan", "doctor")
 PACKAGES = ("kvant", "mlx", "mlx-lm")
 LAUNCHER = "KVANT_LAUNCHER"  # a pid on this machine
 SAME_ERROR_S = 1.0
