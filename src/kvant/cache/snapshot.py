@@ -1,6 +1,6 @@
 """A cache's tokens as a file: saved whole or not at all, and restored into a cache of the same format.
 
-docs/snapshots.md describes the file. A layer is copied at a time, so nothing is held twice.
+docs/python.md describes the file. A layer is copied at a time, so nothing is held twice.
 """
 
 import hashlib

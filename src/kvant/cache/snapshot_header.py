@@ -1,6 +1,6 @@
 """What a snapshot says of itself: its header as JSON, every field checked when it is read.
 
-docs/snapshots.md describes the file.
+docs/python.md describes the file.
 """
 
 import json

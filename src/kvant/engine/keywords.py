@@ -1,6 +1,6 @@
 """mlx-lm's keywords that kvant honours in part or not at all. What it cannot do is refused by name, before any work.
 
-docs/api.md has the whole table.
+docs/python.md has the whole table.
 """
 
 import math
