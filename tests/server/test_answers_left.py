@@ -36,11 +36,8 @@ def wait(condition: Callable[[], bool]) -> None:
 
 def is_free(server: Running) -> bool:
     counts = server.service.engine.counts
-    return (counts.waiting, counts.prefilling, counts.running, counts.free_pages) == (
-        0,
-        0,
-        0,
-        server.service.pool.num_pages,
+    return not (counts.waiting or counts.prefilling or counts.running) and (
+        counts.free_pages == server.service.pool.num_pages
     )
 
 
