@@ -1,6 +1,6 @@
 """One layer's attention of one new token: time and achieved bytes a second against the length of the context.
 
-Run: python scripts/bench_attention.py [--contexts 1k,4k,32k] [--output FILE.json] [--plot FILE.svg]    (--help: more)
+Run: python scripts/bench_attention.py [--contexts 1k,4k,32k] [--output FILE.json]    (--help: more)
 
 kvant over its own cache (0, 8 and 4 bits; the fused kernel on a GPU, unfused elsewhere, both with --paths), MLX's
 attention over a cache of the activations' dtype, and mlx-lm's pair of quantized products. All variants hold the same
@@ -8,10 +8,7 @@ keys and values, are first checked against a float64 reference, and are measured
 
 A sample is a chain of layers. Each has its own cache, so that none is in the device's caches. The output of one is
 the query of the next. On a GPU the chain is compiled, as the decode step is. The append is left out everywhere. Copy
-bandwidth is measured first. Where a variant is wrong, nothing is timed and the exit code is 1.
-
-Public figures to compare with: on an M4 Pro (273 GB/s) MLX's bfloat16 decode attention of 32 heads, 8 kv heads of 128
-takes 0.917 ms at 32k and 3.65 ms at 128k, about 146 GB/s.
+bandwidth is measured first. If a variant is wrong, nothing is timed and the exit code is 1.
 """
 
 import argparse
@@ -28,22 +25,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import kvant  # noqa: F401  # isort: skip  (before MLX: it loads a faster BLAS)
-import mlx.core as mx
-from attention_report import draw, goals, table
-from attention_variants import DTYPES, PATHS, SHAPES, SPARE, Arrays, Variant, check, make_variants
+from claims import in_turns, ratio  # isort: skip  (before MLX: it loads a faster BLAS)
 
-from kvant.errors import KvantError
+import mlx.core as mx
+from attention_variants import DTYPES, GROUP, MLX_LM_GROUP, SHAPES, SPARE, Arrays, Variant, check, make_variants
+
+from kvant.machine import default_device, environment, this_machine
 from kvant.operators.dispatch import gpu_backend
-from kvant.operators.kernels.queries import CHOICES, queries_here
 from kvant.tools.bench.bandwidth import COPY_BYTES, copy_bandwidth_gb_s
-from kvant.tools.drawing import check_plot_path
-from kvant.tools.machine import environment, this_machine
-from kvant.tools.statistics import Spread, paired_ratio
 
 CONTEXTS = {"gpu": "1k,2k,4k,8k,16k,32k,64k,128k", "cpu": "1k,4k,16k"}
-CHAIN_BYTES = {"gpu": 2**30, "cpu": 2**27}  # of an unquantized cache: chains have fewer layers where this is exceeded
+CHAIN_BYTES = {"gpu": 2**30, "cpu": 2**27}  # of an unquantized cache: chains have fewer layers if this is exceeded
 SAMPLE_S = 0.02  # a sample takes at least so long
+# Of MLX's bfloat16 time, by bits, and of copy bandwidth at 8 bits; on a GPU.
+GOAL, GOAL_RATIOS, GOAL_SHARE = ("qwen3-4b", 32768), {8: 0.6, 4: 0.4}, 0.6
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,24 +47,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         plan = _plan(options)
-    except (ValueError, KvantError) as error:
+    except ValueError as error:
         parser.error(str(error))
-    if plan["paths"] == ["unfused"]:
-        print("The fused kernel does not run here: kvant's path is the unfused one.", file=sys.stderr)
-    recording = {**_about(arguments), **plan, "results": [], "skipped": [], "goals": []}
+    here = environment()
+    recording: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["scripts/bench_attention.py", *(sys.argv[1:] if arguments is None else arguments)]),
+        "load_average": round(os.getloadavg()[0], 2),  # of the last minute: how busy others kept the machine
+        **asdict(here),
+        **plan,
+        "results": [],
+        "skipped": [],
+    }
     bandwidth = recording["copy_bandwidth_gb_s"] = round(copy_bandwidth_gb_s(_copy_bytes()), 3)
     mx.clear_cache()
-    print(f"{recording['device']}: copies {bandwidth:.1f} GB/s", file=sys.stderr, flush=True)
     for shape in plan["shapes"]:
         for context in plan["contexts"]:
             layers, needed = _layers(shape, context, plan)
             if needed > plan["memory_bytes"]:
-                reason = f"{shape} at {context:,}: needs {needed / 1e9:.1f} GB, the limit is"
-                recording["skipped"].append(f"{reason} {plan['memory_bytes'] / 1e9:.1f} (--memory-gb)")
-                print(f"left out: {recording['skipped'][-1]}", file=sys.stderr, flush=True)
+                size = f"needs {needed / 1e9:.1f} GB, the limit is {plan['memory_bytes'] / 1e9:.1f} (--memory-gb)"
+                recording["skipped"].append(f"{shape} at {context:,}: {size}")
                 continue
             variants = make_variants(shape, context, layers, plan)
-            query = mx.random.normal((1, SHAPES[shape][0], 1, SHAPES[shape][2]), key=mx.random.key(plan["seed"] + 1))
+            query = mx.random.normal((1, SHAPES[shape][0], 1, SHAPES[shape][2]), key=mx.random.key(10**6))
             query = query.astype(DTYPES[plan["dtype"]])
             try:
                 errors = check(variants, query, plan["dtype"])
@@ -77,7 +77,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{shape} at {context:,}: {error}", file=sys.stderr)
                 return 1
             times = measure(variants, query, plan)
-            recording["results"] += _results(shape, context, layers, variants, errors, times, bandwidth)
+            for variant in variants:
+                ms = times[variant.label]
+                speed = variant.token_bytes * context / median(ms) / 1e6
+                recording["results"].append(
+                    {
+                        "shape": shape,
+                        "context": context,
+                        "layers": layers,
+                        "variant": variant.label,
+                        "path": variant.path,
+                        "bits": variant.bits,
+                        "ms": ms,
+                        "ratio": median(own / base for own, base in zip(ms, times[variants[0].label], strict=True)),
+                        "cache_bytes": variant.token_bytes * context,
+                        "gb_per_s": speed,
+                        "copy_share": speed / bandwidth,
+                        "error": errors[variant.label],
+                    }
+                )
             progress = ", ".join(f"{label} {median(ms):.3g}" for label, ms in times.items())
             print(f"{shape} at {context:,}, ms a layer: {progress}", file=sys.stderr, flush=True)
             del variants
@@ -85,34 +103,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not recording["results"]:
         print("nothing was measured: no context fits in the memory", file=sys.stderr)
         return 1
-    recording["goals"] = goals(recording)
-    if options.json:
-        print(json.dumps(recording, indent=1))
-    else:
-        print(table(recording))
+    print(table(recording))
     if options.output is not None:
         options.output.write_text(json.dumps(recording, indent=1) + "\n", encoding="utf-8")
-    if options.plot is not None:
-        draw(recording, options.plot)
     return 0
 
 
 def measure(variants: Sequence[Variant], query: mx.array, plan: dict[str, Any]) -> dict[str, list[float]]:
     """Milliseconds a layer of each variant, one a round; every round has all variants, the order alternating."""
-    chains = {variant.label: _chain(variant, plan["compiled"]) for variant in variants}
-    layers = {variant.label: variant.layers for variant in variants}
-    repeats: dict[str, int] = {}
-    for label, chain in chains.items():
-        _sample(chain, query, layers[label], 1)  # compiles
-        took = _sample(chain, query, layers[label], 1)
-        repeats[label] = max(1, math.ceil(SAMPLE_S / took))
-    times: dict[str, list[float]] = {label: [] for label in chains}
-    for number in range(-1, plan["rounds"]):  # the first warms up
-        for label in list(chains)[:: -1 if number % 2 else 1]:
-            took = _sample(chains[label], query, layers[label], repeats[label])
-            if number >= 0:
-                times[label].append(took / repeats[label] / len(layers[label]) * 1e3)
-    return times
+
+    def way(variant: Variant) -> Callable[[], float]:
+        sample = _sample(_chain(variant, plan["kind"] == "gpu"), query, variant.layers)
+        sample(1)  # compiles
+        repeats = max(1, math.ceil(SAMPLE_S / sample(1)))
+        return lambda: sample(repeats) / repeats / len(variant.layers) * 1e3
+
+    return in_turns({variant.label: way(variant) for variant in variants}, plan["rounds"])
 
 
 def _chain(variant: Variant, compiled: bool) -> Callable[[mx.array, list[Arrays]], mx.array]:
@@ -125,54 +131,22 @@ def _chain(variant: Variant, compiled: bool) -> Callable[[mx.array, list[Arrays]
 
 
 def _sample(
-    chain: Callable[[mx.array, list[Arrays]], mx.array], query: mx.array, layers: list[Arrays], repeats: int
-) -> float:
-    """Seconds of so many chains, each queued while the one before runs."""
-    mx.synchronize()
-    started = time.perf_counter()
-    for _ in range(repeats):
-        query = chain(query, layers)
-        mx.async_eval(query)
-    mx.eval(query)
-    mx.synchronize()
-    return time.perf_counter() - started
+    chain: Callable[[mx.array, list[Arrays]], mx.array], query: mx.array, layers: list[Arrays]
+) -> Callable[[int], float]:
+    """A function: seconds of so many chains, each queued while the one before runs."""
 
+    def run(repeats: int) -> float:
+        output = query
+        mx.synchronize()
+        started = time.perf_counter()
+        for _ in range(repeats):
+            output = chain(output, layers)
+            mx.async_eval(output)
+        mx.eval(output)
+        mx.synchronize()
+        return time.perf_counter() - started
 
-def _results(
-    shape: str,
-    context: int,
-    layers: int,
-    variants: Sequence[Variant],
-    errors: dict[str, dict[str, float]],
-    times: dict[str, list[float]],
-    bandwidth: float,
-) -> list[dict[str, Any]]:
-    found = []
-    baseline = dict(enumerate(times[variants[0].label]))
-    for variant in variants:
-        ms = times[variant.label]
-        speed = variant.token_bytes * context / median(ms) / 1e6
-        ratio = paired_ratio(dict(enumerate(ms)), baseline)
-        assert ratio is not None  # every round has both
-        found.append(
-            {
-                "shape": shape,
-                "context": context,
-                "layers": layers,
-                "variant": variant.label,
-                "path": variant.path,
-                "detail": variant.detail,
-                "bits": variant.bits,
-                "group": variant.group,
-                "ms": asdict(Spread(median(ms), min(ms), max(ms), len(ms))),
-                "ratio": asdict(ratio),
-                "cache_bytes": variant.token_bytes * context,
-                "gb_per_s": speed,
-                "copy_share": speed / bandwidth,
-                "error": errors[variant.label],
-            }
-        )
-    return found
+    return run
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -181,82 +155,40 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shapes", default=",".join(SHAPES), help="default: all of %(default)s")
     parser.add_argument("--bits", default="0,8,4", help="of a cached element; default %(default)s")
     parser.add_argument("--paths", help="unfused, fused or both; default: fused on a GPU, unfused on a CPU")
-    parser.add_argument(
-        "--queries", help="also the fused kernel with so many queries a simdgroup, such as 4,2; default: none"
-    )
     parser.add_argument("--paged", action="store_true", help="also the fused kernel over a pool's pages")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="of activations and plain caches; default bfloat16, on a CPU float32"
-    )
-    parser.add_argument("--group", type=int, default=32, help="kvant's; default %(default)s")
-    parser.add_argument("--mlx-lm-group", type=int, default=64, help="mlx-lm's; default %(default)s, as there")
     parser.add_argument("--rounds", type=int, default=15, help="default %(default)s")
-    parser.add_argument("--eager", action="store_true", help="compile nothing on a GPU")
-    parser.add_argument(
-        "--memory-gb", type=float, help="leave out contexts that need more; default: half of the device's"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the JSON there too")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg|png", help="draw time against context; needs matplotlib")
+    parser.add_argument("--memory-gb", type=float, help="leave out contexts that need more; default: half the device's")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write JSON there, too")
     return parser
 
 
 def _plan(options: argparse.Namespace) -> dict[str, Any]:
-    """What is measured, checked.
-
-    Raises:
-        ValueError, KvantError: options that cannot be used.
-    """
-    kind = "gpu" if mx.default_device().type == mx.gpu else "cpu"
-    where = gpu_backend()
-    paths = (options.paths or ("fused" if where else "unfused")).split(",")
-    shapes, bits = options.shapes.split(","), [int(n) for n in _numbers("--bits", options.bits)]
-    for name, given, allowed in (
-        ("--shapes", shapes, [*SHAPES]),
-        ("--bits", bits, [0, 8, 4]),
-        ("--paths", paths, PATHS),
-    ):
-        if len(set(given)) < len(given) or not set(given) <= set(allowed):
-            raise ValueError(f"{name} is {given}; expected some of {', '.join(map(str, allowed))}, each once")
-    if "fused" in paths and where is None:
-        raise ValueError("--paths has fused, but the default device is a CPU: the kernel needs a GPU")
-    for name, given in (("--queries", options.queries), ("--paged", options.paged)):
-        if given and "fused" not in paths:
-            raise ValueError(f"{name} is of the fused kernel; --paths is {','.join(paths)}")
-    queries = _numbers("--queries", options.queries) if options.queries else []
-    if where is not None and not set(queries) <= set(CHOICES[where]):
-        raise ValueError(f"--queries is {options.queries!r}; expected some of {CHOICES[where]}")
-    contexts = _numbers("--contexts", options.contexts or CONTEXTS[kind])
-    if options.rounds < 1 or (options.memory_gb is not None and not options.memory_gb > 0):
-        raise ValueError("--rounds and --memory-gb are to be above 0")
-    for shape in shapes:
-        if any(bits) and SHAPES[shape][2] % options.group:
-            raise ValueError(f"--group is {options.group}; expected a divisor of {shape}'s head dimension")
-    if any(bits) and options.mlx_lm_group not in (32, 64):
-        raise ValueError(f"--mlx-lm-group is {options.mlx_lm_group}; expected 32 or 64")
-    if options.output is not None and not options.output.parent.is_dir():
-        raise ValueError(f"--output is {options.output}; its folder does not exist")
-    if options.plot is not None:
-        check_plot_path(options.plot)
-    return {
+    """The options, checked; a ValueError for one that cannot be used."""
+    kind, backend = default_device(), gpu_backend()
+    plan: dict[str, Any] = {
         "kind": kind,
-        "backend": where,
-        "compiled": kind == "gpu" and not options.eager,
-        "shapes": shapes,
-        "contexts": contexts,
-        "bits": bits,
-        "paths": paths,
-        "queries": queries,
-        "queries_used": None if where is None else queries_here(where).number,
+        "backend": backend,
+        "shapes": options.shapes.split(","),
+        "contexts": _numbers("--contexts", options.contexts or CONTEXTS[kind]),
+        "bits": _numbers("--bits", options.bits),
+        "paths": (options.paths or ("fused" if backend else "unfused")).split(","),
         "paged": options.paged,
-        "dtype": options.dtype or ("bfloat16" if kind == "gpu" else "float32"),
-        "group": options.group,
-        "mlx_lm_group": options.mlx_lm_group,
+        "dtype": "bfloat16" if kind == "gpu" else "float32",
         "rounds": options.rounds,
-        "seed": options.seed,
         "memory_bytes": int(options.memory_gb * 1e9) if options.memory_gb else this_machine().limit_bytes // 2,
     }
+    for name, allowed in (("shapes", [*SHAPES]), ("bits", [0, 8, 4]), ("paths", ["unfused", "fused"])):
+        if len(set(plan[name])) < len(plan[name]) or not {*plan[name]} <= {*allowed}:
+            raise ValueError(f"--{name} is {plan[name]}; expected some of {', '.join(map(str, allowed))}, each once")
+    if "fused" in plan["paths"] and backend is None:
+        raise ValueError("--paths has fused, but the default device is a CPU: the kernel needs a GPU")
+    if options.paged and "fused" not in plan["paths"]:
+        raise ValueError(f"--paged is of the fused kernel; --paths is {','.join(plan['paths'])}")
+    if options.rounds < 1 or min(plan["contexts"]) < 1 or (options.memory_gb is not None and not options.memory_gb > 0):
+        raise ValueError("--rounds, --contexts and --memory-gb are to be above 0")
+    if options.output is not None and not options.output.parent.is_dir():
+        raise ValueError(f"--output is {options.output}; its folder does not exist")
+    return plan
 
 
 def _numbers(name: str, text: str) -> list[int]:
@@ -265,8 +197,8 @@ def _numbers(name: str, text: str) -> list[int]:
         found = [int(part[:-1]) * 1024 if part.endswith("k") else int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"{name} is {text!r}; expected numbers separated by commas, such as 1k,4096") from None
-    if min(found) < (0 if name == "--bits" else 1) or len(set(found)) < len(found):
-        raise ValueError(f"{name} is {text!r}; expected numbers above 0, each once")
+    if len(set(found)) < len(found):
+        raise ValueError(f"{name} is {text!r}; expected each once")
     return found
 
 
@@ -276,34 +208,59 @@ def _layers(shape: str, context: int, plan: dict[str, Any]) -> tuple[int, int]:
     elements = (context + SPARE) * 2 * kv_heads * head_dim
     width = DTYPES[plan["dtype"]].size
     layers = max(1, min(most, CHAIN_BYTES[plan["kind"]] // (elements * width)))
-    held = width + sum(bits / 8 + 2 * width / plan["mlx_lm_group"] for bits in plan["bits"] if bits)
-    own = sum(bits / 8 + 2 / plan["group"] if bits else width for bits in plan["bits"])
-    held += own * (2 if plan["paged"] else 1)
+    held = width + sum(bits / 8 + 2 * width / MLX_LM_GROUP for bits in plan["bits"] if bits)
+    held += sum(bits / 8 + 2 / GROUP if bits else width for bits in plan["bits"]) * (2 if plan["paged"] else 1)
     made = 16  # dequantized keys and values, their products, a kv head in float64
     return layers, int(elements * (layers * held + made))
 
 
 def _copy_bytes() -> int:
     """Bytes of a copy: on a fast GPU 256 MB take less than launching them does."""
-    return (
-        COPY_BYTES
-        if mx.default_device().type == mx.cpu
-        else min(2**31, max(COPY_BYTES, this_machine().limit_bytes // 16))
-    )
+    return COPY_BYTES if default_device() == "cpu" else min(2**31, max(COPY_BYTES, this_machine().limit_bytes // 16))
 
 
-def _about(arguments: Sequence[str] | None) -> dict[str, Any]:
-    here = environment()
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["scripts/bench_attention.py", *(sys.argv[1:] if arguments is None else arguments)]),
-        "device": here.device,
-        "cores": here.cores,
-        "load_average": round(os.getloadavg()[0], 2),  # of the last minute: how busy others kept the machine
-        "system": here.system,
-        **here.versions,
-        "blas": here.blas,
-    }
+def goals(recording: dict[str, Any]) -> list[str]:
+    """The goals for a GPU, and whether the figures meet them."""
+    counts = recording["kind"] == "gpu" and recording["dtype"] == "bfloat16"
+    fused = {r["bits"]: r for r in recording["results"] if (r["shape"], r["context"], r["path"]) == (*GOAL, "fused")}
+    wanted = [
+        *((bits, "ratio", f"at most {most} of MLX's bfloat16 time", -most) for bits, most in GOAL_RATIOS.items()),
+        (8, "copy_share", f"over {GOAL_SHARE:.0%} of copy bandwidth", GOAL_SHARE),
+    ]
+    found = []
+    for bits, figure, said, bound in wanted:
+        verdict = "not measured"
+        if counts and bits in fused:
+            value = fused[bits][figure]
+            verdict = f"{'met' if (value <= -bound if bound < 0 else value > bound) else 'NOT MET'}, {value:.2f}"
+        found.append(f"goal: {bits}-bit {said}, {GOAL[0]} at {GOAL[1]:,}: {verdict}")
+    return found
+
+
+def table(recording: dict[str, Any]) -> str:
+    """All results, and the goals, as Markdown."""
+    versions = ", ".join(f"{name} {version}" for name, version in recording["versions"].items())
+    lines = [
+        f"{recording['device']}, {recording['cores']} cores, load {recording['load_average']}; {versions}, "
+        f"BLAS {recording['blas']}; {recording['dtype']}, copies {recording['copy_bandwidth_gb_s']:.1f} GB/s",
+    ]
+    for shape in dict.fromkeys(result["shape"] for result in recording["results"]):
+        heads, kv_heads, head_dim, _ = SHAPES[shape]
+        lines += ["", f"{shape}: {heads} / {kv_heads} heads of {head_dim}", ""]
+        lines += ["| context | variant | ms a layer | to MLX | GB/s | of copy |", "| --- " * 6 + "|"]
+        baseline: list[float] = []
+        for result in (result for result in recording["results"] if result["shape"] == shape):
+            baseline = result["ms"] if result["path"] == "mlx" else baseline
+            cells = [
+                f"{result['context']:,}",
+                result["variant"],
+                f"{median(result['ms']):.3g} ({min(result['ms']):.3g}-{max(result['ms']):.3g})",
+                ratio(result["ms"], baseline),
+                f"{result['gb_per_s']:.3g}",
+                f"{result['copy_share']:.0%}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"left out: {reason}" for reason in recording["skipped"]), *goals(recording)])
 
 
 if __name__ == "__main__":

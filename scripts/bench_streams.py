@@ -1,8 +1,8 @@
 """What several streams wait for: another's long prompt, and a pool that is a hundred times as large.
 
-Run: python scripts/bench_streams.py [rounds] [--json]    (default: 3)
+Run: python scripts/bench_streams.py [rounds]    (default: 3)
 
-Random weights of pocket's shape, 8-bit cache. Prints medians over rounds, in ms of wall time and of processor time:
+Random weights of pocket's shape, 8-bit cache. Prints JSON, medians over rounds, in ms of wall and of processor time:
 
 - 4 streams decode while a prompt of 2,048 tokens is fed in chunks of 128: the 99th percentile between two tokens of a
   stream, divided by the time of a step of the four and one chunk, each measured alone in the same round. A chunk takes
@@ -15,19 +15,21 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from kvant.engine.load import load_model  # isort: skip  (before MLX: it loads a faster BLAS)
+from claims import in_turns  # isort: skip  (before MLX: it loads a faster BLAS)
 
 import mlx.core as mx
 
 from kvant.engine.feeding import CHUNK
+from kvant.engine.load import load_model
 from kvant.engine.request import Request
 from kvant.engine.scheduler import Scheduler
+from kvant.machine import environment
 from kvant.models import LanguageModel
 from kvant.tools.bench.shapes import SHAPES, random_model
-from kvant.tools.machine import environment
 from kvant.tools.statistics import percentile
 
 STREAMS, LONG_PROMPT, SHORT_PROMPT = 4, 2048, 128
@@ -40,25 +42,19 @@ Times = tuple[float, float]  # ms of wall time, and of processor time
 
 def main() -> None:
     """Measure and print."""
-    arguments = [text for text in sys.argv[1:] if text != "--json"]
-    rounds = int(arguments[0]) if arguments else 3
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     with random_model(SHAPES["pocket"], bits=0) as folder:
         model = load_model(folder)
         found = [late_prompt(model) for _ in range(1 + rounds)][1:]
-        record: dict[str, Any] = {
+        record = {
             "machine": f"{environment().device}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
             "rounds": rounds,
-            "late_prompt": {name: median(each[name] for each in found) for name in found[0]},
+            "late_prompt": {name: round(median(each[name] for each in found), 2) for name in found[0]},
             "late_prompt_ratios": [round(each["ratio"], 2) for each in found],
             "late_prompt_cpu_ratios": [round(each["cpu_ratio"], 2) for each in found],
             "larger_pool": larger_pool(model, rounds),
         }
-    record = _rounded(record)
-    if "--json" in sys.argv:
-        print(json.dumps(record, indent=1))
-        return
-    for name, value in record.items():
-        print(f"{name}: {value}")
+    print(json.dumps(record, indent=1))
 
 
 def late_prompt(model: LanguageModel) -> dict[str, float]:
@@ -90,25 +86,23 @@ def late_prompt(model: LanguageModel) -> dict[str, float]:
 def larger_pool(model: LanguageModel, rounds: int) -> dict[str, Any]:
     """A step in a pool and in a larger one, and what MLX takes beside what it holds."""
     room = 8 * 512
-    schedulers = [_decoding(model, [SHORT_PROMPT] * 8, room=room * times) for times in (1, LARGER)]
-    ratios, cpu_ratios, above = [], [], [0, 0]
-    for number in range(1 + rounds):
-        found: list[list[Times]] = [[], []]
-        for _ in range(STEPS):
-            for place in (0, 1) if number % 2 else (1, 0):
-                resting = mx.get_active_memory()
-                mx.reset_peak_memory()
-                found[place].append(_timed(schedulers[place]))
-                above[place] = max(above[place], mx.get_peak_memory() - resting)
-        if number:
-            small, large = ([median(column) for column in zip(*times, strict=True)] for times in found)
-            ratios.append(large[0] / small[0])
-            cpu_ratios.append(large[1] / small[1])
+
+    def way(scheduler: Scheduler) -> Callable[[], tuple[float, float, int]]:
+        def step() -> tuple[float, float, int]:
+            resting = mx.get_active_memory()
+            mx.reset_peak_memory()
+            return *_timed(scheduler), mx.get_peak_memory() - resting
+
+        return step
+
+    ways = {str(times): way(_decoding(model, [SHORT_PROMPT] * 8, room=room * times)) for times in (1, LARGER)}
+    small, large = in_turns(ways, rounds * STEPS, warm_ups=STEPS).values()
+    walls, busy = ([own[place] / other[place] for own, other in zip(large, small, strict=True)] for place in (0, 1))
     return {
         "pool_tokens": [room, room * LARGER],
-        "ratio": median(ratios),
-        "cpu_ratio": median(cpu_ratios),
-        "bytes_above_resting": above,
+        "ratio": round(median(walls), 2),
+        "cpu_ratio": round(median(busy), 2),
+        "bytes_above_resting": [max(above for *_, above in rows) for rows in (small, large)],
     }
 
 
@@ -132,12 +126,6 @@ def _timed(scheduler: Scheduler) -> Times:
     started, cpu_started = time.perf_counter(), time.process_time()
     scheduler.step()
     return (time.perf_counter() - started) * 1e3, (time.process_time() - cpu_started) * 1e3
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _rounded(each) for name, each in value.items()}
-    return round(value, 2) if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

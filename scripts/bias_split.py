@@ -1,6 +1,6 @@
 """The worth of the bias split: the embedded model made Qwen2-like by a large key bias, its quality by cache format.
 
-Run: python scripts/bias_split.py [folder for the results]   (needs the extra `plot`)
+Run: python scripts/bias_split.py > docs/bias-split/quality.jsonl
 
 A constant is added to k_proj.bias in every head's lowest-frequency rotary pair. There R_j b hardly moves within the
 context, so the softmax cancels it and the model's function stays: the first row of the table checks that.
@@ -22,21 +22,20 @@ from kvant.engine.load import POCKET, find_model, load_folder
 from kvant.models import Decoder
 from kvant.tools.report.divergence import Tally
 from kvant.tools.report.formats import REFERENCE, CacheFormat
-from kvant.tools.report.questions import Dialogue, answer, question_sets
-from kvant.tools.report.teacher import compare
-from kvant.tools.report.texts import Text, built_in_text
+from kvant.tools.report.runs import answer, compare
+from kvant.tools.report.texts import Dialogue, Text, built_in_text, recall_dialogues
 
 CONSTANT = 300.0
 SWEEP = (0.0, 3.0, 10.0, 30.0, 100.0, 300.0, 900.0)
 BITS, GROUPS = (8, 4), (8, 32, 64)
 TOKENS = 2048  # of held-out text, in pieces of the context below
 PIECE = 1024
-QUESTION_TOKENS = 4096  # of each set of questions, asked where the table shows them
+RECALL_TOKENS = 4096  # of questions, asked where the table shows them
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Against the unchanged model's full-precision cache: nats, and shares of positions or questions."""
+    """Against the unchanged model's full-precision cache: nats, and shares of positions or answers."""
 
     constant: float
     bits: int
@@ -46,7 +45,6 @@ class Quality:
     mean_kld: float
     p99_kld: float
     top1: float
-    questions: float | None
     recall: float | None
 
 
@@ -68,96 +66,63 @@ def measure(
     plain: Decoder,
     model: Decoder,
     text: Text,
-    questions: dict[str, list[Dialogue]],
+    recall: list[Dialogue],
     constant: float,
     formats: list[CacheFormat],
 ) -> list[Quality]:
     """Quality of cache formats. Answers only where the table shows them, because they take most of the time."""
-    longest = max(PIECE, *(len(c.ids) for own in questions.values() for c in own))
+    longest = max(PIECE, *(len(dialogue.ids) for dialogue in recall))
     caches = [REFERENCE.make_cache(plain, PIECE), *(f.make_cache(model, longest) for f in formats)]
     tallies = [Tally() for _ in caches]
     for piece in text.pieces:
         compare(model, piece, caches, tallies, reference=plain)
     rows = []
     for cache_format, cache, tally in zip(formats, caches[1:], tallies[1:], strict=True):
-        shares: dict[str, float | None] = dict.fromkeys(questions)
-        if tabled(constant):
-            shares = {
-                name: mean(right for c in own for right in answer(model, cache, c)) for name, own in questions.items()
-            }
+        asked = recall if tabled(constant) else []
+        right = [exact for dialogue in asked for exact in answer(model, cache, dialogue)]
         found = tally.figures()
         rows.append(
             Quality(
                 constant, cache_format.bits, cache_format.group, cache_format.split, found.perplexity,
-                found.mean_kld_nats, found.p99_kld_nats, found.top1, shares["questions"], shares["recall"],
+                found.mean_kld_nats, found.p99_kld_nats, found.top1, mean(right) if right else None,
             )
         )  # fmt: skip
-        print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
 
 def tabled(constant: float) -> bool:
-    """Whether the table has rows for this constant; the plot has all."""
+    """Whether the table has rows for this constant."""
     return constant in (0.0, CONSTANT)
 
 
 def main() -> None:
-    """Print the table; write it, the JSON lines and the plot."""
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "results" / "bias-split"
-    target.mkdir(parents=True, exist_ok=True)
+    """Print every figure as a JSON line, and the table for people to standard error."""
     source = find_model(POCKET)
     plain, tokenizer = load_folder(source)
     text = built_in_text(tokenizer, PIECE, TOKENS)
-    questions = question_sets(tokenizer, QUESTION_TOKENS)
-    rows: list[Quality] = []
+    recall = recall_dialogues(tokenizer, RECALL_TOKENS)
+    print(
+        "| key bias added | bits | group | split | perplexity | mean KLD | p99 KLD | same top-1 | recall |",
+        file=sys.stderr,
+    )
+    print("| --- " * 9 + "|", file=sys.stderr)
     with tempfile.TemporaryDirectory() as scratch:
         for constant in SWEEP:
             model, _ = load_folder(plant(source, Path(scratch) / f"{constant:g}", constant))
             groups = GROUPS if tabled(constant) else (32,)
             formats = [REFERENCE, *(CacheFormat(b, g, s) for b in BITS for g in groups for s in (True, False))]
-            rows += measure(plain, model, text, questions, constant, formats)
-    with (target / "quality.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
-    table = "\n".join(markdown(row) for row in rows if tabled(row.constant))
-    print(
-        "| key bias added | bits | group | split | perplexity | mean KLD | p99 KLD | same top-1 | questions | recall |"
-    )
-    print("| --- " * 10 + "|\n" + table)
-    plot(rows, target / "error-against-bias.svg")
-
-
-def markdown(row: Quality) -> str:
-    """One row of the table."""
-    format_ = (str(row.bits), str(row.group), "on" if row.split else "off") if row.bits else ("none", "", "off")
-    numbers = f"{row.perplexity:.4f} | {row.mean_kld:.1e} | {row.p99_kld:.1e} | {row.top1:.4f}"
-    answers = " | ".join("" if share is None else f"{share:.2f}" for share in (row.questions, row.recall))
-    return f"| {row.constant:g} | {' | '.join(format_)} | {numbers} | {answers} |"
-
-
-def plot(rows: list[Quality], path: Path) -> None:
-    """Mean KLD against the size of the key bias, at groups of 32."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for bits, color in zip(BITS, ("tab:blue", "tab:red"), strict=True):
-        for split, style in ((False, "--"), (True, "-")):
-            line = [r for r in rows if (r.bits, r.group, r.split) == (bits, 32, split)]
-            label = f"{bits} bits, split {'on' if split else 'off'}"
-            axes.plot(
-                [r.constant for r in line], [r.mean_kld for r in line], style, marker="o", color=color, label=label
-            )
-    exact = [r for r in rows if r.bits == 0]
-    axes.plot([r.constant for r in exact], [r.mean_kld for r in exact], ":", color="gray", label="not quantized")
-    axes.set(
-        xscale="symlog", yscale="log", xlabel="constant added to the keys' lowest-frequency pair",
-        ylabel="mean KLD to the unchanged model, nats", title="Key bias and quantized cache, groups of 32",
-    )  # fmt: skip
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path)
+            for row in measure(plain, model, text, recall, constant, formats):
+                print(json.dumps(asdict(row)), flush=True)
+                if tabled(constant):
+                    cells = (
+                        f"{constant:g}",
+                        row.bits,
+                        row.group,
+                        "on" if row.split else "off",
+                        f"{row.perplexity:.4f}",
+                    )
+                    figures = (f"{row.mean_kld:.1e}", f"{row.p99_kld:.1e}", f"{row.top1:.4f}", f"{row.recall or 0:.2f}")
+                    print(f"| {' | '.join(map(str, cells + figures))} |", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,12 @@
-"""Compile the CUDA text of custom kernels with nvcc and print the registers, spills and shared memory of each.
-
-    python scripts/compile_cuda.py kernel.cu ...
+"""The CUDA text of custom kernels, compiled with nvcc: the registers, spills and shared memory of each.
 
 mx.fast.cuda_kernel makes no kernel where MLX has no CUDA back end. So the text is put together here, after MLX 0.32's
 mlx/backend/cuda/custom_kernel.cpp; `recording` stands in for mx.fast.cuda_kernel and collects it. Mark every function
 __device__: nvcc takes one without it for the host's, while NVRTC, with which MLX compiles, takes it for the device's.
 """
 
-import argparse
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,12 +34,6 @@ class Resources:
     stack_bytes: int
     spill_bytes: int
     shared_bytes: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.registers:4d} registers {self.spill_bytes:6d} B spilled {self.stack_bytes:6d} B stack "
-            f"{self.shared_bytes:6d} B shared  {self.kernel}"
-        )
 
 
 def cuda_text(
@@ -160,18 +150,3 @@ def _numbers(text: str, pattern: str) -> tuple[int, ...]:
     if found is None:
         raise RuntimeError(f"ptxas does not say `{pattern}`: {text}")
     return tuple(int(number) for number in found.groups())
-
-
-def main() -> int:
-    """Compile the files named; 1 if one does not compile or spills."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="+", type=Path, help="CUDA sources")
-    parser.add_argument("--arch", default=ARCHITECTURE, help=f"what to compile for (default {ARCHITECTURE})")
-    arguments = parser.parse_args()
-    kernels = [kernel for file in arguments.files for kernel in compile_cuda(file.read_text(), arguments.arch)]
-    print(*kernels, sep="\n")
-    return int(any(kernel.spill_bytes for kernel in kernels))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The figures of docs/parity.md: kvant's logits against transformers' (tests/data/golden) and mlx-lm's.
+"""The figures of docs/models.md: kvant's logits against transformers' (tests/data/golden) and mlx-lm's.
 
 Run: python scripts/parity.py (needs the extra ``test``)
 """

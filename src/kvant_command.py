@@ -12,7 +12,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # its import takes milliseconds in which Ctrl-C is still Python's
     from typing import NoReturn
 
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED = 130  # that of kvant.errors, which cannot be imported yet
 
 
 def end_now(signum: int, frame: object) -> "NoReturn":
@@ -24,6 +24,8 @@ def main() -> "NoReturn":
     """Run ``kvant`` and leave at once: what the interpreter does at its end takes a tenth of a second, for nothing."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell ignores it for us
         signal.signal(signal.SIGINT, end_now)
+    if "MLX_RANK" in os.environ:
+        os.environ.setdefault("KVANT_LAUNCHER", str(os.getppid()))  # a rank ends with it, however early
     gc.disable()  # imports leave nothing to collect; the command enables it again
     try:
         from kvant.cli import main as command
@@ -31,7 +33,7 @@ def main() -> "NoReturn":
         sys.stderr.write(f"kvant: error: {error}\n")
         os._exit(1)
     try:
-        command()
+        command(end_now)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     try:

@@ -9,6 +9,7 @@ KvantError
  +-- PromptError       a prompt that cannot be used: empty, or a chat template that fails (also a ValueError)
  +-- GrammarError      a grammar that cannot be used, or an answer that cannot follow it (also a ValueError)
  +-- LogitsError       logits that no token can be drawn from: NaN, or all minus infinity
+ +-- KernelError       a step through the fused kernel that failed (also a RuntimeError)
  +-- BenchError        a measurement that could not be made: an engine that failed
  +-- ConvertError      a model that could not be converted
  +-- QueueFullError    a request that an engine has no place for now; later it may have
@@ -24,6 +25,7 @@ from typing import ClassVar
 from unicodedata import east_asian_width
 
 __all__ = [
+    "EXIT_INTERRUPTED",
     "ArgumentError",
     "BenchError",
     "CheckpointError",
@@ -31,6 +33,7 @@ __all__ = [
     "ConvertError",
     "EngineError",
     "GrammarError",
+    "KernelError",
     "KvantError",
     "LogitsError",
     "ModelError",
@@ -44,6 +47,7 @@ __all__ = [
     "printable",
 ]
 
+EXIT_INTERRUPTED = 130
 MAX_COLUMNS = 3 * 79 - len("kvant: error: ")  # so that an error takes three lines of a terminal
 MAX_CHARACTERS = 2000  # of a text that are looked at
 
@@ -98,6 +102,10 @@ class GrammarError(KvantError, ValueError):
 
 class LogitsError(KvantError):
     """Logits that no token can be drawn from."""
+
+
+class KernelError(KvantError, RuntimeError):
+    """A step through the fused kernel that failed."""
 
 
 class BenchError(KvantError):

@@ -10,11 +10,7 @@ MAX_SIZE = 2**24
 
 
 def size(raw: Mapping[str, Any], key: str, *, default: int | None = None, limit: int = MAX_SIZE) -> int:
-    """An int from 1 to ``limit``; None as the default: required.
-
-    Raises:
-        ModelError: anything else; so do the other functions.
-    """
+    """An int from 1 to ``limit``; None as the default: required."""
     value = raw.get(key)
     if value is None:
         if default is None:

@@ -90,16 +90,37 @@ def read_bytes(path: Path, limit: int, folder: Path | None = None, error: type[M
         ModelError: as there, or a file that is too large or unreadable.
     """
     with open_file(path, folder, error) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size <= limit:
-            try:
-                data = file.read(limit + 1)
-            except OSError as failed:
-                raise error(f"{path}: cannot be read: {one_line(failed)}") from failed
-            if len(data) <= limit:
-                return data
-            size = len(data)  # it grew, and may go on growing
-        raise error(f"{path}: {size} bytes; expected at most {limit}")
+        return _content(file, path, limit, error)
+
+
+def read_given(path: str | Path, limit: int, error: type[KvantError] = KvantError) -> bytes:
+    """The content of a file that the user named, at most ``limit`` bytes. Links are followed, ``~`` is their home.
+
+    Raises:
+        KvantError: ``error``: a file that is not there, too large or unreadable, or a device or pipe without end.
+    """
+    shown = Path(os.path.expanduser(path))
+    try:
+        real = shown.resolve(strict=True)
+    except (OSError, RuntimeError, ValueError) as failed:  # nothing there, a loop of links, a NUL
+        raise error(f"{shown}: cannot be read: {getattr(failed, 'strerror', None) or one_line(failed)}") from failed
+    if not os.path.isfile(real):  # a device is not even opened
+        raise error(f"{shown}: not a regular file")
+    with open_regular(real, shown, error) as file:
+        return _content(file, shown, limit, error)
+
+
+def _content(file: BufferedReader, shown: Path, limit: int, error: type[KvantError]) -> bytes:
+    size = os.fstat(file.fileno()).st_size
+    if size <= limit:
+        try:
+            data = file.read(limit + 1)
+        except OSError as failed:
+            raise error(f"{shown}: cannot be read: {one_line(failed)}") from failed
+        if len(data) <= limit:
+            return data
+        size = len(data)  # it grew, and may go on growing
+    raise error(f"{shown}: {size} bytes; expected at most {limit}")
 
 
 def read_text(path: Path, limit: int, folder: Path | None = None, error: type[ModelError] = ModelError) -> str:

@@ -1,7 +1,10 @@
 """Bridged folders that a stranger made: refused with one line, before anything large is allocated or is run."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +13,12 @@ from typing import Any
 import kvant  # noqa: F401  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 import pytest
-from support.bridged import copy_folder, write_mlx_lm
-from support.command import call
+from support.bridged import copy_folder, write_config, write_mlx_lm
+from support.command import COMMAND, call
 from support.counts import count
+from support.tiny_models import CONFIGS
 
+from kvant.bridge.folder import build
 from kvant.bridge.translation import translated
 from kvant.engine.load import load_folder, load_model
 from kvant.errors import CheckpointError, ModelError
@@ -64,9 +69,12 @@ def test_tensors_that_are_not_the_model_s(change: Callable[[Weights], Weights], 
         ({"model_type": "bitnet"}, "layers that are Metal kernels"),
         ({"model_file": "model.py"}, "model_file names code in the model folder"),
         ({"auto_map": {"AutoModel": "x.py"}}, "auto_map names code"),
-        ({"num_hidden_layers": 10**6}, "1000000 layers; expected at most 4096"),
-        ({"num_local_experts": 10**5}, "100000 experts; expected at most 4096"),
-        ({"num_hidden_layers": 4000, "num_local_experts": 4000}, "experts in all layers; expected at most 131072"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000; expected at most 1024"),
+        ({"num_local_experts": 10**5}, "num_local_experts is 100000; expected at most 4096"),
+        (
+            {"num_hidden_layers": 900, "num_local_experts": 4000},
+            "x num_local_experts is 3600000; expected at most 131072",
+        ),
         ({"vocab_size": 2**40}, "vocab_size is 1099511627776; expected at most 16777216"),
         ({"hidden_size": -(2**60)}, "hidden_size is -1152921504606846976"),
         ({"vocab_size": 2**24}, r"has shape \(64, 32\); expected \(16777216, 32\)"),
@@ -95,6 +103,42 @@ def test_settings_that_are_refused(settings: dict[str, Any], message: str, tmp_p
     assert "\n" not in str(raised.value)
     assert time.monotonic() - started < 5
     assert mx.get_peak_memory() - before < 10**7
+
+
+BOMBS: dict[str, tuple[str, dict[str, Any]]] = {
+    "emb_neighbor_num": ("longcat_flash_ngram", {"emb_neighbor_num": 3000, "emb_split_num": 1}),
+    "emb_split_num": ("longcat_flash_ngram", {"emb_neighbor_num": 2, "emb_split_num": 2**24 - 1}),
+    "hybrid_override_pattern": ("nemotron_h", {"hybrid_override_pattern": "-" * 800_000}),
+    "layer_types": ("granitemoehybrid", {"layer_types": ["mamba"] * 320_000}),
+    "altup_num_inputs": ("gemma3n", {"altup_num_inputs": 46_000}),
+    "num_attention_heads": ("bailing_moe_linear", {"num_attention_heads": 2**24}),
+    "num_loops": ("nanbeige", {"num_loops": 2**24}),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_config_that_would_take_all_memory(name: str, tmp_path: Path) -> None:
+    """Small files whose classes would make objects without end, before a tensor is looked at."""
+    kind, changes = BOMBS[name]
+    raw = {"model_type": kind, **CONFIGS[kind]}
+    write_config(tmp_path, raw | ({"text_config": raw["text_config"] | changes} if "text_config" in raw else changes))
+    with subprocess.Popen([*COMMAND, "plan", str(tmp_path)], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        message = process.stderr.read()
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 1
+    assert message.count("\n") == 1
+    assert name in message
+    assert used.ru_maxrss * (1 if sys.platform == "darwin" else 1024) < 300_000_000
+    assert used.ru_utime + used.ru_stime < 4  # Python's own start, and a busy machine's
+
+
+def test_no_size_is_allocated_by_asking_a_class() -> None:
+    """dbrx's reads which experts a token goes to, which would compute its random weights."""
+    mx.reset_peak_memory()
+    build({"model_type": "dbrx", **CONFIGS["dbrx"], "vocab_size": 2**24})
+    assert mx.get_peak_memory() - mx.get_active_memory() < 10**7
 
 
 def test_the_command_says_it_in_a_line(tmp_path: Path) -> None:

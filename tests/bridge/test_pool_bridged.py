@@ -161,7 +161,7 @@ def test_a_model_without_such_a_step_is_refused(name: str) -> None:
 
 def test_the_page_names_them() -> None:
     page = (
-        (table.ROOT / "docs" / "bridge.md").read_text("utf-8").partition("## Many sequences")[2].partition("\n## ")[0]
+        (table.ROOT / "docs" / "models.md").read_text("utf-8").partition("## Many sequences")[2].partition("\n## ")[0]
     )
     assert all(name in page for name in PADDED | REFUSED.keys())
     apart = len(table.measured()) - len(PADDED) - len(REFUSED)
@@ -291,7 +291,7 @@ def test_a_sequence_becomes_a_cache_and_comes_back(name: str, tmp_path: Path) ->
     loaded.load(cache)
     expected = _fed(model, pool, [sequence], [[9]])
     assert relative_error(_fed(model, pool, [loaded], [[9]]), expected) < 1e-6
-    assert relative_error(model(mx.array([[9]]), cache=cache)[:, -1], expected) < 1e-5
+    assert relative_error(model(mx.array([[9]]), cache=cache)[:, -1], expected) < 1e-3  # a level of 8 bits may flip
     with pytest.raises(ValueError, match="for a model with other layers"):
         pool.sequence(200).load(_bridged("qwen3").make_cache(64))
 

@@ -139,7 +139,7 @@ def test_full_cache_contract() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"max_seq_len": 0}, {"num_kv_heads": -1}, {"head_dim": True}, {"batch": 0}, {"quant_bit": 3},
+        {"max_seq_len": 0}, {"num_kv_heads": -1}, {"head_dim": True}, {"quant_bit": 3},
         {"quant_group": 48}, {"quant_group": 0}, {"scale_dtype": mx.bfloat16},
         {"dtype": mx.int8},
     ],
@@ -150,11 +150,11 @@ def test_bad_arguments(arguments: dict[str, object]) -> None:
         QuantizedKVCache(**(good | arguments))
 
 
-def _peak_of_decoding(model: Decoder, max_seq_len: int, *, look_ahead: int = 0, hold: bool = False) -> int:
+def _peak_of_decoding(model: Decoder, max_seq_len: int, *, hold: bool = False) -> int:
     """Bytes above the resting state while the engine's own loop decodes 40 tokens."""
     prompt = list(range(1, 9))
     cache = model.make_cache(max_seq_len)
-    steps = Run(model, prompt, cache, max_tokens=48, look_ahead=look_ahead)
+    steps = Run(model, prompt, cache, max_tokens=48)
     for _ in range(8):
         next(steps)
     mx.synchronize()
@@ -180,14 +180,3 @@ def test_the_meter_sees_a_copy(make_checkpoint: Make) -> None:
     model = load_decoder(make_checkpoint(max_position_embeddings=65536)[0])
     layer_bytes = model.make_cache(65536)[0].cache.nbytes
     assert _peak_of_decoding(model, 65536, hold=True) > 0.9 * layer_bytes
-
-
-def test_a_look_ahead_gives_the_same_tokens(make_checkpoint: Make) -> None:
-    model = load_decoder(make_checkpoint()[0])
-    runs = []
-    for look_ahead in (0, 1):
-        cache = model.make_cache(64)
-        steps = Run(model, [1, 2, 3], cache, max_tokens=30, prefill_step_size=2, look_ahead=look_ahead)
-        runs.append([token for token, _ in steps])
-        assert cache[0].offset == 3 + 29
-    assert runs[0] == runs[1]

@@ -233,7 +233,6 @@ def _traced(count: int) -> list[tuple[str, Any]]:
 def test_a_layer_takes_five_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """For any number of sequences. The kernels are the same ones: none is compiled as sequences come and go."""
     monkeypatch.setattr(dispatch, "gpu_backend", lambda: "metal")
-    monkeypatch.setattr(dispatch, "self_check_failure", lambda backend: None)
     monkeypatch.setattr(dispatch, "probe_failure", lambda use, backend: None)
     kernels = set()
     for count in (1, 3, 9):

@@ -133,44 +133,22 @@ USAGE_ERRORS = [
     (["generate", "a", "b", "c"], "3 arguments are given; expected MODEL and PROMPT, a prompt in quotes"),
     (["generate", "pocket", "b", "--model", "pocket"], "the model is given twice, as the argument 'pocket' and with"),
     (["generate", "pocket"], "'pocket' is a model's name, and there is no prompt"),
-    (["chat", "pocket", "--model", "pocket"], "the model is given twice"),
     (["generate", "a", "--bogus"], "--bogus"),
     (["generate", "a", "--kv-bits", "3"], "--kv-bits is 3; expected 0, 4 or 8"),
     (["generate", "a", "--kv-group-size", "0"], "--kv-group-size is 0"),
     (["generate", "a", "--kv-group-size", "48"], "quant_group 48 does not divide the head dimension 64"),
     (["generate", "a", "--max-kv-size", "0"], "--max-kv-size is 0"),
     (["generate", "a", "--max-tokens", "0"], "--max-tokens is 0"),
-    (["generate", "a", "--max-tokens", "x"], "--max-tokens"),
     (["generate", "a", "--prefill-step-size", "-1"], "--prefill-step-size is -1"),
     (["generate", "a", "--temp", "-1"], "--temp is -1.0"),
     (["generate", "a", "--temp", "0", "--top-p", "0.5"], "--top-p is 0.5, which has no effect at temperature 0"),
     (["generate", "a", "--temp", "1", "--top-k", "99999"], "--top-k is 99999; expected at most"),
     (["generate", "a", "--logit-bias", "x"], "--logit-bias is 'x'; expected TOKEN:BIAS"),
-    (["generate", "a", "--seed", "-1"], "--seed is -1"),
-    (["generate", "a", "--seed", "1", "--temp", "0"], "--seed is 1, which has no effect at temperature 0"),
-    (["generate", "a", "--temp", "1e-40"], "--temp is 1e-40"),
-    (["generate", "a", "--logit-bias", "5:inf"], "--logit-bias"),
     (["generate", "a", "--repetition-context-size", "5"], "--repetition-context-size is 5"),
-    (["generate", "a", "--presence-context-size", "5"], "-size is 5, which has no effect without --presence-penalty"),
-    (
-        ["chat", "--frequency-context-size", "5"],
-        "--frequency-context-size is 5, which has no effect without --frequency-penalty",
-    ),
-    (["chat", "--frequency-penalty", "1", "--frequency-context-size", "0"], "-size is 0; expected at least 1"),
-    (["generate", "a", "--presence-penalty", "nan"], "--presence-penalty is nan; expected a finite number"),
-    (["chat", "--temp", "0", "--xtc-probability", "0.5"], "--xtc-probability is 0.5, which has no effect at temp"),
-    (["generate", "a", "--temp", "1", "--xtc-probability", "2"], "--xtc-probability is 2.0; expected from 0 to 1"),
-    (
-        ["generate", "a", "--temp", "1", "--xtc-threshold", "0.2"],
-        "is 0.2, which has no effect without --xtc-probability",
-    ),
-    (["chat", "--xtc-threshold", "0.6"], "--xtc-threshold is 0.6; expected from 0 to 0.5"),
-    (["generate", "a", "--seed", str(2**64)], f"--seed is {2**64}; expected from 0 to {2**64 - 1}"),
     (["generate", "a", "--temp", "1", "--logit-bias", "9999:1"], "--logit-bias has token 9999"),
     (["generate", "a", "--kv-bits", "0", "--kv-group-size", "8"], "--kv-bits 0 does not quantize"),
     (["generate", "a", "--stop", ""], "--stop is empty"),
     (["generate", "a", "--system-prompt", "b", "--ignore-chat-template"], "--system-prompt needs the chat template"),
-    (["chat", "--kv-bits", "5"], "--kv-bits is 5"),
     (["sing"], "No such command 'sing'"),
     (["generat", "hi"], "No such command 'generat'. Did you mean 'generate'?"),
     (["generate", "hi", "--tmp", "1"], "No such option: --tmp (Possible options: --stop, --temp, --top-p)"),
@@ -179,22 +157,14 @@ USAGE_ERRORS = [
 
 @pytest.mark.parametrize(("arguments", "message"), USAGE_ERRORS)
 def test_usage_errors(arguments: list[str], message: str) -> None:
-    """In this process; one of them as a process below."""
     _check_refusal(call(*arguments), 2, message)
-
-
-@pytest.mark.parametrize(("arguments", "message"), USAGE_ERRORS[:1])
-def test_usage_errors_of_a_process(arguments: list[str], message: str) -> None:
-    _check_refusal(run(*arguments), 2, message)
 
 
 FAILURES = [
     (["generate", "a", "--model", "no/such"], "no/such is not here; `kvant pull no/such` fetches it"),
     (["generate", "a", "--model", "./no/such"], "model './no/such' is not a folder"),
     (["generate", "  "], "the prompt is empty"),
-    (["generate", "a", "--model", ""], "model '' is not a folder"),
     (["generate", "a", "--model", "Poket"], "'Poket' is not a folder or a known name; did you mean 'pocket'?"),
-    (["generate", "QWEN2.5-0.5b", "a"], "is not a folder or a known name; did you mean 'qwen2.5-0.5b'?"),
     (["generate", "two", "words"], "of two arguments t"),
     (["generate", "a", "--model", "~nosuchuser/x"], "is not a folder"),
     (["generate", "a", "--model", "x" * 5000], "is not a folder"),
@@ -280,19 +250,7 @@ def test_a_reader_that_leaves() -> None:
 
 def test_interrupted() -> None:
     process = subprocess.Popen(
-        [
-            *COMMAND,
-            "generate",
-            QUESTION,
-            "--temp",
-            "2",
-            "-m",
-            "1900",
-            "--logit-bias",
-            "0:-1e9",
-            "--logit-bias",
-            "2:-1e9",
-        ],
+        [*COMMAND, "generate", QUESTION, "--temp", "2", "-m", "1900", "--ignore-eos"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -352,32 +310,23 @@ class _Terminal(io.StringIO):
         return self.is_terminal
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-@pytest.mark.parametrize("quiet", [True, False])
-@pytest.mark.parametrize("delay", [0.01, 60])
+@pytest.mark.parametrize(
+    ("is_terminal", "quiet", "delay"),
+    [(True, False, 0.01), (False, False, 0.01), (True, True, 0.01), (True, False, 60)],
+)
 def test_progress_appears_late_and_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, is_terminal: bool, quiet: bool, delay: float
 ) -> None:
+    """And it does not end before the work."""
     stream = _Terminal(is_terminal)
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr("kvant.cli.progress.DELAY_S", delay)
     monkeypatch.setenv("TERM", "xterm")
     with LateProgress("loading", quiet=quiet) as progress:
-        progress.update(1, 2)
-        time.sleep(0.3)
-    assert ("loading" in stream.getvalue()) == (is_terminal and not quiet and delay < 1)
-    assert ("1/2" in stream.getvalue()) == ("loading" in stream.getvalue())
-
-
-def test_progress_does_not_end_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = _Terminal(True)
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr("kvant.cli.progress.DELAY_S", 0.01)
-    monkeypatch.setenv("TERM", "xterm")
-    with LateProgress("loading") as progress:
         for done in range(4):
             progress.update(done + 1, 4)
             time.sleep(0.2)
-    assert "3/4" in stream.getvalue()
-    assert "4/4" not in stream.getvalue()
-    assert "loading" in stream.getvalue().rpartition("3/4")[2]
+    shown = stream.getvalue()
+    assert ("loading" in shown) == ("3/4" in shown) == (is_terminal and not quiet and delay < 1)
+    assert "4/4" not in shown
+    assert "loading" in shown.rpartition("3/4")[2] or not shown

@@ -41,7 +41,9 @@ def test_a_flag_wins_over_a_preset_over_the_file_over_the_model(write: Write) ->
     assert _sampling("--preset", "poet", "--top-p", "0.8").startswith(
         "temperature 0.5 (config.toml), top-p 0.8 (given)"
     )
-    assert _sampling("--temp", "0") == "temperature 0 (given)", "what the file says has no effect then, and is dropped"
+    assert _sampling("--temp", "-0.0") == "temperature 0 (given)", (
+        "what the file says has no effect then, and is dropped"
+    )
     chat = call("chat", "-m", "1", stdin="Hi\n/stats\n").stderr
     assert "sampling: temperature 0.4, top-p 0.6, seed 5 (config.toml)" in chat
 
@@ -118,18 +120,14 @@ def test_the_command_shows_it(write: Write) -> None:
         ("json = true", "json is not a flag of generate and chat"),
         ("[generate]\ntokens = 1", "generate.tokens is not a flag of generate"),
         ("[presets.a]\npreset = 'b'", "presets.a.preset is not a flag of a preset"),
-        ("[bench]\nrepeats = 1", "bench is not a flag of generate and chat"),
         ("temp = '0.5'", "temp is '0.5'; expected a number"),
-        ("temp = true", "temp is 'True'; expected a number"),
         ("max-tokens = 1.5", "max-tokens is '1.5'; expected a whole number"),
-        ("quiet = 1", "quiet is '1'; expected true or false"),
         ("stop = 'a'", "stop is 'a'; expected a list of strings"),
-        ("stop = [1]", "stop is '[1]'; expected a list of strings"),
-        ("model = 5", "model is '5'; expected a string"),
         ("presets = 5", "presets is 5; expected a table, [presets]"),
         ("[presets]\na = 5", "presets.a is 5; expected a table, [presets.a]"),
-        ("generate = 'x'", "generate is x; expected a table, [generate]"),
         ("temp 1", "config.toml: not TOML: "),
+        (f"max-tokens = {10**23}", f"max-tokens is '{10**23}'; expected a number of 64 bits"),
+        (f"max-kv-size = 0x{'f' * 9000}", "max-kv-size is 'a number of thousands of digits'; expected a number of 64"),
         ("temp = -1", "--temp is -1.0; expected 0, or from 0.001 on; --temp is from config.toml"),
         ("kv-bits = 3", "--kv-bits is 3; expected 0, 4 or 8; --kv-bits is from config.toml"),
         ("temp = 0\nseed = 1", "--seed is 1, which has no effect at temperature 0; --seed is from config.toml"),
@@ -153,4 +151,8 @@ def test_presets_that_are_not_there(write: Write, monkeypatch: pytest.MonkeyPatc
     done = call("generate", "Hi")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "none.toml', which is not a file" in done.stderr
+    monkeypatch.setenv("KVANT_CONFIG", "~nobodyhere/x")
+    assert "KVANT_CONFIG is '~nobodyhere/x', which is not a file" in call("generate", "Hi").stderr
+    write("a." * 20_000 + "a = 1")
+    assert "at most 32768" in call("generate", "Hi").stderr
     assert call("models").returncode == 0, "a command that takes nothing from it does not read it"

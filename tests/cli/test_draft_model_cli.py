@@ -11,11 +11,11 @@ from support.command import QUESTION, call
 from support.draft_models import save_draft_model
 from support.kinds import load_kind
 
-from kvant.cli.session import RunOptions, open_session
+from kvant.cli.options import RunOptions
+from kvant.cli.session import open_session
 from kvant.engine.drafted_run import DraftedRun
 from kvant.engine.model_drafts import ModelDrafts
-from kvant.tools.plan import Settings, plan, read_folder, split_pairs
-from kvant.tools.plan.plan import DraftModel
+from kvant.tools.plan import DraftModel, Settings, plan, read_folder, split_pairs
 
 
 @pytest.fixture(scope="module")

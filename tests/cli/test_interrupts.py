@@ -56,7 +56,7 @@ import os, time, signal, kvant_command
 signal.signal(signal.SIGINT, kvant_command.end_now)
 from kvant.cli import interrupts
 import mlx.core as mx
-interrupts.begin()
+interrupts.begin(kvant_command.end_now)
 kept = interrupts.restoring(lambda: os.write(1, b"restored"))
 kept.__enter__()
 a = mx.random.normal((2000, 2000))

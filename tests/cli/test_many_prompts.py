@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from support.command import QUESTION, call
 
-from kvant.cli import lines, session
+from kvant.cli import answering, session
 from kvant.engine.batch_stream import Piece
-from kvant.tools.machine import Machine
+from kvant.machine import Machine
 
 LINES: list[dict[str, Any]] = [
     {"prompt": QUESTION, "max_tokens": 30},
@@ -141,7 +141,7 @@ def test_a_bad_line_ends_it_before_anything_is_generated(line: str, words: str, 
 
 def test_a_pool_that_does_not_fit(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says how many at once would fit, and they do; one more does not."""
-    limit = 215_000_000
+    limit = 228_000_000
     monkeypatch.setattr(session, "this_machine", lambda device=None: Machine("cpu", 2 * limit, limit, "a machine"))
     Path(path).write_text("\n".join(json.dumps({"prompt": QUESTION, "id": n}) for n in range(8)))
     flags = ["generate", "--prompts-file", path, "--stop", "a"]
@@ -159,7 +159,7 @@ def test_what_has_ended_is_printed_when_it_is_interrupted(
     path: str, alone: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first answer is the longest: it is under way, and three others wait for it."""
-    plain = lines.stream_pieces
+    plain = answering.stream_pieces
 
     def interrupted(*arguments: Any) -> Iterator[Piece]:
         ended = 0
@@ -169,7 +169,7 @@ def test_what_has_ended_is_printed_when_it_is_interrupted(
             if ended == 3:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(lines, "stream_pieces", interrupted)
+    monkeypatch.setattr(answering, "stream_pieces", interrupted)
     done = call(*FLAGS, "--prompts-file", path, "--json")
     assert done.returncode == 130
     records = [json.loads(line) for line in done.stdout.splitlines()]

@@ -4,9 +4,9 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +21,10 @@ from kvant import weights
 from kvant.cli import fitting, main, session
 from kvant.cli import plan as command
 from kvant.errors import ContextError, ModelError
+from kvant.machine import Device, Machine
 from kvant.models import Decoder
 from kvant.sizes import format_bytes
-from kvant.tools.bench.shapes import SHAPES, write_random
-from kvant.tools.machine import Device, Machine
+from kvant.tools.bench.shapes import SHAPES
 from kvant.tools.plan import Checkpoint, Settings, plan, split_pairs
 
 
@@ -56,20 +56,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
+def ways_of(line: str) -> list[list[str]]:
+    """The flags that a verdict or a refusal names."""
+    return [way.split() for way in re.findall(r"--.*?(?= or --| would fit)", line)]
+
+
 def test_the_table(capsys: pytest.CaptureFixture[str], pocket_folder: Path) -> None:
     made = plan(Checkpoint.from_folder(pocket_folder), max_kv_size=1000, settings=Settings(kv_bits=4), device="cpu")
-    code, out, err = call(
-        capsys, "plan", "pocket", "--max-kv-size", "1000", "--kv-bits", "4", "--device", "cpu", "--memory", "1GB"
-    )
+    flags = ("--max-kv-size", "1000", "--kv-bits", "4", "--device", "cpu", "--memory", "1GB")
+    code, out, err = call(capsys, "plan", "pocket", *flags)
     assert (code, err) == (0, "")
-    for name, count in (
-        ("weights", made.weights),
-        ("cache", made.cache),
-        ("prefill scratch", made.scratch),
-        ("process", made.process),
-        ("total", made.total),
-        ("limit", 2**30),
-    ):
+    sizes = {"weights": made.weights, "cache": made.cache, "prefill scratch": made.scratch, "total": made.total}
+    for name, count in (sizes | {"process": made.process, "limit": 2**30}).items():
         assert re.search(rf"^{name} +{count:,} +[\d.]+ [kMG]B", out, re.MULTILINE), name
     assert "1000 tokens at 4 bits" in out
     assert "\nfits, " in out
@@ -77,50 +75,57 @@ def test_the_table(capsys: pytest.CaptureFixture[str], pocket_folder: Path) -> N
         assert re.search(rf"^ +{bits} bits +2048 tokens, the model's own$", out, re.MULTILINE)
 
 
-@pytest.mark.parametrize("flags", [["--max-kv-size", "1"], ["--kv-bits", "4"], ["--prefill-step-size", "1"]])
-def test_the_lines_add_up(capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str]) -> None:
-    """Where loading takes the most, its line has what it takes beyond the others."""
+def test_the_lines_add_up(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """If loading takes the most, its line has what it takes beyond the others."""
     config = qwen2_config(vocab_size=80_000, hidden_size=64, intermediate_size=64)
     save_checkpoint(tmp_path, config, reference_model(config))
-    _, out, _ = call(capsys, "plan", str(tmp_path), "--device", "cpu", "--memory", "8GB", *flags)
-    counts = {
-        name.strip(): int(count.replace(",", ""))
-        for name, count in re.findall(r"^([a-z ]+?) +([\d,]+) +[\d.]+ ", out, re.M)
-    }
+    _, out, _ = call(capsys, "plan", str(tmp_path), "--device", "cpu", "--memory", "8GB", "--max-kv-size", "1")
+    found = re.findall(r"^([a-z ]+?) +([\d,]+) +[\d.]+ ", out, re.M)
+    counts = {name.strip(): int(count.replace(",", "")) for name, count in found}
     total, _ = counts.pop("total"), counts.pop("limit")
     assert sum(counts.values()) == total
     assert "loading" in counts
 
 
-@pytest.mark.parametrize("memory", ["8GB", "600MB", "1200MB"])
+@pytest.mark.parametrize("memory", ["8GB", "2000MB", "24GB"])
 def test_a_plan_that_fails_names_flags_that_fit(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, memory: str
 ) -> None:
-    """Each of them, given to the same command, is a plan that fits."""
-    model = {"8GB": "qwen2.5-7b", "600MB": "qwen2.5-0.5b", "1200MB": "qwen2.5-0.5b"}[memory]
+    """Each of them, given to the same command, is a plan that fits; if none is named, none does."""
+    model = "qwen2.5-0.5b" if memory == "2000MB" else "qwen2.5-7b"
     (tmp_path / "config.json").write_text(json.dumps(_raw(model)))
     run = ["plan", str(tmp_path), "--device", "gpu", "--memory", memory, "--max-kv-size", "32768", "--kv-bits", "0"]
-    run += ["--prefill-step-size", "4096"]
     code, out, _ = call(capsys, *run)
     assert code == 1
-    verdict = next(line for line in out.splitlines() if line.startswith("does not fit: "))
-    ways = re.findall(r"--.*?(?= or --| would fit|: )", verdict)
-    assert ways, verdict
+    ways = ways_of(next(line for line in out.splitlines() if line.startswith("does not fit: ")))
+    assert len(ways) == {"8GB": 0, "2000MB": 2, "24GB": 2}[memory], out
     for way in ways:
-        code, out, err = call(capsys, *run, *way.split())
-        assert code == 0, (verdict, way, out, err)
+        assert call(capsys, *run, *way)[0] == 0, (out, way)
+    if not ways:
+        assert "no context fits" in out
+        assert call(capsys, *run, "--max-kv-size", "1", "--kv-bits", "4")[0] == 1
+
+
+def test_a_format_that_the_model_cannot_have_is_left_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Groups of 32 do not divide heads of 80."""
+    config = qwen3_config(head_dim=80)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for memory, expected in (("8GB", 0), ("100MB", 1)):
+        code, out, _ = call(capsys, "plan", str(tmp_path), "--kv-bits", "0", "--device", "cpu", "--memory", memory)
+        assert code == expected
+        assert " 32 bits " in out
+        assert " 8 bits " not in out
+    assert call(capsys, "plan", str(tmp_path))[0] == 2
 
 
 def test_experts_that_are_held_and_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     save_checkpoint(tmp_path, config := qwen3_moe_config(), reference_model(config))
     made = plan(Checkpoint.from_folder(tmp_path), max_kv_size=100, device="cpu")
     flags = ("plan", str(tmp_path), "--max-kv-size", "100", "--device", "cpu", "--memory", "1GB")
-    code, out, _ = call(capsys, *flags)
-    assert code == 0
+    _, out, _ = call(capsys, *flags)
     words = " ".join(out.split())
     assert f"32 bits, untied; a token reads {format_bytes(made.weights_read)}, 2 of 8 experts" in words
-    _, out, _ = call(capsys, *flags, "--json")
-    sizes = json.loads(out)["bytes"]
+    sizes = json.loads(call(capsys, *flags, "--json")[1])["bytes"]
     assert sizes["weights_read"] == made.weights_read < made.weights == sizes["weights"]
 
 
@@ -128,27 +133,21 @@ def test_json_and_the_exit_code_of_what_does_not_fit(capsys: pytest.CaptureFixtu
     code, out, err = call(capsys, "plan", "--device", "cpu", "--memory", "150MB", "--json")
     record = json.loads(out)
     assert (code, err, record["fits"]) == (1, "", False)
-    assert record["machine"]["limit_bytes"] == 150 * 2**20
-    assert record["bytes"]["total"] > 150 * 2**20
+    assert record["bytes"]["total"] > 150 * 2**20 == record["machine"]["limit_bytes"]
     assert record["max_kv_size"] == 2048
     assert [found["tokens"] for found in record["longest_context"]] == [0, 0, 0]
-    code, out, _ = call(capsys, "plan", "--device", "cpu", "--memory", "150MB")
-    assert code == 1
-    assert "does not fit: " in out
 
 
 def test_a_mac_that_is_not_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(_raw("qwen2.5-7b")))
-    fits = {}
-    for memory in ("8GB", "16 GiB"):
-        for bits in ((), ("--weight-bits", "4")):
-            flags = ("--device", "gpu", "--memory", memory, "--json", *bits)
-            code, out, _ = call(capsys, "plan", str(tmp_path), *flags)
-            record = json.loads(out)
-            fits[memory, len(bits) > 0] = code == 0
-            assert record["machine"]["limit_bytes"] == int(memory.split("G")[0]) * 2**30 * 2 // 3
-            assert record["bytes"]["process"] == 0
-    assert fits == {("8GB", False): False, ("8GB", True): True, ("16 GiB", False): False, ("16 GiB", True): True}
+    fits = []
+    for memory, bits in product(("8GB", "16 GiB"), ((), ("--weight-bits", "4"))):
+        code, out, _ = call(capsys, "plan", str(tmp_path), "--device", "gpu", "--memory", memory, "--json", *bits)
+        record = json.loads(out)
+        fits.append(code == 0)
+        assert record["machine"]["limit_bytes"] == int(memory.split("G")[0]) * 2**30 * 2 // 3
+        assert record["bytes"]["process"] == 0
+    assert fits == [False, True, False, True]
 
 
 def _raw(name: str) -> dict[str, Any]:
@@ -190,12 +189,11 @@ def test_remote(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--memory", "much"], "--memory is 'much'; expected a size such as 8GB"),
+        (["--memory", "much"], "--memory is 'much'"),
         (["--memory", "0GB"], "--memory is '0GB'"),
-        (["--memory", "-1GB"], "--memory"),
-        (["--device", "tpu"], "--device is 'tpu'; expected cpu or gpu"),
-        (["--max-kv-size", "all"], "--max-kv-size is 'all'; expected a number of tokens, or auto"),
-        (["--max-kv-size", "0"], "--max-kv-size is 0; expected at least 1"),
+        (["--device", "tpu"], "--device is 'tpu'"),
+        (["--max-kv-size", "all"], "--max-kv-size is 'all'"),
+        (["--max-kv-size", "0"], "--max-kv-size is 0"),
         (["--kv-group-size", "48"], "48 does not divide the head dimension 64"),
         (["--weight-group-size", "64"], "--weight-group-size is 64, but without --weight-bits"),
         (["--weight-bits", "7"], "--weight-bits is 7; expected"),
@@ -230,43 +228,26 @@ def test_what_the_model_cannot_have(capsys: pytest.CaptureFixture[str], flags: l
 
 def test_generate_refuses_before_it_loads(capsys: pytest.CaptureFixture[str], small: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(session, "load_folder", lambda *_: pytest.fail("the weights were loaded"))
-    small(209_000_000)
+    checkpoint = Checkpoint.from_folder(Path(kvant.__file__).parent / "pocket")
+    limit = plan(checkpoint, max_kv_size=900, device="cpu").total
+    small(limit)
     for arguments in (["generate", "Hello", "--max-kv-size", "2048"], ["chat", "--max-kv-size", "2048"]):
         code, out, err = call(capsys, *arguments)
         assert (code, out) == (1, "")
         found = re.fullmatch(
-            r"kvant: error: 2048 tokens need 21\d\.\d\d MB \(weights 12\.35 MB, cache 2\.36 MB, "
-            r"prefill scratch [\d.]+ MB, the process [\d.]+ MB\); "
-            r"there are 209\.00 MB \(a small machine\); "
-            r"--max-kv-size (\d+)( or --kv-bits 4)?( or --prefill-step-size 32)? would fit\n",
+            r"kvant: error: 2048 tokens need [\d.]+ MB \(weights 12\.35 MB, cache 2\.36 MB, prefill scratch [\d.]+ MB, "
+            rf"the process [\d.]+ MB\); there are {format_bytes(limit)} \(a small machine\); "
+            r"--max-kv-size (\d+)( or --kv-bits 4)? would fit\n",
             err,
         )
         assert found, err
     tokens = int(found[1])
-    monkeypatch.undo()
-    checkpoint = Checkpoint.from_folder(Path(kvant.__file__).parent / "pocket")
     totals = [plan(checkpoint, max_kv_size=n, device="cpu").total for n in (tokens, tokens + 1)]
-    assert totals[0] <= 209_000_000 < totals[1]
-
-
-@pytest.mark.parametrize("spare", [0, 40_000_000, 400_000_000])
-def test_what_is_proposed_does_fit(spare: int) -> None:
-    """Whatever the refusal names is a run that is not refused."""
-    checkpoint = Checkpoint.from_facts(_raw("qwen2.5-0.5b"))
-    least = plan(checkpoint, max_kv_size=1, settings=Settings(kv_bits=4), device="cpu").total
-    here = machine(least + spare)
-    with pytest.raises(ContextError) as refused:
-        fitting.plan_that_fits(checkpoint, Settings(kv_bits=0), 32768, here)
-    ways = str(refused.value).split("; ")[-1].removesuffix(" would fit").split(" or ")
-    assert ways
-    for way in ways:
-        flags = dict(re.findall(r"--([a-z-]+) (\d+)", way))
-        settings = Settings(kv_bits=int(flags.get("kv-bits", 0)))
-        fitting.plan_that_fits(checkpoint, settings, int(flags.get("max-kv-size", 32768)), here)
+    assert totals[0] <= limit < totals[1]
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(ContextError, match="no context fits, whatever the cache"):
+    with pytest.raises(ContextError, match="no context fits"):
         fitting.plan_that_fits(Checkpoint.from_facts(_raw("qwen2.5-0.5b")), Settings(), "auto", machine(10**9))
 
 
@@ -310,21 +291,6 @@ def test_memory_is_wired_when_it_is_asked_for_and_only_then(monkeypatch: pytest.
         assert len(wired) == asked
     planned = plan(Checkpoint.from_folder(Path(kvant.__file__).parent / "pocket"), max_kv_size=50, device="cpu")
     assert wired == [planned.total]
-
-
-def test_a_download_is_not_needed(tmp_path: Path) -> None:
-    """config.json alone, and no network: what the command prints is made of nothing else."""
-    (tmp_path / "config.json").write_text(json.dumps(_raw("qwen2.5-7b")))
-    done = subprocess.run(
-        [sys.executable, "-m", "kvant", "plan", str(tmp_path), "--device", "gpu", "--memory", "16GB"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )
-    assert done.returncode == 1  # 15 GB of bfloat16 weights
-    assert "15,231,49" in done.stdout
-    assert done.stderr == ""
 
 
 def test_an_adapter_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -390,16 +356,3 @@ def test_a_config_alone_says_no_less_than_its_files_would(tmp_path: Path) -> Non
     (tmp_path / "consolidated.safetensors").touch()  # the same weights in another format, which are not read
     os.truncate(tmp_path / "consolidated.safetensors", 988_097_824)
     assert Checkpoint.from_folder(tmp_path).tied
-
-
-def test_help_says_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call(capsys, "plan", "--help")
-    assert code == 0
-    assert "Exit code 0: it fits; 1: it does not." in " ".join(out.split())
-
-
-def test_a_random_models_folder_is_planned_by_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_random(SHAPES["pocket"], tmp_path, bits=8)
-    code, out, _ = call(capsys, "plan", str(tmp_path), "--json")
-    assert code == 0
-    assert json.loads(out)["context"] == 32768

@@ -3,11 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
-import typer
 
 from kvant.cli import follow as module
+from kvant.cli.options import RunOptions
 from kvant.cli.parts import Arranged
-from kvant.cli.session import RunOptions
 
 
 @pytest.mark.parametrize(("wired", "bounded"), [(False, False), (True, False), (False, True)])
@@ -22,7 +21,6 @@ def test_options_of_memory_are_applied(wired: bool, bounded: bool, monkeypatch: 
     monkeypatch.setattr(module, "compute", lambda part, guard: 0)
     monkeypatch.setattr(module, "wire", lambda count: done.append(("wire", count)))
     monkeypatch.setattr(module, "bound_memory", lambda *limits: done.append(("bound", limits)))
-    with pytest.raises(typer.Exit):
-        module.follow(RunOptions(wired=wired), bounded=bounded)
+    module.follow(RunOptions(wired=wired), bounded=bounded)
     expected = [("wire", 30)] * wired + [("bound", (20, 10))] * bounded
     assert done == [*expected, ("load", arranged)]

@@ -10,43 +10,41 @@ from urllib.request import Request, urlopen
 
 import pytest
 from support.checkpoints import qwen2_config, reference_model, save_checkpoint
-from support.command import call, run
+from support.command import COMMAND, call, run
 from support.counts import count
-from support.ranks import SRC, run_each, start_ranks
+from support.ranks import SRC, run_ranks
 
 import kvant
-from kvant.ranks.hosts import free_ports
+from kvant.cli.launch import free_ports
 from kvant.sample_utils import make_sampler
 
 KVANT = [sys.executable, "-c", "from kvant_command import main; main()"]
 MLX_LAUNCH = [sys.executable, "-c", "from mlx._distributed_utils.launch import main; main()"]
-STORY = ["Tell me a story", "--max-tokens", "24", "--temp", "0.8", "--seed", "3"]
+STORY = ["Tell me a story", "--max-tokens", "150", "--ignore-eos", "--temp", "0.8", "--seed", "3"]
 
 
 def each(commands: list[list[str]]) -> list[subprocess.CompletedProcess[str]]:
     """Ranks with a command each."""
-    return run_each([[*KVANT, *command] for command in commands])
+    return run_ranks([[*KVANT, *command] for command in commands])
 
 
 @pytest.mark.parametrize(("ranks", "parallel", "bits"), [(count(3, 4), "pipeline", "8"), (2, "tensor", "0")])
 def test_the_same_tokens_as_one_process(ranks: int, parallel: str, bits: str) -> None:
-    alone = call("generate", *STORY, "--json", "--kv-bits", bits)
-    divided = run(
-        "launch", "-n", str(ranks), "--", "generate", *STORY, "--json", "--kv-bits", bits, "--parallel", parallel
-    )
+    words = ["generate", *STORY, "--json", "--kv-bits", bits]
+    alone, divided = call(*words), run("launch", "-n", str(ranks), "--", *words, "--parallel", parallel)
     assert divided.returncode == 0, divided.stderr
     tokens = [[json.loads(line)["token"] for line in done.stdout.splitlines()] for done in (alone, divided)]
     assert tokens[0] == tokens[1]
-    assert len(tokens[0]) == 24
-    said = f"ranks: {ranks}, {parallel}; "
-    said += "0 sums, 2 messages, 2.05 kB" if parallel == "pipeline" else "8 sums, 0 messages, 8.19 kB"
-    assert f"{said} in the last step" in divided.stderr
+    assert len(tokens[0]) == 150
+    exchanged = "0 sums, 2 messages, 2.05 kB" if parallel == "pipeline" else "8 sums, 0 messages, 8.19 kB"
+    assert f"ranks: {ranks}, {parallel}; {exchanged} in the last step" in divided.stderr
     assert divided.stderr.count("sampling:") == 1  # rank 0 alone prints
 
 
 def test_a_conversation() -> None:
+    """Which ends with its input, as in one process."""
     command = ["chat", "--temp", "0", "--max-tokens", "12", "-q", "--kv-bits", "0"]
-    said = "Hi there\nTell me a story\n/undo\nAnd now?\n"
+    said = "Hi there\nTell me a story\n/undo\nAnd now?"
     alone = call(*command, stdin=said)
     divided = run("launch", "-n", "2", "--", *command, "--draft", "prompt", stdin=said)
     assert divided.returncode == alone.returncode == 0
@@ -54,81 +52,38 @@ def test_a_conversation() -> None:
     assert len(alone.stdout.splitlines()) >= 3
 
 
-def test_a_reader_that_goes_away_is_no_lost_rank(tmp_path: Path) -> None:
-    """``| head``: as silent as one process."""
-    command = [*KVANT, "generate", *STORY[:1], "-m", "2000", "--ignore-eos", "-q"]
-    first, other = start_ranks(2, command, tmp_path)
-    assert first.stdout is not None
-    assert first.stdout.read(5)
-    first.stdout.close()
-    first.stdout = None
-    for process in (first, other):
-        assert process.communicate(timeout=60)[1] == ""
-        assert process.returncode == 1
-
-
-def _fetch(url: str, body: bytes | None = None) -> bytes:
-    asked = Request(url, body, {"Content-Type": "application/json"})
-    with urlopen(asked, timeout=60) as answer:
-        return bytes(answer.read())
-
-
-def _wait(url: str, server: "subprocess.Popen[str]") -> None:
-    """Until the server answers."""
-    while server.poll() is None:
-        try:
-            _fetch(f"{url}/health")
-        except OSError:
-            time.sleep(0.1)
-        else:
-            return
-    raise AssertionError(f"the server has ended: {server.communicate()[1]}")
-
-
 def test_a_server(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    with subprocess.Popen(
-        [
-            *KVANT,
-            "launch",
-            "-n",
-            "2",
-            "--",
-            "serve",
-            "--port",
-            str(port),
-            "-q",
-            "--parallel",
-            "tensor",
-            "--draft",
-            "prompt",
-        ],
-        env={**os.environ, "PYTHONPATH": str(SRC)},
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as server:
+    port = free_ports(1)
+    words = ["serve", "--port", str(port), "-q", "--parallel", "tensor", "--draft", "prompt"]
+    with subprocess.Popen([*COMMAND, "launch", "-n", "2", "--", *words], stdin=subprocess.DEVNULL) as server:
         try:
             url = f"http://127.0.0.1:{port}"
-            _wait(url, server)
+            while server.poll() is None:
+                try:
+                    urlopen(f"{url}/health", timeout=60).close()
+                    break
+                except OSError:
+                    time.sleep(0.1)
             model, tokenizer = kvant.load("pocket")
             for seed in (1, 2):
-                body = {
-                    "model": "pocket",
-                    "prompt": "Once upon a time",
-                    "max_tokens": 20,
-                    "temperature": 1,
-                    "seed": seed,
-                }
-                body |= {"top_p": 1, "top_k": 0}
-                answer = json.loads(_fetch(f"{url}/v1/completions", json.dumps(body).encode()))
+                body = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 1, "seed": seed, "top_p": 1}
+                data = json.dumps(body | {"model": "pocket", "top_k": 0}).encode()
+                asked = Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+                with urlopen(asked, timeout=60) as answer:
+                    text = json.load(answer)["choices"][0]["text"]
                 sampler = make_sampler(temp=1.0, seed=seed)
-                expected = kvant.generate(model, tokenizer, "Once upon a time", max_tokens=20, sampler=sampler)
-                assert answer["choices"][0]["text"] == expected
+                assert text == kvant.generate(model, tokenizer, "Once upon a time", max_tokens=20, sampler=sampler)
             server.terminate()
             assert server.wait(20) in (0, 143)
         finally:
             server.kill()
+
+
+def test_the_doctor() -> None:
+    done = run("launch", "-n", "2", "--", "doctor", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert (found["healthy"], found["problems"]) == (True, [])
 
 
 def test_what_differs_is_named(tmp_path: Path) -> None:
@@ -150,28 +105,35 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
         assert (other.stdout, other.stderr) == ("", "")
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
-    pair = lambda *words: [list(words)] * 2  # noqa: E731
-    for commands, code, said in [
-        (pair("models"), 2, "'models' is started as 2 ranks"),
-        (pair("generate", "Hi", "--prompt-cache-file", str(tmp_path / "file")), 2, "--prompt-cache-file is given"),
-        (pair("generate", "-"), 2, "standard input is mlx.launch's"),
-    ]:
-        first, other = each(commands)
-        assert first.returncode == code
-        assert first.stderr.startswith("kvant: error: ")
-        assert said in first.stderr
-        assert first.stderr.count("\n") == 1
-        assert other.returncode == code
-        assert (other.stdout, other.stderr) == ("", "")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["models"], "'models' is started as 2 ranks"),
+        (["generate", "Hi", "--prompt-cache-file", "file"], "--prompt-cache-file is given"),
+        (["generate", "-"], "standard input reaches no rank"),
+        (["generate"], "standard input reaches no rank"),
+    ],
+)
+def test_what_is_refused(words: list[str], said: str) -> None:
+    first, other = each([words] * 2)
+    assert first.returncode == other.returncode == 2
+    assert first.stderr.startswith("kvant: error: ")
+    assert said in first.stderr
+    assert first.stderr.count("\n") == 1
+    assert (other.stdout, other.stderr) == ("", "")
+
+
+def test_a_flag_of_ranks_alone() -> None:
     alone = call("generate", "Hi", "--parallel", "tensor")
     assert alone.returncode == 2
     assert "--parallel is 'tensor', which has no effect in one process" in alone.stderr
 
 
 def test_under_mlx_launch() -> None:
+    command = [*MLX_LAUNCH, "-n", "2", "-p", str(free_ports(3) + 1), "--env", f"PYTHONPATH={SRC}", "--", *KVANT]
     done = subprocess.run(
-        [*MLX_LAUNCH, "-n", "2", "--env", f"PYTHONPATH={SRC}", "--", *KVANT, "generate", *STORY, "-q"],
+        [*command, "generate", *STORY, "-q"],
+        env=os.environ,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

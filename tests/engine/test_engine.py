@@ -268,7 +268,6 @@ def test_caches_that_do_not_fit_are_refused_at_the_call(pocket: Pocket) -> None:
     one = model.make_cache(64)[0]
     depth = len(model.layers)
     for cache, message in (
-        (model.make_cache(64, batch=2), "a batch of 2"),
         (model.make_cache(64)[:2], "the cache has 2 layers"),
         ([one] * depth, "none twice"),
         ([QuantizedKVCache(64, 2, 32) for _ in range(depth)], "a head_dim of 32"),

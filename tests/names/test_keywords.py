@@ -57,12 +57,6 @@ def test_a_script_imports_neither_mlx_lm_nor_transformers() -> None:
 # load
 
 
-def test_a_model_by_either_keyword(pocket_folder: Path) -> None:
-    for arguments in ({"path_or_hf_repo": "pocket"}, {"path_or_name": pocket_folder}):
-        model, _ = load(**arguments)  # type: ignore[call-overload]
-        assert isinstance(model, Decoder)
-
-
 def _refused_by_load() -> Iterator[tuple[dict[str, Any], str]]:
     yield {}, "path_or_hf_repo is missing"
     yield (
@@ -71,8 +65,6 @@ def _refused_by_load() -> Iterator[tuple[dict[str, Any], str]]:
     )
     for arguments, message in (
         ({"model_config": {"rope_theta": 1.0}}, "model_config has rope_theta; a model is as its folder's config.json"),
-        ({"model_config": "x"}, "model_config is a str; expected a dict"),
-        ({"tokenizer_config": ["eos_token"]}, "tokenizer_config is a list; expected a dict"),
         ({"lazy": True}, "lazy is True; every weight is read and checked at load"),
         ({"trust_remote_code": True}, "trust_remote_code is True; nothing in a model folder is executed"),
         (
@@ -84,7 +76,6 @@ def _refused_by_load() -> Iterator[tuple[dict[str, Any], str]]:
             "tokenizer_config has padding_side; expected eos_token, chat_template, trust_remote_code",
         ),
         ({"tokenizer_config": {"eos_token": 3}}, r"tokenizer_config\['eos_token'\] is 3; expected text"),
-        ({"tokenizer_config": {"chat_template": ["x"]}}, r"tokenizer_config\['chat_template'\] is \['x'\]; expected"),
     ):
         yield {"path_or_hf_repo": "no/such-model"} | arguments, message
 
@@ -93,14 +84,6 @@ def _refused_by_load() -> Iterator[tuple[dict[str, Any], str]]:
 def test_load_refuses_before_it_looks_for_the_model(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         load(**arguments)
-
-
-def test_values_that_ask_for_nothing_are_accepted() -> None:
-    asked = {"trust_remote_code": None, "eos_token": None, "chat_template": None}
-    plain, tokenizer = load("pocket", asked, None, None, False, False, None, False)
-    assert isinstance(plain, Decoder)
-    assert tokenizer.eos_token_ids == load("pocket")[1].eos_token_ids
-    assert load("pocket", model_config={}, tokenizer_config={})[1].chat_template == tokenizer.chat_template  # type: ignore[arg-type]
 
 
 def test_an_end_of_text_token_of_ones_own(pocket_folder: Path) -> None:
@@ -198,9 +181,7 @@ def _refused_by_generate() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"input_embeddings": mx.zeros((2, 4))}, "input_embeddings is a array; expected None: a prompt is text or"
     yield {"stream": mx.default_stream(mx.cpu)}, "stream is a Stream; expected None: kvant computes on MLX's default"
     yield {"kv_bits": 6}, "kv_bits is 6; expected 8, 4, 0 for no quantization, or None for 8"
-    yield {"kv_bits": True}, "kv_bits is True; expected 8"
     yield {"quantized_kv_start": 5000}, "quantized_kv_start is 5000; a cache is quantized from the first token"
-    yield {"quantized_kv_start": 1, "kv_bits": 8}, "quantized_kv_start is 1; a cache is quantized"
     yield {"kv_group_size": 0}, "kv_group_size is 0; expected at least 1"
     yield {"kv_group_size": 48}, "48"
     yield {"max_kv_size": 0}, "max_kv_size is 0; expected at least 1"
@@ -276,10 +257,9 @@ def test_mlx_lms_functions_on_kvants_objects_and_kvants_own(pocket: Pocket) -> N
 
 def test_a_cache_of_either_kind_of_model(pocket: Pocket) -> None:
     model, _ = pocket
-    own = kvant.make_prompt_cache(model, 50, kv_bits=4, kv_group_size=16, batch=2)
+    own = kvant.make_prompt_cache(model, 50, kv_bits=4, kv_group_size=16)
     assert own.max_seq_len == 50
-    assert len(own.lengths) == 2
-    assert own.nbytes == model.make_cache(50, batch=2, quant_bit=4, quant_group=16).nbytes
+    assert own.nbytes == model.make_cache(50, quant_bit=4, quant_group=16).nbytes
     other, _ = build("qwen3")
     layers = kvant.make_prompt_cache(other)
     assert {layer.max_seq_len for layer in layers} == {4096}
@@ -307,7 +287,7 @@ def test_a_group_that_does_not_divide_a_bridged_models_width(tmp_path: Path) -> 
 
 
 def test_a_cache_is_saved(pocket: Pocket, tmp_path: Path) -> None:
-    """As the cache's own method does; a list for mlx-lm's own model as mlx-lm does."""
+    """As the cache's own method does. A list for mlx-lm's own model is not saved, by mlx-lm neither."""
     model, _ = pocket
     cache, again = (kvant.make_prompt_cache(model, 64) for _ in range(2))
     model(mx.array([[5, 6, 7]]), cache=cache)
@@ -316,11 +296,6 @@ def test_a_cache_is_saved(pocket: Pocket, tmp_path: Path) -> None:
     assert again.ids == [[5, 6, 7]]
     other, _ = build("qwen3")
     layers = kvant.make_prompt_cache(other, 64)
-    mx.eval(other(mx.array([[5, 6, 7]]), cache=layers))
-    files = [tmp_path / name for name in ("ours.safetensors", "theirs.safetensors")]
-    for file, save in zip(files, (kvant.save_prompt_cache, mlx_lm_cache.save_prompt_cache), strict=True):
-        save(str(file), layers, {"title": "a story"})
-    ours, theirs = (mx.load(str(file), return_metadata=True) for file in files)
-    assert ours[1] == theirs[1]
-    assert ours[0].keys() == theirs[0].keys()
-    assert all(mx.array_equal(ours[0][name], array) for name, array in theirs[0].items())
+    for save in (kvant.save_prompt_cache, mlx_lm_cache.save_prompt_cache):
+        with pytest.raises(ValueError, match="kvant"):
+            save(str(tmp_path / "theirs.safetensors"), layers)

@@ -1,6 +1,6 @@
-"""Scripts for mlx-lm, of its README and its examples: they run with their imports changed, and say what they said.
+"""Scripts for mlx-lm, of its README and its examples: they run with their imports changed, with the same results.
 
-The text is theirs, but for the model's name, and shorter answers but in the long run. mlx-lm runs each on the same
+The calls are theirs, with another model and, but in the long run, shorter answers. mlx-lm runs each on the same
 weights, in float32 as kvant does on a CPU.
 """
 
@@ -17,44 +17,8 @@ from support.counts import count
 import kvant
 from kvant.models import Decoder
 
-README_GENERATE = """
-from mlx_lm import load, generate
-
-model, tokenizer = load("mlx-community/Mistral-7B-Instruct-v0.3-4bit")
-
-prompt = "Write a story about Einstein"
-
-messages = [{"role": "user", "content": prompt}]
-prompt = tokenizer.apply_chat_template(
-    messages, add_generation_prompt=True,
-)
-
-text = generate(model, tokenizer, prompt=prompt, verbose=True)
-"""
-
-README_STREAM = """
-from mlx_lm import load, stream_generate
-
-repo = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
-model, tokenizer = load(repo)
-
-prompt = "Write a story about Einstein"
-
-messages = [{"role": "user", "content": prompt}]
-prompt = tokenizer.apply_chat_template(
-    messages, add_generation_prompt=True,
-)
-
-text = ""
-for response in stream_generate(model, tokenizer, prompt, max_tokens=512):
-    print(response.text, end="", flush=True)
-    text += response.text
-print()
-"""
-
 README_TOKENIZER = """
 from mlx_lm import load, generate
-
 model, tokenizer, config = load(
     "mlx-community/Mistral-7B-Instruct-v0.3-4bit",
     tokenizer_config={"eos_token": ".", "trust_remote_code": False},
@@ -66,75 +30,33 @@ text.append(generate(model, tokenizer, "Once upon a time", max_tokens=200))
 
 EXAMPLE_GENERATE_RESPONSE = """
 from mlx_lm import generate, load
-
-# Specify the checkpoint
 checkpoint = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
-
-# Load the corresponding model and tokenizer
 model, tokenizer = load(path_or_hf_repo=checkpoint)
-
-# Specify the prompt and conversation history
 prompt = "Why is the sky blue?"
 conversation = [{"role": "user", "content": prompt}]
-
-# Transform the prompt into the chat template
-prompt = tokenizer.apply_chat_template(
-    conversation=conversation, add_generation_prompt=True
-)
-
-# Specify the maximum number of tokens
-max_tokens = 1_000
-
-# Specify if tokens and timing information will be printed
+prompt = tokenizer.apply_chat_template(conversation=conversation, add_generation_prompt=True)
+max_tokens = 1000
 verbose = True
-
-# Generate a response with the specified settings
-response = generate(
-    model=model,
-    tokenizer=tokenizer,
-    prompt=prompt,
-    max_tokens=max_tokens,
-    verbose=verbose,
-)
+response = generate(model=model, tokenizer=tokenizer, prompt=prompt, max_tokens=max_tokens, verbose=verbose)
 text = response
 """
 
 EXAMPLE_CHAT = """
 from mlx_lm import generate, load
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
-
-# Specify the checkpoint
 checkpoint = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
-
-# Load the corresponding model and tokenizer
 model, tokenizer = load(path_or_hf_repo=checkpoint)
-
-# Make the initial prompt cache for the model
 prompt_cache = make_prompt_cache(model)
-
-# User turn
 prompt = "Hi my name is <Name>."
 messages = [{"role": "user", "content": prompt}]
 prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-
-# Assistant response
 text = [generate(model, tokenizer, prompt=prompt, verbose=True, prompt_cache=prompt_cache)]
-
-# User turn
 prompt = "What's my name?"
 messages = [{"role": "user", "content": prompt}]
 prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-
-# Assistant response
 text.append(generate(model, tokenizer, prompt=prompt, verbose=True, prompt_cache=prompt_cache))
-
-# Save the prompt cache to disk to reuse it at a later time
 save_prompt_cache("mistral_prompt.safetensors", prompt_cache)
-
-# Load the prompt cache from disk
 prompt_cache = load_prompt_cache("mistral_prompt.safetensors")
-
-# The conversation goes on from the disk
 text.append(generate(model, tokenizer, prompt=prompt, prompt_cache=prompt_cache))
 """
 
@@ -142,100 +64,43 @@ text.append(generate(model, tokenizer, prompt=prompt, prompt_cache=prompt_cache)
 EXAMPLE_TOOL_USE = """
 from mlx_lm import generate, load
 from mlx_lm.models.cache import make_prompt_cache
-
-# Specify the checkpoint
 checkpoint = "mlx-community/Qwen2.5-32B-Instruct-4bit"
-
-# Load the corresponding model and tokenizer
 model, tokenizer = load(path_or_hf_repo=checkpoint)
-
-
-# An example tool, make sure to include a docstring and type hints
 def multiply(a: float, b: float):
     \"\"\"
     A function that multiplies two numbers
-
     Args:
         a: The first number to multiply
         b: The second number to multiply
     \"\"\"
     return a * b
-
-
 tools = {"multiply": multiply}
-
-# Specify the prompt and conversation history
 prompt = "Multiply 12234585 and 48838483920."
 messages = [{"role": "user", "content": prompt}]
-
-prompt = tokenizer.apply_chat_template(
-    messages, add_generation_prompt=True, tools=list(tools.values())
-)
-
+prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tools=list(tools.values()))
 prompt_cache = make_prompt_cache(model)
-
-# Generate the initial tool call:
 response = generate(
-    model=model,
-    tokenizer=tokenizer,
-    prompt=prompt,
-    max_tokens=2048,
-    verbose=True,
-    prompt_cache=prompt_cache,
+    model=model, tokenizer=tokenizer, prompt=prompt, max_tokens=2048, verbose=True, prompt_cache=prompt_cache
 )
 text = [response]
 """
 
 EXAMPLE_BATCH_GENERATE_RESPONSE = """
 from mlx_lm import batch_generate, load
-
-# Specify the checkpoint
 checkpoint = "mlx-community/Llama-3.2-3B-Instruct-4bit"
-
-# Load the corresponding model and tokenizer
 model, tokenizer = load(path_or_hf_repo=checkpoint)
-
-# A batch of prompts
+prompts = ["Write a story about Einstein.", "Why is the sky blue?", "What time is it?", "How tall is Mt Everest?"]
 prompts = [
-    "Write a story about Einstein.",
-    "Why is the sky blue?",
-    "What time is it?",
-    "How tall is Mt Everest?",
+    tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True) for p in prompts
 ]
-
-# Apply the chat template and encode to tokens
-prompts = [
-    tokenizer.apply_chat_template(
-        [{"role": "user", "content": p}],
-        add_generation_prompt=True,
-    )
-    for p in prompts
-]
-
-# Set `verbose=True` to see generation statistics
-result = batch_generate(
-    model, tokenizer, prompts, verbose=False, return_prompt_caches=True, max_tokens=2048
-)
+result = batch_generate(model, tokenizer, prompts, verbose=False, return_prompt_caches=True, max_tokens=2048)
 print(result.texts[-1])
 text = result.texts
-
+prompts = ["Could you summarize that?", "And what about the sea?", "Try again?", "And Mt Olympus?"]
 prompts = [
-    "Could you summarize that?",
-    "And what about the sea?",
-    "Try again?",
-    "And Mt Olympus?",
+    tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True) for p in prompts
 ]
-prompts = [
-    tokenizer.apply_chat_template(
-        [{"role": "user", "content": p}],
-        add_generation_prompt=True,
-    )
-    for p in prompts
-]
-
-result = batch_generate(
-    model, tokenizer, prompts, verbose=False, prompt_caches=result.caches
-)
+result = batch_generate(model, tokenizer, prompts, verbose=False, prompt_caches=result.caches)
 print(result.texts[-1])
 text = text + result.texts
 """
@@ -243,7 +108,6 @@ text = text + result.texts
 SAMPLING = """
 from mlx_lm import load, generate
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-
 model, tokenizer = load("mlx-community/Mistral-7B-Instruct-v0.3-4bit")
 text = generate(
     model,
@@ -260,7 +124,6 @@ CHAT = """
 from mlx_lm import load, stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
-
 model, tokenizer = load(
     "mlx-community/Mistral-7B-Instruct-v0.3-4bit",
     adapter_path=None,
@@ -286,7 +149,7 @@ for query in ("Hello! Who are you?", "Tell me about a fox.", "r", "And about a d
             1.0,
             xtc_threshold=0.1,
             xtc_probability=0.0,
-            xtc_special_tokens=(tokenizer.encode("\\n") + list(tokenizer.eos_token_ids)),
+            xtc_special_tokens=tokenizer.encode("\\n") + list(tokenizer.eos_token_ids),
         ),
         prompt_cache=prompt_cache,
         prefill_step_size=2048,
@@ -299,10 +162,9 @@ for query in ("Hello! Who are you?", "Tell me about a fox.", "r", "And about a d
 GOING_BACK = """
 from mlx_lm import load, generate
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
-
 model, tokenizer = load("mlx-community/Mistral-7B-Instruct-v0.3-4bit")
 prompt_cache = make_prompt_cache(model)
-progress, text = [], []
+progress, text = ([], [])
 story = tokenizer.encode("Once upon a time, a fox and a duck lived by the river. ")
 for ending in ("The fox", "The duck", "Then"):
     before = prompt_cache[0].offset
@@ -329,7 +191,7 @@ SCRIPTS = {
 CHANGED = {
     "from mlx_lm import": "from kvant import",
     "from mlx_lm.sample_utils import": "from kvant.sample_utils import",
-    "from mlx_lm.models.cache import": "from kvant.cache import",
+    "from mlx_lm.models.cache import": "from kvant import",
 }
 
 

@@ -51,13 +51,6 @@ def test_alibi_by_hand() -> None:
     np.testing.assert_allclose(output.ravel(), expected, rtol=1e-12)
 
 
-def test_a_query_without_a_key_is_zeros() -> None:
-    query, key, value = np.ones((3, 1, 2, 1, 4))
-    mask = np.array([[True, True], [False, False]])
-    output = oracle.attend(query, key, value, is_causal=False, attn_mask=mask)
-    np.testing.assert_array_equal(output[0, :, 0], [[1.0] * 4, [0.0] * 4])
-
-
 def test_quantization_by_hand() -> None:
     x = np.array([[127.0, -63.5, 0.5, 1.5, 0.0, 0.0, 0.0, 0.0]], np.float32)
     quantized, scale = oracle.quantize(x, Spec(quant_bit=8, quant_group=4))

@@ -10,99 +10,65 @@ from kvant.ranks.environment import Place, find_place
 
 RING = [["10.0.0.1:32323", "10.0.1.1:32324"], ["10.0.0.2:32325"], ["10.0.0.3:32326"]]
 DEVICES = [[None, "rdma_en2"], ["rdma_en2", None]]
+FILE = {"MLX_HOSTFILE": "HERE"}
+NCCL = {"NCCL_HOST_IP": "10.0.0.1", "NCCL_PORT": "12345", "MLX_WORLD_SIZE": "4"}
+JACCL = {"MLX_IBV_DEVICES": "HERE", "MLX_JACCL_COORDINATOR": "10.0.0.1:32323"}
+MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return tmp_path / "hosts.json"
-
-
-def test_no_launcher() -> None:
-    assert find_place({}) is None
-    assert find_place({"KVANT_GUARD": "10.0.0.1:5000", "PATH": "/bin"}) is None
-
-
-def test_ring(file: Path) -> None:
-    file.write_text(json.dumps(RING))
-    environ = {"MLX_HOSTFILE": str(file), "MLX_RANK": "2"}
-    assert find_place(environ) == Place(2, 3, "ring", "10.0.0.1", 32322)
-    assert find_place({**environ, "KVANT_GUARD": "mini.local:7000"}) == Place(2, 3, "ring", "mini.local", 7000)
-    assert find_place({**environ, "KVANT_GUARD": "[fe80::1%en0]:7000"}) == Place(2, 3, "ring", "fe80::1%en0", 7000)
-
-
-@pytest.mark.parametrize("text", ["", "\n", "[]", '[["10.0.0.1:5000"]]'])
-def test_a_ring_of_one(file: Path, text: str) -> None:
-    file.write_text(text)
-    assert find_place({"MLX_HOSTFILE": str(file), "MLX_RANK": "0"}) is None
-
-
-def test_jaccl(file: Path) -> None:
-    file.write_text(json.dumps(DEVICES))
-    environ = {"MLX_IBV_DEVICES": str(file), "MLX_JACCL_COORDINATOR": "10.0.0.1:32323", "MLX_RANK": "1"}
-    assert find_place(environ) == Place(1, 2, "jaccl", "10.0.0.1", 32322)
-    for name in environ:
-        with pytest.raises(RanksError, match=f"back end 'jaccl' needs {name} in the environment"):
-            find_place({key: value for key, value in environ.items() if key != name} | {"MLX_JACCL_RING": "1"})
-
-
-def test_nccl() -> None:
-    environ = {"NCCL_HOST_IP": "10.0.0.1", "NCCL_PORT": "12345", "MLX_WORLD_SIZE": "4", "MLX_RANK": "3"}
-    assert find_place(environ) == Place(3, 4, "nccl", "10.0.0.1", 12344)
-    assert find_place({**environ, "NCCL_HOST_IP": "fd00::1"}) == Place(3, 4, "nccl", "fd00::1", 12344)
-    assert find_place({**environ, "MLX_WORLD_SIZE": "1", "MLX_RANK": "0"}) is None
-    for name in ("NCCL_HOST_IP", "NCCL_PORT", "MLX_RANK"):
-        with pytest.raises(RanksError, match=f"back end 'nccl' needs {name} in the environment"):
-            find_place({key: value for key, value in environ.items() if key != name})
-
-
-@pytest.mark.parametrize("names", [("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")])
-def test_mpi(names: tuple[str, str]) -> None:
-    environ = dict(zip(names, ("1", "2"), strict=True))
-    guard = {"KVANT_GUARD": "10.0.0.1:5000"}
-    assert find_place({**environ, **guard}) == Place(1, 2, "mpi", "10.0.0.1", 5000)
-    with pytest.raises(RanksError, match="MPI does not say where rank 0 is; expected KVANT_GUARD=HOST:PORT"):
-        find_place(environ)
-    assert find_place(dict(zip(names, ("0", "1"), strict=True))) is None
+def find(environ: dict[str, str], folder: Path, text: str) -> Place | None:
+    """The place, with a file of this text HERE."""
+    (folder / "hosts.json").write_text(text)
+    return find_place({name: value.replace("HERE", str(folder / "hosts.json")) for name, value in environ.items()})
 
 
 @pytest.mark.parametrize(
-    ("environ", "message"),
+    ("environ", "text", "place"),
     [
-        ({"MLX_RANK": "1"}, "MLX_RANK is set, but none of MLX_HOSTFILE"),
-        ({"MLX_HOSTFILE": "HERE"}, "back end 'ring' needs MLX_RANK in the environment, which is not set"),
-        ({"MLX_HOSTFILE": "HERE", "MLX_RANK": ""}, "back end 'ring' needs MLX_RANK"),
-        ({"MLX_HOSTFILE": "HERE", "MLX_RANK": "one"}, "MLX_RANK is 'one'; expected a whole number"),
-        ({"MLX_HOSTFILE": "HERE", "MLX_RANK": "-1"}, "MLX_RANK is '-1'; expected a whole number"),
-        ({"MLX_HOSTFILE": "HERE", "MLX_RANK": "3"}, "MLX_RANK is 3; expected 0 to 2, for there are 3 ranks"),
-        ({"MLX_HOSTFILE": "/nowhere.json", "MLX_RANK": "0"}, "/nowhere.json cannot be read: No such file"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "two"}, "PMI_SIZE is 'two'; expected a whole number"),
+        ({"PATH": "/bin", "KVANT_GUARD": "10.0.0.1:5000"}, "", None),
+        (FILE | {"MLX_RANK": "2"}, json.dumps(RING), Place(2, 3, "ring", "10.0.0.1", 32322)),
+        (FILE | {"MLX_RANK": "2", "KVANT_GUARD": "a.local:7"}, json.dumps(RING), Place(2, 3, "ring", "a.local", 7)),
+        (
+            FILE | {"MLX_RANK": "2", "KVANT_GUARD": "[fe80::1%en0]:7"},
+            json.dumps(RING),
+            Place(2, 3, "ring", "fe80::1%en0", 7),
+        ),
+        (FILE | {"MLX_RANK": "0"}, "\n", None),
+        (FILE | {"MLX_RANK": "0"}, '[["10.0.0.1:5000"]]', None),
+        (JACCL | {"MLX_RANK": "1"}, json.dumps(DEVICES), Place(1, 2, "jaccl", "10.0.0.1", 32322)),
+        (NCCL | {"MLX_RANK": "3"}, "", Place(3, 4, "nccl", "10.0.0.1", 12344)),
+        (NCCL | {"MLX_RANK": "0", "MLX_WORLD_SIZE": "1"}, "", None),
+        (MPI | {"KVANT_GUARD": "10.0.0.1:5000"}, "", Place(1, 2, "mpi", "10.0.0.1", 5000)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, "", None),
     ],
 )
-def test_refused(file: Path, environ: dict[str, str], message: str) -> None:
-    file.write_text(json.dumps(RING))
+def test_a_place(tmp_path: Path, environ: dict[str, str], text: str, place: Place | None) -> None:
+    assert find(environ, tmp_path, text) == place
+
+
+@pytest.mark.parametrize(
+    ("environ", "text", "message"),
+    [
+        (FILE, json.dumps(RING), "'ring' needs MLX_RANK in the environment"),
+        (FILE | {"MLX_RANK": "one"}, json.dumps(RING), "'one'"),
+        (FILE | {"MLX_RANK": "-1"}, json.dumps(RING), "rank -1 of 3"),
+        (FILE | {"MLX_RANK": "3"}, json.dumps(RING), "rank 3 of 3"),
+        ({"MLX_HOSTFILE": "/nowhere.json", "MLX_RANK": "0"}, "", "No such file"),
+        (JACCL | {"MLX_JACCL_COORDINATOR": "here", "MLX_RANK": "0"}, json.dumps(DEVICES), "address is 'here'"),
+        ({"MLX_IBV_DEVICES": "HERE", "MLX_RANK": "0"}, json.dumps(DEVICES), "needs MLX_JACCL_COORDINATOR"),
+        ({"MLX_WORLD_SIZE": "2", "MLX_RANK": "0"}, "", "'nccl' needs NCCL_HOST_IP"),
+        (MPI, "", "MPI needs KVANT_GUARD=HOST:PORT"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "two"}, "", "'two'"),
+        *[
+            (FILE | {"MLX_RANK": "0", "KVANT_GUARD": guard}, json.dumps(RING), "expected HOST:PORT")
+            for guard in ("5000", "10.0.0.1", "10.0.0.1:", "10.0.0.1:http", ":5000", "h:65536", "h:1")
+        ],
+        *[
+            (FILE | {"MLX_RANK": "0"}, text, "variables for MLX's back end 'ring'")
+            for text in ("{", "[" * 100_000, '{"a": 1}', '["10.0.0.1:5000", 1]', "[[], [1]]", '[["10.0.0.1"], [1]]')
+        ],
+    ],
+)
+def test_what_is_refused(tmp_path: Path, environ: dict[str, str], text: str, message: str) -> None:
     with pytest.raises(RanksError, match=message):
-        find_place({name: value.replace("HERE", str(file)) for name, value in environ.items()})
-
-
-@pytest.mark.parametrize("guard", ["5000", "10.0.0.1", "10.0.0.1:", "10.0.0.1:http", ":5000", "h:65536", "h:1", ""])
-def test_a_wrong_address(file: Path, guard: str) -> None:
-    file.write_text(json.dumps(RING))
-    with pytest.raises(RanksError, match=r"KVANT_GUARD: the address is .*; expected HOST:PORT"):
-        find_place({"MLX_HOSTFILE": str(file), "MLX_RANK": "0", "KVANT_GUARD": guard})
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
-        ('{"a": 1}', "expected a JSON list"),
-        ('["10.0.0.1:5000"]', 'expected \\[\\["IP:PORT", ...\\], ...\\], a list for each rank'),
-        ('[[], ["10.0.0.1:5000"]]', 'expected \\[\\["IP:PORT", ...\\], ...\\], a list for each rank'),
-        ('[["10.0.0.1"], ["10.0.0.2"]]', "the address is '10.0.0.1'; expected HOST:PORT"),
-    ],
-)
-def test_a_wrong_host_file(file: Path, text: str, message: str) -> None:
-    file.write_text(text)
-    with pytest.raises(RanksError, match=f"MLX_HOSTFILE .*{message}"):
-        find_place({"MLX_HOSTFILE": str(file), "MLX_RANK": "0"})
+        find(environ, tmp_path, text)

@@ -123,24 +123,6 @@ def test_a_cache_that_grows_and_goes_back(led: tuple[Lead, Loopback], bits: int)
     check([lead.next_logits(mx.array([TEXT[:1]]), cache)], other)
 
 
-def test_a_run_and_its_tokens(led: tuple[Lead, Loopback]) -> None:
-    lead, other = led
-    sampler: Sampler = make_sampler(temp=0.8, seed=3)
-
-    def tokens(model: Any, cache: ModelCache) -> list[int]:
-        run = Run(model, TEXT[:100], cache, max_tokens=60, sampler=sampler, prefill_step_size=64)
-        return [token for token, _ in run]
-
-    cache = lead.make_cache(200)
-    assert tokens(lead, cache) == tokens(lead.part, lead.part.make_cache(200))
-    told = [message for message in other.messages if "call" in message]
-    assert [message["call"] for message in told[:2]] == ["feed", "next_logits"]
-    follower = other.follower._held[0]
-    assert isinstance(follower, ModelCache)
-    assert follower.ids[0] == cache.ids[0][: follower.offset]
-    assert follower.offset >= 158
-
-
 @pytest.mark.parametrize("bits", [0, 4, 8])
 def test_drafts_and_their_interruption(led: tuple[Lead, Loopback], bits: int) -> None:
     """What is accepted is committed everywhere, also where a run is left, or broken off in the middle of a step."""

@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING and docs: links and paths lead somewhere, commands and flags exist, README stays short."""
+"""README, CONTRIBUTING and docs: links and paths lead somewhere, commands, flags and examples work."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,6 @@ PAGES = [
     *sorted((ROOT / "scripts").rglob("*.md")),
     *sorted((ROOT / "src").rglob("*.md")),
 ]
-MOST_WORDS = 1200  # of README
 FOLDERS = "docs|scripts|src|tests"
 
 
@@ -32,7 +31,7 @@ def page_ids(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_ids)
-def test_relative_links_resolve(page: Path) -> None:
+def test_links_and_paths_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in link:
             continue
@@ -40,26 +39,9 @@ def test_relative_links_resolve(page: Path) -> None:
         target = page.parent / path if path else page
         assert target.exists(), f"{link} leads nowhere"
         assert not anchor or anchor in anchors(target), f"{link}: no such heading"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_ids)
-def test_paths_exist(page: Path) -> None:
     for path in re.findall(rf"`(?:python )?((?:{FOLDERS})/[\w./*-]+)", page.read_text()):
         path = path.replace("NAME", "*")
         assert any(ROOT.glob(path)), f"{path} does not exist"
-
-
-def test_readme_is_short() -> None:
-    assert len(README.read_text().split()) <= MOST_WORDS
-
-
-def test_the_tour_counts_lines() -> None:
-    """To within a tenth; the whole way stays readable in one sitting."""
-    rows = re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", (ROOT / "docs" / "tour.md").read_text(), re.MULTILINE)
-    lines = {path: len((ROOT / "src" / "kvant" / path).read_text().splitlines()) for path, _ in rows}
-    assert len(rows) > 10
-    assert all(abs(lines[path] - int(said)) <= 3 + 0.1 * lines[path] for path, said in rows), lines
-    assert sum(lines.values()) < 2600
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_ids)
@@ -88,7 +70,7 @@ def test_every_flag_is_named(name: str) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [README, *(ROOT / "docs" / name for name in ("api.md", "batching.md", "conversations.md", "operators.md"))],
+    [README, *(ROOT / "docs" / name for name in ("python.md", "batching.md", "operators.md"))],
     ids=page_ids,
 )
 def test_python_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:

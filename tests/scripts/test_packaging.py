@@ -29,12 +29,9 @@ def constraints() -> dict[str, Requirement]:
 
 @pytest.mark.parametrize("package", PACKAGES, ids=str)
 def test_the_exact_version_is_in_the_range(package: Requirement) -> None:
+    """And the range has both ends."""
     [exact] = constraints()[canonicalize_name(package.name)].specifier
     assert package.specifier.contains(exact.version)
-
-
-@pytest.mark.parametrize("package", PACKAGES, ids=str)
-def test_a_range_has_both_ends(package: Requirement) -> None:
     if package.extras:  # mlx[cpu]: mlx itself is a dependency, with its range
         assert not package.specifier
     else:
@@ -42,14 +39,12 @@ def test_a_range_has_both_ends(package: Requirement) -> None:
 
 
 def test_constraints_are_names_and_versions() -> None:
-    for line in constraints().values():
+    """MLX and its back ends have one version."""
+    exact = constraints()
+    for line in exact.values():
         assert line.url is None
         assert not line.extras
         assert re.fullmatch(r"==[0-9][0-9a-z.]*", str(line.specifier))
-
-
-def test_mlx_and_its_back_ends_have_one_version() -> None:
-    exact = constraints()
     versions = {str(exact[name].specifier) for name in ("mlx", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13")}
     assert len(versions) == 1
 

@@ -9,7 +9,6 @@ import ctypes
 import json
 import shutil
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,12 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from kvant.engine import run as running
 from kvant.engine import sampling
-from kvant.engine.fallback import fused_layers
 from kvant.engine.load import find_model
 from kvant.engine.run import Run
 from kvant.engine.step import CompiledStep
 from kvant.models import Decoder, load_decoder
-from kvant.operators import dispatch, fused_attention
 from support import compiled_steps
 from support.counts import count
-from support.failing_kernel import FailingKernel
 from support.fused_path import pretend_gpu
 
 NO_FUSE = 2
@@ -85,17 +81,10 @@ def seeded(model: Decoder, seed: int) -> list[Any]:
     """30 tokens of kvant's own sampler: not compiled, then for each way of compiling the same, and its compilations."""
     sampler = sampling.make_sampler(2.0, 0.99, 0.001, top_k=900, xtc_probability=0.3, seed=seed)
     found: list[Any] = [generate(model, 30, compiled=False, sampler=sampler)[0]]
-    for options in ({}, {"look_ahead": 1}, {"logits_processors": [lambda tokens, logits: logits]}):
+    for options in ({}, {"logits_processors": [lambda tokens, logits: logits]}):
         tokens, *_ = generate(model, 30, compiled=True, sampler=sampler, **options)
         found.append([tokens, CountedStep.last.compilations])
     return found
-
-
-def turned(plain: list[int], kind: str, **settings: Any) -> list[bool]:
-    """Whether the embedded model with other rotary positions says the same compiled, and other things than its own."""
-    model = changed(rope_parameters={"rope_type": kind, "rope_theta": 1e6, **settings})
-    eager, compiled = (generate(model, 60, compiled=c)[0] for c in (False, True))
-    return [compiled == eager, eager != plain]
 
 
 def changed(**settings: Any) -> Decoder:
@@ -127,31 +116,6 @@ def fused(model: Decoder, bits: int, expected: list[int]) -> list[Any]:
     return [given == expected[:tokens], CountedStep.last.compilations, grown]
 
 
-def failing(model: Decoder, how: str) -> list[Any]:
-    """A run through a kernel that fails when the step is traced for the second time, which is for the 40th token.
-
-    Whether tokens, and those of a second run in the same cache, are as without the kernel; the warnings; compilations.
-    """
-    prompts = [(PROMPT * 3)[:217], [5, 6, 7] * 4]  # 256 tokens are reached with 39 more
-    found = []
-    for kernels in ("unfused", None):
-        cache = model.make_cache(512, kernels=kernels)
-        layers = len(fused_layers(cache))
-        fused_attention.attend = kernel = FailingKernel(how, layers + 3)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            found.append([[t for t, _ in Run(model, p, cache, max_tokens=60, compiled=True)] for p in prompts])
-    return [found[0] == found[1], kernel.calls, [str(warning.message) for warning in caught]]
-
-
-class BucketStep(CountedStep):
-    """A step that is traced again in its next bucket, with the fused kernel too."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._reads_all = False
-
-
 def main() -> None:
     """Everything that is checked."""
     library = ctypes.CDLL(str(Path(mx.__file__).parent / "lib" / "libmlx.so"))
@@ -166,8 +130,6 @@ def main() -> None:
         compiled, grown, _ = generate(model, TOKENS[bits], compiled=True, bits=bits, prompt=LONG_PROMPT)
         found[f"{bits} bits"] = [compiled == tokens, CountedStep.last.compilations, grown]
     plain = generate(model, 60, compiled=False)[0]
-    yarn = {"factor": 4.0, "original_max_position_embeddings": 512}
-    found["turned"] = [turned(plain, "yarn", **yarn), turned(plain, "linear", factor=8.0)]
     found["windowed"] = windowed(rings := with_windows(), plain)
     found["several"] = compiled_steps.several(model, rings)
     found["discarded"] = compiled_steps.discarded(model)
@@ -198,11 +160,6 @@ def main() -> None:
     found["several fused"] = compiled_steps.several(model, rings, bits=[8])
     found["drafted"]["fused"] = compiled_steps.drafted(model, compiled_steps.SAMPLERS[1], 256)
     found["fused"] = {bits: fused(model, bits, tokens) for bits, tokens in eager.items()}
-    running.CompiledStep = BucketStep  # type: ignore[misc]
-    found["failing"] = {}
-    for how in ("build", "eval"):
-        dispatch._given_up, dispatch._warned = None, False
-        found["failing"][how] = failing(model, how)
     print(json.dumps(found))
 
 

@@ -1,9 +1,7 @@
 """A benchmark's worker with known figures. Its argument is a JSON object:
 
-label, log: its name, and the file that gets a line when it starts and one for every run
-first_ms, base_ms, slope_ms, round_ms: the latency of a run's first token; that of the others, at position p in
-    round r, is base_ms + slope_ms * p + round_ms * r
-fail: [the run, counted with warm-ups, how]
+log: the file that gets a line when it starts and one for every run
+fail: for each label that fails, the run, counted with warm-ups, and how
 """
 
 import json
@@ -13,79 +11,62 @@ import sys
 import time
 from typing import Any
 
+# Of a run's first token, of the others at position p in round r: base + slope * p + by_round * r.
+DELAYS = {"kvant 8-bit": (50.0, 1.0, 0.001, 0.5), "mlx-lm": (200.0, 8.0, 0.0, 0.0)}
+
 
 def answer(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
-def fail(how: str, done: dict[str, Any], log: str) -> None:
+def fail(how: str) -> None:
     """Do what an engine should not do."""
-    latencies = done["latencies_ms"]
     if how == "exits":
         print("noise\nout of memory", file=sys.stderr)
         sys.exit(3)
     elif how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "error":
-        answer(kind="error", message="it cannot")
-    elif how == "garbage":
-        print("loading shards: 100%", flush=True)
-    elif how == "short":
-        answer(**done | {"latencies_ms": latencies[1:]})
-    elif how == "lacking":
-        answer(kind="done")
-    elif how == "negative":
-        answer(**done | {"latencies_ms": [-1.0, *latencies[1:]]})
-    elif how == "unasked":
-        answer(kind="ready")
-    elif how in ("hangs", "hangs for good"):
-        note(log, "hangs")
-        if how == "hangs for good":
-            time.sleep(600)
-        signal.sigwait([signal.SIGINT])
-        answer(kind="interrupted", latencies_ms=latencies[:3])
-
-
-def note(log: str, *fields: Any) -> None:
-    with open(log, "a", encoding="utf-8") as file:
-        print(json.dumps(fields), file=file)
+        answer(error="it cannot")
+    elif how == "hangs":
+        time.sleep(600)
 
 
 def main() -> None:
     """Answer until the input ends."""
     script = json.loads(sys.argv[1])
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    note(script["log"], "starts", script["label"], os.getpid())
-    runs = 0
-    rounds: dict[int, int] = {}  # by context; -1 is the warm-up
+    label, runs = "", 0
+    rounds: dict[tuple[int, ...], int] = {}  # by lengths; -1 is the warm-up
+
+    def note(*fields: Any) -> None:
+        with open(script["log"], "a", encoding="utf-8") as file:
+            print(json.dumps(fields), file=file)
+
     for line in sys.stdin:
         command = json.loads(line)
         if command["command"] == "load":
-            answer(kind="ready", dtype="float32", weight_bytes=3_000_000, weight_bytes_read=2_000_000)
+            label = "mlx-lm" if command["engine"]["name"] == "mlx-lm" else "kvant 8-bit"
+            note("starts", label, os.getpid(), os.environ.get("KVANT_BLAS"))
+            answer(dtype="float32", weight_bytes=3_000_000, weight_bytes_read=2_000_000)
             continue
-        tokens, context = command["max_tokens"], len(command["prompt"])
-        number = rounds.get(context, -1)
-        rounds[context] = number + 1
-        note(script["log"], "runs", script["label"], context, number, command["prompt"], tokens)
-        drift = script["base_ms"] + script["round_ms"] * number
-        done = {
-            "kind": "done",
-            "latencies_ms": [
-                script["first_ms"],
-                *(drift + script["slope_ms"] * (context + i) for i in range(1, tokens)),
-            ],
-            "token_ids": list(range(tokens)),
-            "tokens": tokens,
-            "peak_memory_bytes": 5_000_000,
-            "cache_bytes": 64_000,
-            "cache_bytes_per_token": 1000.0,
-        }
-        at, how = script["fail"]
-        if runs == at:
-            fail(how, done, script["log"])
-        else:
-            answer(**done)
+        lengths = tuple(map(len, command["prompts"]))
+        number = rounds[lengths] = rounds.get(lengths, -2) + 1
+        note("runs", label, lengths, number, command["prompts"], command["max_tokens"], command["together"])
+        at, how = script["fail"].get(label, (-1, ""))
         runs += 1
+        if runs - 1 == at:
+            note("fails")
+            fail(how)
+            continue
+        first, base, slope, by_round = DELAYS[label]
+        arrivals = []
+        for length in lengths:
+            times = [first]
+            for position in range(length + 1, length + command["max_tokens"]):
+                times.append(times[-1] + base + slope * position + by_round * number)
+            arrivals.append(times)
+        figures = {"peak_memory_bytes": 5_000_000, "cache_bytes": 64_000, "cache_bytes_per_token": 1000.0}
+        answer(arrivals_ms=arrivals, cpu_ms=1.0, **figures)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A machine whose GPU is this host: the fused kernel's Metal text runs under tests/support/metal_host."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -24,27 +24,22 @@ def host_kernel(name: str, backend: str) -> Callable[..., list[mx.array]]:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU with Metal, in a process that has not looked at it yet and has no wish of its own.
 
-    What a cache needs of the kernel is not tried when it is made: tests/operators/test_probe.py does.
+    What a cache needs of the kernel is not tried when it is made: tests/operators/kernels/test_probe.py does.
     """
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
     monkeypatch.setattr(dispatch, "gpu_backend", lambda: "metal")
     monkeypatch.setattr(dispatch, "probe_failure", lambda use, backend: None)
     monkeypatch.setattr(dispatch, "_warned", False)
-    monkeypatch.setattr(dispatch, "_given_up", None)
     monkeypatch.setattr(probe, "_tried", {})
-    _forget()
-    yield
-    _forget()
 
 
 @pytest.fixture
 def checked_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same; its kernel runs on the host and has passed its self-check."""
+    """The same; its kernel runs on the host."""
     monkeypatch.setattr(launch, "_kernel", host_kernel)
-    monkeypatch.setattr(dispatch, "self_check_failure", lambda backend: None)
 
 
 @pytest.fixture
@@ -70,7 +65,6 @@ def fused_calls(gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, .
         seen.append(query.shape)
         return attend_stand_in.attend(query, *arguments, **options)
 
-    monkeypatch.setattr(dispatch, "self_check_failure", lambda backend: None)
     monkeypatch.setattr(fused_attention, "attend", recorded)
     monkeypatch.setattr(attend, "launch", unfused_append)
     return seen
@@ -79,7 +73,6 @@ def fused_calls(gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, .
 def pretend_gpu() -> None:
     """For the rest of the process there is a GPU, whose kernels are MLX's operations: these can be part of a graph."""
     dispatch.gpu_backend = lambda: "metal"
-    dispatch.self_check_failure = lambda backend: None
     dispatch.probe_failure = lambda use, backend: None
     fused_attention.attend = attend_stand_in.attend
     attend.launch = unfused_append
@@ -97,7 +90,3 @@ def unfused_append(
     )
     quantized, scales = quantize(both, **options)
     return [mx.view(quantized, mx.uint32)[None], scales[None]]
-
-
-def _forget() -> None:
-    getattr(dispatch.self_check_failure, "cache_clear", lambda: None)()

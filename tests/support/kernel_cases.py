@@ -4,7 +4,7 @@ B batch, S new tokens, T cached tokens read, H query heads, K kv heads, D head_d
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -18,8 +18,7 @@ from kvant.operators.bias_split import BiasSplit
 from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels import attend as attend_module
 from kvant.operators.kernels import launch as launch_module
-from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, PAGE_SIZE, QUERIES, SPLIT_ROWS, threadgroup_shape
-from kvant.operators.kernels.queries import CHOICES
+from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, PAGE_SIZE, SPLIT_ROWS, threadgroup_shape
 from support import oracle
 from support.counts import count
 from support.metal_host import FORWARD, REVERSE, on_host
@@ -59,7 +58,6 @@ class KernelCase:
     is_alibi: bool = False
     mask: str = "none"  # none, bool, float
     mask_rank: int = 4
-    mask_shift: float = 0.0  # added to every element of a float mask
     window: int | None = None
     keep: int = 0
     sinks: bool = False
@@ -67,7 +65,6 @@ class KernelCase:
     score_scale: float | None = None
     pairs: int | None = None  # None: no bias split
     backend: str = "metal"
-    most_queries: int | None = None  # of a simdgroup; None: the backend's default
     splits: int | None = 4
     knows_rows: bool = False  # the caller says how many rows the longest sequence has
 
@@ -108,8 +105,7 @@ class KernelCase:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         width = max(self.head_dim, self.values)
-        most = self.most_queries
-        return threadgroup_shape(self.ratio * self.new_tokens, self.pairs or 0, self.backend, width, most)
+        return threadgroup_shape(self.ratio * self.new_tokens, self.pairs or 0, self.backend, width)
 
     @property
     def lanes(self) -> int:
@@ -245,7 +241,7 @@ def draw_mask(case: KernelCase, rng: np.random.Generator) -> Array | None:
     keep[rng.random(shape[:-1]) < 0.15] = False
     if case.mask == "bool":
         return keep
-    added = np.where(keep, rng.standard_normal(shape) + case.mask_shift, -np.inf).astype(np.float32)
+    added = np.where(keep, rng.standard_normal(shape), -np.inf).astype(np.float32)
     added[..., rows:] = np.nan
     return added
 
@@ -360,7 +356,6 @@ def run(
             first=None if drawn.pages is None else mx.array(case.firsts, mx.int32),
             rows=max(len(case.positions(b)) for b in range(case.batch)) if case.knows_rows else None,
             bias_split=split,
-            queries=case.most_queries or QUERIES[case.backend],  # whatever is recorded for this machine
             backend=case.backend,
         )
 
@@ -470,110 +465,6 @@ def case_of(values: Mapping[str, Any], seed: int) -> KernelCase:
         window=20 if where not in ("rows", "pages") else None,
         **own,
     )
-
-
-def drawn_calls(seed: int, calls: int) -> list[KernelCase]:
-    """Calls of an instance by chance, of sizes, lengths and windows by chance."""
-    rng = np.random.default_rng(seed)
-    values: dict[str, Any] = {}
-    while not values or not fits(values):
-        values = {name: choices[rng.integers(len(choices))] for name, choices in OPTIONS.items()}
-    case = case_of(values, seed)
-    case = replace(case, most_queries=CHOICES[case.backend][seed % 2])
-    cases = []
-    for _ in range(calls):
-        window = None if case.window is None else int(rng.integers(1, 200))
-        keep = 0 if not case.keep else int(rng.integers(0, 9))
-        num_kv_heads = int(rng.integers(1, 4))
-        each = max(case.head_dim, case.values) * case.ratio * case.new_tokens * num_kv_heads
-        offset = int(rng.integers(0, max(1, min(400, 2 * MOST_WORK // each))))
-        tokens = offset + case.new_tokens
-        ring = keep + (window or 0) + case.new_tokens - 1 + int(rng.integers(9))
-        cases.append(
-            replace(
-                case,
-                seed=int(rng.integers(1 << 30)),
-                batch=int(rng.integers(1, max(2, min(5, 2 * MOST_WORK // (each * tokens))))),
-                num_kv_heads=num_kv_heads,
-                offset=offset,
-                shorter=int(rng.choice([0, 1, 50])),
-                max_tokens=tokens + int(rng.integers(9)) if case.max_tokens else min(tokens, ring),
-                window=window,
-                keep=keep,
-                mask_rank=int(rng.integers(2, 5)),
-                splits=int(rng.choice([1, 2, 3, 5, 8])),
-                knows_rows=bool(rng.integers(2)),
-            )
-        )
-    return cases
-
-
-# In the gate these options meet each other in pairs; of the others every value is there.
-MEETING = (
-    "where",
-    "quant_bit",
-    "dtype",
-    "mask",
-    "is_alibi",
-    "biased",
-    "sinks",
-    "softcap",
-    "several",
-    "lanes",
-    "backend",
-)
-
-
-# What calls of the instances must also hold, each value of each: not only options, but shapes.
-TRAITS: dict[str, Callable[[KernelCase], Any]] = {
-    "batch": lambda case: case.batch,
-    "kv heads": lambda case: case.num_kv_heads,
-    "lengths in the batch": lambda case: len(set(case.offsets)),
-    "first tokens": lambda case: case.offset if case.offset < 2 else 2,
-    "query groups": lambda case: case.shape[1],
-    "queries of a group": lambda case: case.shape[3],
-    "several tiles": lambda case: case.shape[0] > 1,
-    "a tile with fewer queries": lambda case: np.prod(case.shape) // case.shape[2] > case.ratio * case.new_tokens,
-    "a split of one row": lambda case: (
-        case.window is None and case.num_keys > SPLIT_ROWS and case.num_keys % SPLIT_ROWS == 1
-    ),
-    "a split of several steps": lambda case: case.window is None and case.num_keys > 2 * SPLIT_ROWS * case.splits,
-    "a split of many steps": lambda case: (
-        case.window is None and case.num_keys >= SPLIT_ROWS and 2 * case.step < SPLIT_ROWS
-    ),
-    "a ring, and what it keeps": lambda case: (
-        case.keep if case.layout == "rows" and case.num_keys > case.max_tokens else None
-    ),
-    "a page that left the window": lambda case: case.firsts[0] > 0,
-}
-
-
-def meeting_values(case: KernelCase) -> set[tuple[Any, ...]]:
-    """What the gate's instances must hold together: pairs of values of ``MEETING``, and single values of the rest."""
-    window = "ring" if not case.max_tokens else case.window
-    made = {
-        "where": (case.layout, window, case.keep),
-        "biased": case.pairs is not None,
-        "several": case.new_tokens > 1,
-        "lanes": case.lanes,
-    }
-    own = {name: made[name] if name in made else getattr(case, name) for name in MEETING}
-    pairs = {(a, own[a], b, own[b]) for a, b in combinations(MEETING, 2)}
-    single = {"widths": (case.head_dim, case.values), "format": (case.quant_bit, case.quant_group)}
-    single |= {name: getattr(case, name) for name in OPTIONS.keys() - {"widths", "format", "place"}}
-    calls = {(name, trait(call)) for name, trait in TRAITS.items() for call in runs(case)}
-    return pairs | set(single.items()) | calls
-
-
-def gate_instances(cases: Sequence[KernelCase]) -> list[KernelCase]:
-    """As few of the instances as a greedy choice needs for what ``meeting_values`` names."""
-    values = {case: meeting_values(case) for case in cases}
-    missing = set().union(*values.values())
-    chosen: list[KernelCase] = []
-    while missing:
-        chosen.append(max(cases, key=lambda case: len(values[case] & missing)))
-        missing -= values[chosen[-1]]
-    return chosen
 
 
 def runs(case: KernelCase) -> list[KernelCase]:

@@ -21,29 +21,29 @@ from kvant.engine.sampling import make_sampler
 from kvant.engine.scheduler import Scheduler
 from kvant.models import Decoder, load_decoder
 from kvant.tools.plan import Checkpoint, Settings, plan, split_pairs
-from kvant.tools.plan.plan import as_record, page_rows
+from kvant.tools.plan.memory import page_rows
 
 DECODED = 4  # tokens
 CORES = 2  # dequantized parts are made side by side, one on each core: their number is a part of the case
 
 
-def _fill_cache(model: Decoder, run: dict[str, Any]) -> int:
+def _fill_cache(model: Decoder, tokens: int, settings: Settings) -> int:
     """Bytes of the cache."""
-    cache = model.make_cache(run["tokens"], quant_bit=run["bits"], quant_group=run["group"])
-    prompt = [7 * i % model.config.vocab_size for i in range(run["tokens"] - DECODED + 1)]
-    generated = list(Run(model, prompt, cache, prefill_step_size=run["step"], max_tokens=DECODED))
-    assert len(generated) == DECODED
-    assert cache[0].offset == run["tokens"]
+    cache = model.make_cache(tokens, quant_bit=settings.kv_bits, quant_group=settings.kv_group_size)
+    prompt = [7 * i % model.config.vocab_size for i in range(tokens - DECODED + 1)]
+    run = Run(model, prompt, cache, prefill_step_size=settings.prefill_step_size, max_tokens=DECODED)
+    assert len(list(run)) == DECODED
+    assert cache[0].offset == tokens
     return cache.nbytes
 
 
-def _fill_pool(model: Decoder, run: dict[str, Any]) -> int:
+def _fill_pool(model: Decoder, tokens: int, settings: Settings, count: int) -> int:
     """Bytes of the pool. Sequence i is fed while those before it run, and all are full in the end."""
-    count, tokens = run["sequences"], run["tokens"]
-    options = {"quant_bit": run["bits"], "quant_group": run["group"], "prefill_step_size": run["step"]}
+    step = settings.prefill_step_size
+    options = {"quant_bit": settings.kv_bits, "quant_group": settings.kv_group_size, "prefill_step_size": step}
     pool = model.make_pool(count * page_rows(tokens), sequences=count, max_seq_len=tokens, **options)
     scheduler = Scheduler(model, pool, max_batch=count)
-    waits = -(-tokens // min(run["step"], PAGE_SIZE)) + 1  # steps that a prompt takes, at most
+    waits = -(-tokens // min(step, PAGE_SIZE)) + 1  # steps that a prompt takes, at most
     for i in range(count):
         answer = DECODED + (count - 1 - i) * waits
         prompt = [(7 * j + i) % model.config.vocab_size for j in range(tokens + 1 - answer)]
@@ -56,27 +56,27 @@ def _fill_pool(model: Decoder, run: dict[str, Any]) -> int:
     return pool.nbytes
 
 
-def measure(run: dict[str, Any]) -> None:
-    """Plan, run, print both."""
+def measure(folder: Path, tokens: int, streams: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The plans from the files and from the loaded model, and what MLX counted: bytes of arrays, weights and cache."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
-        if run["streams"] > CORES:
-            os.sched_getaffinity = lambda pid: set(range(run["streams"]))
-    checkpoint = Checkpoint.from_folder(Path(run["folder"]))
+        if streams > CORES:
+            os.sched_getaffinity = lambda pid: set(range(streams))
+    checkpoint, settings = Checkpoint.from_folder(folder), Settings(**options)
 
-    def planned(**known: Any) -> dict[str, int]:
-        formats = {"kv_bits": run["bits"], "kv_group_size": run["group"], "prefill_step_size": run["step"]}
-        settings = Settings(**formats, sequences=run["sequences"])
-        return as_record(plan(checkpoint, max_kv_size=run["tokens"], settings=settings, device="cpu", **known))
+    def planned(**known: Any) -> list[int]:
+        made = plan(checkpoint, max_kv_size=tokens, settings=settings, device="cpu", **known)
+        return [made.arrays, made.weights, made.cache]
 
-    record = {"plan": planned()}
+    guessed = planned()
     mx.reset_peak_memory()
-    model = load_decoder(Path(run["folder"]))
-    cache_bytes = _fill_cache(model, run) if run["sequences"] is None else _fill_pool(model, run)
+    model = load_decoder(folder)
+    count = settings.sequences
+    cache = _fill_cache(model, tokens, settings) if count is None else _fill_pool(model, tokens, settings, count)
     mx.synchronize()
-    record["measured"] = {"peak": mx.get_peak_memory(), "weights": model.nbytes, "cache": cache_bytes}
-    record["plan_when_loaded"] = planned(split_pairs=split_pairs(model))
-    print(json.dumps(record), flush=True)
+    peak = mx.get_peak_memory()
+    known = planned(split_pairs=split_pairs(model))
+    return {"guessed": guessed, "known": known, "measured": [peak, model.nbytes, cache]}
 
 
 def main() -> None:
@@ -86,7 +86,8 @@ def main() -> None:
         if not child:
             code = 1
             try:
-                measure(json.loads(line))
+                folder, *run = json.loads(line)
+                print(json.dumps(measure(Path(folder), *run)), flush=True)
                 code = 0
             except BaseException:
                 traceback.print_exc()

@@ -1,5 +1,6 @@
 """What BLAS a new process has, with a folder of its own for the copy of MLX's library."""
 
+import ctypes
 import json
 import os
 import shutil
@@ -42,15 +43,16 @@ print(json.dumps({"blas": kvant.blas.loaded(), "errors": errors}))
 
 
 def has_small_products() -> bool:
-    """Whether products are on a CPU and OpenBLAS's for small matrices, which has them for AVX-512.
+    """Whether products are OpenBLAS's for small matrices, which its kernels for AVX-512 have.
 
     Then a row of a product is in the same bits for any number of rows. Other BLAS libraries may add in another order,
-    and so may other processors.
+    and so may OpenBLAS's kernels for other processors, which OPENBLAS_CORETYPE can ask for.
     """
-    flags = Path("/proc/cpuinfo")
-    if mx.default_device().type != mx.cpu:
+    if mx.default_device().type != mx.cpu or not kvant.blas.loaded().startswith("OpenBLAS"):
         return False
-    return kvant.blas.loaded().startswith("OpenBLAS") and flags.exists() and " avx512f " in flags.read_text()
+    core = ctypes.CDLL(None).scipy_openblas_get_corename
+    core.restype = ctypes.c_char_p
+    return core() in (b"SkylakeX", b"Cooperlake", b"SapphireRapids")
 
 
 def environment(cache: Path, **changes: str) -> dict[str, str]:

@@ -1,13 +1,11 @@
-"""NumPy oracle of the two PMX cache operators, written from the specification alone and on purpose slow and plain.
+"""NumPy oracle of PMX's cache operators, static and packed, written from the specification alone, slow and plain.
 
-B batch, S new tokens, T cached tokens read, H query heads, K kv heads, D head_dim, G group size, L layers.
+B batch, N new tokens and T cached tokens of all sequences, H query heads, K kv heads, D head_dim, G group size.
 
 T1 is the dtype of the inputs, T2 of the cache, T3 of the scale. All three are given as names ("float16"), because NumPy
 has no bfloat16: a bfloat16 array is held here as float32 whose values bfloat16 can represent. Quantizing and
-dequantizing happen in the dtypes the specification names, so that quantized compare exactly; attention is float64
-from end to end.
-
-Nothing is changed in place: a cache and a scale go in, new ones come out.
+dequantizing happen in the dtypes the specification names, so that quantized values compare exactly; attention is
+float64 from end to end. Nothing is changed in place: a cache and a scale go in, new ones come out.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +19,7 @@ KEY, VALUE = 0, 1  # the two places of the cache's axis of size 2
 
 
 class Spec(NamedTuple):
-    """What both operators are told about the cache. The scale's dtype means nothing where quant_bit is 0."""
+    """What the operators are told about the cache. The scale's dtype means nothing if quant_bit is 0."""
 
     dtype: str = "float32"  # T1
     cache_dtype: str = "float32"  # T2
@@ -33,6 +31,23 @@ class Spec(NamedTuple):
     cache_layout: int = 0
 
 
+class Sequences(NamedTuple):
+    """The sequences of a call: earlier and new tokens of each, and in a packed cache the row of every token."""
+
+    earlier: list[int]
+    new: list[int]
+    rows: list[list[int]] | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return [a + b for a, b in zip(self.earlier, self.new, strict=True)]
+
+    def places(self, only_new: bool) -> list[tuple[int, int]]:
+        """(sequence, token) of all tokens, or of the new ones, in order."""
+        first = self.earlier if only_new else [0] * len(self.new)
+        return [(b, t) for b, end in enumerate(self.tokens) for t in range(first[b], end)]
+
+
 # ---- dtypes ----------------------------------------------------------------------------------------------------------
 
 
@@ -40,7 +55,7 @@ def cast(x: Array, dtype: str) -> Array:
     """x rounded to the nearest value of a dtype, ties to even."""
     if dtype != "bfloat16":
         return x.astype(dtype)
-    # bfloat16 is the upper half of a float32. Adding just under half of the lower half, and one more where the upper
+    # bfloat16 is the upper half of a float32. Adding just under half of the lower half, and one more if the upper
     # half is odd, rounds to nearest even. A NaN would carry over into infinity, so it is put back.
     narrow = x.astype(np.float32)
     word = narrow.view(np.uint32)
@@ -100,56 +115,49 @@ def dequantize(stored: Array, scale: Array, spec: Spec) -> Array:
 # ---- the cache -------------------------------------------------------------------------------------------------------
 
 
-def tokens(cache: Array, kind: int, batch: int, start: int, stop: int, spec: Spec) -> Array:
-    """The writable view (B, stop - start, K, last) of one layer's tokens, of keys or of values."""
-    if spec.cache_layout == 0:
-        return cache[:batch, spec.layer_idx, kind, start:stop]  # (MaxB, L, 2, MaxS, K, last)
-    return cache[spec.layer_idx, :batch, kind, :, start:stop].swapaxes(1, 2)  # (L, MaxB, 2, K, MaxS, last)
+def token(x: Array, kind: int, b: int, t: int, sequences: Sequences, spec: Spec) -> Array:
+    """The writable view (K, last) of a token's key or value in a cache, or of its scale."""
+    layer, layout = spec.layer_idx, spec.cache_layout
+    if sequences.rows is None:  # (MaxB, L, 2, MaxS, K, last) or (L, MaxB, 2, K, MaxS, last)
+        return x[b, layer, kind, t] if layout == 0 else x[layer, b, kind, :, t]
+    row = sequences.rows[b][t]
+    if layout == 0:
+        return x[row, layer, kind]  # (MaxT, L, 2, K, last)
+    if layout == 1:
+        return x[layer, row, kind]  # (L, MaxT, 2, K, last)
+    if layout == 2:
+        return x[layer, kind, row]  # (L, 2, MaxT, K, last)
+    return x[layer, kind, :, row]  # (L, 2, K, MaxT, last)
 
 
 def store(
-    key: Array, value: Array, start_pos: int, cache: Array, scale: Array | None, spec: Spec
+    key: Array, value: Array, sequences: Sequences, cache: Array, scale: Array | None, spec: Spec
 ) -> tuple[Array, Array | None]:
-    """Copies of cache and scale with key and value (B, S, K, D) written to positions start_pos : start_pos + S."""
+    """Copies of cache and scale with new keys and values (N, K, D) written."""
     cache, scale = cache.copy(), None if scale is None else scale.copy()
-    batch, stop = key.shape[0], start_pos + key.shape[1]
-    for kind, x in ((KEY, key), (VALUE, value)):
-        if scale is None:
-            tokens(cache, kind, batch, start_pos, stop, spec)[...] = cast(x, spec.cache_dtype)
-        else:
-            quantized, group_scale = quantize(x, spec)
-            tokens(cache, kind, batch, start_pos, stop, spec)[...] = quantized
-            tokens(scale, kind, batch, start_pos, stop, spec)[...] = group_scale
+    for n, place in enumerate(sequences.places(only_new=True)):
+        for kind, x in ((KEY, key), (VALUE, value)):
+            if scale is None:
+                token(cache, kind, *place, sequences, spec)[...] = cast(x[n], spec.cache_dtype)
+            else:
+                quantized, group_scale = quantize(x[n], spec)
+                token(cache, kind, *place, sequences, spec)[...] = quantized
+                token(scale, kind, *place, sequences, spec)[...] = group_scale
     return cache, scale
 
 
-def fetch(batch: int, stop: int, cache: Array, scale: Array | None, spec: Spec) -> tuple[Array, Array]:
-    """Keys and values (B, stop, K, D) of tokens 0 : stop in T1."""
+def fetch(sequences: Sequences, cache: Array, scale: Array | None, spec: Spec) -> tuple[Array, Array]:
+    """Keys and values (T, K, D) of all tokens in T1."""
 
     def one(kind: int) -> Array:
-        stored = tokens(cache, kind, batch, 0, stop, spec)
+        places = sequences.places(only_new=False)
+        stored = np.stack([token(cache, kind, *place, sequences, spec) for place in places])
         if scale is None:
             return cast(stored, spec.dtype)
-        return dequantize(stored, tokens(scale, kind, batch, 0, stop, spec), spec)
+        scales = np.stack([token(scale, kind, *place, sequences, spec) for place in places])
+        return dequantize(stored, scales, spec)
 
     return one(KEY), one(VALUE)
-
-
-def key_value_cache(
-    key: Array,
-    value: Array,
-    start_pos: int,
-    cache: Array,
-    scale: Array | None,
-    spec: Spec,
-    *,
-    num_repeat: int = 1,
-) -> tuple[Array, Array, Array, Array | None]:
-    """KeyValueCache: (key, value) of tokens 0 : start_pos + S, heads repeated one by one; the new cache and scale."""
-    cache, scale = store(key, value, start_pos, cache, scale, spec)
-    key, value = fetch(key.shape[0], start_pos + key.shape[1], cache, scale, spec)
-    # (B, T, K, D) -> (B, T, K * num_repeat, D): head 0, 0, 1, 1 and not 0, 1, 0, 1
-    return np.repeat(key, num_repeat, axis=2), np.repeat(value, num_repeat, axis=2), cache, scale
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -180,7 +188,7 @@ def added_mask(attn_mask: Array | None, b: int, h: int, num_keys: int) -> Array 
 
 
 def softmax(scores: Array) -> Array:
-    """Over the last axis; scores of nothing but -inf becomes zeros."""
+    """Over the last axis; scores of nothing but -inf become zeros."""
     peak = scores.max(axis=-1, keepdims=True)
     weights = np.exp(scores - np.where(np.isneginf(peak), 0.0, peak))
     total = weights.sum(axis=-1, keepdims=True)
@@ -216,23 +224,3 @@ def attend(
                 scores = np.where(distance > 0, -np.inf, scores)
             output[b, :, h] = softmax(scores) @ v
     return output
-
-
-def multi_head_cache_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    start_pos: int,
-    cache: Array,
-    scale: Array | None,
-    attn_mask: Array | None,
-    spec: Spec,
-    *,
-    is_causal: bool,
-    is_alibi: bool = False,
-) -> tuple[Array, Array, Array | None]:
-    """MultiHeadCacheAttention: the float64 output (B, S, H, D), and the new cache and scale."""
-    cache, scale = store(key, value, start_pos, cache, scale, spec)
-    keys, values = fetch(key.shape[0], start_pos + key.shape[1], cache, scale, spec)
-    output = attend(query, keys, values, is_causal=is_causal, is_alibi=is_alibi, attn_mask=attn_mask)
-    return output, cache, scale

@@ -26,7 +26,7 @@ def cached_run(model: Decoder, bits: int) -> mx.array:
         mx.eval(step)
         cache.commit()
         if isinstance(step, mx.array):
-            steps.append(step)
+            steps.append(_last(step))
         start += count
     return mx.concatenate(steps)
 
@@ -42,7 +42,12 @@ def pooled_run(model: Decoder, bits: int) -> mx.array:
         batch.commit(ids=[ids[number:10]])
     batch, steps = pool.batch(sequences), []
     for token in ids[10:12]:
-        steps.append(model.next_logits(mx.array([[token], [token]]), batch))
+        steps.append(_last(model.next_logits(mx.array([[token], [token]]), batch)))
         mx.eval(steps[-1])
         batch.commit(ids=[[token], [token]])
     return mx.concatenate(steps)
+
+
+def _last(step: mx.array) -> mx.array:
+    """Of a pipeline's other ranks, which have hidden states (B, S, hidden), the last."""
+    return step if step.ndim == 2 else step[:, -1]

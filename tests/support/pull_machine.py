@@ -52,8 +52,7 @@ from kvant.weights import known
 places = known.PLACES
 requests, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO())
 for line in requests:
-    arguments, listed, settings, patches = json.loads(line)
-    os.environ |= settings
+    arguments, listed, patches = json.loads(line)
     known.PLACES = (Path(listed),) if listed else places
     known.known_models.cache_clear()
     output, errors, code = io.StringIO(), io.StringIO(), 0
@@ -72,8 +71,6 @@ for line in requests:
             print(error)
         except SystemExit as ended:
             code = ended.code or 0
-    for name in settings:
-        del os.environ[name]
     print(json.dumps([code, output.getvalue(), errors.getvalue()]), flush=True)
 """
 )
@@ -118,23 +115,17 @@ class Machine:
         self,
         *arguments: str,
         listed: str | None = None,
-        settings: Mapping[str, str] | None = None,
         patches: Mapping[str, str] | None = None,
         **environment: str,
     ) -> Done:
-        """A command, in the process of its environment.
-
-        Args:
-            settings: variables that are set for this command.
-            patches: what is put in place of names for this command, by an expression: "os.fsync" -> "Mock()".
-        """
+        """A command, in the process of its environment; ``patches``: expressions in place of names for this one."""
         key = json.dumps(environment)
         if key not in self.shells:
             self.shells[key] = self.start(code=SHELL, **environment)
         shell = self.shells[key]
         assert shell.stdin is not None
         assert shell.stdout is not None
-        print(json.dumps([arguments, listed, settings or {}, patches or {}]), file=shell.stdin, flush=True)
+        print(json.dumps([arguments, listed, patches or {}]), file=shell.stdin, flush=True)
         return subprocess.CompletedProcess(arguments, *json.loads(shell.stdout.readline()))
 
     def close(self) -> None:
@@ -167,16 +158,6 @@ class Machine:
     def blobs(self) -> Path:
         """Of the repository, in huggingface_hub's cache."""
         return self.home / "hf" / "hub" / f"models--{REPOSITORY.replace('/', '--')}" / "blobs"
-
-    def partial(self) -> Path:
-        """The one file that is not whole."""
-        (found,) = self.blobs.glob("*.incomplete")
-        return found
-
-    def forget(self) -> None:
-        """All that was pulled."""
-        shutil.rmtree(self.blobs.parents[1])
-        self.lock.unlink()
 
     @property
     def lock(self) -> Path:

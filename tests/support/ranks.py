@@ -5,40 +5,28 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from kvant.ranks.hosts import free_ports
+from kvant.cli.launch import free_ports
 
 SRC = Path(__file__).parents[2] / "src"
 
 
 def rank_environments(count: int, folder: Path) -> list[dict[str, str]]:
-    """The environment that MLX's launcher gives each rank of a ring, and where rank 0's guard listens."""
-    *ports, guard = free_ports(count + 1)
+    """The environment that MLX's launcher gives each rank of a ring. Rank 0's guard listens one port below."""
+    guard = free_ports(count + 1)
     hosts = folder / f"hosts-{guard}.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
-    return [
-        {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank), "KVANT_GUARD": f"127.0.0.1:{guard}"}
-        for rank in range(count)
-    ]
+    hosts.write_text(json.dumps([[f"127.0.0.1:{guard + 1 + rank}"] for rank in range(count)]))
+    return [{"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)} for rank in range(count)]
 
 
-def start_ranks(
-    count: int, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
-) -> list[subprocess.Popen[str]]:
-    """Start a command as every rank of a group; standard input is empty, output is read through pipes."""
-    return start_each([command] * count, folder, environment)
-
-
-def start_each(
-    commands: Sequence[Sequence[str]], folder: Path, environment: Mapping[str, str] | None = None
-) -> list[subprocess.Popen[str]]:
-    """Start ranks that have a command each, as :func:`start_ranks`."""
+def start_ranks(commands: Sequence[Sequence[str]], folder: Path) -> list[subprocess.Popen[str]]:
+    """Start ranks that have a command each; standard input is empty, output is read through pipes."""
     return [
         subprocess.Popen(
             list(command),
-            env={**os.environ, "PYTHONPATH": str(SRC), **(environment or {}), **own},
+            env={**os.environ, "PYTHONPATH": str(SRC), **own},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -48,29 +36,24 @@ def start_each(
     ]
 
 
-def run_ranks(count: int, command: Sequence[str], *, timeout: float = 120) -> list[subprocess.CompletedProcess[str]]:
-    """Run a command as every rank of a group, to its end: in the order of ranks what each returned and wrote."""
-    return run_each([command] * count, timeout=timeout)
-
-
-def run_each(commands: Sequence[Sequence[str]], *, timeout: float = 120) -> list[subprocess.CompletedProcess[str]]:
-    """Run ranks that have a command each, as :func:`run_ranks`."""
+def run_ranks(commands: Sequence[Sequence[str]], *, timeout: float = 120) -> list[subprocess.CompletedProcess[str]]:
+    """Run ranks that have a command each, to their end: what each returned and wrote."""
     with tempfile.TemporaryDirectory() as folder:
-        started = start_each(commands, Path(folder))
-        done = []
+        started = start_ranks(commands, Path(folder))
         try:
-            for process in started:
-                out, err = process.communicate(timeout=timeout)
-                done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+            said = [process.communicate(timeout=timeout) for process in started]
         finally:
             for process in started:
                 process.kill()
-        return done
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, *texts)
+        for process, texts in zip(started, said, strict=True)
+    ]
 
 
 def run_script(count: int, script: str, *arguments: str, timeout: float = 120) -> list[str]:
     """Run Python source as every rank; standard output of each. A rank that fails is an AssertionError."""
-    done = run_ranks(count, [sys.executable, "-W", "error", "-c", script, *arguments], timeout=timeout)
-    for rank, each in enumerate(done):
-        assert each.returncode == 0, f"rank {rank}: {each.returncode}\n{each.stderr[-2000:]}"
+    done = run_ranks([[sys.executable, "-W", "error", "-c", script, *arguments]] * count, timeout=timeout)
+    failed = [f"rank {rank}: {each.stderr[-1000:]}" for rank, each in enumerate(done) if each.returncode]
+    assert not failed, failed
     return [each.stdout for each in done]

@@ -1,26 +1,14 @@
-"""Recordings made up for tests: every latency is known."""
+"""Recordings made up for tests: every time is known."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvant.tools.bench.recording import Engine, Header, Recorder, Recording, Run, Token
+from kvant.machine import Environment
+from kvant.tools.bench.recording import Engine, Header, Recording, Run
 
-HEADER: dict[str, Any] = {
-    "date": "2026-01-31T12:00:00+00:00",
-    "kvant": "0.1.0",
-    "mlx": "0.32.4",
-    "mlx_lm": "0.32.2",
-    "python": "3.11.7",
-    "system": "Linux x86_64",
-    "device": "a processor",
-    "cores": 2,
-    "copy_bandwidth_gb_s": 10.0,
-    "command": "bench --model pocket",
-    "model": "pocket",
-    "blas": "OpenBLAS",
-    "seed": 0,
-    "baseline": "slow",
-}
+MACHINE = Environment(
+    device="a processor", cores=2, system="Linux", blas="OpenBLAS", versions={"kvant": "0.1.0", "mlx": "0.32.4"}
+)
 ENGINE: dict[str, Any] = {
     "name": "kvant",
     "kv_bits": 8,
@@ -29,45 +17,71 @@ ENGINE: dict[str, Any] = {
     "weight_bytes": 12_000_000,
     "weight_bytes_read": 10_000_000,
 }
-RUN: dict[str, Any] = {
-    "token_ids": None,
-    "peak_memory_bytes": 30_000_000,
-    "cache_bytes": 4_000_000,
-    "cache_bytes_per_token": 2000.0,
-}
+RUN: dict[str, Any] = {"peak_memory_bytes": 30_000_000, "cache_bytes": 4_000_000, "cache_bytes_per_token": 2000.0}
 
 Latency = Callable[[str, int, int, int], float]  # of engine, run, context, position
 
 
+def empty(engines: Sequence[str] = ("fast", "slow"), baseline: str = "slow") -> Recording:
+    """A recording of these engines without a run."""
+    date = "2026-01-31T12:00:00+00:00"
+    recording = Recording(
+        Header(
+            date=date,
+            command="bench",
+            model="pocket",
+            seed=0,
+            baseline=baseline,
+            copy_bandwidth_gb_s=10.0,
+            machine=MACHINE,
+        )
+    )
+    for label in engines:
+        recording.add(Engine(engine=label, **ENGINE))
+    return recording
+
+
+def add_run(
+    recording: Recording, label: str, run: int, context: int, latencies_ms: Sequence[float], **more: Any
+) -> None:
+    """One request's run, of a token's time each."""
+    times = [sum(latencies_ms[: i + 1]) for i in range(len(latencies_ms))]
+    fields = RUN | more
+    line = Run(engine=label, run=run, prompt_tokens=(context,), together=False, arrivals_ms=[times], **fields)
+    recording.add(line)
+
+
 def record(
-    recorder: Recorder,
     latency: Latency,
     *,
     engines: Sequence[str] = ("fast", "slow"),
     rounds: int = 3,
     contexts: Sequence[int] = (8,),
     tokens: int = 6,
-    **header: Any,
 ) -> Recording:
-    """Write a whole recording of these engines, with the latencies that the function gives."""
-    recorder.write(Header(**HEADER | header))
-    for label in engines:
-        recorder.write(Engine(engine=label, **ENGINE))
+    """A whole recording with the latencies that the function gives."""
+    recording = empty(engines)
     for run in range(rounds):
         for context in contexts:
             for label in engines:
-                write_tokens(
-                    recorder,
-                    label,
-                    run,
-                    context,
-                    [latency(label, run, context, p) for p in range(context, context + tokens)],
-                )
-                recorder.write(Run(engine=label, run=run, context=context, tokens=tokens, **RUN))
-    return recorder.recording
+                places = range(context, context + tokens)
+                add_run(recording, label, run, context, [latency(label, run, context, p) for p in places])
+    return recording
 
 
-def write_tokens(recorder: Recorder, label: str, run: int, context: int, latencies_ms: Sequence[float]) -> None:
-    """One run's tokens, without its end."""
-    for position, latency_ms in enumerate(latencies_ms, start=context):
-        recorder.write(Token(engine=label, run=run, context=context, position=position, latency_ms=latency_ms))
+def streams() -> Recording:
+    """Two rounds of two streams of three tokens, the second twice as slow."""
+    recording = empty(["kvant", "kvant, one by one", "other"], baseline="other")
+    for run in range(2):
+        pace = 1.0 + run
+        together = [[40 * pace, 50 * pace, 60 * pace], [20 * pace, 50 * pace, 60 * pace]]
+        alone = [[20 * pace, 30 * pace, 45 * pace], [70 * pace, 80 * pace, 120 * pace]]
+        at_once = [[times[-1] for _ in times] for times in together]
+        for label, arrivals, cpu in (
+            ("kvant", together, 10.0),
+            ("kvant, one by one", alone, 30.0),
+            ("other", at_once, 20.0),
+        ):
+            fields = {"prompt_tokens": (4, 9), "together": True, "peak_memory_bytes": 7}
+            recording.add(Run(engine=label, run=run, arrivals_ms=arrivals, cpu_ms=cpu, **fields))  # type: ignore[arg-type]
+    return recording

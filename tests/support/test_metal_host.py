@@ -1,14 +1,14 @@
 """The host run of Metal kernels itself: what is traced is what MLX launches, and right kernels give numpy's results.
 
-Which compiler ran is in the last lines of pytest's output; docs/host-run.md says what each can see.
+Which compiler ran is in the last lines of pytest's output; docs/kernels.md says what each can see.
 """
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from support.metal_host import HostKernel, host_pytest_skip, kernel_call, run_on_host, traced
-from support.metal_host.errors import NotOneKernel, Race, Uninitialised
+from support.metal_host import HostKernel, host_pytest_skip, kernel_call
+from support.metal_host.errors import Race, Uninitialised
 from support.metal_probe import REDUCTION, launch, metal_kernel, normal, reduce, same
 
 pytestmark = host_pytest_skip
@@ -36,25 +36,6 @@ def test_a_call_is_read_as_mlx_launches_it() -> None:
         ("attribute", "thread_position_in_grid", -1, "uint3", "", False),
     ]
     assert [(x.shape, x.dtype) for x in call.outputs] == [((3, 4), mx.bfloat16)]
-
-
-def test_only_kernels_are_traced() -> None:
-    with pytest.raises(NotOneKernel, match="the function does Negative"):
-        traced(lambda x: -x, normal(3))
-    with pytest.raises(NotOneKernel, match="launches no kernel"):
-        traced(lambda x: x, normal(3))
-
-
-def test_a_kernel_reads_what_another_wrote() -> None:
-    kernel = metal_kernel("uint i = thread_position_in_grid.x; out[i] = 2 * x[i];", 1)
-    launched = {"grid": (64, 1, 1), "threadgroup": (32, 1, 1), "output_shapes": [(64,)], "output_dtypes": [mx.float32]}
-
-    def twice(x: mx.array) -> mx.array:
-        (y,) = kernel(inputs=[x], stream=mx.gpu, **launched)
-        return kernel(inputs=[y], stream=mx.gpu, **launched)[0]
-
-    x = normal(64)
-    same(run_on_host(twice, x)[0], 4 * x)
 
 
 # --- right kernels
@@ -123,20 +104,6 @@ def test_simd_functions_match_numpy(dtype: mx.Dtype) -> None:
     np.testing.assert_allclose(given, expected + 31 * 16, rtol=1e-6)
 
 
-def test_simd_sum_of_a_part_simdgroup() -> None:
-    x = normal(40)
-    given = launch(
-        "uint i = thread_position_in_grid.x; out[i] = simd_sum(x[i]);",
-        x,
-        grid=(40, 1, 1),
-        threadgroup=(40, 1, 1),
-        shape=(40,),
-    )
-    rows = np.array(x)
-    expected = np.r_[np.full(32, rows[:32].sum()), np.full(8, rows[32:].sum())]
-    np.testing.assert_allclose(np.array(given), expected, rtol=1e-5, atol=1e-6)
-
-
 def test_a_reduction_over_threadgroups() -> None:
     np.testing.assert_allclose(np.array(reduce(REDUCTION)), np.array(normal(192)).reshape(3, 64).sum(1), rtol=1e-5)
 
@@ -186,11 +153,6 @@ def test_simdgroup_barrier_orders_its_own_simdgroup() -> None:
     same(launch(source, x, template=[("MASK", 31)]), x.reshape(2, 32)[:, ::-1].reshape(64))
     with pytest.raises((Race, Uninitialised)):
         launch(source, x, template=[("MASK", 32)])
-
-
-def test_an_output_may_start_with_values() -> None:
-    given = launch("out[thread_position_in_grid.x] += x[thread_position_in_grid.x];", normal(64), init_value=2)
-    same(given, normal(64) + 2)
 
 
 def test_what_nobody_writes_is_not_zero() -> None:

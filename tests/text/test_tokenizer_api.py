@@ -171,7 +171,7 @@ def test_what_is_no_text(pocket: tuple[Decoder, Tokenizer], text: Any) -> None:
 
 def test_a_folder_without_tokenizer_json(tmp_path: Path) -> None:
     (write_tokenizer(tmp_path, "llama2") / "tokenizer.json").unlink()
-    with pytest.raises(ModelError, match=r"no tokenizer\.json; `kvant convert --tokenizer` makes one"):
+    with pytest.raises(ModelError, match=r"no tokenizer\.json; .*AutoTokenizer"):
         load_tokenizer(tmp_path)
 
 

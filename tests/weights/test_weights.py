@@ -19,81 +19,33 @@ from kvant.errors import ModelError, WeightsError
 from kvant.models import Decoder
 from kvant.models.architectures import ARCHITECTURES
 from kvant.models.config import ModelConfig
-from kvant.weights.lock import Lock, Verified, read_lock, write_lock
+from kvant.weights.lock import Lock, read_lock, write_lock
 from kvant.weights.reference import COMMIT, REPOSITORY
-from kvant.weights.snapshot import git_blob_id, is_wanted, measure
+from kvant.weights.snapshot import Verified, git_blob_id, is_wanted, measure
 
 NAMES = [
-    "qwen2.5-0.5b",
-    "qwen2.5-0.5b-4bit",
-    "qwen2.5-1.5b",
-    "qwen2.5-1.5b-4bit",
-    "qwen2.5-7b",
-    "qwen3-0.6b",
-    "qwen3-0.6b-4bit",
-    "smollm2-135m",
-    "llama3.2-1b-4bit",
-    "llama3.2-3b-4bit",
-    "llama3.1-8b-4bit",
-    "mistral-7b",
-    "mistral-7b-4bit",
-    "qwen3-4b-4bit",
-    "qwen3-8b-4bit",
-]
+    "qwen2.5-0.5b", "qwen2.5-0.5b-4bit", "qwen2.5-1.5b", "qwen2.5-1.5b-4bit", "qwen2.5-7b",
+    "qwen3-0.6b", "qwen3-0.6b-4bit", "smollm2-135m", "llama3.2-1b-4bit",
+    "llama3.2-3b-4bit", "llama3.1-8b-4bit", "mistral-7b", "mistral-7b-4bit",
+    "qwen3-4b-4bit", "qwen3-8b-4bit",
+]  # fmt: skip
 SHAPE = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
 SHAPE += ["intermediate_size", "vocab_size", "max_position_embeddings", "rms_norm_eps"]
 PINNED = "7ae557604adf67be50417f59c2c2f167def9a775"
 # What weights.toml leaves out of a config.json; with it, the file can be written again.
-REST = {
-    "qwen2": {
-        "attention_dropout": 0.0,
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
-        "hidden_act": "silu",
-        "initializer_range": 0.02,
-        "max_window_layers": 21,
-        "sliding_window": 32768,
-        "transformers_version": "4.43.1",
-        "use_cache": True,
-        "use_sliding_window": False,
-    },
-    "qwen3": {
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
-        "hidden_act": "silu",
-        "initializer_range": 0.02,
-        "max_window_layers": 28,
-        "rope_scaling": None,
-        "rope_theta": 1000000,
-        "sliding_window": None,
-        "transformers_version": "4.51.0",
-        "use_cache": True,
-        "use_sliding_window": False,
-    },
-    "llama": {
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 128000,
-        "eos_token_id": [128001, 128008, 128009],
-        "hidden_act": "silu",
-        "initializer_range": 0.02,
-        "mlp_bias": False,
-        "pretraining_tp": 1,
-        "transformers_version": "4.45.0.dev0",
-        "use_cache": True,
-    },
-    "mistral": {
-        "attention_dropout": 0.0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "hidden_act": "silu",
-        "initializer_range": 0.02,
-        "sliding_window": None,
-        "transformers_version": "4.42.0.dev0",
-        "use_cache": True,
-    },
+COMMON = {"attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, "use_cache": True}
+QWEN = {"bos_token_id": 151643, "eos_token_id": 151645, "max_window_layers": 21, "use_sliding_window": False}
+REST: dict[str, dict[str, Any]] = {
+    "qwen2": COMMON | QWEN | {"sliding_window": 32768, "transformers_version": "4.43.1"},
+    "qwen3": COMMON
+    | QWEN
+    | {"attention_bias": False, "max_window_layers": 28, "rope_scaling": None, "rope_theta": 1000000}
+    | {"sliding_window": None, "transformers_version": "4.51.0"},
+    "llama": COMMON
+    | {"attention_bias": False, "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "mlp_bias": False}
+    | {"pretraining_tp": 1, "transformers_version": "4.45.0.dev0"},
+    "mistral": COMMON
+    | {"bos_token_id": 1, "eos_token_id": 2, "sliding_window": None, "transformers_version": "4.42.0.dev0"},
 }
 
 

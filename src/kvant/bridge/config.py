@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from kvant.fields import MAX_SIZE, shown, size, token_ids
 from kvant.files import read_json, refuse_code
 from kvant.models.architectures import ARCHITECTURES
 
-# mlx-lm's class makes its layers, and some classes an object for each expert, before a tensor is looked at. A loop over
-# them ends soon, and no published model has a quarter of these.
-MAX_LAYERS, MAX_EXPERTS, MAX_LAYER_EXPERTS = 4096, 4096, 2**17
+# mlx-lm's class makes its layers, and some classes an object for each expert or a number for each head, before a tensor
+# is looked at. A loop over them ends soon, and no published model has a quarter of these.
+MAX_LAYERS, MAX_EXPERTS, MAX_HEADS, MAX_OF_ALL_LAYERS = 1024, 4096, 4096, 2**17
+MAX_COUNT = 64  # of what else classes loop over
+COUNTS = ("altup_num_inputs", "emb_neighbor_num", "emb_split_num", "num_loops", "loop_num")
+LONG = ("quantization", "quantization_config", "chat_template")  # no class reads these
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_context_length")
 EXPERTS_USED_KEYS = ("num_experts_per_tok", "moe_topk", "moe_top_k", "num_experts_per_token", "top_k_experts")
 
@@ -45,11 +49,7 @@ def is_bridged(raw: Mapping[str, Any]) -> bool:
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
-    """config.json of a folder, with the end-of-text tokens of generation_config.json, which win.
-
-    Raises:
-        ModelError: a file that is missing or malformed, names code, or has sizes that no model has.
-    """
+    """config.json of a folder, with the end-of-text tokens of generation_config.json, which win."""
     raw = dict(read_json(folder / "config.json"))
     generation_file = folder / "generation_config.json"
     try:
@@ -64,29 +64,37 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
 
 def check(raw: Mapping[str, Any]) -> None:
-    """Refuse a config.json that names code, or whose numbers would have mlx-lm's class loop or allocate without end.
-
-    Raises:
-        ModelError: it does.
-    """
+    """Refuse a config.json that names code, or whose values would have mlx-lm's class loop or allocate without end."""
     refuse_code(raw, "config.json")
-    layers = experts = 1
-    for key, value in _integers(raw):
+    layers, experts, heads = ("", 1), ("", 1), ("", 1)
+    for key, value in _values({key: value for key, value in raw.items() if key not in LONG}):
+        if isinstance(value, list | str):  # a list of layers, or a letter for each
+            if len(value) > MAX_LAYERS:
+                raise ModelError(f"config.json: {key} has a length of {len(value)}; expected at most {MAX_LAYERS}")
+            continue
         if "theta" in key or "token" in key:  # a base of angles; an id
             continue
         if not -MAX_SIZE <= value <= MAX_SIZE:
             raise ModelError(f"config.json: {key} is {shown(value)}; expected at most {MAX_SIZE}")
+        if key in COUNTS and value > MAX_COUNT:
+            raise ModelError(f"config.json: {key} is {value}; expected at most {MAX_COUNT}")
+        if "size" in key or "dim" in key:
+            continue
         if "layer" in key or "block" in key:
-            layers = max(layers, value)
-        if "expert" in key and "size" not in key and "dim" not in key:
-            experts = max(experts, value)
-    for what, number, limit in (
-        ("layers", layers, MAX_LAYERS),
-        ("experts", experts, MAX_EXPERTS),
-        ("experts in all layers", layers * experts, MAX_LAYER_EXPERTS),
+            layers = max(layers, (key, value), key=itemgetter(1))
+        if "expert" in key:
+            experts = max(experts, (key, value), key=itemgetter(1))
+        if "head" in key:
+            heads = max(heads, (key, value), key=itemgetter(1))
+    for key, number, limit in (
+        (*layers, MAX_LAYERS),
+        (*experts, MAX_EXPERTS),
+        (*heads, MAX_HEADS),
+        (f"{layers[0]} x {experts[0]}", layers[1] * experts[1], MAX_OF_ALL_LAYERS),
+        (f"{layers[0]} x {heads[0]}", layers[1] * heads[1], MAX_OF_ALL_LAYERS),
     ):
         if number > limit:
-            raise ModelError(f"config.json: {number} {what}; expected at most {limit}")
+            raise ModelError(f"config.json: {key} is {number}; expected at most {limit}")
 
 
 def for_mlx_lm(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,11 +103,7 @@ def for_mlx_lm(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config(raw: Mapping[str, Any], args: Any) -> BridgedConfig:
-    """What is known once mlx-lm's ModelArgs took a config.json.
-
-    Raises:
-        ModelError: a vocabulary, a context or end-of-text tokens that are none.
-    """
+    """What is known once mlx-lm's ModelArgs took a config.json."""
     parts = [vars(args), _text(vars(args)), raw, _text(raw)]
 
     def found(*keys: str) -> dict[str, Any]:
@@ -132,18 +136,18 @@ def _text(holder: Mapping[str, Any]) -> Mapping[str, Any]:
     return part if isinstance(part, dict) else vars(part) if hasattr(part, "__dict__") else {}
 
 
-def _integers(raw: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Each integer of a JSON object with its key, or that of the list it is in."""
+def _values(raw: Mapping[str, Any]) -> Iterator[tuple[str, int | str | list[Any]]]:
+    """Each integer, text and list of a JSON object with its key, or that of the list it is in."""
     left: list[tuple[str, Any]] = list(raw.items())
     while left:
         key, value = left.pop()
         if isinstance(value, dict):
             left += value.items()
-        elif isinstance(value, list):
+        elif type(value) is int or isinstance(value, str | list):
+            yield key, value
+        if isinstance(value, list):
             # Numbers of layers in a list count as numbers, not as a number of layers.
             left += [(key if isinstance(item, dict) else "an item", item) for item in value]
-        elif type(value) is int:
-            yield key, value
 
 
 def _untagged(value: Any) -> Any:

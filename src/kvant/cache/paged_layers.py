@@ -48,14 +48,12 @@ class PoolLayer:
         backend: runs the fused kernel for steps of up to 8 new tokens a sequence; None: every step is unfused.
         arrays: values (2, K, T, D'), and where they are quantized scales (2, K, T, D/G). Nothing else may hold them, or
             a slice of them: MLX would copy the whole array at the next append.
-        kernels: "fused" where the kernel was asked for.
     """
 
     format: LayerFormat
     bias_split: BiasSplit | None
     backend: Backend | None = None
     arrays: list[mx.array] = field(default_factory=list)
-    kernels: str | None = None
 
     def allocate(self, num_pages: int) -> None:
         """Allocate the arrays and touch them; they never grow."""
@@ -84,7 +82,6 @@ class PagedLayers:
         prefix: the pages that new sequences may share.
         promised: pages that sequences may have, with a window.
         copied: page, page and number of rows of each copy since it was emptied; None: nobody wants to know.
-        copies: whether a shared page is copied before it is written to. Not while what it holds is written again.
     """
 
     def __init__(self, window: int | None, layers: Sequence[PoolLayer], num_pages: int, step_size: int) -> None:
@@ -94,7 +91,6 @@ class PagedLayers:
         self.pages = Pages(num_pages)
         self.prefix = PrefixIndex(self.pages)
         self.promised = 0
-        self.copies = True
         self.copied: list[tuple[int, int, int]] | None = None
         self._ring = ring_pages(window, step_size)
 
@@ -116,11 +112,7 @@ class PagedLayers:
         return 0 if self.window is None else max(0, length - self.window + 1)
 
     def open(self, chain: Sequence[bytes], max_tokens: int) -> PageTable:
-        """Pages for ``max_tokens`` tokens, of which those under a chain of digests are shared.
-
-        Raises:
-            ContextError: too few pages are free; nothing was taken.
-        """
+        """Pages for ``max_tokens`` tokens, of which those under a chain of digests are shared."""
         first = self.first_seen(len(chain) * PAGE_SIZE) // PAGE_SIZE
         table = PageTable(first * PAGE_SIZE, self.prefix.hold(chain[first:]), self.limit(max_tokens))
         return self._reserve(table, max_tokens)
@@ -130,9 +122,6 @@ class PagedLayers:
 
         The last page, where it is not whole, is copied at once: each of the two is going to write there, so that its
         place has to be found in any case.
-
-        Raises:
-            ContextError: too few pages are free; nothing was taken.
         """
         whole, rest = (length - table.start) // PAGE_SIZE, length % PAGE_SIZE
         self.pages.share(table.pages[:whole])
@@ -176,18 +165,8 @@ class PagedLayers:
             self.pages.release(table.pages)
             table.first, table.pages = 0, []
 
-    def empty(self, table: PageTable) -> None:
-        """Become a table of no tokens. Without a window it keeps its pages, shared ones too."""
-        if self.window is not None:
-            self.pages.release(table.pages)
-            table.first, table.pages = 0, []
-
     def begin_at(self, table: PageTable, first: int, length: int) -> None:
-        """Give an empty table pages of its own for ``length`` tokens. Those from ``first`` on are to be written.
-
-        Raises:
-            ContextError: as :meth:`make_room`.
-        """
+        """Give an empty table pages of its own for ``length`` tokens. Those from ``first`` on are to be written."""
         if self.window is None:
             self.make_room([table], [0], length)
             return
@@ -196,11 +175,7 @@ class PagedLayers:
         table.pages = self._take(pages_for(length - table.start))
 
     def make_room(self, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int) -> None:
-        """Give each table pages of its own for the rows of tokens behind ``lengths``. A shared page is copied.
-
-        Raises:
-            ContextError: too few pages are free for the copies; no row was written.
-        """
+        """Give each table pages of its own for the rows of tokens behind ``lengths``. A shared page is copied."""
         for table, length in zip(tables, lengths, strict=True):
             if self.window is not None:
                 self._move(table, length, length + new_tokens)
@@ -211,7 +186,7 @@ class PagedLayers:
         ]
         counts = Counter(table.pages[number] for table, number, _ in written)
         shared = [page for page in counts if self.pages.refcount(page) > 1]
-        if not shared or not self.copies:
+        if not shared:
             return
         if self._copies(counts, shared) > self._room:
             for page in shared:  # a page that only the index holds besides is no longer shared
@@ -283,9 +258,6 @@ def backend_of(
         dtype: of queries.
         num_heads: H; None: not known.
         may_have_sinks: whether attention may be given learned sinks.
-
-    Raises:
-        ValueError, RuntimeError: as :func:`kvant.operators.dispatch.resolve`.
     """
     reason = unsupported_reason(
         (1, 1, 1, own.head_dim), quant_bit=own.quant_bit, quant_group=own.quant_group, value_dim=own.value_head_dim

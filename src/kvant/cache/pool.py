@@ -1,6 +1,6 @@
 """One reservation for many sequences: the keys and values of all layers, in pages of 128 rows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import ClassVar
 
@@ -74,10 +74,6 @@ class Pool(PoolState):
             dtype: of queries.
             num_heads: H; None: not known.
             windows: of the whole model's layers, where ``formats`` are a rank's alone: pages are counted for all.
-
-        Raises:
-            ValueError: a size below 1; a kernel forced for a format that it does not support, or without a GPU.
-            RuntimeError: a forced kernel that failed its self-check on this device.
         """
         sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
         for name, number in (sizes | {"prefill_step_size": prefill_step_size}).items():
@@ -85,7 +81,7 @@ class Pool(PoolState):
                 raise ValueError(f"{name} is {number!r}; expected a positive int")
         check_process()
         layers = [
-            PoolLayer(own, split, backend_of(own, kernels, dtype, num_heads, self.may_have_sinks), kernels=kernels)
+            PoolLayer(own, split, backend_of(own, kernels, dtype, num_heads, self.may_have_sinks))
             for own, split in zip(formats, bias_splits, strict=True)
         ]
         parts = []
@@ -160,11 +156,6 @@ class Pool(PoolState):
 
         Returns:
             a sequence that holds the shared tokens, and must be released.
-
-        Raises:
-            ContextError: no room now, or too long for this pool; nothing was taken.
-            ValueError: max_tokens is no positive int.
-            RuntimeError: another thread uses the pool.
         """
         with self.turn:
             self.check_opening(max_tokens)
@@ -192,52 +183,8 @@ class Pool(PoolState):
         Args:
             sequences: at least one, none twice.
             rows: sequences that the steps' inputs have, those past the given ones as padding; None: no padding.
-
-        Raises:
-            ValueError: no sequence, one twice, one of another pool, or fewer rows than sequences.
         """
         return PoolBatch(self, sequences, rows)
-
-    def bring_back(
-        self, lengths: Mapping[PoolSequence, int], feed: Callable[[PoolSequence, list[int]], object]
-    ) -> None:
-        """Have the first tokens of sequences again, after a step that failed.
-
-        MLX changes the arrays in place. Where a change was not computed, they have lost what they held: all sequences
-        are fed again then, into new arrays. What only later requests would have shared is gone.
-
-        Args:
-            lengths: of every sequence that is open and not empty, how many of its tokens it is to hold.
-            feed: appends tokens to a sequence and commits them.
-        """
-        try:
-            mx.eval([sequence.arrays for sequence in lengths], [layer.arrays for layer in self.layers])
-            for sequence, length in lengths.items():
-                sequence.trim_to(length)
-        except Exception:
-            lost = True
-        else:
-            lost = False
-        if lost:  # behind the handler: the error's traceback may hold arrays
-            self._refill(lengths, feed)
-
-    def _refill(self, lengths: Mapping[PoolSequence, int], feed: Callable[[PoolSequence, list[int]], object]) -> None:
-        ids = [sequence.ids[:length] for sequence, length in lengths.items()]
-        for sequence in lengths:
-            sequence.empty()
-        for part in self.parts:
-            part.prefix.clear()
-        for layer in self.layers:
-            layer.arrays[:] = [mx.zeros(array.shape, array.dtype) for array in layer.arrays]
-        mx.eval([layer.arrays for layer in self.layers])  # allocated when the last of the old ones is gone
-        try:
-            for part in self.parts:
-                part.copies = False  # sequences that share a page write the same to it
-            for sequence, own in zip(lengths, ids, strict=True):
-                feed(sequence, own)
-        finally:
-            for part in self.parts:
-                part.copies = True
 
     @property
     def _main(self) -> PagedLayers:

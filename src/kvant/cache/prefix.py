@@ -100,11 +100,6 @@ class PrefixIndex:
         for digest in [digest for digest, held in self._found.items() if held.page == page]:
             self._drop(digest)
 
-    def clear(self) -> None:
-        """Hold no page."""
-        for digest in list(self._found):
-            self._drop(digest)
-
     def _drop(self, digest: bytes) -> None:
         held = self._found.pop(digest)
         after = self._after[held.before]

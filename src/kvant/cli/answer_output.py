@@ -3,88 +3,172 @@
 import json
 import math
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import mlx.core as mx
+
 from kvant.cli import terminal
-from kvant.cli.session import RunOptions, Session
+from kvant.cli.options import RunOptions
+from kvant.cli.question import Question
+from kvant.cli.session import Session
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.drafting.choice import DraftCounts
+from kvant.engine.draw import SeededSampler
 from kvant.engine.response import GenerationResponse
+from kvant.errors import printable
+from kvant.sizes import format_bytes
 
 if TYPE_CHECKING:
     from kvant.cli.statistics import Generated
 
 
-class AnswerOutput:
-    """Answers to one prompt: in text one after another, in JSON each token as it comes."""
+@dataclass(slots=True)
+class _Answer:
+    """An answer, and its text that is not printed yet."""
 
-    def __init__(self, session: Session, run: RunOptions, n: int, begun: str, json_lines: bool) -> None:
-        """``n`` answers, each of which begins with the text ``begun``."""
-        self._session, self._run, self._json_lines = session, run, json_lines
-        self._pending = [begun] * n  # text that waits until the answers before it have ended
-        self._statistics = [RunStatistics() for _ in range(n)]
-        self._current = 0
-        self._begun = False  # the current one
+    number: int
+    question: Question
+    heading: str
+    text: str = ""
+    begun: bool = False  # whether anything of it is printed
+    statistics: RunStatistics = field(default_factory=RunStatistics)
+
+    @property
+    def ended(self) -> bool:
+        return self.statistics.last is not None and self.statistics.last.finish_reason is not None
+
+
+class AnswerOutput:
+    """Answers in their order, in text one after another. In JSON each token as it comes, or each answer of a file."""
+
+    def __init__(
+        self,
+        session: Session,
+        run: RunOptions,
+        questions: Sequence[Question],
+        n: int,
+        begun: str,
+        *,
+        json_lines: bool,
+        of_a_file: bool,
+    ) -> None:
+        """``n`` answers to each question, each of which begins with the text ``begun``.
+
+        Args:
+            of_a_file: an answer is printed when it has ended, and there is one line of statistics for all.
+        """
+        self._session, self._run, self._json_lines, self._of_a_file = session, run, json_lines, of_a_file
+        self._answers = [
+            _Answer(number, question, self._heading(question, number, n), begun)
+            for number, question in enumerate(question for question in questions for _ in range(n))
+        ]
+        self._current = 0  # whose turn it is to be printed
+        self._printed = False
         self._drafts: DraftCounts | None = None  # of all answers
+        self._started = time.perf_counter()
+        self.finished = 0
+
+    def _heading(self, question: Question, number: int, n: int) -> str:
+        if self._of_a_file:
+            return printable(str(question.line.id))
+        return f"{number + 1} of {n}" if n > 1 else ""
 
     def write(self, number: int, response: "Generated") -> None:
         """The next token of an answer."""
-        self._statistics[number].add(response)
+        answer = self._answers[number]
+        answer.statistics.add(response)
         self._drafts = response.drafts
-        if self._json_lines:
-            line = _json_line(number, response)
-            terminal.write_generated(line, raw=self._run.raw)
+        if self._json_lines and not self._of_a_file:
+            terminal.write_generated(_token_line(number, response), raw=self._run.raw)
         else:
-            self._pending[number] += response.text
-        self._go_on()
+            answer.text += response.text
+        self.finished += answer.ended
+        while self._current < len(self._answers) and self._show(self._answers[self._current]):
+            self._current += 1
 
     def end(self) -> None:
-        """After the last token; an answer that was interrupted ends where it is."""
-        if self._current < len(self._statistics):
-            self._finish(self._statistics[self._current])
-        if len(self._statistics) > 1 and not self._run.quiet:
-            tokens = sum(len(each.latencies_ms) for each in self._statistics)
-            seconds = max(sum(each.latencies_ms) for each in self._statistics) / 1e3
-            lines = [f"together: {tokens} tokens, {tokens / (seconds or 1):.1f} tokens/s"]
-            if (drafts := self._drafts) is not None:
-                lines.append(f"{drafts.tokens_a_step:.2f} tokens a step of an answer; {drafts.describe()}")
-            print("\n".join(lines), file=sys.stderr)
+        """After the last token. Of a file, what has ended and waits for an answer that has not is printed, too."""
+        waiting = self._answers[self._current :]
+        if self._of_a_file:
+            for answer in waiting:
+                self._show(answer)
+        elif waiting:
+            self._finish(waiting[0])
+        if not self._run.quiet and (self._of_a_file or len(self._answers) > 1):
+            print("\n".join(self._totals()), file=sys.stderr)
 
-    def _go_on(self) -> None:
-        while self._current < len(self._statistics):
-            statistics = self._statistics[self._current]
-            if statistics.last is None:
-                return
-            if not self._json_lines:
-                self._show(self._current)
-            if statistics.last.finish_reason is None:
-                return
-            self._finish(statistics)
-            self._current, self._begun = self._current + 1, False
+    def _show(self, answer: _Answer) -> bool:
+        """Print what there is of the answer whose turn it is. Returns whether it has ended."""
+        if answer.statistics.last is None or (self._of_a_file and not answer.ended):
+            return False
+        if not self._json_lines:
+            if not answer.begun:
+                if self._printed:
+                    print(flush=True)  # an empty line between two texts
+                if answer.heading and not self._run.quiet:
+                    print(f"--- {answer.heading} ---", file=sys.stderr, flush=True)
+            answer.begun = self._printed = True
+            text, answer.text = answer.text, ""
+            terminal.write_generated(text, raw=self._run.raw)
+        if answer.ended:
+            self._finish(answer)
+        return answer.ended
 
-    def _show(self, number: int) -> None:
-        if not self._begun:
-            if number:
-                print(flush=True)  # an empty line between two texts
-            if len(self._statistics) > 1 and not self._run.quiet:
-                print(f"--- {number + 1} of {len(self._statistics)} ---", file=sys.stderr, flush=True)
-            self._begun = True
-        text, self._pending[number] = self._pending[number], ""
-        terminal.write_generated(text, raw=self._run.raw)
-
-    def _finish(self, statistics: RunStatistics) -> None:
+    def _finish(self, answer: _Answer) -> None:
+        statistics = answer.statistics
+        if self._json_lines and self._of_a_file:
+            terminal.write_generated(_answer_line(answer), raw=self._run.raw)
+            return
         if statistics.last is not None and not self._json_lines:
             print(flush=True)
-        if not self._run.quiet:
-            lines = statistics.lines(self._session, alone=len(self._statistics) == 1)
+        if not self._run.quiet and not self._of_a_file:
+            lines = statistics.lines(self._session, alone=len(self._answers) == 1)
             # The prompt, and loading, are the first one's alone.
-            print("\n".join(lines[1:2] if self._current else lines), file=sys.stderr)
-        if not self._json_lines and (cut := statistics.cut(self._run.max_tokens, self._session)):
+            print("\n".join(lines[1:2] if answer.number else lines), file=sys.stderr)
+        if not self._json_lines and (cut := statistics.cut(answer.question.max_tokens, self._session)):
             print(cut, file=sys.stderr)  # with --quiet too: half an answer looks like a whole one
 
+    def _totals(self) -> list[str]:
+        """Statistics of all answers, a line each."""
+        begun = [answer.statistics for answer in self._answers if answer.statistics.last is not None]
+        tokens = sum(len(each.latencies_ms) for each in begun)
+        counts = []
+        if (drafts := self._drafts) is not None:
+            counts = [f"{drafts.tokens_a_step:.2f} tokens a step of an answer; {drafts.describe()}"]
+        if not self._of_a_file:
+            seconds = max((sum(each.latencies_ms) for each in begun), default=0) / 1e3
+            return [f"together: {tokens} tokens, {tokens / (seconds or 1):.1f} tokens/s", *counts]
+        seconds, fed = time.perf_counter() - self._started, sum(each.last.prompt_tokens for each in begun if each.last)
+        asked = f"prompts: {self.finished} of {len(self._answers)} answered, {fed} tokens fed"
+        return [
+            f"{asked}, after {self._session.load_s:.2f} s of loading",
+            f"generated: {tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s in all",
+            *counts,
+            f"peak memory: {format_bytes(mx.get_peak_memory())}",
+        ]
 
-def _json_line(number: int, response: "Generated") -> str:
+
+def _answer_line(answer: _Answer) -> str:
+    last, sampler = answer.statistics.last, answer.question.sampler_of(answer.number)
+    assert last is not None
+    return json_text(
+        {
+            "id": answer.question.line.id,
+            "text": answer.text,
+            "finish_reason": last.finish_reason,
+            "prompt_tokens": len(answer.question.ids),
+            "generation_tokens": last.generation_tokens,
+            "seed": sampler.seed if isinstance(sampler, SeededSampler) else None,
+            "first_token_ms": round(answer.statistics.latencies_ms[0], 3),
+            "latency_ms": round(sum(answer.statistics.latencies_ms), 3),
+        }
+    )
+
+
+def _token_line(number: int, response: "Generated") -> str:
     if isinstance(response, GenerationResponse):
         logprob = float(response.logprobs[response.token].item())  # type: ignore[arg-type]
     else:

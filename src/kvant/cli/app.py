@@ -14,9 +14,8 @@ from typer.exceptions import TyperException
 from kvant.cli import config, interrupts, options, ranks
 from kvant.cli.options import BadValueError
 from kvant.cli.terminal import escaping_standard_error
-from kvant.errors import ArgumentError, KvantError, one_line, printable
+from kvant.errors import EXIT_INTERRUPTED, ArgumentError, KvantError, one_line, printable
 from kvant.text.process import TextProcess
-from kvant_command import EXIT_INTERRUPTED
 
 EXIT_FAILED = 1
 # In the order of the help, which has these summaries. Each is imported when it is asked for: together they take longer
@@ -37,7 +36,6 @@ COMMANDS = {
     "config": "Show the config file, and what it sets.",
 }
 NAME = "kvant"
-GROUPS = ("bench",)
 LAUNCHER = "launch"  # what follows its own flags is another command
 LAUNCH_LINE = re.compile(rf"\s*\S+\s+{LAUNCHER}\s(.*?\s)?--\s+({NAME}\s+)?(?=\S+\s)", re.DOTALL)
 _said = ""  # the command's error
@@ -61,11 +59,8 @@ def make_app(arguments: list[str]) -> typer.Typer:
             app.command(name, short_help=summary)(_not_imported)
             continue
         module = import_module(f"kvant.cli.{name}")
-        if name in GROUPS:
-            app.add_typer(module.app, name=name, short_help=summary)
-        else:
-            settings = {"allow_interspersed_args": name != LAUNCHER}
-            app.command(name, short_help=summary, context_settings=settings)(getattr(module, name))
+        settings = {"allow_interspersed_args": name != LAUNCHER}
+        app.command(name, short_help=summary, context_settings=settings)(getattr(module, name))
     return app
 
 
@@ -91,8 +86,11 @@ def root(
         print(context.get_help())
 
 
-def main() -> NoReturn:
-    """Run the command and exit: 0; 2 for a bad flag or value; 1 for a model, file or context error; 130 interrupted."""
+def main(early: interrupts.Handler | None = None) -> NoReturn:
+    """Run the command and exit: 0; 2 for a bad flag or value; 1 for a model, file or context error; 130 interrupted.
+
+    ``early`` handles Ctrl-C until the command is imported.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # the shell closed it
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, for the rest of the process
@@ -100,13 +98,13 @@ def main() -> NoReturn:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
     with escaping_standard_error():
-        code = _run()
+        code = _run(early)
     ranks.end(code, _said)
     interrupts.finish()
     sys.exit(code)
 
 
-def _run() -> int:
+def _run(early: interrupts.Handler | None) -> int:
     """The command's exit code, its error printed."""
     try:
         # Its start takes as long as the imports beside which it starts.
@@ -115,7 +113,7 @@ def _run() -> int:
         command = typer.main.get_command(make_app(sys.argv[1:] or _to_complete()))
         gc.freeze()
         gc.enable()
-        interrupts.begin()
+        interrupts.begin(early)
         code = command(standalone_mode=False, prog_name=NAME, obj=process, default_map=_defaults())
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):

@@ -20,8 +20,10 @@ from kvant.cli.bad_value import BadValueError
 from kvant.cli.defaults import Defaults
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import KvantError, did_you_mean, one_line
+from kvant.files import read_given
 
 FILE = "config.toml"
+MAX_BYTES = 32 * 1024  # the reader of TOML takes more than linear time
 PATH_VARIABLE, MODEL_VARIABLE = "KVANT_CONFIG", "KVANT_MODEL"
 COMMANDS = ("generate", "chat", "serve", "plan", "report")  # that take defaults from it
 PRESETS = "presets"
@@ -46,39 +48,30 @@ class Settings:
 
 
 def defaults(command: str) -> Defaults:
-    """What the config file and the environment say of a command's flags, and the presets for it.
-
-    Raises:
-        BadValueError: as :func:`read_settings` and :func:`check`.
-        KvantError: KVANT_CONFIG names no file.
-    """
+    """What the config file and the environment say of a command's flags, and the presets for it."""
     settings = read_settings()
     flags = command_flags(command)
     place = str(settings.path or f"{wanted_path()}, which is not there,")
     found = Defaults((name for name, _ in flags.values()), checked_presets(settings), place)
-    found.take(checked_shared(settings), FILE)
-    found.take(checked_own(settings, command, flags), FILE)
+    for table in checked_tables(settings, command, flags):
+        found.take(table, FILE)
     if model := os.environ.get(MODEL_VARIABLE):
         found.take({"model": model}, MODEL_VARIABLE)
     return found
 
 
 def read_settings() -> Settings:
-    """The user's config file; empty settings where there is none.
-
-    Raises:
-        BadValueError: text that is no TOML, or a table that the file cannot have.
-        KvantError: KVANT_CONFIG names no file.
-    """
+    """The user's config file; empty settings where there is none."""
     path = wanted_path()
     if path is None or not (path.exists() or PATH_VARIABLE in os.environ):
         return Settings(None)
     if not path.is_file():
         raise KvantError(f"{PATH_VARIABLE} is {str(path)!r}, which is not a file")
+    data = read_given(path, MAX_BYTES)
     import tomllib
 
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = tomllib.loads(data.decode().replace("\r\n", "\n"))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
         raise BadValueError(f"{path}: not TOML: {one_line(error)}") from error
     tables = {name: raw.pop(name) for name in (*COMMANDS, PRESETS) if name in raw}
@@ -86,7 +79,7 @@ def read_settings() -> Settings:
     named = {f"{PRESETS}.{name}": table for name, table in presets.items()} if isinstance(presets, dict) else {}
     for name, table in {**tables, PRESETS: presets, **named}.items():
         if not isinstance(table, dict):
-            raise BadValueError(f"{path}: {name} is {str(table)[:80]}; expected a table, [{name}]")
+            raise BadValueError(f"{path}: {name} is {_shown(table)}; expected a table, [{name}]")
     return Settings(path, raw, tables, presets)
 
 
@@ -94,36 +87,20 @@ def wanted_path() -> Path | None:
     """Where the config file is looked for: KVANT_CONFIG, none where that is empty, else the user's folder."""
     named = os.environ.get(PATH_VARIABLE)
     if named is not None:
-        return Path(named).expanduser() if named else None
+        return Path(os.path.expanduser(named)) if named else None
     import platformdirs
 
     return platformdirs.user_config_path("kvant") / FILE
 
 
-def checked_shared(settings: Settings) -> dict[str, Any]:
-    """The values of the file's top by parameter.
-
-    Raises:
-        BadValueError: as :func:`check`.
-    """
-    return check(settings, "", settings.shared, shared_flags(), "generate and chat") if settings.shared else {}
-
-
-def checked_own(settings: Settings, command: str, flags: Flags) -> dict[str, Any]:
-    """The values of a command's own table by parameter.
-
-    Raises:
-        BadValueError: as :func:`check`.
-    """
-    return check(settings, f"{command}.", settings.commands.get(command, {}), flags, command)
+def checked_tables(settings: Settings, command: str, flags: Flags) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values by parameter of the file's top and of a command's own table."""
+    shared = check(settings, "", settings.shared, shared_flags(), "generate and chat") if settings.shared else {}
+    return shared, check(settings, f"{command}.", settings.commands.get(command, {}), flags, command)
 
 
 def checked_presets(settings: Settings) -> dict[str, dict[str, Any]]:
-    """The presets by name, each as values by parameter.
-
-    Raises:
-        BadValueError: as :func:`check`.
-    """
+    """The presets by name, each as values by parameter."""
     if not settings.presets:
         return {}
     flags = {flag: kind for flag, kind in shared_flags().items() if flag not in NOT_IN_A_PRESET}
@@ -134,17 +111,15 @@ def checked_presets(settings: Settings) -> dict[str, dict[str, Any]]:
 
 
 def check(settings: Settings, where: str, table: Mapping[str, Any], flags: Flags, whose: str) -> dict[str, Any]:
-    """A table's values by parameter.
-
-    Raises:
-        BadValueError: a key that is no flag, or a value of another kind.
-    """
+    """A table's values by parameter."""
     found = {}
     for key, value in table.items():
         if key not in flags:
             near = did_you_mean(key.replace("_", "-"), flags)
             raise BadValueError(f"{settings.path}: {where}{key} is not a flag of {whose}{near}")
         name, kind = flags[key]
+        if type(value) is int and not -(2**63) <= value < 2**64:
+            raise BadValueError(f"{settings.path}: {where}{key} is {_shown(value)!r}; expected a number of 64 bits")
         if name == "chat_template_config" and isinstance(value, dict):
             value = json.dumps(value)
         elif name == "max_kv_size" and type(value) is int:
@@ -153,16 +128,21 @@ def check(settings: Settings, where: str, table: Mapping[str, Any], flags: Flags
         if kind is list:
             right = right and all(isinstance(item, str) for item in value)
         if not right or (isinstance(value, bool) and kind is not bool):
-            raise BadValueError(f"{settings.path}: {where}{key} is {str(value)[:80]!r}; expected {WORDS[kind]}")
+            raise BadValueError(f"{settings.path}: {where}{key} is {_shown(value)!r}; expected {WORDS[kind]}")
         found[name] = value
     return found
 
 
+def _shown(value: object) -> str:
+    try:
+        return str(value)[:80]
+    except ValueError:  # Python writes out no number of more than 4,300 digits
+        return "a number of thousands of digits"
+
+
 def shared_flags() -> Flags:
     """The flags that generate and chat share: those of the file's top and of presets."""
-    from kvant.cli.session import RunOptions  # imports the engine, which kvant plan does not need
-
-    groups = [*options.flags(RunOptions), *options.flags(SamplingOptions)]
+    groups = [*options.flags(options.RunOptions), *options.flags(SamplingOptions)]
     return _flags((option.name, options.annotation(option)) for option in groups)
 
 
@@ -205,11 +185,10 @@ def config(
         print("" if wanted is None else wanted)
         return
     settings = read_settings()
-    checked_shared(settings)
     checked_presets(settings)
-    for command in settings.commands:
-        checked_own(settings, command, command_flags(command))
+    for command in settings.commands or COMMANDS[:1]:
+        checked_tables(settings, command, command_flags(command))
     if settings.path is None:
         print(f"# {wanted} is not there" if wanted else f"# no file: {PATH_VARIABLE} is empty")
     else:
-        print(f"# {settings.path}\n{settings.path.read_text(encoding='utf-8').rstrip()}")
+        print(f"# {settings.path}\n{read_given(settings.path, MAX_BYTES).decode().rstrip()}")

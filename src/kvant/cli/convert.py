@@ -16,7 +16,6 @@ from kvant.engine.load import find_model
 from kvant.sizes import format_bytes
 from kvant.tools.convert.convert import Conversion, convert_folder
 from kvant.tools.convert.new_folder import remove_leftovers
-from kvant.tools.convert.tokenizer import convert_tokenizer
 from kvant.tools.convert.weight_format import WeightFormat
 
 
@@ -46,15 +45,9 @@ def convert(
         str | None,
         typer.Option(help="float16, bfloat16 or float32 for all that stays in floating point; default: as stored."),
     ] = None,
-    tokenizer: Annotated[
-        bool,
-        typer.Option(
-            "--tokenizer", help="Keep the weights as they are, and make tokenizer.json of an older vocabulary."
-        ),
-    ] = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Quantize a model folder, change its dtype, or make its tokenizer.json."""
+    """Quantize a model folder, or change its dtype."""
     if model is not None:
         if dest is not None:
             raise BadValueError(f"the model is given twice, as the argument {source!r} and with --model {model}")
@@ -62,24 +55,14 @@ def convert(
     if dest is None:
         raise BadValueError("no DEST; expected SOURCE and DEST, or --model SOURCE and DEST")
     options.check_text(source=source, dest=dest)
-    if tokenizer:
-        for name, value in {"bits": bits, "group_size": group_size, "mode": mode, "dtype": dtype}.items():
-            if value is not None:
-                problem = f"is {value} with --tokenizer, which copies the weights; convert DEST after it"
-                raise BadValueError(f"{options.flag(name)} {problem}")
     chosen = WeightFormat.choose(bits, group_size, mode or "affine", dtype)
     if not dest:
         raise BadValueError("DEST is empty; expected a folder's path")
     folder, target = find_model(source), Path(dest)
-    lines = [f"{part}: removed; a convert that was killed had left it" for part in remove_leftovers(target)]
-    _say(lines, quiet)
+    _say([f"{part}: removed; a convert that was killed had left it" for part in remove_leftovers(target)], quiet)
     with _terminable(), LateProgress("converting", quiet=quiet) as progress:
-        if tokenizer:
-            size = convert_tokenizer(folder, target, progress.update)
-            lines = [f"{dest}: the same weights, with a tokenizer.json of {format_bytes(size)}"]
-        else:
-            lines = _told(dest, chosen, convert_folder(folder, target, chosen, progress.update))
-    _say(lines, quiet)
+        done = convert_folder(folder, target, chosen, progress.update)
+    _say(_told(dest, chosen, done), quiet)
 
 
 def _say(lines: list[str], quiet: bool) -> None:

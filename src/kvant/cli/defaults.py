@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import typer
+
 from kvant.cli.bad_value import BadValueError
 from kvant.engine.sampling import NEUTRAL, OPTIONS
 from kvant.errors import did_you_mean
@@ -36,15 +38,41 @@ class Defaults(dict[str, Any]):
         self.sources.update(dict.fromkeys(taken, source))
 
     def use(self, preset: str) -> None:
-        """Let a preset's values go before those that are there.
-
-        Raises:
-            BadValueError: there is no such preset.
-        """
+        """Let a preset's values go before those that are there."""
         if preset not in self._presets:
             known = f"{self._place} has {', '.join(self._presets) or 'none'}{did_you_mean(preset, self._presets)}"
             raise BadValueError(f"--preset is {preset!r}; {known}")
         self.take(self._presets[preset], f"preset {preset}")
+
+
+def settings_used(context: typer.Context, values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
+    """The values that come from the config file, a preset or the environment: name -> value and source, in words.
+
+    One that would have no effect beside a value of another source is taken back to its default: nobody asked for the
+    two together.
+    """
+    defaults = context.default_map
+    if not isinstance(defaults, Defaults):
+        return {}
+    used = {
+        name: (values[name], defaults.sources[name])
+        for name in values
+        if name in defaults.sources and source_of(context, name) == "DEFAULT_MAP"
+    }
+    for name, (_, source) in list(used.items()):
+        blocker = blocked_by(name, values)
+        if name == "draft_model" and source_of(context, "draft") == "COMMANDLINE":
+            blocker = "draft"  # none, too
+        if blocker is not None and (blocker not in used or used[blocker][1] != source):
+            values[name] = next(option.default for option in context.command.params if option.name == name)
+            del used[name]
+    return used
+
+
+def source_of(context: typer.Context, name: str) -> str | None:
+    """Where a parameter's value comes from, as click names it."""
+    source = context.get_parameter_source(name)
+    return None if source is None else source.name
 
 
 def blocked_by(name: str, values: Mapping[str, Any]) -> str | None:

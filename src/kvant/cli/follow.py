@@ -1,38 +1,29 @@
-"""Ranks other than 0: they take a command's options, and then do what rank 0 says."""
-
-import typer
+"""Ranks other than 0 take a command's options, and then do what rank 0 says."""
 
 from kvant.cli import ranks
+from kvant.cli.options import RunOptions
 from kvant.cli.parts import arrange, loader
-from kvant.cli.session import RunOptions, bound_memory, prepare, wire
+from kvant.cli.session import bound_memory, prepare, wire
 from kvant.engine.load import find_adapter, find_model
 from kvant.ranks.follow import follow as compute
-from kvant.ranks.guard import Ended
 
 
 def follow(run: RunOptions, *, bounded: bool = False) -> None:
-    """Where this is not rank 0: load a part of the model, compute what rank 0 tells, and exit as it does.
+    """Load a part of the model, compute what rank 0 tells, and exit as it does; on rank 0 do nothing.
 
     Args:
         run: the command's flags.
         bounded: hold MLX to the plan, as rank 0 does.
-
-    Raises:
-        Exit: the run has ended.
     """
     guard = ranks.guard()
     if guard is None or not guard.rank:
         return
-    try:
-        folder = find_model(run.model)
-        checkpoint, settings, machine = prepare(run, folder)
-        arranged = arrange(run.shared, folder, checkpoint, settings, None, machine)
-        if run.wired:
-            wire(arranged.total)
-        if bounded:
-            bound_memory(arranged.arrays, arranged.scratch)
-        adapter = None if run.adapter_path is None else find_adapter(run.adapter_path)
-        code = compute(loader(arranged)(folder, None, adapter), guard)
-    except Ended as ended:
-        code = ended.code
-    raise typer.Exit(code)
+    folder = find_model(run.model)
+    checkpoint, settings, machine = prepare(run, folder)
+    arranged = arrange(run.shared, folder, checkpoint, settings, None, machine)
+    if run.wired:
+        wire(arranged.total)
+    if bounded:
+        bound_memory(arranged.arrays, arranged.scratch)
+    adapter = None if run.adapter_path is None else find_adapter(run.adapter_path)
+    compute(loader(arranged)(folder, None, adapter), guard)

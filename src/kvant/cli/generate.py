@@ -2,9 +2,9 @@
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, TypedDict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,31 +13,24 @@ from kvant.cli import prompt_cache_file as cache_file
 from kvant.cli.answer_output import AnswerOutput
 from kvant.cli.defaults import OF_THE_TEMPLATE
 from kvant.cli.follow import follow
-from kvant.cli.options import BadValueError
+from kvant.cli.options import BadValueError, RunOptions
 from kvant.cli.progress import LateProgress
 from kvant.cli.prompt import check_first_word, read_prompt, split_arguments
-from kvant.cli.session import RunOptions, Session, load_session, open_session
-from kvant.cli.template import chat_ids
+from kvant.cli.prompts_file import Line, read_lines
+from kvant.cli.question import Question, prepare
+from kvant.cli.sampling import drawn_seed
+from kvant.cli.session import Session, load_session, open_session
 from kvant.engine.drafted_run import make_run
-from kvant.engine.draw import Sampler, greedy
+from kvant.engine.draw import greedy
 from kvant.engine.generate import responses
-from kvant.engine.processors import LogitsProcessor
 from kvant.engine.response import GenerationResponse
 from kvant.engine.run import PromptProgress
 from kvant.engine.sampling import SamplingOptions
-from kvant.text.prompt import encode_prompt
 
 if TYPE_CHECKING:
     from kvant.cli.statistics import Generated
 
 SEQUENCES = 8  # at once, where nobody says how many
-
-
-class SideBySide(TypedDict):
-    """How answers are computed together; see :func:`kvant.cli.many.reserve_pool`."""
-
-    at_once: int
-    deterministic: bool
 
 
 @options.with_options
@@ -99,63 +92,61 @@ def generate(
                 raise BadValueError(f"{flag} needs the chat template that --ignore-chat-template leaves out")
     options.check_counts(n=n, sequences=sequences)
     options.check_text(prefill_response=prefill, prompt_cache_file=prompt_cache_file, prompts_file=prompts_file)
-    together = n > 1 or deterministic
-    if sequences is not None and not together and prompts_file is None:
+    of_a_file = prompts_file is not None
+    together = n > 1 or deterministic or of_a_file
+    if sequences is not None and not together:
         raise BadValueError(f"--sequences is {sequences}, which has no effect without --prompts-file or --n")
     if deterministic:
         options.check_deterministic(run.prefill_step_size, run.draft, run.draft_model)
     ranks.refuse_draft_model(run.draft_model)
-    side: SideBySide = {"at_once": sequences or SEQUENCES, "deterministic": deterministic}
     if prompts_file is not None:
         one = {"--prompt": prompt, "--n": n if n > 1 else None, "--prefill-response": prefill}
         for flag, given in (one | {"--prompt-cache-file": prompt_cache_file}).items():
             if given is not None:
                 raise BadValueError(f"{flag} is {given!r:.80}; beside --prompts-file it is not supported")
-        model, _ = split_arguments(words or (), prompts_file, "--prompts-file")
-        run = replace(run, model=options.choose_model(context, model, run.model))
-        if model is not None:
-            check_first_word(model, "--prompts-file")
-        follow(run)
-        from kvant.cli.lines import answer_lines  # with what a single prompt does not need
-
-        answer_lines(
-            prompts_file, run, sampling, context.obj, **side, plain=ignore_chat_template, json_lines=json_lines
-        )
-        return
-    model, text = split_arguments(words or (), prompt)
+        model, text = split_arguments(words or (), prompts_file, "--prompts-file")
+    else:
+        model, text = split_arguments(words or (), prompt)
     run = replace(run, model=options.choose_model(context, model, run.model))
-    if model is not None and text is not None:
-        check_first_word(model)
+    if model is not None and (text is not None or prompts_file is not None):
+        check_first_word(model, None if prompts_file is None else "--prompts-file")
     ranks.refuse(prompt_cache_file=prompt_cache_file)
     follow(run)
-    question = read_prompt(text, prompt)
+    if prompts_file is not None:
+        lines = read_lines(prompts_file, sampling)
+    else:
+        lines = [Line("", 1, read_prompt(text, prompt), None, None, sampling, has_seed=False)]
     cache_file.check(prompt_cache_file)
-    if together:  # how much is reserved depends on the prompt
-        session = load_session(run, context.obj, sampling, max_kv_size=1, sequences=1)
+    at_once = sequences or SEQUENCES
+    if together:  # how much is reserved depends on the prompts
+        session = load_session(run, context.obj, sampling, max_kv_size=1, sequences=min(at_once, len(lines)))
     else:
         session = open_session(run, context.obj, sampling)
-    sampler, processors = session.sampling(sampling)
-    if n > 1 and sampler is greedy:
+    drawn = drawn_seed() if sampling.seed is None else sampling.seed
+    if session.sampling(sampling, drawn)[0] is greedy and n > 1:
         raise BadValueError(f"--n is {n}; with --temp 0 every answer is the same")
     if not run.quiet:
-        print(session.sampling_line, file=sys.stderr)
-    if ignore_chat_template:
-        ids = encode_prompt(session.tokenizer, question, session.model.config.vocab_size)
-    else:
-        question_alone = [{"role": "user", "content": question}]
-        ids = chat_ids(session.tokenizer, question_alone, run.system_prompt, prefill, session.template_variables)
-    output = AnswerOutput(session, run, n, prefill or "", json_lines)
-    with LateProgress("reading the prompt", quiet=run.quiet) as progress:
+        print(session.sampling_line + ", where a line says nothing else" * of_a_file, file=sys.stderr)
+    questions = [prepare(session, run, line, drawn, plain=ignore_chat_template, begun=prefill) for line in lines]
+    # On a terminal the answers of a file themselves say how far it is.
+    quiet = run.quiet or (of_a_file and sys.stdout.isatty())
+    with LateProgress("answering" if of_a_file else "reading the prompt", quiet=quiet) as progress:
         answers: Iterator[tuple[int, Generated]]
         if together:
-            from kvant.cli.answers import answer_several
+            from kvant.cli.answering import answer_together  # with what a single prompt does not need
 
-            answers = answer_several(session, run, ids, n, sampler, processors, **side, file=prompt_cache_file)
+            answers = answer_together(
+                session, run, questions, n, at_once=at_once, deterministic=deterministic, file=prompt_cache_file
+            )
         else:
-            answers = _answer(session, run, ids, sampler, processors, prompt_cache_file, progress.update)
+            answers = _answer(session, run, questions[0], prompt_cache_file, progress.update)
+        output = AnswerOutput(session, run, questions, n, prefill or "", json_lines=json_lines, of_a_file=of_a_file)
         try:
             for number, response in answers:
-                progress.stop()
+                if of_a_file:
+                    progress.update(output.finished, len(questions))
+                else:
+                    progress.stop()
                 output.write(number, response)
         finally:
             progress.stop()
@@ -163,32 +154,26 @@ def generate(
 
 
 def _answer(
-    session: Session,
-    run: RunOptions,
-    ids: Sequence[int],
-    sampler: Sampler,
-    processors: Sequence[LogitsProcessor],
-    file: str | None,
-    progress: PromptProgress,
+    session: Session, run: RunOptions, question: Question, file: str | None, progress: PromptProgress
 ) -> Iterator[tuple[int, GenerationResponse]]:
     """One answer, number 0, through the session's cache; what the file holds of the prompt is not read again."""
-    rest = cache_file.take(file, session.cache, ids, quiet=run.quiet)
+    rest = cache_file.take(file, session.cache, question.ids, quiet=run.quiet)
     started = time.perf_counter()
     reading = make_run(
         session.drafts,
         session.model,
         rest,
         session.cache,
-        max_tokens=run.max_tokens,
-        sampler=sampler,
-        logits_processors=processors,
+        max_tokens=question.max_tokens,
+        sampler=question.sampler,
+        logits_processors=question.processors,
         stop_tokens=session.tokenizer.eos_token_ids,
         prefill_step_size=run.prefill_step_size,
         progress=progress,
     )
 
     def answer() -> Iterator[tuple[int, GenerationResponse]]:
-        for response in responses(reading, session.tokenizer, run.stop or (), started):
+        for response in responses(reading, session.tokenizer, question.stop, started):
             yield 0, response
         if file is not None:
             session.cache.save(file)

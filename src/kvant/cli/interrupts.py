@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from kvant_command import EXIT_INTERRUPTED, end_now
+from kvant.errors import EXIT_INTERRUPTED
 
 DEADLINE_S = 0.2
 SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it
 
+Handler = Callable[[int, FrameType | None], None]
+
+_early: Handler | None = None
 _reacted = threading.Event()
 _patience = 0  # above 0: something may take as long as it needs
 _held = 0  # above 0: KeyboardInterrupt waits
@@ -25,10 +28,12 @@ _at_deadline: list[Callable[[], None]] = []
 _restore: list[Callable[[], None]] = []  # what puts the terminal back before the process ends by itself
 
 
-def begin() -> None:
-    """Raise KeyboardInterrupt from here on, with the deadline; only where the command took Ctrl-C over at its start."""
-    if signal.getsignal(signal.SIGINT) is not end_now:
+def begin(early: Handler | None) -> None:
+    """Raise KeyboardInterrupt from here on, with the deadline, in place of the handler that ends a starting command."""
+    global _early
+    if early is None or signal.getsignal(signal.SIGINT) is not early:
         return
+    _early = early
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -39,7 +44,7 @@ def begin() -> None:
 def finish() -> None:
     """End at once from here on: nothing is left to do."""
     if signal.getsignal(signal.SIGINT) is _interrupt:
-        signal.signal(signal.SIGINT, end_now)
+        signal.signal(signal.SIGINT, _early)
 
 
 @contextmanager
@@ -80,12 +85,6 @@ def restoring(act: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _restore.remove(act)
-
-
-def put_back() -> None:
-    """What :func:`restoring` asks for, now: another thread ends the process."""
-    for act in _restore:
-        act()
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

@@ -1,167 +1,199 @@
-"""``kvant launch``: a command on several machines at once, or as several processes of this one."""
+"""``kvant launch``: MLX's own launcher, mlx.launch, for a command of kvant's."""
 
+import array
+import fcntl
+import json
 import os
+import select
+import signal
+import socket
 import sys
-import tempfile
-from collections.abc import Sequence
+import termios
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Annotated
+from subprocess import CalledProcessError, Popen, TimeoutExpired
+from types import FrameType
+from typing import Annotated, Any
 
 import typer
 
+from kvant.cli import interrupts
 from kvant.cli.bad_value import BadValueError
-from kvant.cli.ranks import COMMANDS
-from kvant.errors import did_you_mean
+from kvant.cli.ranks import COMMANDS, LAUNCHER
+from kvant.errors import EXIT_INTERRUPTED, RanksError, did_you_mean, one_line
 
-MAX_PORT = 65535
+MAX_RANKS, MAX_HOSTS_BYTES = 64, 2**20
+STOPPED_S = 2.0  # for a rank to end by a signal that a stopped one does not get
+LOOK_S = 0.1
 # As the console script starts: before the package loads libraries Ctrl-C is taken over, and the folder that the
 # command runs in is not searched for modules.
 START = ("-P", "-c", "from kvant_command import main; main()")
 
 
 def complete_commands(incomplete: str) -> list[str]:
-    """Commands that a shell completes."""
+    """Give the commands that a shell completes."""
     return [name for name in COMMANDS if name.startswith(incomplete)]
 
 
+Command = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="-- COMMAND", help=f"One of {', '.join(COMMANDS)}, and its own flags.", autocompletion=complete_commands
+    ),
+]
+
+
 def launch(
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="-- COMMAND",
-            help=f"One of {', '.join(COMMANDS)}, and its own flags.",
-            autocompletion=complete_commands,
-        ),
-    ] = None,
+    command: Command = None,
     *,
     ranks: Annotated[int | None, typer.Option("--ranks", "-n", help="Run so many ranks, all on this machine.")] = None,
-    hostfile: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Run a rank on each host of MLX's host file (`mlx.distributed_config`)."),
-    ] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ring|jaccl|jaccl-ring|nccl",
-            help="MLX's way between ranks; default: the host file's, else nccl on CUDA, else ring.",
-        ),
-    ] = None,
+    hostfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Run a rank on each of MLX's hosts.")] = None,
+    backend: Annotated[str | None, typer.Option(metavar="ring|jaccl|jaccl-ring|nccl", help="As mlx.launch.")] = None,
     starting_port: Annotated[
-        int | None,
-        typer.Option(
-            "--starting-port",
-            "-p",
-            help="The first of the back end's ports; the guard's is one below. Default: free ones with -n, else 32323.",
-        ),
+        int | None, typer.Option("--starting-port", "-p", help="Default: free ones with -n, else 32323.")
     ] = None,
-    env: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An environment variable of every rank; repeatable.")
-    ] = None,
-    cwd: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Where every rank runs; default: this folder, where it exists.")
-    ] = None,
-    python: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Every rank's Python, which has kvant; default: this one's path.")
-    ] = None,
+    env: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Of every rank; repeatable.")] = None,
+    cwd: Annotated[str | None, typer.Option(metavar="FOLDER", help="Where every rank runs.")] = None,
+    python: Annotated[str | None, typer.Option(metavar="PATH", help="Every rank's Python, which has kvant.")] = None,
 ) -> None:
     """Run a command as ranks: `kvant launch -n 2 -- generate "Hello"`, or `--hostfile hosts.json`.
 
-    Rank 0 is the command that you see and type to. The first host is reached without ssh if it is this machine. The
-    exit code is rank 0's, and never 0 if another rank failed. Ctrl-C goes to rank 0; Ctrl-Z does nothing.
+    Rank 0 is the command that you see. mlx.launch starts it and the others, by ssh on other machines. The exit code is
+    rank 0's, and never 0 if another rank failed.
     """
-    words = distributed(command or [])
+    words = command[1:] if command and os.path.basename(command[0]) == "kvant" else command
+    if not words or words[0] not in COMMANDS:
+        found = f"{words[0]!r} is no command that runs on several machines" if words else "no command after --"
+        near = did_you_mean(words[0], COMMANDS) if words else ""
+        raise BadValueError(f"{found}; expected one of {', '.join(COMMANDS)}{near}")
     if (ranks is None) == (hostfile is None):
-        given = "both -n and --hostfile; expected one of them" if hostfile else "no -n and no --hostfile; expected one"
-        raise BadValueError(given)
-    if ranks is not None and not 1 <= ranks <= 64:
-        raise BadValueError(f"--ranks is {ranks}; expected 1 to 64")
-    if cwd is not None and hostfile is None and not os.path.isdir(cwd):
-        raise BadValueError(f"--cwd is {cwd!r}, which is not a folder")
-    from kvant.ranks import hosts as machines
-    from kvant.ranks.launcher import run_ranks
-
-    found = machines.local_hosts(ranks) if ranks is not None else machines.read_hosts(Path(hostfile or ""))
-    chosen = checked_backend(backend or found.backend, local=hostfile is None)
-    variables = checked_variables([*found.envs, *(env or [])])
-    needed = machines.count_ports(found.hosts)
-    if starting_port is None and hostfile is None:
-        ports: Sequence[int] = machines.free_ports(needed)
-    else:
-        first = machines.STARTING_PORT if starting_port is None else starting_port
-        if not 1 < first <= MAX_PORT + 2 - needed:
-            raise BadValueError(f"--starting-port is {first}; expected 2 to {MAX_PORT + 2 - needed}")
-        ports = range(first - 1, first - 1 + needed)
-    group = machines.make_group(found.hosts, chosen, ports)
-    terminal = all(os.isatty(stream) for stream in range(3))
-    with tempfile.TemporaryDirectory(prefix="kvant-launch-") as folder:
-        outcome = run_ranks(
-            machines.rank_commands(
-                found.hosts,
-                group,
-                [python or sys.executable, *START, *words],
-                variables,
-                cwd=cwd,
-                folder=Path(folder),
-                terminal=terminal,
-            )
-        )
-    if outcome.problem:
-        print(f"kvant: error: {outcome.problem}", file=sys.stderr)
-    if outcome.code:
-        raise typer.Exit(outcome.code)
+        raise BadValueError(f"{'both' if hostfile else 'neither'} -n and --hostfile; expected one of them")
+    if ranks is not None and not 1 <= ranks <= MAX_RANKS:
+        raise BadValueError(f"--ranks is {ranks}; expected 1 to {MAX_RANKS}")
+    if words[0] == "generate" and _text_waits():
+        raise BadValueError("standard input reaches no rank; expected the prompt as an argument or with --prompt")
+    if hostfile is not None:
+        read_hosts(hostfile)
+    elif ranks is not None:
+        env = [f"{LAUNCHER}={os.getpid()}", *(env or [])]
+        starting_port = free_ports(1 + ranks) + 1 if starting_port is None else starting_port  # the guard's is below
+    given = {
+        "repeat-hosts": ranks,
+        "hostfile": hostfile,
+        "backend": backend,
+        "starting-port": starting_port,
+        "cwd": cwd,
+    }
+    flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    flags += [f"--env={text}" for text in env or []]
+    codes = _run([*flags, f"--python={python or sys.executable}", "--", *START, *words], talks=words[0] == "chat")
+    first = codes.get(0, 1)
+    if code := 128 - first if first < 0 else first or int(any(codes.values())):
+        raise typer.Exit(code)
 
 
-def distributed(words: list[str]) -> list[str]:
-    """The command and its flags, without the word ``kvant`` in front.
+def read_hosts(path: Path) -> list[str]:
+    """Give the names of the hosts in MLX's host file.
 
     Raises:
-        BadValueError: it is none that runs as ranks.
+        BadValueError: it is no host file, or a name in it is none.
     """
-    words = words[1:] if words and os.path.basename(words[0]) == "kvant" else words
-    expected = f"expected one of {', '.join(COMMANDS)}"
-    if not words:
-        raise BadValueError(f"no command after --; {expected}")
-    if words[0] not in COMMANDS:
-        near = did_you_mean(words[0], COMMANDS)
-        raise BadValueError(f"{words[0]!r} is not a command that runs on several machines; {expected}{near}")
-    return words
+    from kvant.files import open_regular
+
+    try:
+        with open_regular(path.resolve(), path, RanksError) as file:
+            raw = json.loads(file.read(MAX_HOSTS_BYTES))
+        names = [host["ssh"] for host in (raw["hosts"] if isinstance(raw, dict) else raw)]
+    except (RanksError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise BadValueError(f"--hostfile: {path} is no host file: {one_line(error)}") from error
+    for rank, name in enumerate(names):
+        if not isinstance(name, str) or not name or name[0] == "-" or not name.isprintable():
+            raise BadValueError(f"--hostfile: {path}: rank {rank}: ssh is {name!r:.80}; expected a host's name")
+    return names
 
 
-def checked_backend(name: str, *, local: bool) -> str:
-    """The back end by its name, or the machine's where it is empty.
+def free_ports(count: int) -> int:
+    """Give the first of so many ports in a row that nobody listens at, so that two runs at once do not meet."""
+    while True:
+        with ExitStack() as held, suppress(OSError, OverflowError):
+            first = 0
+            for number in range(count):
+                each = held.enter_context(socket.socket())
+                each.bind(("127.0.0.1", first + number))
+                first = first or each.getsockname()[1]
+            return first
 
-    Raises:
-        BadValueError: it is none, or none that runs so.
+
+def _run(arguments: Sequence[str], *, talks: bool) -> Mapping[int, int]:
+    """Run mlx.launch in this process. Returns the ranks' exit codes, which it keeps to itself.
+
+    Args:
+        arguments: mlx.launch's.
+        talks: standard input goes to the ranks, of which rank 0 alone reads it.
     """
-    from kvant.ranks.hosts import BACKENDS
+    from mlx._distributed_utils import launch as module
 
-    if not name:
-        import mlx.core as mx
+    mlx_launch: Any = module
+    started: dict[int, Popen[bytes]] = {}
 
-        return "nccl" if mx.cuda.is_available() else "ring"
-    if name == "mpi":
-        raise BadValueError("--backend is 'mpi', which has its own launcher: mpirun, or mlx.launch --backend mpi")
-    if name not in BACKENDS:
-        raise BadValueError(f"--backend is {name!r}; expected {', '.join(BACKENDS)}")
-    if local and name.startswith("jaccl"):
-        raise BadValueError(f"--backend is {name!r}, which is between machines; it needs --hostfile")
-    return name
+    class Rank(mlx_launch.RemoteProcess):  # type: ignore[misc]
+        def __init__(self, rank: int, *how: Any) -> None:
+            super().__init__(rank, *how)
+            started[rank] = self.process
+
+        def terminate(self) -> None:  # MLX waits for a rank that is stopped
+            self.process.terminate()
+            with suppress(TimeoutExpired):
+                self.process.wait(STOPPED_S)
+            self.process.kill()
+            with suppress(CalledProcessError):  # it had not begun
+                super().terminate()
+
+    def wait(reading: list[int], writing: list[int], _: list[int], seconds: float) -> tuple[list[int], ...]:
+        # A rank's standard input can be written to at all times, so MLX never waits: measured, a whole core.
+        ready = select.select(reading, [], [], min(seconds, LOOK_S))[0]
+        return ready, select.select([], writing, [], 0)[1], []
+
+    def refuse(parser: object, message: str) -> None:
+        raise BadValueError(message)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        has_terminal = any(os.isatty(stream) for stream in range(3))  # its Ctrl-C reaches the ranks by itself
+        if 0 in started and not (number == signal.SIGINT and has_terminal):
+            started[0].send_signal(number)
+
+    def warn(text: str) -> None:  # of a rank that failed
+        if not text.endswith(f"code {EXIT_INTERRUPTED}"):
+            print(f"kvant: {text}", file=sys.stderr)
+
+    mlx_launch.RemoteProcess, mlx_launch.select, mlx_launch.log_warning = Rank, wait, warn
+    mlx_launch.argparse.ArgumentParser.error = refuse
+    sys.argv = ["kvant launch", *arguments]
+    reading, writing = os.pipe()  # MLX never ends its standard input, and changes how it is read
+    sys.stdin = os.fdopen(reading)
+    if talks:
+        threading.Thread(target=_hand_on, args=(writing,), daemon=True).start()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, forward)
+    with interrupts.patient():
+        mlx_launch.main()
+    return {rank: process.returncode for rank, process in started.items()}
 
 
-def checked_variables(given: Sequence[str]) -> dict[str, str]:
-    """Environment variables by name.
+def _hand_on(writing: int) -> None:
+    """Copy standard input, whose end is the conversation's."""
+    with suppress(OSError):
+        while data := os.read(0, 8192):
+            os.write(writing, data)
+        os.write(writing, b"\n/exit\n")
 
-    Raises:
-        BadValueError: one is not NAME=VALUE, or would make another group of the ranks.
-    """
-    from kvant.ranks.hosts import VARIABLES
 
-    found = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier() or not name.isascii():
-            raise BadValueError(f"environment variable {text!r}; expected NAME=VALUE")
-        if name in VARIABLES:
-            raise BadValueError(f"environment variable {name} is set by kvant launch itself")
-        found[name] = value
-    return found
+def _text_waits() -> bool:
+    """Say whether somebody pipes text into this command."""
+    waiting = array.array("i", [0])
+    with suppress(OSError):  # no pipe and no file
+        fcntl.ioctl(0, termios.FIONREAD, waiting)
+    return waiting[0] > 0 and not os.isatty(0)

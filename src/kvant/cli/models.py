@@ -1,9 +1,8 @@
 """``kvant models``: known and pulled models, and the size of their caches."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +15,9 @@ from kvant.errors import ModelError
 from kvant.files import read_json
 from kvant.models.architectures import ARCHITECTURES
 from kvant.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 GROUP = 32  # values that share a float16 scale
 CACHE_BITS = (16, 8, 4)
@@ -53,54 +55,42 @@ def models(
 ) -> None:
     """List the models kvant knows by name, and the others that were pulled."""
     if architectures:
-        _print_architectures(json_rows)
+        ways = _architectures()
+        lines = (
+            f"{way['model_type']:24} {way['way']}" + (f": {way['reason']}" if way["reason"] else "") for way in ways
+        )
+        terminal.show(ways, lines, as_json=json_rows)
         return
     rows = _rows()
-    if json_rows:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
-        return
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+    terminal.show([asdict(row) for row in rows], _table(rows), as_json=json_rows)
 
-    table = Table(box=SIMPLE_HEAD, padding=0)
-    table.add_column("name", overflow="fold")
-    for title in ("MB", "context", *(f"{bits} bits" for bits in CACHE_BITS)):
-        table.add_column(title, justify="right")
-    table.add_column("license")
+
+def _table(rows: list[Row]) -> "Iterator[RenderableType]":
+    numbers = ["MB", "context", *(f"{bits} bits" for bits in CACHE_BITS)]
     several = any(row.way not in (None, "native") for row in rows)
-    if several:
-        table.add_column("way")
-    table.add_column("here")
-    for row in rows:
-        cache = row.cache_bytes_per_token or {}
-        table.add_row(
+    texts = [
+        [
             row.name,
             _shown(row.bytes / 1e6),
             _shown(row.context),
-            *(_shown(cache.get(bits)) for bits in CACHE_BITS),
+            *(_shown((row.cache_bytes_per_token or {}).get(bits)) for bits in CACHE_BITS),
             row.license or "",
             *([row.way or ""] if several else []),
             row.here,
-        )
-    console = terminal.console()
-    console.print(table)
-    console.print(
-        f"{', '.join(map(str, CACHE_BITS))} bits: bytes of cache a token, in groups of {GROUP} with float16 scales "
-        "below 16",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
-    console.print(
+        ]
+        for row in rows
+    ]
+    columns = ["name", *numbers, "license", *(["way"] if several else []), "here"]
+    yield terminal.table(columns, texts, right=numbers, padding=0)
+    sizes = ", ".join(map(str, CACHE_BITS))
+    yield f"{sizes} bits: bytes of cache a token, in groups of {GROUP} with float16 scales below 16"
+    yield (
         f"{len(ARCHITECTURES)} architectures are native, {len(_bridged())} more bridged: mlx-lm's model, kvant's cache "
-        "(--architectures names them)",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
+        "(--architectures names them)"
     )
     for row in rows:
         if row.problem is not None:
-            console.print(f"{row.name}: {row.problem}", markup=False, highlight=False, soft_wrap=True)
+            yield f"{row.name}: {row.problem}"
 
 
 def _rows() -> list[Row]:
@@ -156,19 +146,15 @@ def _bridged() -> list[str]:
     return sorted((ALLOWED | known) - ARCHITECTURES.keys(), key=str.lower)
 
 
-def _print_architectures(as_json: bool) -> None:
-    ways = [{"model_type": name, "way": "native", "reason": None} for name in sorted(ARCHITECTURES)]
+def _architectures() -> list[dict[str, str | None]]:
+    ways: list[dict[str, str | None]] = [
+        {"model_type": name, "way": "native", "reason": None} for name in sorted(ARCHITECTURES)
+    ]
     ways += [
         {"model_type": name, "way": "bridged", "reason": "only on a Mac" if name in NEEDS_METAL else None}
         for name in _bridged()
     ]
-    ways += [{"model_type": name, "way": "refused", "reason": reason} for name, reason in sorted(REFUSED.items())]
-    if as_json:
-        print(json.dumps(ways, indent=2))
-        return
-    for row in ways:
-        reason = f": {row['reason']}" if row["reason"] else ""
-        print(f"{row['model_type']:24} {row['way']}{reason}")
+    return ways + [{"model_type": name, "way": "refused", "reason": reason} for name, reason in sorted(REFUSED.items())]
 
 
 def cache_bytes(config: Mapping[str, Any]) -> dict[int, float] | None:

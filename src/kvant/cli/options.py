@@ -6,16 +6,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import wraps
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cli.bad_value import BadValueError as BadValueError  # here for the commands
-from kvant.cli.defaults import Defaults, blocked_by
+from kvant.cli.defaults import Defaults, settings_used, source_of
 from kvant.engine.drafting.drafts import Source
+from kvant.engine.keywords import DEFAULT_KV_GROUP_SIZE
 from kvant.engine.load import POCKET
 from kvant.engine.model_drafts import check_draft_tokens
 from kvant.errors import ArgumentError, KvantError, one_line
@@ -33,7 +34,6 @@ def named(flag: str) -> Iterator[None]:
         raise BadValueError(f"{flag}: {error}") from error
 
 
-DEFAULT_KV_GROUP_SIZE = 32
 AUTO: Literal["auto"] = "auto"
 KvSize = int | Literal["auto"] | None  # tokens; as many as fit; the default
 
@@ -65,96 +65,141 @@ ModelArgument = Annotated[
     str | None,
     typer.Argument(metavar="[MODEL]", help="The model, instead of --model.", autocompletion=complete_models),
 ]
-AdapterPath = Annotated[
-    str | None, typer.Option(help="The folder of a LoRA or DoRA adapter as mlx_lm.lora writes it; applied at load.")
-]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-m", help="Generate at most this many tokens.")]
-Preset = Annotated[
+PulledArgument = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME", is_eager=True, callback=_use_preset, help="The options of a preset in the config file."
-    ),
-]
-ChatTemplateConfig = Annotated[
-    str | None,
-    typer.Option(metavar="JSON", help="Variables for the chat template, such as '{\"enable_thinking\": false}'."),
-]
-ExtraEosToken = Annotated[
-    list[str] | None, typer.Option(metavar="TOKEN", help="A token, or its id, that ends the text, too; repeatable.")
-]
-IgnoreEos = Annotated[
-    bool, typer.Option("--ignore-eos", help="Go on past the tokens that end a text, up to --max-tokens.")
-]
-SystemPrompt = Annotated[str | None, typer.Option(help="A system message before the conversation.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")]
-KvBits = Annotated[int, typer.Option(help="Bits of a cached key or value: 8, 4, or 0 for no quantization.")]
-KvGroupSize = Annotated[
-    int | None, typer.Option(help="Cached values that share one scale; divides the head dimension; default: 32.")
-]
-KvBiasSplit = Annotated[
-    bool,
-    typer.Option(
-        "--kv-bias-split/--no-kv-bias-split", help="Keep the projections' biases out of the cache; attention adds them."
-    ),
-]
-Kernels = Annotated[
-    str | None,
-    typer.Option(
-        metavar="unfused|fused",
-        help="How attention reads the cache; default: KVANT_KERNELS, else the fused kernel on a GPU that it works on.",
-    ),
-]
-MaxKvSize = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TOKENS|auto",
-        help="Tokens reserved in the cache, or auto: as many as fit; default: the smaller of 4096 and the context.",
-    ),
-]
-Wired = Annotated[
-    bool, typer.Option("--wired", help="Keep the planned memory from being paged out; on Macs only, macOS 15 or later.")
-]
-PARALLEL: tuple[Literal["pipeline", "tensor"], ...] = ("pipeline", "tensor")  # the first that fits is proposed
-Parallel = Annotated[
-    str | None,
-    typer.Option(
-        metavar="|".join(PARALLEL),
-        help="On several ranks (`kvant launch`): layers dealt to them, or every layer divided. Default: pipeline, or "
-        "tensor where it alone fits.",
-    ),
-]
-PrefillStepSize = Annotated[int, typer.Option(help="Prompt tokens fed at a time; smaller takes less memory.")]
-Draft = Annotated[
-    Source,
-    typer.Option(
-        help="prompt: guess tokens where prompt or answer repeat, and verify several a step, where that is expected to "
-        "be faster; the text is the same, but for rounding."
-    ),
-]
-DraftModel = Annotated[
-    str | None,
-    typer.Option(
-        help="A smaller model with the same tokenizer that drafts tokens, which are verified several a step, where "
-        "that is expected to be faster; named as --model is.",
+    typer.Argument(
+        metavar="[MODEL]",
+        help="A name (`kvant models` lists them) or owner/repository[@revision].",
         autocompletion=complete_models,
     ),
 ]
+Pulled = Annotated[str | None, typer.Option(help="The model, instead of the argument.", autocompletion=complete_models)]
+AdapterPath = Annotated[
+    str | None, typer.Option(help="The folder of a LoRA or DoRA adapter as mlx_lm.lora writes it; applied at load.")
+]
+PARALLEL: tuple[Literal["pipeline", "tensor"], ...] = ("pipeline", "tensor")  # the first that fits is proposed
+PrefillStepSize = Annotated[int, typer.Option(help="Prompt tokens fed at a time; smaller takes less memory.")]
 NumDraftTokens = Annotated[
     int | None, typer.Option(help="Tokens that the draft model drafts a step, 1 to 7; default: 3.")
 ]
-Raw = Annotated[
-    bool, typer.Option("--raw", help="On a terminal, send control characters of the text as they are; it obeys them.")
-]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no statistics and no progress.")]
-Overflow = Annotated[
-    Literal["forget", "stop"],
-    typer.Option(help="When the context is full, forget the oldest turns and go on, or stop."),
-]
 
 LogitBias = Annotated[
     list[str] | None,
     typer.Option(metavar="TOKEN:BIAS", help="Add BIAS to the logit of token id TOKEN; repeatable."),
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The flags of a command that runs a model, beside those of sampling: for config file and presets, too."""
+
+    model: Model = POCKET
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", is_eager=True, callback=_use_preset, help="The options of a preset in the config file."
+        ),
+    ] = None
+    adapter_path: AdapterPath = None
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Generate at most this many tokens.")] = 256
+    stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = None
+    extra_eos_token: Annotated[
+        list[str] | None, typer.Option(metavar="TOKEN", help="A token, or its id, that ends the text, too; repeatable.")
+    ] = None
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past the tokens that end a text, up to --max-tokens.")
+    ] = False
+    system_prompt: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None
+    chat_template_config: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="Variables for the chat template, such as '{\"enable_thinking\": false}'."),
+    ] = None
+    kv_bits: Annotated[int, typer.Option(help="Bits of a cached key or value: 8, 4, or 0 for no quantization.")] = 8
+    kv_group_size: Annotated[
+        int | None, typer.Option(help="Cached values that share one scale; divides the head dimension; default: 32.")
+    ] = None
+    kv_bias_split: Annotated[
+        bool,
+        typer.Option(
+            "--kv-bias-split/--no-kv-bias-split",
+            help="Keep the projections' biases out of the cache; attention adds them.",
+        ),
+    ] = True
+    max_kv_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS|auto",
+            help="Tokens reserved in the cache, or auto: as many as fit; default: the smaller of 4096 and the context.",
+        ),
+    ] = None
+    kernels: Annotated[
+        str | None,
+        typer.Option(
+            metavar="unfused|fused",
+            help="How attention reads the cache; default: KVANT_KERNELS, else the fused kernel on a GPU that it works "
+            "on.",
+        ),
+    ] = None
+    prefill_step_size: PrefillStepSize = 512
+    draft: Annotated[
+        Source,
+        typer.Option(
+            help="prompt: guess tokens where prompt or answer repeat, and verify several a step, where that is "
+            "expected to be faster; the text is the same, but for rounding."
+        ),
+    ] = "none"
+    draft_model: Annotated[
+        str | None,
+        typer.Option(
+            help="A smaller model with the same tokenizer that drafts tokens, which are verified several a step, where "
+            "that is expected to be faster; named as --model is.",
+            autocompletion=complete_models,
+        ),
+    ] = None
+    num_draft_tokens: NumDraftTokens = None
+    parallel: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(PARALLEL),
+            help="On several ranks (`kvant launch`): layers dealt to them, or every layer divided. Default: pipeline, "
+            "or tensor where it alone fits.",
+        ),
+    ] = None
+    wired: Annotated[
+        bool,
+        typer.Option("--wired", help="Keep the planned memory from being paged out; on Macs only, macOS 15 or later."),
+    ] = False
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", help="On a terminal, send control characters of the text as they are; it obeys them."),
+    ] = False
+    quiet: Quiet = False
+    # Of values that no flag gave: name -> value, and where it comes from, in words.
+    origins: Mapping[str, tuple[Any, str]] = field(default_factory=dict, metadata={"flag": False})
+
+    def __post_init__(self) -> None:
+        check_counts(max_tokens=self.max_tokens, prefill_step_size=self.prefill_step_size)
+        kv_size(self.max_kv_size)
+        check_kv_format(self.kv_bits, self.kv_group_size)
+        check_kernels(self.kernels)
+        check_text(model=self.model, adapter_path=self.adapter_path, system_prompt=self.system_prompt)
+        check_draft(self.draft, self.draft_model, self.num_draft_tokens)
+        check_stop(self.stop or ())
+        check_text(**{"--extra-eos-token": "".join(self.extra_eos_token or ())})
+        template_variables(self.chat_template_config)
+        check_parallel(self.parallel)
+        if self.ignore_eos and self.extra_eos_token:
+            raise BadValueError("--extra-eos-token ends a text, and --ignore-eos goes on past all that ends one")
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The flags by name: on several ranks all have to be the same."""
+        return {option.name: getattr(self, option.name) for option in flags(RunOptions)}
+
+
+class Without(frozenset[str]):
+    """Flags of a group that a command does not have: ``Annotated[RunOptions, Without(["stop"])]``."""
 
 
 def flag(name: str) -> str:
@@ -167,12 +212,13 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
     A field is annotated as a flag, or has its help in its metadata as those of SamplingOptions.
     """
-    groups: dict[str, Any] = {}
+    groups: dict[str, tuple[Any, list[Field[Any]]]] = {}
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
-        if is_dataclass(parameter.annotation):
-            groups[parameter.name] = parameter.annotation
-            for option in flags(parameter.annotation):
+        group, *without = get_args(parameter.annotation) or [parameter.annotation]
+        if is_dataclass(group):
+            groups[parameter.name] = group, [f for f in flags(group) if not without or f.name not in without[0]]
+            for option in groups[parameter.name][1]:
                 default = None if option.default is MISSING else option.default
                 parameters.append(parameter.replace(name=option.name, default=default, annotation=annotation(option)))
         else:
@@ -184,8 +230,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         try:
             if "logit_bias" in values:
                 values["logit_bias"] = _biases(values["logit_bias"])
-            for name, group in groups.items():
-                given = {option.name: values.pop(option.name) for option in flags(group)}
+            for name, (group, taken) in groups.items():
+                given = {option.name: values.pop(option.name) for option in taken}
                 if any(option.name == "origins" for option in fields(group)):
                     given["origins"] = origins
                 values[name] = group(**given)
@@ -211,54 +257,17 @@ def annotation(option: Field[Any]) -> Any:
     return Annotated[kind, typer.Option(help=option.metadata["help"])] if "help" in option.metadata else kind
 
 
-def settings_used(context: typer.Context, values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
-    """The values that come from the config file, a preset or the environment: name -> value and source, in words.
-
-    One that would have no effect beside a value of another source is taken back to its default: nobody asked for the
-    two together.
-    """
-    defaults = context.default_map
-    if not isinstance(defaults, Defaults):
-        return {}
-    used = {
-        name: (values[name], defaults.sources[name])
-        for name in values
-        if name in defaults.sources and _source(context, name) == "DEFAULT_MAP"
-    }
-    for name, (_, source) in list(used.items()):
-        blocker = blocked_by(name, values)
-        if name == "draft_model" and _source(context, "draft") == "COMMANDLINE":
-            blocker = "draft"  # none, too
-        if blocker is not None and (blocker not in used or used[blocker][1] != source):
-            values[name] = next(option.default for option in context.command.params if option.name == name)
-            del used[name]
-    return used
-
-
 def choose_model(context: typer.Context, argument: str | None, option: Any) -> Any:
-    """The model, given as an argument or with --model.
-
-    Raises:
-        BadValueError: both are given.
-    """
+    """The model, given as an argument or with --model."""
     if argument is None:
         return option
-    if _source(context, "model") == "COMMANDLINE":
+    if source_of(context, "model") == "COMMANDLINE":
         raise BadValueError(f"the model is given twice, as the argument {argument!r} and with --model {option}")
     return argument
 
 
-def _source(context: typer.Context, name: str) -> str | None:
-    source = context.get_parameter_source(name)
-    return None if source is None else source.name
-
-
 def template_variables(text: str | None) -> dict[str, Any]:
-    """The variables of --chat-template-config.
-
-    Raises:
-        BadValueError: text that is no object of JSON.
-    """
+    """The variables of --chat-template-config."""
     if text is None:
         return {}
     try:
@@ -345,9 +354,6 @@ def check_kernels(kernels: str | None = None, name: str = "--kernels") -> None:
     """Refuse kernels, or a KVANT_KERNELS without them, that are unknown or cannot be had on this machine.
 
     ``name`` is how the user named them.
-
-    Raises:
-        RuntimeError: the fused kernel is asked for and failed its self-check.
     """
     if kernels is None and not os.environ.get(VARIABLE):
         return  # nothing is asked for

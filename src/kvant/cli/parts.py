@@ -13,11 +13,11 @@ from kvant.cli.fitting import ranks_that_fit
 from kvant.cli.options import KvSize
 from kvant.engine.load import LoadModel, find_adapter, is_bridged_folder
 from kvant.errors import ModelError
+from kvant.machine import Machine
 from kvant.models import LanguageModel
 from kvant.models.checkpoint import Progress
 from kvant.models.identity import identify
 from kvant.sizes import format_bytes
-from kvant.tools.machine import Machine
 from kvant.tools.plan import BridgedCheckpoint, Checkpoint, MemoryPlan, RankPlan, Settings, plan
 
 
@@ -28,7 +28,7 @@ class Arranged:
     Attributes:
         parallel: "pipeline" or "tensor".
         layers: of each rank, in a pipeline.
-        total, arrays, scratch: bytes of this rank's plan, as of :class:`kvant.tools.plan.MemoryPlan`.
+        total, arrays, scratch: bytes of this rank's plan.
         plan: of every rank's memory; known to rank 0.
     """
 
@@ -46,7 +46,7 @@ class Arranged:
         return self.plan.plans[0]
 
     def plan_with(self, settings: Settings, tokens: int) -> tuple[MemoryPlan, Machine]:
-        """The memory of other settings with the model divided as it is: of the fullest machine, and that one."""
+        """Plan other settings with the model divided as it is: the fullest machine's memory, and that machine."""
         assert self.plan is not None
         machines = self.plan.machines
         plans = [
@@ -56,7 +56,7 @@ class Arranged:
         return max(zip(plans, machines, strict=True), key=lambda one: one[0].total / max(1, one[1].limit_bytes))
 
     def describe(self, model: LanguageModel) -> str:
-        """The ranks, and what rank 0 exchanged with the others in the last step, in a line."""
+        """Say in a line how many ranks there are, and what rank 0 exchanged with them in the last step."""
         from kvant.ranks.lead import Lead
 
         assert isinstance(model, Lead)
@@ -76,13 +76,9 @@ def arrange(
     """Compare the ranks' models and options, and divide the model by their memory. Every rank calls it.
 
     Args:
-        options: the command's, that are to be the same on all ranks, by the names of its flags.
+        options: those of the command that are the same on all ranks, by the names of its flags.
         folder, checkpoint: of the model.
-        settings, max_kv_size, machine: as in :func:`kvant.cli.fitting.plan_that_fits`.
-
-    Raises:
-        RanksError: they differ.
-        ContextError: no division fits; the error has the numbers.
+        settings, max_kv_size, machine: as a plan takes them.
     """
     guard = ranks.guard()
     assert guard is not None
@@ -90,8 +86,7 @@ def arrange(
     identity = identify(folder, None if adapter is None else find_adapter(adapter))
     facts = {"the model's digest": identity.model, "the tokenizer's digest": identity.tokenizer}
     facts |= {"the device": machine.device}
-    facts |= {f"--{name.replace('_', '-')}": repr(value) for name, value in options.items()}
-    guard.agree(facts)
+    guard.agree(facts | {f"--{name.replace('_', '-')}": repr(value) for name, value in options.items()})
     machines = gather_machines(machine)
     if guard.rank:
         told = guard.receive()
@@ -99,13 +94,12 @@ def arrange(
     made = ranks_that_fit(checkpoint, settings, max_kv_size, machines, options["parallel"])
     layers = list(made.layers or ())
     planned = [(each.total, each.arrays, each.scratch) for each in made.plans]
-    dealt = [(own.start, own.stop) for own in layers]
-    guard.tell({"parallel": made.parallel, "layers": dealt, "bytes": planned})
+    guard.tell({"parallel": made.parallel, "layers": [(own.start, own.stop) for own in layers], "bytes": planned})
     return Arranged(made.parallel, layers, *planned[0], made)
 
 
 def gather_machines(machine: Machine) -> list[Machine]:
-    """Each rank's machine, on rank 0. Every rank calls it. Ranks of one computer have a part of its memory each."""
+    """Gather the ranks' machines on rank 0. Ranks of one computer have a part of its memory each."""
     guard = ranks.guard()
     assert guard is not None
     shares_memory = machine.device == "cpu" or sys.platform == "darwin"  # other GPUs have their own
@@ -123,35 +117,30 @@ def gather_machines(machine: Machine) -> list[Machine]:
 
 
 def loader(arranged: Arranged) -> LoadModel:
-    """What loads this rank's part of the model; on rank 0 a model that all ranks compute."""
+    """Give what loads this rank's part of the model; on rank 0 a model that all ranks compute."""
 
     def load(folder: Path, progress: Progress | None, adapter: Path | None) -> LanguageModel:
-        guard = ranks.guard()
+        guard, group = ranks.guard(), ranks.connect()
         assert guard is not None
-        part = _load_part(arranged, folder, progress, adapter)
+        part: LanguageModel
+        if arranged.parallel == "tensor":
+            from kvant.ranks.tensor import load_tensor
+
+            part = load_tensor(folder, group, progress, adapter)
+        elif not is_bridged_folder(folder):
+            from kvant.ranks.stage import load_stage
+
+            part = load_stage(folder, group, arranged.layers[group.rank], progress, adapter)
+        elif adapter is not None:
+            raise ModelError(f"{adapter}: adapters are applied to architectures of kvant's own; this model is mlx-lm's")
+        else:
+            from kvant.ranks.bridged_stage import load_bridged_stage
+
+            part = load_bridged_stage(folder, group, arranged.layers[group.rank], progress)
         if guard.rank:
             return part
         from kvant.ranks.lead import Lead
 
-        return Lead(part, ranks.connect(), guard, interrupts.held)
+        return Lead(part, group, guard, interrupts.held)
 
     return load
-
-
-def _load_part(arranged: Arranged, folder: Path, progress: Progress | None, adapter: Path | None) -> LanguageModel:
-    group = ranks.connect()
-    bridged = is_bridged_folder(folder)
-    if arranged.parallel == "tensor":
-        from kvant.ranks.tensor import load_tensor
-
-        return load_tensor(folder, group, progress, adapter)
-    own = arranged.layers[group.rank]
-    if not bridged:
-        from kvant.ranks.stage import load_stage
-
-        return load_stage(folder, group, own, progress, adapter)
-    from kvant.ranks.bridged_stage import load_bridged_stage
-
-    if adapter is not None:
-        raise ModelError(f"{adapter}: adapters are applied to architectures of kvant's own; this model is mlx-lm's")
-    return load_bridged_stage(folder, group, own, progress)

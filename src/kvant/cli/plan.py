@@ -3,39 +3,39 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvant.cli import options, terminal
+from kvant.cli import options
 from kvant.cli import ranks as processes
-from kvant.cli.fitting import plan_for, what_fits
-from kvant.cli.options import BadValueError
+from kvant.cli.fitting import longest_by_bits, longest_on, plan_for, ranks_for
+from kvant.cli.options import BadValueError, RunOptions, Without
 from kvant.cli.parts import gather_machines
-from kvant.cli.rank_table import BITS, describe_weights, float_bits, plan_machines
+from kvant.cli.plan_table import plan_record, print_plan, print_ranks, ranks_record
 from kvant.engine.load import POCKET, find_adapter, find_model
-from kvant.errors import ArgumentError, ModelError, RanksError
-from kvant.sizes import format_bytes
+from kvant.errors import ArgumentError, ModelError
+from kvant.machine import Device, Machine, default_device, machine_with, this_machine
 from kvant.tools.convert.weight_format import WeightFormat
-from kvant.tools.machine import Device, Machine, default_device, machine_with, this_machine
 from kvant.tools.plan import (
-    BridgedCheckpoint,
-    Checkpoint,
+    AnyCheckpoint,
     DraftModel,
     LongestContext,
-    MemoryPlan,
     Parallel,
+    RankPlanner,
     Settings,
-    longest_context,
     read_facts,
     read_folder,
 )
-from kvant.tools.plan.plan import as_record, settings_record
 
 MAX_RANKS = 256
 DOES_NOT_FIT = 1
+NOT_OF_A_PLAN = Without([
+    "preset", "max_tokens", "stop", "extra_eos_token", "ignore_eos", "system_prompt", "chat_template_config",
+    "kernels", "draft", "num_draft_tokens", "wired", "raw", "quiet",
+])  # fmt: skip
 
 
 @options.with_options
@@ -43,19 +43,7 @@ def plan(
     context: typer.Context,
     model_argument: options.ModelArgument = None,
     *,
-    model: Annotated[
-        str,
-        typer.Option(
-            help=f"{options.MODEL_HELP}; with --remote before it too.", autocompletion=options.complete_models
-        ),
-    ] = POCKET,
-    adapter_path: options.AdapterPath = None,
-    draft_model: options.DraftModel = None,
-    max_kv_size: options.MaxKvSize = None,
-    kv_bits: options.KvBits = 8,
-    kv_group_size: options.KvGroupSize = None,
-    kv_bias_split: options.KvBiasSplit = True,
-    prefill_step_size: options.PrefillStepSize = 512,
+    run: Annotated[RunOptions, NOT_OF_A_PLAN],
     sequences: Annotated[
         int | None,
         typer.Option(help="Plan a pool of so many sequences at once, each of --max-kv-size tokens at most."),
@@ -85,32 +73,34 @@ def plan(
     hostfile: Annotated[
         str | None, typer.Option(metavar="FILE", help="Plan for the machines of MLX's host file, as --ranks does.")
     ] = None,
-    parallel: options.Parallel = None,
     remote: Annotated[
-        bool, typer.Option("--remote", help="Ask the hub for config.json and the sizes of the files; nothing else.")
+        bool,
+        typer.Option(
+            "--remote",
+            help="Ask the hub for config.json and the sizes of the files, nothing else: the model need not be pulled.",
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Plan a run's memory from config.json and file sizes alone. Exit code 0: it fits; 1: it does not."""
-    model = options.choose_model(context, model_argument, model)
-    options.check_counts(prefill_step_size=prefill_step_size, sequences=sequences)
-    group_size = options.check_kv_format(kv_bits, kv_group_size)
-    settings = Settings(kv_bits, group_size, kv_bias_split, prefill_step_size, sequences=sequences)
-    reserved = options.kv_size(max_kv_size)
-    options.check_text(model=model, adapter_path=adapter_path, draft_model=draft_model)
+    model, draft_model = options.choose_model(context, model_argument, run.model), run.draft_model
+    options.check_counts(sequences=sequences)
+    options.check_text(model=model, draft_model=draft_model)
+    group_size = options.check_kv_format(run.kv_bits, run.kv_group_size)
+    settings = Settings(run.kv_bits, group_size, run.kv_bias_split, run.prefill_step_size, sequences=sequences)
+    reserved = options.kv_size(run.max_kv_size)
     weight_format = _weight_format(weight_bits, weight_group_size)
-    kind = options.check_parallel(parallel)
+    kind = options.check_parallel(run.parallel)
     sizes = [] if memory is None else [_size(text) for text in memory.split(",")]
     running = _running_ranks({"--ranks": ranks, "--hostfile": hostfile, "--memory": memory, "--device": device})
     names = _hosts(hostfile, ranks)
     count = len(running) or _count(ranks, names, sizes, kind)
     machines = running or [_machine(device, size) for size in sizes] or [_machine(device, None)]
-    machine = machines[0]
     checkpoint = _checkpoint(model, remote)
     if weight_format is not None:
         checkpoint = checkpoint.quantized(weight_format.bits, weight_format.group_size)
-    if adapter_path is not None:
-        checkpoint = checkpoint.adapted(find_adapter(adapter_path))
+    if run.adapter_path is not None:
+        checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))
     if draft_model is not None:
         if count is not None:
             raise BadValueError(
@@ -118,38 +108,41 @@ def plan(
             )
         settings = replace(settings, draft_model=DraftModel(_checkpoint(draft_model, remote)))
     if count is not None:
-        if len(machines) == 1:
-            machines *= count
+        machines *= count if len(machines) == 1 else 1
         note = "" if sizes or running else "all machines are taken to be like this one; --memory says what they have"
-        fits = plan_machines(
-            model, checkpoint, settings, reserved, machines, kind, names=names, note=note, as_json=as_json
-        )
-        if not fits:
-            raise typer.Exit(DOES_NOT_FIT)
-        return
-    made = plan_for(checkpoint, settings, reserved, machine)
-    longest = {
-        bits: longest_context(
-            checkpoint, machine.limit_bytes, settings=replace(settings, kv_bits=bits), device=machine.device
-        )
-        for bits in BITS
-    }
-    fits = made.total <= machine.limit_bytes
-    if as_json:
-        print(json.dumps(_record(model, draft_model, checkpoint, made, machine, longest), indent=2))
+        made = ranks_for(checkpoint, settings, reserved, machines, kind)
+        of_ranks = {kind: _longest_of_ranks(checkpoint, settings, machines, kind) for kind in options.PARALLEL}
+        if as_json:
+            print(json.dumps(ranks_record(model, checkpoint, made, of_ranks, names), indent=2))
+        else:
+            print_ranks(model, checkpoint, made, of_ranks, names, note)
+        fits = made.fits
     else:
-        _print_table(model, checkpoint, made, machine, longest)
+        machine = machines[0]
+        alone = plan_for(checkpoint, settings, reserved, machine)
+        longest = longest_by_bits(settings, lambda chosen: longest_on(checkpoint, chosen, machine))
+        if as_json:
+            record = plan_record(model, checkpoint, alone, machine, longest)
+            print(json.dumps(record if draft_model is None else record | {"draft_model": draft_model}, indent=2))
+        else:
+            print_plan(model, checkpoint, alone, machine, longest)
+        fits = alone.total <= machine.limit_bytes
     if not fits:
         raise typer.Exit(DOES_NOT_FIT)
 
 
-def _running_ranks(flags: Mapping[str, object]) -> list[Machine]:
-    """The machines of the ranks that run this command, on rank 0; nothing: one process runs it.
+def _longest_of_ranks(
+    checkpoint: AnyCheckpoint, settings: Settings, machines: Sequence[Machine], parallel: Parallel
+) -> dict[int, LongestContext] | str:
+    """The longest context by bits; or why the model cannot be divided so."""
+    try:
+        return longest_by_bits(settings, lambda own: RankPlanner(checkpoint, machines, parallel, own).longest())
+    except ModelError as error:
+        return str(error)
 
-    Raises:
-        BadValueError: one of these flags is given, which say what machines there are.
-        Exit: this is another rank, and rank 0 has ended.
-    """
+
+def _running_ranks(flags: Mapping[str, object]) -> list[Machine]:
+    """The machines of the ranks that run this command, on rank 0; nothing: one process runs it."""
     if processes.guard() is None:
         return []
     for flag, given in flags.items():
@@ -175,29 +168,18 @@ def _weight_format(bits: int | None, group_size: int | None) -> WeightFormat | N
 
 
 def _hosts(hostfile: str | None, ranks: int | None) -> list[str]:
-    """The names of a host file's machines; none: there is no file.
-
-    Raises:
-        BadValueError: no host file, or one beside --ranks.
-    """
+    """The names of a host file's machines; none: there is no file."""
     if hostfile is None:
         return []
     if ranks is not None:
         raise BadValueError(f"--ranks is {ranks}, and --hostfile names the machines; expected one of the two")
-    from kvant.ranks.hosts import read_hosts
+    from kvant.cli.launch import read_hosts
 
-    try:
-        return [host.name for host in read_hosts(Path(hostfile)).hosts]
-    except RanksError as error:
-        raise BadValueError(f"--hostfile: {error}") from error
+    return read_hosts(Path(hostfile))
 
 
 def _count(ranks: int | None, names: Sequence[str], sizes: Sequence[int], parallel: Parallel | None) -> int | None:
-    """The number of machines; None: of one machine nothing was said.
-
-    Raises:
-        BadValueError: flags that do not go together.
-    """
+    """The number of machines; None: of one machine nothing was said."""
     if ranks is not None and not 2 <= ranks <= MAX_RANKS:
         raise BadValueError(f"--ranks is {ranks}; expected 2 to {MAX_RANKS}")
     count = ranks or len(names) or len(sizes)
@@ -213,11 +195,7 @@ def _count(ranks: int | None, names: Sequence[str], sizes: Sequence[int], parall
 
 
 def _machine(device: str | None, memory: int | None) -> Machine:
-    """The machine to plan for.
-
-    Raises:
-        BadValueError: a device or a size that is none, or a GPU that is not here.
-    """
+    """The machine to plan for."""
     if device not in (None, "cpu", "gpu"):
         raise BadValueError(f"--device is {device!r}; expected cpu or gpu")
     chosen: Device = default_device() if device is None else "cpu" if device == "cpu" else "gpu"
@@ -238,13 +216,8 @@ def _size(text: str) -> int:
     return size
 
 
-def _checkpoint(model: str, remote: bool) -> Checkpoint | BridgedCheckpoint:
-    """What is known of a model: of a folder, of what the hub says, or of a listed name that was not pulled.
-
-    Raises:
-        ModelError: no such model, or one kvant does not support.
-        BadValueError: the embedded model, of the hub.
-    """
+def _checkpoint(model: str, remote: bool) -> AnyCheckpoint:
+    """What is known of a model: of a folder, of what the hub says, or of a listed name that was not pulled."""
     from kvant import weights
 
     if remote:
@@ -272,105 +245,3 @@ def _tensor_bytes(sizes: Mapping[str, int | None]) -> int | None:
         return tensors["model.safetensors"]
     known = [size for size in tensors.values() if size is not None]
     return sum(known) if known and len(known) == len(tensors) else None
-
-
-def _describe_experts(checkpoint: Checkpoint | BridgedCheckpoint, made: MemoryPlan) -> str:
-    """All experts are held, and a token reads few."""
-    if isinstance(checkpoint, BridgedCheckpoint):
-        used = checkpoint.config.experts_used
-        of = "" if used is None else f"{used} experts a layer"
-    else:
-        experts = checkpoint.config.experts
-        of = "" if experts is None else f"{experts.per_token} of {experts.count} experts"
-    return f"; a token reads {format_bytes(made.weights_read)}, {of}" if of else ""
-
-
-def _draft_rows(made: MemoryPlan) -> list[tuple[str, int, str]]:
-    """Of a draft model, where there is one."""
-    if (draft := made.settings.draft_model) is None:
-        return []
-    context = draft.checkpoint.config.max_position_embeddings
-    remark = f"{min(made.max_kv_size, context or made.max_kv_size)} tokens, of each sequence"
-    return [("draft weights", made.draft_weights, ""), ("draft cache", made.draft_cache, remark)]
-
-
-def _describe_cache(made: MemoryPlan, bits: int) -> str:
-    if (count := made.settings.sequences) is None:
-        return f"{made.max_kv_size} tokens at {bits} bits"
-    one = format_bytes(made.sequence)
-    return f"{count} sequences of {made.max_kv_size} tokens at {bits} bits; one more would add {one}"
-
-
-def _record(
-    model: str,
-    draft_model: str | None,
-    checkpoint: Checkpoint | BridgedCheckpoint,
-    made: MemoryPlan,
-    machine: Machine,
-    longest: Mapping[int, LongestContext],
-) -> dict[str, Any]:
-    return {
-        "model": model,
-        **({} if draft_model is None else {"draft_model": draft_model}),
-        "context": checkpoint.config.max_position_embeddings,
-        "max_kv_size": made.max_kv_size,
-        **settings_record(made.settings),
-        "bytes": as_record(made),
-        "machine": asdict(machine),
-        "fits": made.total <= machine.limit_bytes,
-        "longest_context": [
-            {"bits": bits or float_bits(checkpoint, machine), **asdict(found)} for bits, found in longest.items()
-        ],
-    }
-
-
-def _print_table(
-    model: str,
-    checkpoint: Checkpoint | BridgedCheckpoint,
-    made: MemoryPlan,
-    machine: Machine,
-    longest: Mapping[int, LongestContext],
-) -> None:
-    from rich.table import Table
-
-    settings = made.settings
-    bits = settings.kv_bits or float_bits(checkpoint, machine)
-    table = Table(title=f"{model} on a {machine.device.upper()}", title_justify="left", box=None, pad_edge=False)
-    bridged = isinstance(checkpoint, BridgedCheckpoint)
-    estimate = ", an estimate" if bridged or machine.device != "cpu" else ""
-    table.add_column()
-    table.add_column("bytes", justify="right")
-    table.add_column(justify="right")
-    table.add_column(overflow="fold")
-    rows = [
-        ("weights", made.weights, describe_weights(checkpoint, machine) + _describe_experts(checkpoint, made)),
-        ("cache", made.cache, _describe_cache(made, bits)),
-        *([("state", made.state, "of linear layers, allocated at the first prefill")] if made.state else []),
-        *_draft_rows(made),
-        ("prefill scratch", made.scratch, f"{settings.prefill_step_size} tokens at a time{estimate}"),
-    ]
-    more = made.arrays - sum(count for _, count, _ in rows)
-    if more:  # so that the lines add up
-        rows.append(("loading", more, "beyond these, before there is a cache: a matrix in several forms"))
-    if made.process:
-        rows.append(("process", made.process, "interpreter, libraries, tokenizer"))
-    rows += [
-        ("total", made.total, ""),
-        ("limit", machine.limit_bytes, machine.limit_source),
-    ]
-    for name, count, remark in rows:
-        table.add_row(name, f"{count:,}", format_bytes(count), remark)
-    console = terminal.console(highlight=False, markup=False, soft_wrap=True)
-    console.print(table)
-    spare = machine.limit_bytes - made.total
-    if spare >= 0:
-        console.print(f"fits, {format_bytes(spare)} to spare")
-    else:
-        ways = what_fits(checkpoint, made, machine, weights_flag="--weight-bits")
-        console.print(f"does not fit: {format_bytes(-spare)} too much; {ways}")
-    each = "" if settings.sequences is None else f", each of {settings.sequences} sequences"
-    console.print(f"longest context that fits{each}:")
-    for cached, found in longest.items():
-        print_bits = cached or float_bits(checkpoint, machine)
-        ended = {"memory": "", "the model's context": ", the model's own"}.get(found.ended_by, f", {found.ended_by}")
-        console.print(f"  {print_bits:2} bits  {f'{found.tokens} tokens{ended}' if found.tokens else 'none'}")

@@ -10,6 +10,7 @@ from kvant.cli.options import BadValueError
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import ModelError, PromptError
 
+MAX_BYTES = 256 * 1024 * 1024  # of prompts, piped or in a file
 WAIT_S = 1.0  # for piped text, until it is said that something waits
 
 
@@ -20,9 +21,6 @@ def split_arguments(words: Sequence[str], option: str | None, flag: str = "--pro
         words: the arguments.
         option: the value of --prompt, or of another flag that says where prompts are.
         flag: that flag.
-
-    Raises:
-        BadValueError: more than two, a second prompt, or a model's name alone.
     """
     if len(words) > 2:
         raise BadValueError(f"{len(words)} arguments are given; expected MODEL and PROMPT, a prompt in quotes")
@@ -36,11 +34,7 @@ def split_arguments(words: Sequence[str], option: str | None, flag: str = "--pro
 
 
 def check_first_word(model: str, alone: str | None = None) -> None:
-    """Refuse the first of two arguments, or the only one beside the flag ``alone``, where it is no model.
-
-    Raises:
-        ModelError: it may be a prompt without quotes.
-    """
+    """Refuse the first of two arguments, or the only one beside the flag ``alone``, where it is no model."""
     try:
         find_model(model)
     except ModelError as error:
@@ -64,17 +58,13 @@ def read_prompt(argument: str | None, option: str | None) -> str:
 
     ``-`` stands for standard input as it is. Other piped text goes before the argument, with a blank line between
     them; ends of lines at its end do not count. A terminal is read for ``-`` alone.
-
-    Raises:
-        BadValueError: no prompt, or one that is no Unicode.
-        PromptError: an empty prompt, or piped text that is not UTF-8.
     """
     written = option if argument is None else argument
     options.check_text(the_prompt=written)
     if written == "-":
         prompt = _piped_text()
     else:
-        whose = not sys.stdin.isatty() and ranks.reads_input()
+        whose = not sys.stdin.isatty() and (written is None or ranks.reads_input())
         piped = _piped_text().rstrip("\r\n") if whose else ""
         parts = [part for part in (piped, written) if part is not None and (part is written or part.strip())]
         if not parts:
@@ -86,15 +76,14 @@ def read_prompt(argument: str | None, option: str | None) -> str:
 
 
 def standard_input() -> bytes:
-    """All of it. Whoever inherits a pipe that nobody closes waits for ever, and is told so.
-
-    Raises:
-        BadValueError: mlx.launch keeps it open.
-    """
+    """All of it. Whoever inherits a pipe that nobody closes waits for ever, and is told so."""
     if not ranks.reads_input():
-        raise BadValueError("standard input is mlx.launch's, which never ends it; expected a prompt, or `kvant launch`")
+        raise BadValueError("standard input reaches no rank; expected the prompt as an argument or with --prompt")
     with _said_if_it_lasts("waiting for the end of standard input; Ctrl-D ends it, `< /dev/null` leaves it out"):
-        return sys.stdin.buffer.read()
+        data = sys.stdin.buffer.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise PromptError(f"standard input is longer than {MAX_BYTES} bytes")
+    return data
 
 
 def _piped_text() -> str:

@@ -1,7 +1,8 @@
 """``--prompt-cache-file``: what the cache held at the end of one command, for the start of the next."""
 
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,11 +15,7 @@ from kvant.errors import SnapshotError
 
 
 def check(path: str | None) -> None:
-    """Refuse a file that could not be written in the end, before anything is computed.
-
-    Raises:
-        SnapshotError: no such folder, or something that is no file.
-    """
+    """Refuse a file that could not be written in the end, before anything is computed."""
     if path is None:
         return
     if not Path(path).parent.is_dir():
@@ -32,9 +29,6 @@ def take(path: str | None, cache: ModelCache, ids: Sequence[int], *, quiet: bool
 
     Returns:
         the token ids that are still to be fed: at least one.
-
-    Raises:
-        SnapshotError: a file that cannot be used; see :meth:`kvant.cache.ModelCache.load`.
     """
     if path is None or not Path(path).exists():
         return list(ids)
@@ -48,43 +42,49 @@ def take(path: str | None, cache: ModelCache, ids: Sequence[int], *, quiet: bool
 
 
 def tokens_in(path: str | None) -> int:
-    """The tokens that the file holds; 0 where there is none.
-
-    Raises:
-        SnapshotError: a file that cannot be used.
-    """
-    return max(read_header(Path(path)).lengths) if path is not None and Path(path).exists() else 0
+    """The tokens that the file holds; 0 where there is none."""
+    return read_header(Path(path)).length if path is not None and Path(path).exists() else 0
 
 
 @contextmanager
-def kept(
-    path: str | None, conversation: Callable[[], Conversation | None], system_prompt: str | None, *, quiet: bool
-) -> Iterator[None]:
-    """Load a conversation before the block, where the file is there, and save it after, however the block ends.
+def kept(path: str | None, conversation: Conversation, system_prompt: str | None, *, quiet: bool) -> Iterator[None]:
+    """Load a conversation before the block, if the file is there, and save it after, however the block ends.
 
     Args:
         path: the file; None: nothing is done.
-        conversation: gives the conversation; it may be another one after the block, or none.
-        system_prompt: in place of the file's, where it is given.
+        system_prompt: in place of the file's, if it is given.
         quiet: do not say what was found.
-
-    Raises:
-        SnapshotError: a file that cannot be used or written. A conversation that was loaded is not saved then.
     """
     if path is None:
         yield
         return
     check(path)
-    found = conversation()
-    if found is not None and Path(path).exists():
-        found.load(path)
+    if Path(path).exists():
+        conversation.load(path)
         if system_prompt is not None:
-            found.set_system_prompt(system_prompt)
+            conversation.set_system_prompt(system_prompt)
         if not quiet:
-            print(f"prompt cache: {len(found.messages)} messages of {path}", file=sys.stderr)
+            print(f"prompt cache: {len(conversation.messages)} messages of {path}", file=sys.stderr)
     try:
         yield
     finally:
-        left = conversation()
-        if left is not None and (left.messages or Path(path).exists()):
-            left.save(path)
+        if conversation.messages or Path(path).exists():
+            _save(conversation, path)
+
+
+def _save(conversation: Conversation, path: str) -> None:
+    """Save it. If that fails, whoever sits at a terminal can name another place."""
+    try:
+        return conversation.save(path)
+    except SnapshotError as error:
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise
+        problem = str(error)
+        while True:
+            print(f"{problem}\nsave the conversation where? (nothing: nowhere) ", end="", file=sys.stderr, flush=True)
+            path = os.path.expanduser(sys.stdin.readline().strip())
+            if not path:
+                raise
+            if not os.path.lexists(path):
+                return _save(conversation, path)
+            problem = f"{path} is there already"

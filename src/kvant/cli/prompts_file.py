@@ -4,16 +4,15 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from kvant.cli.defaults import blocked_by
 from kvant.cli.options import BadValueError
-from kvant.cli.prompt import standard_input
+from kvant.cli.prompt import MAX_BYTES, standard_input
 from kvant.engine.sampling import OPTIONS, SamplingOptions
 from kvant.errors import ArgumentError, PromptError, did_you_mean, one_line
 from kvant.fields import shown
-from kvant.files import unique_keys
+from kvant.files import read_given, unique_keys
 from kvant.text.prompt import Message
 
 KEYS = ("prompt", "messages", "id", "max_tokens", "stop", "logit_bias", *OPTIONS)
@@ -49,18 +48,11 @@ def read_lines(path: str, sampling: SamplingOptions) -> list[Line]:
     Args:
         path: the file, in UTF-8.
         sampling: the flags' options. One that a line's own options leave without effect is dropped for that line.
-
-    Raises:
-        PromptError: a file that cannot be read.
-        BadValueError: a line that is no prompt, with its number; an id that is there twice; or no prompt at all.
     """
     if not path:
         raise BadValueError("--prompts-file is empty; expected a file, or - for standard input")
     name = "standard input" if path == "-" else path
-    try:
-        data = standard_input() if path == "-" else Path(path).read_bytes()
-    except (OSError, ValueError) as error:  # a NUL in the name
-        raise PromptError(f"{name}: cannot be read: {one_line(error)}") from error
+    data = standard_input() if path == "-" else read_given(path, MAX_BYTES, PromptError)
     found: list[Line] = []
     seen: dict[str | int, str] = {}
     # Not splitlines(): JSON's strings may hold other ends of lines than these.
@@ -82,11 +74,7 @@ def read_lines(path: str, sampling: SamplingOptions) -> list[Line]:
 
 
 def _read_line(raw: bytes, where: str, number: int, flags: SamplingOptions) -> Line:
-    """One line.
-
-    Raises:
-        ValueError: what is wrong with it, without ``where``.
-    """
+    """One line."""
     try:
         record = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:
@@ -170,11 +158,7 @@ def _stop(value: Any) -> list[str] | None:
 
 
 def _sampling(flags: SamplingOptions, own: Mapping[str, Any]) -> SamplingOptions:
-    """The flags' options with a line's over them; nobody asked for a flag's beside one that leaves it without effect.
-
-    Raises:
-        ArgumentError: a value out of range, or an option of the line without effect.
-    """
+    """The flags' options with a line's over them. A flag that these leave without effect is dropped."""
     chosen = dict(own)
     for key, value in own.items():
         if key in OPTIONS and isinstance(value, int) and OPTIONS[key].type in (float, float | None):

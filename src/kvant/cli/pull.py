@@ -14,18 +14,9 @@ from kvant.errors import WeightsError
 
 def pull(
     context: typer.Context,
-    model_argument: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="A name (`kvant models` lists them) or owner/repository[@revision].",
-            autocompletion=options.complete_models,
-        ),
-    ] = None,
+    model_argument: options.PulledArgument = None,
     *,
-    model: Annotated[
-        str | None, typer.Option(help="The model, instead of the argument.", autocompletion=options.complete_models)
-    ] = None,
+    model: options.Pulled = None,
     update: Annotated[
         bool, typer.Option("--update", help="Move to where the branch is now; without it the first commit stays.")
     ] = False,
@@ -59,11 +50,7 @@ def pull(
 
 
 def check_name(model: str) -> None:
-    """Refuse what can name no model of the hub.
-
-    Raises:
-        WeightsError: as a model that is not there.
-    """
+    """Refuse what can name no model of the hub."""
     try:
         weights.parse_reference(model)
     except ValueError as error:
@@ -77,9 +64,9 @@ def _verify(model: str | None) -> None:
         print(line, file=sys.stderr, flush=True)
 
     results = weights.verify(model, progress=say)
-    wrong = [result for result in results if result.problem is not None]
-    for result in wrong[:-1]:
-        say(f"wrong: {result.problem}")
+    wrong = [problem for problem in results if problem is not None]
+    for problem in wrong[:-1]:
+        say(f"wrong: {problem}")
     if wrong:
-        raise WeightsError(f"{len(wrong)} of {len(results)} files are wrong: {wrong[-1].problem}")
+        raise WeightsError(f"{len(wrong)} of {len(results)} files are wrong: {wrong[-1]}")
     say(f"{len(results)} files are as they were verified" if results else "nothing was pulled yet")

@@ -1,27 +1,27 @@
 """A command that a launcher started on several machines: one process each, a rank. Rank 0 alone reads and prints."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-import typer
-
 from kvant.cli import interrupts
 from kvant.cli.bad_value import BadValueError
-from kvant.ranks.environment import LAUNCHED, Place, find_place
-from kvant_command import EXIT_INTERRUPTED
+from kvant.errors import EXIT_INTERRUPTED
+from kvant.ranks.environment import RANK, Place, find_place
 
 if TYPE_CHECKING:
     from kvant.ranks.group import Ranks
     from kvant.ranks.guard import Guard
 
-COMMANDS = ("generate", "chat", "serve", "bench", "plan", "doctor")
+COMMANDS = ("generate", "chat", "serve", "plan", "doctor")
 PACKAGES = ("kvant", "mlx", "mlx-lm")
+LAUNCHER = "KVANT_LAUNCHER"  # a pid on this machine
 SAME_ERROR_S = 1.0
-CONNECT_S = 30.0  # MLX's own joining, once every rank is there
+CONNECT_S = 20.0  # MLX's own joining, once every rank is there
 
 _place: Place | None = None
 _guard: "Guard | None" = None
@@ -29,7 +29,7 @@ _ranks: "Ranks | None" = None
 
 
 def begin(arguments: Sequence[str]) -> None:
-    """Join the other ranks, where a launcher started this process as one of several.
+    """Join the other ranks, if a launcher started this process as one of several.
 
     Raises:
         BadValueError: a command that several ranks cannot run together.
@@ -41,6 +41,7 @@ def begin(arguments: Sequence[str]) -> None:
         return
     if place.rank:
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, for the rest of the process
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all; rank 0 knows what it means
     command = arguments[0] if arguments else ""
     if not command or any(text in ("--help", "-h", "--version") for text in arguments):
         return
@@ -49,80 +50,57 @@ def begin(arguments: Sequence[str]) -> None:
             f"{command!r} is started as {place.size} ranks, which would do the same side by side; "
             f"on several ranks expected one of {', '.join(COMMANDS)}"
         )
-    from kvant.ranks.guard import Ended, Guard
+    from kvant.ranks.guard import Guard
 
+    launcher = os.environ.get(LAUNCHER, "")
+    facts = {name: version(name) for name in PACKAGES} | {"the command": command}
     _place = place
-    try:
-        _guard = Guard.join(place, {name: version(name) for name in PACKAGES} | {"the command": command})
-    except Ended as ended:  # rank 0 says why
-        sys.exit(ended.code)
-    _guard.restore.append(interrupts.put_back)
-    interrupts.at_deadline(lambda: end(EXIT_INTERRUPTED, "was interrupted"))
+    _guard = Guard.join(place, facts, launcher=int(launcher) if launcher.isdecimal() and len(launcher) < 10 else None)
+    interrupts.at_deadline(lambda: end(EXIT_INTERRUPTED))
 
 
 def end(code: int, why: str = "") -> None:
     """Tell the other ranks that this one ends with an exit code, and for what reason."""
-    if _guard is None:
-        return
-    if code == EXIT_INTERRUPTED:
-        _guard.end(code, "was interrupted")
-    elif _guard.rank:
-        if why:
+    if _guard is not None:
+        if _guard.rank and why:
             time.sleep(SAME_ERROR_S)  # rank 0 has the same error, as a rule: it says so, and this process ends here
         _guard.end(code, why)
-    else:
-        _guard.end(code)  # it said why
 
 
 def guard() -> "Guard | None":
-    """What holds the ranks together; None: there is one process."""
+    """Give what holds the ranks together; None: there is one process."""
     return _guard
 
 
 def connect() -> "Ranks":
-    """MLX's group of all ranks; joined at the first call.
+    """Join MLX's group of all ranks at the first call.
 
     Raises:
         RanksError: MLX cannot.
-        Exit: rank 0 has ended.
     """
     global _ranks
     assert _place is not None
     assert _guard is not None
     if _ranks is None:
         from kvant.ranks.group import connect
-        from kvant.ranks.guard import Ended
 
-        try:
-            _guard.agree({})  # all have come so far, and MLX does not wait long
-            with _guard.within(CONNECT_S, f"joining MLX's {_place.backend}"):
-                _ranks = connect(_place.backend)
-            _guard.agree({})
-        except Ended as ended:
-            raise typer.Exit(ended.code) from None
+        _guard.agree({})  # all have come so far, and MLX does not wait long
+        with _guard.within(CONNECT_S, f"joining MLX's {_place.backend}"):
+            _ranks = connect(_place.backend)
+        _guard.agree({})
     return _ranks
 
 
 def reads_input() -> bool:
-    """Whether standard input is this command's: mlx.launch copies its own to every rank and never closes it."""
-    return _place is None or LAUNCHED in os.environ
+    """Say whether standard input is this command's: mlx.launch copies its own to all ranks and never closes it."""
+    return RANK not in os.environ and _place is None
 
 
 def wait_for_first() -> None:
-    """Where this is not rank 0: wait for its end.
-
-    Raises:
-        Exit: it has ended.
-    """
-    if _guard is None or not _guard.rank:
-        return
-    from kvant.ranks.guard import Ended
-
-    try:
+    """Exit as rank 0 does, if this is another."""
+    if _guard is not None and _guard.rank:
         _guard.receive()
-    except Ended as ended:
-        raise typer.Exit(ended.code) from None
-    raise AssertionError("rank 0 has a message for a rank that waits for its end")
+        raise AssertionError("rank 0 has a message for a rank that waits for its end")
 
 
 def refuse(**values: object) -> None:
@@ -138,7 +116,7 @@ def refuse(**values: object) -> None:
 
 
 def refuse_draft_model(draft_model: str | None) -> None:
-    """Refuse --draft-model where there are several ranks.
+    """Refuse --draft-model on several ranks.
 
     Raises:
         BadValueError: it is given.
@@ -148,7 +126,7 @@ def refuse_draft_model(draft_model: str | None) -> None:
 
 
 def check_parallel(parallel: str | None) -> None:
-    """Refuse --parallel where one process runs.
+    """Refuse --parallel in one process.
 
     Raises:
         BadValueError: it would have no effect.

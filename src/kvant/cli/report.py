@@ -1,7 +1,5 @@
 """``kvant report``: the cost in quality of a cache format, on a model and a text."""
 
-import json
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -33,17 +31,13 @@ def report(
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A UTF-8 text; default: built-in conversations, and questions for pocket."),
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option(help="At most so many tokens of the text, and of each of pocket's question sets.")
-    ] = DEFAULT_TOKENS,
-    suggest: Annotated[
-        float | None,
         typer.Option(
-            metavar="KLD", help="Name the smallest format with at most this mean KLD, in nats, and its flags."
+            metavar="FILE", help="A UTF-8 text; default: built-in conversations; for pocket also recall questions."
         ),
     ] = None,
+    tokens: Annotated[
+        int, typer.Option(help="At most so many tokens of the text, and of pocket's recall questions.")
+    ] = DEFAULT_TOKENS,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png|svg", help="Draw KLD against bytes a token; needs matplotlib.")
     ] = None,
@@ -58,18 +52,14 @@ def report(
     model = options.choose_model(context, model_argument, model)
     if tokens < 2:
         raise BadValueError(f"--tokens is {tokens}; expected at least 2")
-    if suggest is not None and not (math.isfinite(suggest) and suggest >= 0):
-        raise BadValueError(f"--suggest is {suggest}; expected a KLD in nats, 0 or more, such as 0.001")
     options.check_text(model=model, adapter_path=adapter_path, text=None if text is None else str(text))
     options.check_kernels()
 
     from kvant.tools.drawing import check_plot_path
     from kvant.tools.report.formats import check_formats, default_formats, parse_formats
     from kvant.tools.report.measure import figures_json, measure
-    from kvant.tools.report.measure import suggest as choose
-    from kvant.tools.report.questions import question_sets
-    from kvant.tools.report.texts import built_in_text, text_file
-    from kvant.tools.report.timing import timing_room
+    from kvant.tools.report.runs import timing_room
+    from kvant.tools.report.texts import built_in_text, recall_dialogues, text_file
 
     with options.named("--formats"):
         wanted = None if formats is None else parse_formats(formats)
@@ -93,29 +83,15 @@ def report(
         read = built_in_text(tokenizer, length, tokens)
     else:
         read = text_file(text, tokenizer, config.vocab_size, length, tokens)
-    asked = question_sets(tokenizer, tokens) if text is None and folder == find_model(POCKET) else {}
+    recall = recall_dialogues(tokenizer, tokens) if text is None and folder == find_model(POCKET) else []
     name = model if adapter_path is None else f"{model} with {adapter_path}"
     with LateProgress("measuring", quiet=quiet) as progress:
-        found = measure(name, decoder, read, wanted, questions=asked, progress=progress.update)
+        found = measure(name, decoder, read, wanted, recall=recall, progress=progress.update)
 
-    fit = None if suggest is None else choose(found.results, suggest)
-    if json_object:
-        suggested = None if fit is None else {"format": fit.format.label, "flags": fit.format.flags}
-        asked_for = {} if suggest is None else {"suggested": suggested, "suggested_max_kld_nats": suggest}
-        print(json.dumps(figures_json(found) | asked_for, indent=2, allow_nan=False))
-    else:
-        from kvant.tools.report.table import describe, tables
+    from kvant.tools.report.output import describe, table
 
-        console = terminal.console()
-        console.print("\n".join(describe(found)), markup=False, highlight=False, soft_wrap=True)
-        console.print(tables(found))
-        notes = [finding.text for finding in found.findings] + ([f"suggested: {fit.format.flags}"] if fit else [])
-        for note in notes:
-            console.print(note, markup=False, highlight=False, soft_wrap=True)
+    terminal.show(figures_json(found), [*describe(found), table(found)], as_json=json_object)
     if plot is not None:
-        from kvant.tools.report.plot import plot as draw
+        from kvant.tools.report.output import plot as draw
 
         draw(found, plot)
-    if suggest is not None and fit is None:
-        best = min(result.figures.mean_kld_nats for result in found.results)
-        raise KvantError(f"no format measured has a mean KLD of at most {suggest:g} nats; the lowest is {best:.2g}")

@@ -19,18 +19,9 @@ DECLINED = 1
 
 def rm(
     context: typer.Context,
-    model_argument: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="A name or owner/repository[@revision] that was pulled.",
-            autocompletion=options.complete_models,
-        ),
-    ] = None,
+    model_argument: options.PulledArgument = None,
     *,
-    model: Annotated[
-        str | None, typer.Option(help="The model, instead of the argument.", autocompletion=options.complete_models)
-    ] = None,
+    model: options.Pulled = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove a model that kvant pulled from huggingface_hub's cache, and say how many bytes that freed.

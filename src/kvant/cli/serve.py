@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,19 +9,24 @@ import typer
 from kvant.cli import options, ranks
 from kvant.cli.fitting import named_format
 from kvant.cli.follow import follow
-from kvant.cli.many import drafts_beside
-from kvant.cli.options import BadValueError
-from kvant.cli.session import RunOptions, asked_drafts, bound_memory, load_session
-from kvant.engine.load import POCKET
+from kvant.cli.options import BadValueError, RunOptions, Without
+from kvant.cli.session import asked_drafts, bound_memory, drafts_beside, load_session
 from kvant.engine.pooled_drafts import PooledDrafts
 from kvant.engine.request import check_drafts
 from kvant.errors import KvantError
+from kvant.files import read_given
 from kvant.sizes import format_bytes
 from kvant.tools.plan import MemoryPlan
-from kvant.tools.plan.plan import as_record
+from kvant.tools.plan.memory import as_record
 
 MAX_KEY = 1000  # characters
+MAX_KEYS_BYTES = 1 << 20
 REQUEST_BYTES = 150_000_000  # of 32 MiB of bodies, their texts and tokens; and the server's libraries: measured
+
+# What a request says, or what has no use without a text to print.
+NOT_OF_A_SERVER = Without(
+    ["preset", "max_tokens", "stop", "extra_eos_token", "ignore_eos", "system_prompt", "raw", "origins"]
+)
 
 
 @options.with_options
@@ -30,8 +34,7 @@ def serve(
     context: typer.Context,
     model_argument: options.ModelArgument = None,
     *,
-    model: options.Model = POCKET,
-    adapter_path: options.AdapterPath = None,
+    run: Annotated[RunOptions, NOT_OF_A_SERVER],
     alias: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Another name that clients may give the model; repeatable.")
     ] = None,
@@ -39,22 +42,11 @@ def serve(
         str, typer.Option(help="The address to listen on. One that other machines reach needs --api-key-file.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on; 0: any that is free.")] = 8080,
-    max_kv_size: options.MaxKvSize = None,
     sequences: Annotated[int, typer.Option(help="So many answers at once; further requests wait.")] = 4,
     max_queue: Annotated[int, typer.Option(help="So many requests may wait; further ones are answered with 429.")] = 64,
-    kv_bits: options.KvBits = 8,
-    kv_group_size: options.KvGroupSize = None,
-    kv_bias_split: options.KvBiasSplit = True,
-    kernels: options.Kernels = None,
-    parallel: options.Parallel = None,
-    prefill_step_size: options.PrefillStepSize = 512,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="An answer is the same whatever runs beside it; slower.")
     ] = False,
-    draft: options.Draft = "none",
-    draft_model: options.DraftModel = None,
-    num_draft_tokens: options.NumDraftTokens = None,
-    chat_template_config: options.ChatTemplateConfig = None,
     prompt_cache_file: Annotated[
         list[str] | None,
         typer.Option(
@@ -70,8 +62,6 @@ def serve(
         list[str] | None,
         typer.Option(metavar="ORIGIN", help="Let web pages of this origin use the server; repeatable; default: none."),
     ] = None,
-    wired: options.Wired = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Serve a model over HTTP: /v1/chat/completions, /v1/messages, /v1/responses and others, and a chat page."""
     try:
@@ -81,27 +71,11 @@ def serve(
         from kvant.server.settings import Settings
     except ImportError as error:
         raise KvantError(f"kvant serve needs the extra 'serve', pip install 'kvant[serve]': {error}") from error
-    run = RunOptions(
-        model=options.choose_model(context, model_argument, model),
-        adapter_path=adapter_path,
-        chat_template_config=chat_template_config,
-        kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
-        kv_bias_split=kv_bias_split,
-        kernels=kernels,
-        parallel=parallel,
-        max_kv_size=max_kv_size,
-        prefill_step_size=prefill_step_size,
-        draft=draft,
-        draft_model=draft_model,
-        num_draft_tokens=num_draft_tokens,
-        wired=wired,
-        quiet=quiet,
-    )
+    run = replace(run, model=options.choose_model(context, model_argument, run.model))
     options.check_counts(sequences=sequences, max_queue=max_queue)
     if deterministic:
-        options.check_deterministic(prefill_step_size, draft, draft_model)
-    ranks.refuse_draft_model(draft_model)
+        options.check_deterministic(run.prefill_step_size, run.draft, run.draft_model)
+    ranks.refuse_draft_model(run.draft_model)
     if deterministic and prompt_cache_file:
         raise BadValueError(
             "--prompt-cache-file: nobody knows in which chunks it was read, so not with --deterministic"
@@ -114,24 +88,24 @@ def serve(
         host=host,
         port=port,
         sequences=sequences,
-        kv_bits=kv_bits,
-        kv_group_size=options.check_kv_format(kv_bits, kv_group_size),
-        kv_bias_split=kv_bias_split,
-        kernels=kernels,
-        prefill_step_size=prefill_step_size,
+        kv_bits=run.kv_bits,
+        kv_group_size=options.check_kv_format(run.kv_bits, run.kv_group_size),
+        kv_bias_split=run.kv_bias_split,
+        kernels=run.kernels,
+        prefill_step_size=run.prefill_step_size,
         deterministic=deterministic,
-        draft=draft if draft_model is None else "model",
+        draft=run.draft if run.draft_model is None else "model",
         max_queue=max_queue,
         api_keys=read_keys(api_key_file),
         allow_origins=tuple(allow_origin or ()),
     )
 
     def say(line: str) -> None:
-        if not quiet:
+        if not run.quiet:
             print(line, file=sys.stderr, flush=True)
 
     with bind(settings) as bound:
-        wanted = options.kv_size(max_kv_size)
+        wanted = options.kv_size(run.max_kv_size)
         told: list[MemoryPlan] = []
 
         def tell(planned: MemoryPlan) -> None:
@@ -163,16 +137,11 @@ def serve(
 
 
 def read_keys(path: str | None) -> tuple[str, ...]:
-    """The keys of a file, one a line.
-
-    Raises:
-        BadValueError: a file without keys, or a key that no header can carry.
-        OSError: a file that cannot be read.
-    """
+    """The keys of a file, one a line."""
     if path is None:
         return ()
     options.check_text(api_key_file=path)
-    lines = Path(path).expanduser().read_bytes().splitlines()
+    lines = read_given(path, MAX_KEYS_BYTES).splitlines()
     keys = [line.strip() for line in lines if line.strip()]
     if not keys:
         raise BadValueError(f"--api-key-file is {path[:200]!r}, which has no key; expected one a line")

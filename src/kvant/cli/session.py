@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -14,6 +14,7 @@ from kvant.cache import ModelCache
 from kvant.cli import options, ranks
 from kvant.cli.fitting import named_format, plan_for, plan_that_fits
 from kvant.cli.options import BadValueError, KvSize
+from kvant.cli.options import RunOptions as RunOptions  # of kvant bench, too
 from kvant.cli.parts import Arranged, arrange, loader
 from kvant.cli.progress import LateProgress
 from kvant.cli.sampling import describe_sampling, drawn_seed, in_force, model_sampling
@@ -21,76 +22,21 @@ from kvant.cli.template import checked_variables, set_ends
 from kvant.engine.drafting.drafts import Drafts, drafts_of
 from kvant.engine.drafting.same_tokenizer import check_folders
 from kvant.engine.draw import Sampler
-from kvant.engine.load import POCKET, find_adapter, find_model, load_folder, load_model
+from kvant.engine.load import find_adapter, find_model, load_folder, load_model
 from kvant.engine.model_drafts import DEFAULT_DRAFT_TOKENS, ModelDrafts
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.sampling import SamplingOptions
+from kvant.machine import Machine, default_device, this_machine
 from kvant.models import LanguageModel
 from kvant.models.checkpoint import Progress
 from kvant.models.identity import identify
 from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
 from kvant.text.tokenizer import Tokenizer
-from kvant.tools.machine import Machine, default_device, this_machine
 from kvant.tools.plan import BridgedCheckpoint, Checkpoint, DraftModel, MemoryPlan, Settings, read_folder, split_pairs
 
-
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """The flags of a command that runs a model, beside those of sampling.
-
-    Raises:
-        BadValueError: a value that no model can take.
-    """
-
-    model: options.Model = POCKET
-    preset: options.Preset = None
-    adapter_path: options.AdapterPath = None
-    max_tokens: options.MaxTokens = 256
-    stop: options.Stop = None
-    extra_eos_token: options.ExtraEosToken = None
-    ignore_eos: options.IgnoreEos = False
-    system_prompt: options.SystemPrompt = None
-    chat_template_config: options.ChatTemplateConfig = None
-    kv_bits: options.KvBits = 8
-    kv_group_size: options.KvGroupSize = None
-    kv_bias_split: options.KvBiasSplit = True
-    max_kv_size: options.MaxKvSize = None
-    kernels: options.Kernels = None
-    prefill_step_size: options.PrefillStepSize = 512
-    draft: options.Draft = "none"
-    draft_model: options.DraftModel = None
-    num_draft_tokens: options.NumDraftTokens = None
-    parallel: options.Parallel = None
-    wired: options.Wired = False
-    raw: options.Raw = False
-    quiet: options.Quiet = False
-    # Of values that no flag gave: name -> value, and where it comes from, in words.
-    origins: Mapping[str, tuple[Any, str]] = field(default_factory=dict, metadata={"flag": False})
-
-    def __post_init__(self) -> None:
-        options.check_counts(max_tokens=self.max_tokens, prefill_step_size=self.prefill_step_size)
-        options.kv_size(self.max_kv_size)
-        options.check_kv_format(self.kv_bits, self.kv_group_size)
-        options.check_kernels(self.kernels)
-        options.check_text(model=self.model, adapter_path=self.adapter_path, system_prompt=self.system_prompt)
-        options.check_draft(self.draft, self.draft_model, self.num_draft_tokens)
-        options.check_stop(self.stop or ())
-        options.check_text(**{"--extra-eos-token": "".join(self.extra_eos_token or ())})
-        options.template_variables(self.chat_template_config)
-        options.check_parallel(self.parallel)
-        if self.ignore_eos and self.extra_eos_token:
-            raise BadValueError("--extra-eos-token ends a text, and --ignore-eos goes on past all that ends one")
-
-    @property
-    def shared(self) -> dict[str, Any]:
-        """The flags by name: on several ranks all have to be the same."""
-        return {option.name: getattr(self, option.name) for option in options.flags(RunOptions)}
-
-    def settings(self) -> Settings:
-        """Of the cache and of reading the prompt."""
-        group_size = options.check_kv_format(self.kv_bits, self.kv_group_size)
-        return Settings(self.kv_bits, group_size, self.kv_bias_split, self.prefill_step_size)
+if TYPE_CHECKING:
+    from kvant.cache.pool import Pool
 
 
 @dataclass(slots=True)
@@ -138,11 +84,7 @@ class Session:
         return self._cache
 
     def plan(self, max_kv_size: KvSize) -> MemoryPlan:
-        """The memory of a run, with what only the weights say: how much of their biases stays out of the cache.
-
-        Raises:
-            ContextError: it does not fit into this machine, or into the model's context.
-        """
+        """The memory of a run, with what only the weights say: how much of their biases stays out of the cache."""
         if self.arranged is not None:
             return self.arranged.own
         return plan_that_fits(self.checkpoint, self.settings, max_kv_size, self.machine, split_pairs(self.model))
@@ -172,10 +114,6 @@ class Session:
         Args:
             wanted: what was given.
             drawn: the seed where none is; default: drawn now.
-
-        Raises:
-            ArgumentError: a token the model does not have, or an option that would have no effect.
-            ModelError: a generation_config.json that cannot be used.
         """
         of_the_model = model_sampling(self.folder, wanted, self.model.config.vocab_size)
         given, wanted = wanted, in_force(wanted, of_the_model, self.origins)
@@ -223,11 +161,6 @@ def open_session(
         run: the command's flags.
         process, sampling: as in :func:`load_session`.
         announce: print the reservation, unless the flags ask for quiet.
-
-    Raises:
-        ModelError, ContextError, BadValueError: as :func:`load_session`.
-        ArgumentError: a draft model's cache that cannot take back a rejected draft.
-        BadValueError: a cache format that the chosen kernel does not take.
     """
     session = load_session(run, process, sampling, max_kv_size=options.kv_size(run.max_kv_size))
     planned = session.plan(options.kv_size(run.max_kv_size))
@@ -269,6 +202,17 @@ def asked_drafts(session: Session, run: RunOptions) -> Drafts | None:
     )
 
 
+def drafts_beside(session: Session, run: RunOptions, pool: "Pool") -> Drafts | None:
+    """Where the answers of a pool draft from; a draft model's own pool is reserved, and that is printed."""
+    drafts = asked_drafts(session, run)
+    if not isinstance(drafts, ModelDrafts):
+        return drafts
+    made = drafts.beside_pool(pool)
+    if not run.quiet:
+        print(f"draft model: {run.draft_model}, {made.describe()}", file=sys.stderr)
+    return made
+
+
 def load_session(
     run: RunOptions,
     process: TextProcess | None = None,
@@ -289,11 +233,6 @@ def load_session(
         sequences: of a pool; None: a conversation's cache.
         requests: bytes for a server's requests, where they come out of the same memory.
         tell: called with the plan, before anything is loaded.
-
-    Raises:
-        ModelError: a model or adapter that cannot be loaded, or a draft model with another tokenizer.
-        ContextError: more tokens asked for than the model's context, or a plan that does not fit into this machine.
-        BadValueError: a group size that does not divide the model's head dimension, or memory that cannot be wired.
     """
     started = time.perf_counter()
     folder = find_model(run.model)
@@ -324,9 +263,26 @@ def load_session(
     variables = checked_variables(tokenizer, run.chat_template_config)
     set_ends(tokenizer, run.extra_eos_token or (), model.config.vocab_size, ignored=run.ignore_eos)
     gc.freeze()  # the loaded objects stay: the collector need not look at them between tokens
-    load_s = time.perf_counter() - started
-    known = (folder, checkpoint, settings, machine, variables, run.origins, arranged, draft_model)
-    return Session(model, tokenizer, load_s, run.model, *known)
+    return Session(
+        model=model,
+        tokenizer=tokenizer,
+        load_s=time.perf_counter() - started,
+        name=run.model,
+        folder=folder,
+        checkpoint=checkpoint,
+        settings=settings,
+        machine=machine,
+        template_variables=variables,
+        origins=run.origins,
+        arranged=arranged,
+        draft_model=draft_model,
+    )
+
+
+def settings_of(run: RunOptions, sequences: int | None = None) -> Settings:
+    """What a plan takes from the flags: of the cache, and of reading the prompt."""
+    group_size = options.check_kv_format(run.kv_bits, run.kv_group_size)
+    return Settings(run.kv_bits, group_size, run.kv_bias_split, run.prefill_step_size, sequences=sequences)
 
 
 def prepare(
@@ -340,7 +296,7 @@ def prepare(
     checkpoint = read_folder(folder)
     if run.adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))
-    machine, settings = this_machine(), replace(run.settings(), sequences=sequences)
+    machine, settings = this_machine(), settings_of(run, sequences)
     if run.draft_model is not None:
         settings = replace(settings, draft_model=DraftModel(read_folder(find_model(run.draft_model))))
     if requests and machine.device == "cpu":
@@ -356,11 +312,7 @@ def _load_draft(folder: Path, progress: Progress) -> LanguageModel:
 
 
 def wire(count: int) -> None:
-    """Keep up to ``count`` bytes of MLX's memory resident.
-
-    Raises:
-        BadValueError: a device that cannot.
-    """
+    """Keep up to ``count`` bytes of MLX's memory resident."""
     if not mx.metal.is_available() or default_device() != "gpu":
         raise BadValueError(
             f"--wired: only a Mac's GPU has memory to wire; MLX computes on the {default_device()} here"

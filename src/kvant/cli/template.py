@@ -11,12 +11,7 @@ from kvant.text.tokenizer import Tokenizer
 
 
 def checked_variables(tokenizer: Tokenizer, text: str | None) -> Mapping[str, Any]:
-    """The variables of --chat-template-config.
-
-    Raises:
-        BadValueError: one that the model's chat template does not mention, and so cannot heed, or that is not the
-            user's to set.
-    """
+    """The variables of --chat-template-config."""
     variables = options.template_variables(text)
     try:
         check_variables(tokenizer, variables)
@@ -37,9 +32,6 @@ def chat_ids(
     Args:
         system_prompt: goes before the messages, unless they begin with a system message of their own.
         begun: how the answer begins.
-
-    Raises:
-        PromptError: no template, or one that fails.
     """
     if not tokenizer.has_chat_template:
         raise PromptError("the model has no chat template; --ignore-chat-template continues the prompt as it is")
@@ -49,17 +41,16 @@ def chat_ids(
         rendered = render_chat(tokenizer, messages, variables)
     else:
         rendered = render_begun(tokenizer, messages, begun, variables)
-    return encode_rendered(tokenizer, rendered)
+    ids = encode_rendered(tokenizer, rendered)
+    if not ids:
+        raise PromptError("the prompt is empty: the chat template renders nothing")
+    return ids
 
 
 def render_begun(
     tokenizer: Tokenizer, messages: Sequence[Message], begun: str, variables: Mapping[str, Any] | None = None
 ) -> str:
-    """Messages through the chat template, and the beginning of the answer to them.
-
-    Raises:
-        PromptError: a template that fails, or that does not keep the beginning as it is.
-    """
+    """Messages through the chat template, and the beginning of the answer to them."""
     whole = [*messages, {"role": "assistant", "content": begun}]
     with library_errors(PromptError, "the chat template failed"):
         given = {**(variables or {}), "tokenize": False, "continue_final_message": True}
@@ -67,11 +58,7 @@ def render_begun(
 
 
 def set_ends(tokenizer: Tokenizer, extra: Sequence[str], vocab_size: int, *, ignored: bool) -> None:
-    """Let further tokens end a text, or none.
-
-    Raises:
-        BadValueError: text that is not one token.
-    """
+    """Let further tokens end a text, or none."""
     if ignored:
         tokenizer.eos_token_ids = set()
     for text in extra:

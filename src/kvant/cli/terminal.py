@@ -1,13 +1,15 @@
 """Text for a terminal, with escapes for control characters. A model, a folder's name or a hub can write anything."""
 
+import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
+    from rich.table import Table
 
 # Control characters of ASCII and Latin-1, but for the ends of lines and tabs.
 CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
@@ -34,6 +36,31 @@ def console(**settings: Any) -> "Console":
             return super().render_str(escaped(text), **options)
 
     return EscapingConsole(**settings)
+
+
+def show(record: Any, parts: "Iterable[RenderableType]", *, as_json: bool) -> None:
+    """What a command found: the record as JSON, or lines and tables."""
+    if as_json:
+        print(json.dumps(record, indent=2, allow_nan=False))
+        return
+    screen = console(highlight=False, markup=False, soft_wrap=True)
+    for part in parts:
+        screen.print(part, soft_wrap=isinstance(part, str))
+
+
+def table(
+    columns: Iterable[str], rows: Iterable[Sequence[str]], right: Container[str] = (), **settings: Any
+) -> "Table":
+    """A table of texts; columns named in ``right`` end at the same place."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    made = Table(box=SIMPLE_HEAD, **settings)
+    for column in columns:
+        made.add_column(column, overflow="fold", justify="right" if column in right else "left")
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 class _Escaping:

@@ -12,6 +12,7 @@ from kvant.engine.drafting.choice import SIZES, costs_of
 from kvant.engine.drafting.drafter import known_part
 from kvant.engine.drafting.drafts import Drafts
 from kvant.engine.draw import SeededSampler, greedy
+from kvant.engine.kernel_failure import kernel_failures
 from kvant.engine.processors import KINDS
 from kvant.engine.row_sampling import Row, sample_rows
 from kvant.engine.run import Run
@@ -37,11 +38,7 @@ class DraftedRun(Run):
     def __init__(
         self, model: LanguageModel, prompt: Sequence[int], cache: Sequence[KVCache], *, drafts: Drafts, **options: Any
     ) -> None:
-        """``drafts``: where they come from; other arguments and errors as those of :class:`Run`.
-
-        Raises:
-            ArgumentError: a cache that cannot take back a part of a step.
-        """
+        """``drafts``: where they come from; other arguments and errors as those of :class:`Run`."""
         super().__init__(model, prompt, cache, **options)
         check_drafts(drafts, self._cache)
         own = isinstance(self._sampler, SeededSampler) or self._sampler is greedy
@@ -61,19 +58,6 @@ class DraftedRun(Run):
         self._rows: _Rows | None = None
         self._ready: float | None = None  # when the token was ready whose step, of one token, is under way
         self._alone = False  # whether that was begun after it was ready, not before
-
-    def _start_over(self, held: int) -> None:
-        super()._start_over(held)
-        if self._rows is None:
-            return
-        # What was verified may be lost. The token handed out last is fed again, and what follows it sampled again.
-        self._rows = None
-        cache, last = self._cache, self.generated[-1]
-        if cache.offset == self._base + len(self.generated):
-            cache.trim(1)
-        self._tokens = None if self._tokens is None else mx.array(cache.ids[0])
-        self._next = self._feed(mx.array([last]))
-        mx.async_eval(*self._next)
 
     def _settle_last(self) -> None:
         first = not self.generated and self._next is None
@@ -126,7 +110,7 @@ class DraftedRun(Run):
             self._verify(token, token_id, draft, began)
         else:
             del held  # or MLX would copy the buffers
-            mx.async_eval(*following)
+            self._queue(following)
             self._next, self._fed = following, cache.step
             self._ready, self._alone = began, False
         return token_id, logprobs
@@ -147,7 +131,7 @@ class DraftedRun(Run):
             self._verify(token, token_id, draft, began)
         else:
             following = self._feed(token)
-            mx.async_eval(*following)
+            self._queue(following)
             self._next, self._rows = following, None
             self._ready, self._alone = began, not self._at_begin
         self._fed = self._cache.step
@@ -167,12 +151,13 @@ class DraftedRun(Run):
             self._tokens = mx.concatenate([self._tokens, token])
         step, ids = self._compiled_step(), [token_id, *draft]
         picked, is_traced = None, False
-        if step is None or not step.takes(len(ids)):
-            logits = self._model.every_logits(mx.array([ids]), cache).squeeze(0)
-        else:
-            traced = step.compilations
-            *sampled, logits = step(ids)
-            picked, is_traced = sampled[0] if step.samples else None, step.compilations > traced
+        with kernel_failures(cache):
+            if step is None or not step.takes(len(ids)):
+                logits = self._model.every_logits(mx.array([ids]), cache).squeeze(0)
+            else:
+                traced = step.compilations
+                *sampled, logits = step(ids)
+                picked, is_traced = sampled[0] if step.samples else None, step.compilations > traced
         if picked is None and self._at_once:
             known = [*cache.ids[0], token_id] if self._processors else []
             asked = [
@@ -180,7 +165,7 @@ class DraftedRun(Run):
                 for place in range(len(draft) + 1)
             ]
             picked, logits = sample_rows(logits, asked)
-        mx.async_eval([logits] if picked is None else [picked, logits])
+        self._queue([logits] if picked is None else [picked, logits])
         self._rows = _Rows(draft, began, logits, picked, is_traced)
         self._next = self._ready = None
         self._fed = cache.step
@@ -191,10 +176,9 @@ class DraftedRun(Run):
         row = rows.logits[place : place + 1]
         if rows.picked is None:
             token, logprobs = self._sample(row, self._cache.offset)
-            mx.eval(token, logprobs)
         else:
             token, logprobs = rows.picked[place : place + 1], row.squeeze(0)
-            mx.eval(token, logprobs)
+        self._queue([token, logprobs])
         token_id = self._read(token, logprobs)
         rows.seconds += time.perf_counter() - (began if place else rows.began)
         self.from_draft = place < len(rows.draft) and token_id == rows.draft[place]
@@ -223,17 +207,13 @@ class DraftedRun(Run):
 
 
 def check_drafts(drafts: Drafts | None, cache: ModelCache) -> None:
-    """Refuse drafts through a cache that cannot take back a part of a step, and a draft model beside several ranks.
-
-    Raises:
-        ArgumentError: such a cache.
-    """
+    """Refuse drafts through a cache that cannot take back a part of a step, and a draft model beside several ranks."""
     if drafts is None:
         return
     argument, value = drafts.asked
     if cache.divided and drafts.source != "prompt":
         raise ArgumentError(argument, f"{value}; several ranks draft from prompt and answer alone")
-    back = min((limit.tokens for limit in cache.layers[0].sequences.limits), default=LARGEST_STEP)
+    back = min((limit.tokens for limit in cache.layers[0].sequence.limits), default=LARGEST_STEP)
     if back < LARGEST_STEP:
         kept = f"windows take back {back}" if back else "linear or convolution layers have states that cannot"
         raise ArgumentError(

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from kvant.cache.pool import Pool, PoolSequence
+from kvant.cache.pool import Pool
 from kvant.engine.drafting.batch_choice import AnswerDrafts
 from kvant.engine.draw import for_answer
 from kvant.engine.request import own_tokens
@@ -54,24 +54,15 @@ class PromptFeeder:
             mx.eval(logits)
             batch.commit(ids=[chunk])
         else:
-            self._append(sequence, chunk)
+            batch = self._pool.batch([sequence])
+            mx.eval(self._model.feed(mx.array([chunk]), batch))
+            mx.clear_cache()  # a chunk's activations; without it MLX kept four times as much (measured)
+            batch.commit(ids=[chunk])
         if work.exact == start and len(chunk) == CHUNK:
             work.exact = end
         if self._pool.has_windows:  # its pages are given back as it moves on
             self._share(work)
         return logits
-
-    def feed_again(self, sequence: PoolSequence, ids: list[int]) -> None:
-        """Feed tokens that a sequence had, and of an answer too, in chunks."""
-        step = CHUNK if self._deterministic else self._pool.prefill_step_size
-        for first in range(0, len(ids), step):
-            self._append(sequence, ids[first : first + step])
-
-    def _append(self, sequence: PoolSequence, chunk: list[int]) -> None:
-        batch = self._pool.batch([sequence])
-        mx.eval(self._model.feed(mx.array([chunk]), batch))
-        mx.clear_cache()  # a chunk's activations; without it MLX kept four times as much (measured)
-        batch.commit(ids=[chunk])
 
     def begin_answers(self, work: Work) -> list[Answer]:
         """Fork the sequence that was fed, for every answer."""

@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.engine.draw import greedy
-from kvant.engine.fallback import bring_back, repeated_unfused
+from kvant.engine.kernel_failure import kernel_failures
 from kvant.engine.limits import go_back
 from kvant.engine.run import PREFILL_STEP_SIZE, prefill
 from kvant.engine.step import CompiledStep, should_compile
@@ -79,8 +79,8 @@ class ModelDrafter(Followed):
         count = min(count, reserved - len(self._tokens) + 1)  # the last one drafted is not fed
         if self.ended is not None or count < 1:
             return []
-        with self._cache.turn:
-            return repeated_unfused(lambda: self._draft(count), self._cache, self._start_over)
+        with self._cache.turn, kernel_failures(self._cache):
+            return self._draft(count)
 
     def _draft(self, count: int) -> list[int]:
         cache = self._cache
@@ -123,9 +123,3 @@ class ModelDrafter(Followed):
         if self._compiled is not None:
             return self._compiled(token)[0]
         return mx.argmax(self._model.next_logits(token[None], self._cache), axis=-1)
-
-    def _start_over(self) -> None:
-        """The fused kernel failed: have what the cache held, in new arrays where they are lost."""
-        self._compiled, self._decided = None, False
-        cache = self._cache
-        bring_back(cache, self._held, lambda ids: prefill(self._model, ids, cache, step_size=self._step_size))

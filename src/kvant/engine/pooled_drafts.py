@@ -10,7 +10,6 @@ from kvant.cache.pool import Pool, PoolSequence
 from kvant.engine.drafting.choice import CLASSES, Choice, StepCosts
 from kvant.engine.drafting.drafter import Drafter
 from kvant.engine.drafting.drafts import Drafts
-from kvant.engine.fallback import repeated_unfused
 from kvant.engine.feeding import CHUNK
 from kvant.engine.model_drafter import Followed
 from kvant.errors import ContextError, one_line
@@ -42,11 +41,6 @@ class PooledDrafter(Followed):
         """Of the draft model's pool, once it was opened."""
         assert self._sequence is not None
         return self._sequence
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it has pages."""
-        return self._sequence is not None
 
     @property
     def is_behind(self) -> bool:
@@ -253,20 +247,13 @@ class PooledDrafts(Drafts):
         mx.clear_cache()  # as of a prompt's chunks
         batch.commit(ids=[ids])
 
-    def _feed_again(self, sequence: PoolSequence, ids: list[int]) -> None:
-        step = self.pool.prefill_step_size
-        for first in range(0, len(ids), step):
-            self._append(sequence, ids[first : first + step])
-
     def _computed(self, work: Callable[[], T], failed: T) -> T:
         """Do what computes with the draft model; ``failed``: where that is not possible."""
-        lengths = {each.sequence: each.sequence.length for each in self.drafters if each.is_open}
         try:
-            return repeated_unfused(work, self.pool, lambda: self.pool.bring_back(lengths, self._feed_again))
+            return work()
         except Exception as error:
             reason = f"the draft model failed: {one_line(error)}"
-        for each in [*self.drafters]:  # behind the handler: the error's traceback may hold arrays
+        for each in [*self.drafters]:
             each.ended = reason
             each.release(failed=True)
-        self.pool.bring_back({}, self._feed_again)
         return failed

@@ -1,7 +1,6 @@
 """One request on a cache: its prompt is fed in chunks, then token by token what was sampled."""
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Literal, TypeVar
 
 import mlx.core as mx
@@ -9,11 +8,11 @@ import mlx.core as mx
 from kvant.cache import KVCache, ModelCache
 from kvant.engine.constraint import for_answer
 from kvant.engine.drafting.choice import DraftCounts
-from kvant.engine.draw import Sampler, draw_key, for_a_run, greedy, sample
-from kvant.engine.fallback import bring_back, repeated_unfused
+from kvant.engine.draw import Sampler, for_a_run, greedy
+from kvant.engine.kernel_failure import kernel_failures
 from kvant.engine.limits import check_count, go_back, room_after
 from kvant.engine.processors import LogitsProcessor
-from kvant.engine.row_sampling import check_drawn
+from kvant.engine.row_sampling import Row, check_drawn, check_options, sample_rows
 from kvant.engine.step import CompiledStep, can_compile
 from kvant.errors import PromptError
 from kvant.models import LanguageModel
@@ -31,8 +30,7 @@ class Run:
     The step after a token is queued before the token is handed out, and committed when the next one is asked for.
     Whenever the caller has control, the cache holds what it held, the prompt, and every token handed out but the last;
     after an error too. An error before the first token leaves the cache as it was. A cache that cannot go back to what
-    it was, because a window or a state has moved on, is emptied instead. Where the fused kernel fails, the step is
-    repeated without it; a sampler or processor of the caller's is then called for the same token again.
+    it was, because a window or a state has moved on, is emptied instead.
 
     A cache serves one run at a time: once it was used otherwise, this run raises a RuntimeError.
 
@@ -59,7 +57,6 @@ class Run:
         stop_tokens: Collection[int] = (),
         prefill_step_size: int = PREFILL_STEP_SIZE,
         progress: PromptProgress | None = None,
-        look_ahead: int = 0,
         compiled: bool | None = None,
         logits: mx.array | None = None,
         begun: Sequence[int] = (),
@@ -77,17 +74,9 @@ class Run:
             stop_tokens: token ids that end the run.
             prefill_step_size: prompt tokens a chunk; it bounds the memory of activations.
             progress: called with (prompt tokens fed, prompt tokens in all), first with 0.
-            look_ahead: 0 queues the next step when a token is ready, 1 before. With 1 a cache may still be read when
-                the next append is queued, and MLX then copies that layer's buffer (19 ms a step instead of 0.2, CPU).
             compiled: whether the step is a compiled function; default: where that is faster and the cache allows it.
             logits: (1, vocab) after the last token that the cache holds; the prompt is empty then.
             begun: the first tokens of the answer, where the prompt ends with them.
-
-        Raises:
-            ContextError: the prompt does not fit.
-            PromptError: no prompt.
-            RuntimeError: another thread uses the cache.
-            ValueError: an argument out of range, or a cache of another model.
         """
         check_count("max_tokens", max_tokens, or_minus_one=True)
         check_count("prefill_step_size", prefill_step_size)
@@ -100,13 +89,13 @@ class Run:
         self.drafts: DraftCounts | None = None
         self.finish_reason: FinishReason | None = None
         self._model = model
-        self._cache = cache = model.check_cache(cache, batch=1)
+        self._cache = cache = model.check_cache(cache)
         self._sampler = for_a_run(sampler or greedy)
         self._processors = for_answer(logits_processors, model.config.vocab_size, stop_tokens, begun)
+        check_options(self._sampler, self._processors, model.config.vocab_size)
         self._stop_tokens = stop_tokens
         self._step_size = prefill_step_size
         self._progress = progress
-        self._look_ahead = look_ahead
         self._compiled = compiled
         self._step_function: CompiledStep | None = None
         self._decided = False  # whether there is one
@@ -146,7 +135,7 @@ class Run:
             if cache.step is not self._fed if self.generated else held != self._lengths:
                 raise RuntimeError("the run was ended: another run, a call or a trim changed its cache")
             try:
-                result = repeated_unfused(work, cache, lambda: self._start_over(held[0]))
+                result = work()
                 self._lengths = cache.lengths
                 self._failed = False
             except BaseException as error:
@@ -155,13 +144,6 @@ class Run:
                     raise RuntimeError("a sampler, logits processor or progress raised StopIteration") from error
                 raise
         return result
-
-    def _start_over(self, held: int) -> None:
-        """Bring the cache back to where a step began, or the prompt, of which some was fed to the ``held`` tokens."""
-        cache, kept = self._cache, held if self.logits is None else self._cache.offset
-        bring_back(cache, kept, lambda ids: prefill(self._model, ids, cache, step_size=self._step_size))
-        self._step_function, self._decided = None, False  # it was traced with the layers as they were
-        self._tokens = None if self._tokens is None else mx.array(cache.ids[0])
 
     def _next_token(self) -> tuple[int, mx.array]:
         self._settle_last()
@@ -184,9 +166,8 @@ class Run:
             if not self.finish_reason or cache.lengths != self._lengths or not room_after(self._model, cache, 0):
                 return
             if self._fed is None or cache.step is not self._fed:
-                last, held = mx.array([self.generated[-1:]]), cache.offset
-                fed = partial(self._model.feed, last, cache)
-                repeated_unfused(lambda: mx.eval(fed()), cache, lambda: self._start_over(held))
+                with kernel_failures(cache):
+                    mx.eval(self._model.feed(mx.array([self.generated[-1:]]), cache))
             cache.commit(1, ids=[self.generated[-1:]])
 
     def _settle_last(self) -> None:
@@ -201,7 +182,7 @@ class Run:
                     raise ValueError(f"the cache holds token {max(ids)}; the model knows 0 to {known}")
                 self._tokens = mx.array(ids)
             self._next = self._sample(logits, cache.offset)
-            mx.async_eval(*self._next)
+            self._queue(self._next)
         elif cache.step is not None:  # else it was committed, and what followed is repeated
             cache.commit(1, ids=[self.generated[-1:]])
 
@@ -212,18 +193,19 @@ class Run:
         following = None
         if len(self.generated) + 1 < self._limit:
             following = self._feed(token)
-            if self._look_ahead:
-                mx.async_eval(*following)
         token_id = self._read(token, logprobs)
-        if following is not None and not self._look_ahead:
+        if following is not None:
+            # Not before: while the cache is read MLX would copy its buffers (19 ms a step instead of 0.2, CPU).
             # The log-probabilities go with the token: kept lazily they would hold the cache's buffers.
-            mx.async_eval(*following)
+            self._queue(following)
         self._next, self._fed = following, self._cache.step
         return token_id, logprobs
 
     def _read(self, token: mx.array, logprobs: mx.array) -> int:
         """Wait for a token (1,) of log-probabilities (vocab,); an error if the model has none such, or drew none."""
-        token_id, vocab_size = int(token.item()), self._model.config.vocab_size  # type: ignore[arg-type]
+        with kernel_failures(self._cache):
+            token_id = int(token.item())  # type: ignore[arg-type]
+        vocab_size = self._model.config.vocab_size
         if not 0 <= token_id < vocab_size:  # as an index it would be read out of bounds
             raise ValueError(f"the sampler picked token {token_id}; the model knows 0 to {vocab_size - 1}")
         check_drawn(self._sampler, self._processors, memoryview(logprobs)[token_id])  # type: ignore[arg-type]
@@ -231,9 +213,10 @@ class Run:
 
     def _read_prompt(self) -> mx.array:
         if self.logits is None:
-            self.logits = prefill(
-                self._model, self.prompt, self._cache, step_size=self._step_size, progress=self._progress
-            )
+            with kernel_failures(self._cache):
+                self.logits = prefill(
+                    self._model, self.prompt, self._cache, step_size=self._step_size, progress=self._progress
+                )
         return self.logits
 
     def _feed(self, token: mx.array) -> tuple[mx.array, mx.array]:
@@ -241,8 +224,14 @@ class Run:
         if self._tokens is not None:
             self._tokens = mx.concatenate([self._tokens, token])
         step = self._compiled_step()
-        result = (self._model.next_logits(token[None], self._cache),) if step is None else step(token)
+        with kernel_failures(self._cache):
+            result = (self._model.next_logits(token[None], self._cache),) if step is None else step(token)
         return result if len(result) == 2 else self._sample(result[0], self._cache.offset + 1)
+
+    def _queue(self, arrays: Sequence[mx.array]) -> None:
+        """Have them computed while Python goes on."""
+        with kernel_failures(self._cache):
+            mx.async_eval(*arrays)
 
     def _compiled_step(self) -> CompiledStep | None:
         """What steps are compiled as; None: they are not."""
@@ -255,7 +244,10 @@ class Run:
         return self._step_function
 
     def _sample(self, logits: mx.array, position: int) -> tuple[mx.array, mx.array]:
-        return sample(logits, self._tokens, self._sampler, self._processors, draw_key(self._sampler, position))
+        """The next token (1,) of logits (1, vocab), and its log-probabilities (vocab,)."""
+        tokens = () if self._tokens is None else self._tokens
+        token, logprobs = sample_rows(logits, [Row(self._sampler, self._processors, position, tokens)])
+        return token, logprobs.squeeze(0)
 
 
 def prefill(

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,8 +13,8 @@ from kvant.cache.pool import Pool, PoolSequence
 from kvant.engine.batch_drafts import BatchDrafter, Found, is_drafted
 from kvant.engine.decoding import BatchDecoder, Step, pick
 from kvant.engine.drafting.choice import DraftCounts
-from kvant.engine.fallback import repeated_unfused
 from kvant.engine.feeding import CHUNK, PromptFeeder
+from kvant.engine.kernel_failure import kernel_failures
 from kvant.engine.limits import check_count
 from kvant.engine.request import CheckedRequest, FinishReason, Request, Token, check_drafts, check_request
 from kvant.engine.row_sampling import Picked
@@ -80,9 +80,6 @@ class Scheduler:
         Args:
             max_batch: answers that run at once, at most.
             max_queue: requests that wait to be admitted, at most; None: any number.
-
-        Raises:
-            ValueError: a number out of range, or a model whose logits depend on the other requests in any case.
         """
         check_count("max_batch", max_batch)
         if max_batch > pool.max_sequences:
@@ -155,12 +152,7 @@ class Scheduler:
         return check_request(request, self._model, self._pool, self._max_batch)
 
     def submit(self, request: Request | CheckedRequest) -> None:
-        """Take a request in.
-
-        Raises:
-            QueueFullError: as many wait already as may wait.
-            ValueError: it is under way already, or :meth:`check` refuses it.
-        """
+        """Take a request in."""
         checked = self.check(request) if isinstance(request, Request) else request
         if checked.request in self._under_way:
             raise ValueError("the request was submitted before and has not ended; expected another one")
@@ -248,14 +240,11 @@ class Scheduler:
 
     def _feed(self, work: Work, room: int) -> None:
         """Feed a chunk of a prompt, of ``room`` tokens at most. After the last one its answers begin."""
-
-        def feed() -> mx.array | None:
-            if self._queued is not None:
-                mx.eval(self._queued.logits)  # or MLX would copy the arrays that it reads
-            return self._feeder.feed_chunk(work, room)
-
         try:
-            logits = repeated_unfused(feed, self._pool, self._bring_back)
+            with kernel_failures(self._pool):
+                if self._queued is not None:
+                    mx.eval(self._queued.logits)  # or MLX would copy the arrays that it reads
+                logits = self._feeder.feed_chunk(work, room)
             if logits is None:
                 return
             answers = self._feeder.begin_answers(work)
@@ -277,12 +266,9 @@ class Scheduler:
             self._queued = None
             return
         answers = list(self._running) if self._queued is None else self._queued.answers
-
-        def start_over() -> None:  # without the tokens that were handed out last, which the step may have committed
-            self._bring_back({answer.sequence: len(answer.tokens) - 1 for answer in self._running})
-
         try:
-            step, picked, following = repeated_unfused(self._computed, self._pool, start_over)
+            with kernel_failures(self._pool):
+                step, picked, following = self._computed()
         except Exception as error:
             for answer in answers:
                 self._end(answer.work, "error", answer.work.open, error)
@@ -322,16 +308,6 @@ class Scheduler:
             mx.async_eval(following.sampled.arrays)
         self._drafter.read(step, following, is_counted=bool(drafting))
         return step, picked, following
-
-    def _bring_back(self, lengths: Mapping[PoolSequence, int] | None = None) -> None:
-        """Have every sequence as it was before a step that failed; ``lengths``: of those that were longer since."""
-        self._queued = None
-        self._drafter.paused()
-        held = [answer.sequence for answer in self._running]
-        if self._prompt is not None:
-            held.append(self._prompt.sequences[0])
-        before = {sequence: sequence.length for sequence in held} | dict(lengths or {})
-        self._pool.bring_back(before, self._feeder.feed_again)
 
     def _take_drafted(self, answers: Sequence[Answer], drafts: Sequence[Sequence[int]], found: Found) -> None:
         """Hand out the next tokens of each answer of a step that verified drafts."""
@@ -384,12 +360,9 @@ class Scheduler:
                 return None, None
             # mlx-lm's caches hold the last token too.
             if sequence.length < min(len(answer.tokens), sequence.max_tokens):
-                batch, last = self._pool.batch([sequence]), mx.array([answer.tokens[-1:]])
-                repeated_unfused(
-                    lambda: mx.eval(self._model.feed(last, batch)),
-                    self._pool,
-                    lambda: self._bring_back({sequence: sequence.length}),
-                )
+                batch = self._pool.batch([sequence])
+                with kernel_failures(self._pool):
+                    mx.eval(self._model.feed(mx.array([answer.tokens[-1:]]), batch))
                 batch.commit(ids=[answer.tokens[-1:]])
             self._share_all(sequence)
             given = None if checked.cache is None else checked.cache.max_seq_len

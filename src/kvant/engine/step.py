@@ -15,18 +15,14 @@ STEP_SIZES = (1, 2, 4, 8)  # tokens of a compiled step, S; the fused kernel take
 def should_compile() -> bool:
     """Whether compiling the step is worth it: on a GPU.
 
-    On a CPU the step is built while the last one runs, which takes as long (measured, docs/decode-step.md); a compiled
+    On a CPU the step is built while the last one runs, which takes as long (measured, docs/performance.md); a compiled
     one reads the rest of a bucket too, and its fused kernels need a C++ compiler and 11 seconds of it the first time.
     """
     return mx.default_device().type == mx.gpu
 
 
 def can_compile(model: LanguageModel, cache: ModelCache, wanted: bool | None) -> bool:
-    """Whether the step through a cache is to be compiled, and can be; ``wanted``: None: where that is faster.
-
-    Raises:
-        ValueError: it was asked for, and cannot be.
-    """
+    """Whether the step through a cache is to be compiled, and can be; ``wanted``: None: where that is faster."""
     can = (should_compile() if wanted is None else wanted) and model.can_compile(cache)
     if wanted and not can:
         raise ValueError("compiled is True; the model's step through this cache is not the same for every token")

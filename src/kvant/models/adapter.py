@@ -1,9 +1,8 @@
 """LoRA and DoRA adapters in mlx-lm's format: they change a model's matrices as these are loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
@@ -25,7 +24,7 @@ MAX_VALUE = 65504.0  # float16's largest
 class LowRank:
     """An adapter's part of an (out, in) matrix: it adds ``(down @ up)^T``, and may then give each row another norm.
 
-    Where a layer has a matrix for each expert, so has its part: arrays have an axis of experts first, and LoRA's alone.
+    If a layer has a matrix for each expert, arrays have an axis of experts first; LoRA alone has such.
 
     Attributes:
         down: (in, r) float32.
@@ -53,16 +52,12 @@ class Adapter:
             folder: as ``mlx_lm.lora`` writes it.
             config: of the whole model the adapter is for.
             wanted: what is loaded of it.
-
-        Raises:
-            ModelError: no adapter folder, or one of another kind or format.
-            CheckpointError: tensors that are missing, not the model's, of the wrong shape or dtype, or without effect.
         """
         settings = _read_settings(folder, config.hidden_size, len(matrices(config)))
         tensors = TensorFiles(folder, [tensors_file(folder)])
         self._all_sum = wanted.all_sum
         self._low_ranks = {
-            path: _read_low_rank(_Target(path, row, config, wanted.share), tensors, settings)
+            path: _read_low_rank(path, row, config, wanted.share, tensors, settings)
             for path, (layer, row) in _targets(tensors, settings, config).items()
             if wanted.has(config, row, layer)
         }
@@ -121,11 +116,7 @@ class Adapter:
 
 
 def tensors_file(folder: Path) -> Path:
-    """The file of an adapter's tensors.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """The file of an adapter's tensors, which is refused if there is none."""
     path = folder / TENSORS_FILE
     if not path.is_file():
         raise ModelError(f"{folder}: no {TENSORS_FILE}; an adapter folder holds it beside {CONFIG_FILE}")
@@ -168,24 +159,20 @@ def _read_settings(folder: Path, max_rank: int, num_matrices: int) -> _Settings:
     scale = parameters.get("scale")
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < abs(scale) <= MAX_SCALE:
         raise ModelError(f"{path}: scale is {scale!r}; expected a number other than 0, at most {MAX_SCALE:g}")
-    return _Settings(kind, num_layers, rank, float(scale), _read_keys(path, parameters, num_matrices))
-
-
-def _read_keys(path: Path, parameters: Mapping[str, Any], num_matrices: int) -> frozenset[str] | None:
     keys = parameters.get("keys")
     if keys is None:
-        return None
+        return _Settings(kind, num_layers, rank, float(scale), None)
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise ModelError(f"{path}: keys is {str(keys)[:80]}; expected a list of module paths")
     if len(keys) > num_matrices:
         raise ModelError(f"{path}: {len(keys)} keys; expected at most {num_matrices}, one a matrix of the model")
-    return frozenset(keys)
+    return _Settings(kind, num_layers, rank, float(scale), frozenset(keys))
 
 
 def _targets(tensors: TensorFiles, settings: _Settings, config: ModelConfig) -> dict[str, tuple[int | None, Parameter]]:
     """The adapted matrices by path, and their layers. The file holds tensors for those adapter_config.json describes.
 
-    As in mlx-lm, a key is a path inside each of the last ``num_layers`` layers, all of them where that is not positive,
+    As in mlx-lm, a key is a path inside each of the last ``num_layers`` layers, all of them if that is not positive,
     or from the model's root. Without keys any projection in these layers may be adapted, and the file says which.
     """
     rows = [(path, layer, row) for path, layer, row in parameters(config) if len(row.shape) > 1]
@@ -194,7 +181,9 @@ def _targets(tensors: TensorFiles, settings: _Settings, config: ModelConfig) -> 
         raise CheckpointError(f"{TENSORS_FILE}: {len(tensors.names)} tensors; expected at most {most} for this model")
     first = max(0, config.num_hidden_layers - settings.num_layers) if settings.num_layers > 0 else 0
     known = {path: (layer, row) for path, layer, row in rows}
-    described = {path for path, layer, row in rows if _describes(settings.keys, first, path, layer, row)}
+    keys = {row.path for _, _, row in rows} if settings.keys is None else settings.keys
+    inside = {path for path, layer, row in rows if layer is not None and layer >= first and row.path in keys}
+    described = inside | (known.keys() & (settings.keys or ()))
     paths = {name.rpartition(".")[0] for name in tensors.names}
     if not paths:
         raise CheckpointError(f"{TENSORS_FILE} holds no tensors; it would change nothing")
@@ -214,67 +203,35 @@ def _targets(tensors: TensorFiles, settings: _Settings, config: ModelConfig) -> 
     return {path: known[path] for path in sorted(paths)}
 
 
-def _describes(keys: frozenset[str] | None, first: int, path: str, layer: int | None, row: Parameter) -> bool:
-    """Whether the keys, from layer ``first`` on, describe the matrix; None: every projection there."""
-    if keys is not None and path in keys:
-        return True
-    return layer is not None and layer >= first and (keys is None or row.path in keys)
+def _read_low_rank(
+    path: str, row: Parameter, config: ModelConfig, share: Share, tensors: TensorFiles, settings: _Settings
+) -> LowRank:
+    """The adapter's part of a rank's share of a matrix."""
+    rank, size = settings.rank, config.shape(row)
+    *experts, out, width = size
+    is_divided = share.part(config, row, size) is not None
 
+    def read(name: str, shape: Sequence[int], axis: int, *, outputs: bool) -> mx.array:
+        """A tensor whose ``axis`` is the matrix's outputs, or its inputs."""
+        part = Part(axis, (share.range(config, row),)) if is_divided and divides_inputs(row) != outputs else None
+        return _bounded(f"{path}.{name}", tensors.take(f"{path}.{name}", tuple(shape), part=part).astype(mx.float32))
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """An adapted matrix, and the share of it that a rank has."""
-
-    path: str
-    row: Parameter
-    config: ModelConfig
-    share: Share
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        """Of the whole matrix."""
-        return self.config.shape(self.row)
-
-    def part(self, axis: int, *, outputs: bool) -> Part | None:
-        """The part of a tensor whose ``axis`` is the matrix's outputs, or its inputs; None: all of it."""
-        if self.share.part(self.config, self.row, self.size) is None or divides_inputs(self.row) == outputs:
-            return None
-        return Part(axis, (self.share.range(self.config, self.row),))
-
-
-def _read_low_rank(target: _Target, tensors: TensorFiles, settings: _Settings) -> LowRank:
-    path, rank = target.path, settings.rank
-    if len(target.size) > 2:
-        return _read_experts(target, tensors, settings)
-    out, width = target.size
-    if target.row.role == "embedding":  # its lora_a is on the side of the tokens, unlike a projection's
-        a = _read(tensors, f"{path}.lora_a", (out, rank), target.part(0, outputs=True))
-        b = _read(tensors, f"{path}.lora_b", (rank, width), target.part(1, outputs=False))
-        down, up = b.T, a.T
-    else:
-        down = _read(tensors, f"{path}.lora_a", (width, rank), target.part(0, outputs=False))
-        up = _read(tensors, f"{path}.lora_b", (rank, out), target.part(1, outputs=True))
     magnitude = None
+    if experts:  # mlx-lm has their factors the other way round
+        if settings.kind == "dora":
+            raise ModelError(f"{path} has experts; a DoRA adapter scales rows of single matrices only")
+        down = read("lora_a", (*experts, rank, width), 2, outputs=False).swapaxes(-1, -2)
+        up = read("lora_b", (*experts, out, rank), 1, outputs=True).swapaxes(-1, -2)
+    elif row.role == "embedding":  # its lora_a is on the side of the tokens, unlike a projection's
+        up = read("lora_a", (out, rank), 0, outputs=True).T
+        down = read("lora_b", (rank, width), 1, outputs=False).T
+    else:
+        down = read("lora_a", (width, rank), 0, outputs=False)
+        up = read("lora_b", (rank, out), 1, outputs=True)
     if settings.kind == "dora":
-        magnitude = _read(tensors, f"{path}.m", (out,), target.part(0, outputs=True))
-    sums_squares = target.part(0, outputs=False) is not None
+        magnitude = read("m", (out,), 0, outputs=True)
+    sums_squares = is_divided and divides_inputs(row)
     return LowRank(down, _bounded(f"{path}.lora_b times the scale", up * settings.scale), magnitude, sums_squares)
-
-
-def _read_experts(target: _Target, tensors: TensorFiles, settings: _Settings) -> LowRank:
-    """The part of a stack of experts, whose factors mlx-lm has the other way round."""
-    path, rank = target.path, settings.rank
-    if settings.kind == "dora":
-        raise ModelError(f"{path} has experts; a DoRA adapter scales rows of single matrices only")
-    experts, out, width = target.size
-    a = _read(tensors, f"{path}.lora_a", (experts, rank, width), target.part(2, outputs=False))
-    b = _read(tensors, f"{path}.lora_b", (experts, out, rank), target.part(1, outputs=True))
-    up = _bounded(f"{path}.lora_b times the scale", b.swapaxes(-1, -2) * settings.scale)
-    return LowRank(a.swapaxes(-1, -2), up, None)
-
-
-def _read(tensors: TensorFiles, name: str, shape: tuple[int, ...], part: Part | None) -> mx.array:
-    return _bounded(name, tensors.take(name, shape, part=part).astype(mx.float32))
 
 
 def _bounded(name: str, array: mx.array) -> mx.array:

@@ -8,7 +8,7 @@ from kvant.models.config import ModelConfig
 from kvant.models.linear import Linear
 from kvant.operators.bias_split import BiasSplit, rotation_table
 
-# A rotary pair's key bias stays out of the cache where it is more than this many times the root mean square of the
+# A rotary pair's key bias stays out of the cache if it is more than this many times the root mean square of the
 # keys in the pairs of that head, without a bias. The quantized values of a group reach to about three times that
 # anyway. A smaller bias costs few of them; its own table and arithmetic would cost more. (With 1.0, and against the
 # pair's own spread, half of the embedded model's pairs were split off: 1.4x the time a token, and no better.)
@@ -48,7 +48,7 @@ class ProjectionBias:
 
 
 def divide_bias(config: ModelConfig, qkv_proj: Linear, bias: mx.array, norm: mx.array) -> ProjectionBias:
-    """Divide a layer's bias: all of the values' is split off, and the keys' where it outweighs the keys without it.
+    """Divide a layer's bias: all of the values' is split off, and the keys' if it outweighs the keys without it.
 
     After RMSNorm the input of the projection has unit mean square. So the spread of an output is about the length of
     its row of weights, each times the RMSNorm's weight.

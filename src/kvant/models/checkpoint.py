@@ -41,10 +41,6 @@ def load_decoder(folder: Path, progress: Progress | None = None, adapter: Path |
         progress: called with (layers loaded, layers in all).
         adapter: the folder of a LoRA or DoRA adapter in mlx-lm's format. It is added to floating-point matrices as they
             are loaded. Quantized matrices keep their bits, and its low rank stays beside them.
-
-    Raises:
-        ModelError: a folder that does not hold a supported model or adapter.
-        CheckpointError: tensors that are truncated, missing, unexpected, or of the wrong shape or dtype.
     """
     return load_part(folder, progress=progress, adapter=adapter).decoder()
 
@@ -103,7 +99,7 @@ def load_part(
         layers: numbers of the rank's layers; None: all.
         embedding: it embeds tokens.
         head: it has the output head and the norm before it.
-        all_sum: the sum of an array over all ranks. Every rank calls it as often, and only where there is an adapter.
+        all_sum: the sum of an array over all ranks. Every rank calls it as often, and only if there is an adapter.
         progress, adapter: as there; progress counts the rank's layers.
     """
     check_process()
@@ -136,11 +132,7 @@ def _open(folder: Path) -> tuple[ModelConfig, TensorFiles]:
 
 
 def check_folder(folder: Path) -> tuple[ModelConfig, TensorFiles]:
-    """The config and the tensors of a model folder, whose names, shapes and dtypes agree; no tensor has been read.
-
-    Raises:
-        ModelError, CheckpointError: as :func:`load_decoder`.
-    """
+    """The config and the tensors of a model folder, whose names, shapes and dtypes agree; no tensor has been read."""
     config, tensors = _open(folder)
     tensors.check_memory(tensors.nbytes)
     return config, tensors
@@ -149,7 +141,7 @@ def check_folder(folder: Path) -> tuple[ModelConfig, TensorFiles]:
 def is_tied(config: ModelConfig, tensors: TensorFiles) -> bool:
     """Whether the embedding is the output head too.
 
-    Exporters leave this out of config.json where it is their default, and defaults differ. Then the head is tied if
+    Exporters leave this out of config.json if it is their default, and defaults differ. Then the head is tied if
     none is stored.
     """
     tied = config.tie_word_embeddings
@@ -157,12 +149,7 @@ def is_tied(config: ModelConfig, tensors: TensorFiles) -> bool:
 
 
 def expected_tensors(config: ModelConfig, tensors: TensorFiles) -> Expected:
-    """The shape and dtypes of every tensor that loading reads, before any is read.
-
-    Raises:
-        CheckpointError: a tensor that loading would not read: the model is another; a quantized matrix that config.json
-            does not describe.
-    """
+    """The shape and dtypes of every tensor that loading reads, before any is read."""
     expected: dict[str, tuple[tuple[int, ...], Sequence[str]]] = {}
     for _, _, own in _stored_parameters(config, tensors):
         expected |= own
@@ -194,7 +181,7 @@ def part_bytes(config: ModelConfig, tensors: TensorFiles, wanted: Wanted) -> int
 
 
 def adds_bias(row: Parameter, share: Share) -> bool:
-    """Whether a rank adds a projection's bias: where outputs are a sum over the ranks, the first one does."""
+    """Whether a rank adds a projection's bias: if outputs are a sum over the ranks, the first one does."""
     return share.rank == 0 or not divides_inputs(row)
 
 
@@ -339,7 +326,7 @@ class _Builder:
         return Linear(self._matrices(prefix, rows), mx.concatenate(biases) if biases else None)
 
     def _matrices(self, prefix: str, rows: Sequence[Parameter]) -> tuple[Matrix, ...]:
-        """These matrices, or stacks of them, as one where their storage agrees, else one each."""
+        """These matrices, or stacks of them, as one if their storage agrees, else one each."""
         outputs = {prefix + row.path: self.share.shape(self.config, row)[-2] for row in rows}
         if not any(f"{path}.scales" in self.tensors for path in outputs):
             return (dense_matrix(self._weights(prefix, rows), self.dtype),)

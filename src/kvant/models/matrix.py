@@ -12,7 +12,7 @@ from kvant.models.quantization import Quantization
 from kvant.models.unpacked import SMALL_PRODUCT, few_rows_product, in_turn, unpacked_product
 from kvant.operators.streams import FEW_ROWS, cpu_streams
 
-# On a CPU, measured on 2 cores (docs/decode-step.md). From so many rows of x making floats of the numbers is faster:
+# On a CPU, measured on 2 cores (docs/performance.md). From so many rows of x making floats of the numbers is faster:
 UNPACK_FROM_ROWS = 2  # of 2, 4 or 8 bits, by masks; of a large matrix from one row on
 UNPACK_FROM_ELEMENTS = 256 * 1024  # a large matrix
 DEQUANTIZE_FROM_ROWS = 4  # of other formats, by MLX
@@ -59,7 +59,7 @@ class QuantizedMatrix:
     """An (out, in) matrix in one of MLX's formats; the scales and biases of an affine one have the compute dtype."""
 
     weight: mx.array  # (out, in * bits / 32) uint32
-    scales: mx.array  # (out, in / group_size); uint8 where the format is a floating-point one
+    scales: mx.array  # (out, in / group_size); uint8 if the format is a floating-point one
     biases: mx.array | None  # (out, in / group_size); None there
     quantization: Quantization
 

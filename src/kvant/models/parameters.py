@@ -21,7 +21,7 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Each matrix's module path and (outputs, inputs): those stored as ``path.weight``, quantized or not.
 
     One for each expert is (experts, outputs, inputs); :mod:`kvant.models.stacking` has the other ways to store them.
-    The output head is among them even where it is tied: a tied checkpoint may still carry it.
+    The output head is among them even if it is tied: a tied checkpoint may still carry it.
     """
     shapes = ((path, config.shape(row)) for path, _, row in parameters(config))
     return {path: shape for path, shape in shapes if len(shape) > 1}

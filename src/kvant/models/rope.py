@@ -36,7 +36,7 @@ class Rope:
         original_context: tokens the model was trained on before its context was made longer.
         low_freq_factor, high_freq_factor: of llama3: pairs that turn fewer times than the one in the original context
             are slow, those that turn more often than the other are fast.
-        beta_fast, beta_slow: of yarn: the same, the ramp's ends rounded outward to whole pairs where ``truncate``.
+        beta_fast, beta_slow: of yarn: the same, the ramp's ends rounded outward to whole pairs if ``truncate``.
     """
 
     kind: str = "default"
@@ -51,11 +51,7 @@ class Rope:
     attention_factor: float = 1.0
 
     def context(self, max_position_embeddings: int) -> int:
-        """The context limit in tokens: with dynamic ``factor`` times what config.json says, with other kinds just that.
-
-        Raises:
-            ModelError: a factor that makes it larger than any model's.
-        """
+        """The context limit in tokens: what config.json says, times ``factor`` if the kind is dynamic."""
         if self.kind != "dynamic":
             return max_position_embeddings
         context = self.factor * max_position_embeddings
@@ -117,11 +113,7 @@ class Rope:
 def read_rope(
     raw: Mapping[str, Any], head_dim: int, max_position_embeddings: int, default_theta: float = 10000.0
 ) -> Rope:
-    """The RoPE of a config.json, where transformers 5 writes it (``rope_parameters``) or where older files have it.
-
-    Raises:
-        ModelError: a kind or a key that is not implemented, or a value without meaning.
-    """
+    """The RoPE of a config.json, where transformers 5 writes it (``rope_parameters``) or where older files have it."""
     where, settings = _settings(raw)
     kind = _kind(where, settings)
     for name, value in settings.items():

@@ -1,6 +1,6 @@
 """What each of N ranks has of a model: whole heads, and features of the MLP in whole quantization groups.
 
-Key and value heads are dealt out with their query heads. Where ranks are more than key and value heads, a few ranks
+Key and value heads are dealt out with their query heads. If ranks are more than key and value heads, a few ranks
 have the same one, and its query heads are divided among them.
 """
 
@@ -16,7 +16,7 @@ from kvant.models.architectures.table import Parameter
 from kvant.models.config import ModelConfig
 from kvant.models.tensors import Part
 
-FEATURES = 64  # of an MLP in floating point are dealt out together where there are enough: products of round sizes
+FEATURES = 64  # of an MLP in floating point are dealt out together if there are enough: products of round sizes
 
 Range = tuple[int, int]  # first, last
 
@@ -116,11 +116,7 @@ def divides_inputs(row: Parameter) -> bool:
 
 
 def shares(config: ModelConfig, ranks: int) -> list[Share]:
-    """The share of each of ``ranks`` ranks, as even as whole heads and whole quantization groups are.
-
-    Raises:
-        ModelError: the model cannot be divided so.
-    """
+    """The share of each of ``ranks`` ranks, as even as whole heads and whole quantization groups are."""
     queries, keys = _heads(config, ranks)
     inner = _features(config, ranks, "intermediate_size", "down")
     expert_inner: Sequence[Range] = [(0, 0)] * ranks

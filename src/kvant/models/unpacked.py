@@ -8,7 +8,7 @@ import mlx.core as mx
 from kvant.models.quantization import Quantization
 
 UNPACKED_ELEMENTS = 512 * 1024  # at a time, for a few rows: more leave the core's cache, fewer are more operations
-# OpenBLAS multiplies without copying its operands first where there are at most so many multiplications (x86 with
+# OpenBLAS multiplies without copying its operands first if there are at most so many multiplications (x86 with
 # AVX-512): 8 rows of x in half the time. An output is then one sum over all columns, for any number of rows.
 SMALL_PRODUCT = 1000 * 1000
 VECTOR = 16  # float32 numbers; what is left of a block of weights beside them is summed in another order

@@ -32,9 +32,9 @@ def attend_tokens(
     Args:
         query: (B, H, S, D).
         key, value: (B, K, T, D), H a multiple of K, T >= S.
-        is_causal: query i sees token j only where j <= T - S + i.
+        is_causal: query i sees token j only if j <= T - S + i.
         is_alibi: add slope_h * (j - (T - S + i)). It implies causal.
-        mask: broadcastable to (B, H, S, T). A boolean mask keeps where True; another is added to the scores.
+        mask: broadcastable to (B, H, S, T). A boolean mask keeps True; another is added to the scores.
         bias_split: the biases that keys and values lack. Token j is at column j of its rotation.
         sinks: (H,) a learned score of each head that takes its share of the softmax and adds nothing.
 

@@ -4,17 +4,14 @@ import os
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 
 import mlx.core as mx
 
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.probe import KernelUse, probe_failure
-from kvant.operators.self_check import self_check
 
 KERNELS = ("unfused", "fused")
 VARIABLE = "KVANT_KERNELS"
-_given_up: str | None = None  # why nothing is fused any more in this process
 _warned = False
 
 
@@ -26,13 +23,11 @@ class Choice:
         backend: runs the fused kernel. None: the unfused operator is used.
         reason: for people.
         forced: "fused" was asked for.
-        failed: the kernel failed its self-check, or in a run of this process.
     """
 
     backend: Backend | None
     reason: str
     forced: bool = False
-    failed: bool = False
 
 
 def resolve(
@@ -41,22 +36,20 @@ def resolve(
     """The backend that runs the fused kernel. None: use the unfused operator.
 
     ``kernels`` forces one; without it the environment variable KVANT_KERNELS does. Otherwise it is the kernel on a GPU
-    where it passes its self-check, and runs as it will be used. The check runs at the first call. A process is told of
-    one failure, by a RuntimeWarning.
+    if it gives the unfused operator's numbers as it will be used. A process is told of one failure, in a
+    RuntimeWarning.
 
     Args:
         kernels: "unfused", "fused" or None.
         unsupported_reason: from ``kernels.attend.unsupported_reason``. None: the kernel takes the call.
-        uses: how a cache will call the kernel. Each is tried now.
+        uses: how a cache will call the kernel. Each is tried now, once in a process.
 
     Raises:
         ValueError: another word than "unfused" or "fused"; "fused" without a GPU, or for a call that the kernel does
             not take.
-        RuntimeError: "fused" where the kernel failed its self-check, or does not run as it will be used.
+        RuntimeError: "fused" if the kernel fails as it will be used.
     """
     choice = choose(kernels)
-    if choice.failed:
-        _warn_once(choice.reason)
     if choice.backend is None:
         return None
     if unsupported_reason is not None:
@@ -66,26 +59,18 @@ def resolve(
     for use in uses:
         if (problem := probe_failure(use, choice.backend)) is not None:
             if choice.forced:
-                raise RuntimeError(f"the fused kernel is asked for, but does not run here: {problem}")
-            _warn_once(f"the fused kernel does not run here: {problem}")
+                raise RuntimeError(f"the fused kernel is asked for, but fails here: {problem}")
+            _warn_once(f"the fused kernel fails here: {problem}")
             return None
     return choice.backend
 
 
-def is_forced(kernels: str | None) -> bool:
-    """Whether the fused kernel is asked for, so that nothing else may take its place."""
-    return (kernels or os.environ.get(VARIABLE)) == "fused"
-
-
-def give_up(reason: str) -> None:
-    """Have what is made from now on in this process unfused: the kernel failed in a run. One warning says so."""
-    global _given_up
-    _given_up = f"the fused kernel failed in a run: {reason}"
-    _warn_once(_given_up)
-
-
 def choose(kernels: str | None = None, name: str = "kernels") -> Choice:
-    """:func:`resolve` with its reason, and without the warning; ``name`` is the argument's for messages."""
+    """What is wished for and what the device can have; ``name`` is the argument's for messages.
+
+    Raises:
+        ValueError: as :func:`resolve`.
+    """
     wanted, asked = kernels, f"{name} is {kernels!r}"
     if wanted is None:
         wanted = os.environ.get(VARIABLE) or None
@@ -95,19 +80,13 @@ def choose(kernels: str | None = None, name: str = "kernels") -> Choice:
     if wanted == "unfused":
         return Choice(None, asked)
     backend = gpu_backend()
-    if backend is None:
-        reason = "MLX's default device is no GPU with Metal or CUDA, which the fused kernel runs on"
-        if wanted is not None:
-            raise ValueError(f"{asked}; {reason}")
-        return Choice(None, reason)
-    failure, problem = self_check_failure(backend), _given_up
-    if failure is not None:
-        problem = f"the fused kernel failed its self-check with {backend}: {failure}"
-    if problem is None:
-        return Choice(backend, f"it passed its self-check on this GPU, with {backend}", forced=wanted is not None)
+    if backend is not None:
+        reason = f"a GPU with {backend}; each cache tries the kernel when it is made, as it will call it"
+        return Choice(backend, reason, forced=wanted is not None)
+    reason = "MLX's default device is no GPU with Metal or CUDA, which the fused kernel runs on"
     if wanted is not None:
-        raise RuntimeError(f"{asked}; {problem}")
-    return Choice(None, problem, failed=True)
+        raise ValueError(f"{asked}; {reason}")
+    return Choice(None, reason)
 
 
 def gpu_backend() -> Backend | None:
@@ -117,12 +96,6 @@ def gpu_backend() -> Backend | None:
     if mx.metal.is_available():
         return "metal"
     return "cuda" if mx.cuda.is_available() else None
-
-
-@cache
-def self_check_failure(backend: Backend) -> str | None:
-    """Why the self-check failed; None: it passed. It runs once in a process."""
-    return self_check(backend)
 
 
 def _warn_once(reason: str) -> None:

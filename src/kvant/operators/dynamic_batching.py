@@ -5,27 +5,27 @@ have, MaxT rows of the cache. The arithmetic is that of the static operators.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
 from kvant.operators.attention import attend_tokens
-from kvant.operators.cached_attention import float_tokens, stored_tokens
+from kvant.operators.cache_call import PACKED_LAYOUTS, CacheCall, check_call
+from kvant.operators.cached_attention import float_tokens
 from kvant.operators.dispatch import resolve
-from kvant.operators.packed_validation import PackedCall, Run, check_packed_attention, check_packed_call
-from kvant.operators.validation import check_heads, check_repeat
+from kvant.operators.packed_sequences import PackedSequence, Run, check_sequences
+from kvant.operators.validation import MAX_ELEMENTS, check_attn_mask, check_heads, check_numbers, check_repeat
 
-# For each cache_layout: from (2, K, rows, last) to the order of its axes, and back.
-TO_LAYOUT = ((2, 0, 1, 3), (2, 0, 1, 3), (0, 2, 1, 3), (0, 1, 2, 3))
-FROM_LAYOUT = ((1, 2, 0, 3), (1, 2, 0, 3), (0, 2, 1, 3), (0, 1, 2, 3))
+Ints = mx.array | Sequence[int]
 
 
 def key_value_cache(
     current_key: mx.array,
     current_value: mx.array,
-    seqstarts: mx.array | Sequence[int],
-    kvstarts: mx.array | Sequence[int],
-    cachestarts: mx.array | Sequence[int] | Sequence[Sequence[int]],
-    start_pos: mx.array | Sequence[int],
+    seqstarts: Ints,
+    kvstarts: Ints,
+    cachestarts: Ints | Sequence[Sequence[int]],
+    start_pos: Ints,
     max_seqlen: int,
     max_kvlen: int,
     cache: mx.array,
@@ -74,29 +74,13 @@ def key_value_cache(
 
     Source: OpenPPL PMX, dynamic batching, KeyValueCache.
     """
-    call = check_packed_call(
-        current_key,
-        current_value,
-        seqstarts,
-        kvstarts,
-        cachestarts,
-        start_pos,
-        max_seqlen,
-        max_kvlen,
-        cache,
-        scale,
-        num_layer=num_layer,
-        layer_idx=layer_idx,
-        quant_bit=quant_bit,
-        quant_group=quant_group,
-        cache_mode=cache_mode,
-        cache_layout=cache_layout,
-        page_size=page_size,
-    )
+    form = (num_layer, layer_idx, quant_bit, quant_group, cache_layout)
+    indices = (seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache_mode, page_size)
+    call, sequences = _checked({}, indices, form, None, current_key, current_value, cache, scale)
     _, K, D = current_key.shape
-    check_repeat(num_repeat, call.tokens * K * D)
-    _append(call, current_key, current_value)
-    runs = [run for sequence in call.sequences for run in sequence.runs]
+    check_repeat(num_repeat, sequences[-1].keys.stop * K * D)
+    _write(call, sequences, current_key, current_value)
+    runs = [run for sequence in sequences for run in sequence.runs]
     # (1, K, T, D) -> (T, K * num_repeat, D)
     key, value = (mx.repeat(x[0].transpose(1, 0, 2), num_repeat, axis=1) for x in _read(call, runs, current_key.dtype))
     return key, value
@@ -106,10 +90,10 @@ def multi_head_cache_attention(
     query: mx.array,
     current_key: mx.array,
     current_value: mx.array,
-    seqstarts: mx.array | Sequence[int],
-    kvstarts: mx.array | Sequence[int],
-    cachestarts: mx.array | Sequence[int] | Sequence[Sequence[int]],
-    start_pos: mx.array | Sequence[int],
+    seqstarts: Ints,
+    kvstarts: Ints,
+    cachestarts: Ints | Sequence[Sequence[int]],
+    start_pos: Ints,
     decoding_batches: int,
     max_seqlen: int,
     max_kvlen: int,
@@ -143,11 +127,11 @@ def multi_head_cache_attention(
             have several new tokens.
         cache, scale, num_layer, layer_idx, quant_bit, quant_group: as in ``key_value_cache``.
         attn_mask: added to the scores: (N, >=T) or (H, N, >=T). Sequence b uses rows seqstarts[b] : seqstarts[b + 1]
-            and columns kvstarts[b] : kvstarts[b + 1]; nothing else of it is read. A boolean mask keeps where True. An
+            and columns kvstarts[b] : kvstarts[b + 1]; nothing else of it is read. A boolean mask keeps True. An
             empty array means no mask. A query with every key masked gives zeros.
         num_heads: H.
         head_dim: D. Scores are divided by its square root; softmax is in float32.
-        is_causal: query i of a sequence sees its token j only where j <= start_pos + i.
+        is_causal: query i of a sequence sees its token j only if j <= start_pos + i.
         is_alibi: add ALiBi biases. The call is then causal whatever ``is_causal`` and ``decoding_batches`` are.
         num_kv_heads: K; 0 means H.
         cache_mode, cache_layout, page_size: as in ``key_value_cache``.
@@ -156,45 +140,26 @@ def multi_head_cache_attention(
         (N, H, D) in the query's dtype.
 
     Raises:
-        ValueError: as in ``key_value_cache``, and where KVANT_KERNELS forces the fused kernel.
+        ValueError: as in ``key_value_cache``, and if KVANT_KERNELS forces the fused kernel.
 
     Source: OpenPPL PMX, dynamic batching, MultiHeadCacheAttention.
     """
-    call = check_packed_call(
-        current_key,
-        current_value,
-        seqstarts,
-        kvstarts,
-        cachestarts,
-        start_pos,
-        max_seqlen,
-        max_kvlen,
-        cache,
-        scale,
-        num_layer=num_layer,
-        layer_idx=layer_idx,
-        quant_bit=quant_bit,
-        quant_group=quant_group,
-        cache_mode=cache_mode,
-        cache_layout=cache_layout,
-        page_size=page_size,
+    form = (num_layer, layer_idx, quant_bit, quant_group, cache_layout)
+    indices = (seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache_mode, page_size)
+    sizes = check_heads(num_heads, num_kv_heads, head_dim, is_causal=is_causal, is_alibi=is_alibi)
+    call, sequences = _checked(sizes, indices, form, query, current_key, current_value, cache, scale)
+    check_numbers(
+        [
+            ("decoding_batches", decoding_batches, 0, len(sequences)),
+            ("max_kvlen", max_kvlen, 1, MAX_ELEMENTS // ((num_kv_heads or num_heads) * head_dim)),
+        ]
     )
-    mask = check_heads(
-        query,
-        current_key,
-        attn_mask,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        num_kv_heads=num_kv_heads,
-        is_causal=is_causal,
-        is_alibi=is_alibi,
-    )
-    check_packed_attention(mask, call, decoding_batches, num_heads, (num_kv_heads or num_heads) * head_dim)
+    mask = check_attn_mask(attn_mask, [(), (num_heads,)], len(query), sequences[-1].keys.stop)
     resolve(unsupported_reason="packed sequences")
-    _append(call, current_key, current_value)
+    _write(call, sequences, current_key, current_value)
     outputs: list[mx.array] = []
-    for b, sequence in enumerate(call.sequences):
-        if not sequence.new_tokens:
+    for b, sequence in enumerate(sequences):
+        if not sequence.new_runs:
             continue
         output = attend_tokens(
             query[sequence.queries].transpose(1, 0, 2)[None],  # (S, H, D) -> (1, H, S, D)
@@ -207,35 +172,30 @@ def multi_head_cache_attention(
     return mx.concatenate(outputs)
 
 
-def _append(call: PackedCall, key: mx.array, value: mx.array) -> None:
-    """Write new keys and values (N, K, D) to the call's cache and scale, in place, one operation each."""
-    rows = [row for sequence in call.sequences for run in sequence.new_runs for row in range(*run)]
-    place = _place(call, mx.array(rows, mx.int32))
+def _checked(
+    sizes: dict[str, int], indices: Any, form: tuple[int, ...], *arrays: Any
+) -> tuple[CacheCall, list[PackedSequence]]:
+    call = check_call(PACKED_LAYOUTS, ("N",), sizes, form, *arrays)
+    return call, check_sequences(sizes["N"], sizes["MaxT"], *indices)
+
+
+def _write(call: CacheCall, sequences: Sequence[PackedSequence], key: mx.array, value: mx.array) -> None:
+    """Write new keys and values (N, K, D) in place, one operation an array."""
+    rows = [row for sequence in sequences for run in sequence.new_runs for row in range(*run)]
     # (N, K, D) -> (1, K, N, D)
     key, value = (x.transpose(1, 0, 2)[None] for x in (key, value))
-    new = stored_tokens(key, value, call.arrays, quant_bit=call.quant_bit, quant_group=call.quant_group)
-    for array, part in zip(call.arrays, new, strict=True):
-        array[place] = part[0].transpose(TO_LAYOUT[call.cache_layout])  # part is (1, 2, K, N, last)
+    call.write(key, value, {"MaxT": mx.array(rows, mx.int32)})
 
 
 def _read(
-    call: PackedCall, runs: Sequence[Run], dtype: mx.Dtype, after: Sequence[mx.array] = ()
+    call: CacheCall, runs: Sequence[Run], dtype: mx.Dtype, after: Sequence[mx.array] = ()
 ) -> tuple[mx.array, mx.array]:
     """The tokens in these rows, as keys and values (1, K, rows, D).
 
     Without ``after``, arrays that are to be made before, MLX dequantizes many sequences before it uses the first.
     """
-    order = FROM_LAYOUT[call.cache_layout]
-    stored = []
-    for array in call.arrays:
-        parts = [array[_place(call, slice(*run))].transpose(order) for run in runs]  # (2, K, rows, last) each
-        stored.append(mx.concatenate(parts, axis=2)[None])
+    parts = zip(*(call.read({"MaxT": slice(*run)}) for run in runs), strict=True)  # (2, K, rows, last) each
+    stored = [mx.concatenate(list(own), axis=2)[None] for own in parts]
     if after:
         stored = mx.depends(stored, list(after))
     return float_tokens(stored, quant_bit=call.quant_bit, dtype=dtype, product_dtype=stored[-1].dtype)
-
-
-def _place(call: PackedCall, rows: mx.array | slice) -> tuple[int | slice | mx.array, ...]:
-    """The index of these rows of the call's layer."""
-    layer, every = call.layer_idx, slice(None)
-    return ((rows, layer), (layer, rows), (layer, every, rows), (layer, every, every, rows))[call.cache_layout]

@@ -6,7 +6,6 @@ import mlx.core as mx
 
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.kernels.attend import attend
-from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import alibi_slopes
 
 
@@ -16,27 +15,13 @@ def attend_fused(
     scale: mx.array | None,
     offset: mx.array,
     *,
-    quant_bit: int,
-    quant_group: int,
     is_alibi: bool = False,
     bias_split: BiasSplit | None = None,
-    backend: Backend,
     **options: Any,
 ) -> mx.array:
     """:func:`kvant.operators.kernels.attend.attend` with ALiBi and the bias split as the other functions take them."""
-    split = bias_split
-    return attend(
-        query,
-        cache,
-        scale,
-        offset,
-        quant_bit=quant_bit,
-        quant_group=quant_group,
-        slopes=tuple(alibi_slopes(query.shape[1])) if is_alibi else (),
-        key_bias=None if split is None else split.key_bias,
-        pairs=() if split is None else split.pairs,
-        rotation=None if split is None else split.rotation,
-        value_bias=None if split is None else split.value_bias,
-        backend=backend,
-        **options,
-    )
+    if bias_split is not None:
+        names = ("key_bias", "pairs", "rotation", "value_bias")
+        options |= {name: getattr(bias_split, name) for name in names}
+    slopes = tuple(alibi_slopes(query.shape[1])) if is_alibi else ()
+    return attend(query, cache, scale, offset, slopes=slopes, **options)

@@ -10,7 +10,7 @@ ScoreTerms = Callable[[int, int, int], mx.array]
 
 
 def window_mask(new_tokens: int, tokens: int, window: int) -> mx.array:
-    """Which of T tokens the last S of them see where each sees the last ``window``, its own included: (S, T)."""
+    """Which of T tokens the last S of them see if each sees the last ``window``, its own included: (S, T)."""
     query = mx.arange(tokens - new_tokens, tokens)[:, None]
     token = mx.arange(tokens)
     return (token <= query) & (token > query - window)

@@ -1,6 +1,6 @@
 """Attention of several sequences whose tokens are rows of shared arrays, unchecked: append, then attend.
 
-The arrays of a layer are values (2, K, T, D') and, where they are quantized, scales (2, K, T, D/G): PMX's dynamic
+The arrays of a layer are values (2, K, T, D') and, if they are quantized, scales (2, K, T, D/G): PMX's dynamic
 batching with cache_mode 1, cache_layout 3 and one layer. Keys and values of different widths lie side by side in
 (1, K, T, D + Dv). B sequences, S new tokens each, H query heads, K kv heads, D head_dim.
 """
@@ -114,11 +114,13 @@ def attend_rows(
         stored = [stored_rows(array, joined)[None] for array in readable]
         dtype = mx.float32 if few else query.dtype
         keys, values = float_tokens(stored, quant_bit=quant_bit, dtype=dtype, key_dim=D)
-        own = (query, keys, values, share, counts, rows, bias_split, sinks)
+        ends = list(accumulate(counts[share]))[:-1]
+        tokens = list(zip(mx.split(keys, ends, axis=2), mx.split(values, ends, axis=2), rows.first[share], strict=True))
         if few and queries_at_once(1, H, S, sum(counts[share])) == S:
-            outputs.append(_attend_few_of_each(*own))
-        else:
-            outputs += _attend_each(*own)
+            outputs.append(_attend_few_of_each(query[share], tokens, rows.window, bias_split, sinks))
+            continue
+        for b, own in zip(range(R)[share], tokens, strict=True):
+            outputs.append(_attend_one(query[b : b + 1], *own, rows.window, bias_split, sinks))
     if (padding := R - len(counts)) > 0:
         outputs.append(mx.zeros((padding, *outputs[0].shape[1:]), query.dtype))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
@@ -154,7 +156,7 @@ def write_rows(
 
 
 def put_rows(array: mx.array, tokens: mx.array, rows: Sequence[Run]) -> None:
-    """Write tokens (2, K, rows, last) in place; MLX copies the whole array where anything else holds it."""
+    """Write tokens (2, K, rows, last) in place; MLX copies the whole array if anything else holds it."""
     done = 0
     for first, end in rows:
         array[:, :, first:end] = tokens[:, :, done : done + end - first]
@@ -174,55 +176,42 @@ def stored_rows(array: mx.array, runs: Sequence[Run]) -> mx.array:
     return mx.view(joined, array.dtype)
 
 
-def _attend_each(
+def _attend_one(
     query: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    share: slice,
-    counts: list[int],
-    rows: PagedRows,
-    bias_split: BiasSplit | None,
+    key: mx.array,
+    value: mx.array,
+    first: int,
+    window: int | None,
+    split: BiasSplit | None,
     sinks: mx.array | None,
-) -> list[mx.array]:
-    """Attention (1, H, S, Dv) of some sequences, whose keys and values lie side by side."""
-    outputs, start = [], 0
-    for b in range(len(counts))[share]:
-        split, end = bias_split, start + counts[b]
-        if split is not None and rows.first[b]:
-            split = replace(split, rotation=split.rotation[..., rows.first[b] :])
-        own = (query[b : b + 1], keys[:, :, start:end], values[:, :, start:end])
-        window = rows.window
-        mask = None if window is None or counts[b] <= window else window_mask(query.shape[2], counts[b], window)
-        outputs.append(attend_tokens(*own, mask=mask, bias_split=split, sinks=sinks))
-        start = end
-    return outputs
+) -> mx.array:
+    """Attention (1, H, S, Dv) of a sequence whose first token here is at position ``first``."""
+    if split is not None and first:
+        split = replace(split, rotation=split.rotation[..., first:])
+    T = key.shape[2]
+    mask = None if window is None or window >= T else window_mask(query.shape[2], T, window)
+    return attend_tokens(query, key, value, mask=mask, bias_split=split, sinks=sinks)
 
 
 def _attend_few_of_each(
     query: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    share: slice,
-    counts: list[int],
-    rows: PagedRows,
-    bias_split: BiasSplit | None,
+    sequences: Sequence[tuple[mx.array, mx.array, int]],
+    window: int | None,
+    split: BiasSplit | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """:func:`_attend_each` where each has a few new tokens, on a CPU: all of them together."""
-    own, ends = query[share], list(accumulate(counts[share]))[:-1]
-    B, H, S, D = own.shape
+    """:func:`_attend_one` of several sequences with a few new tokens each, on a CPU: all of them together."""
+    B, H, S, D = query.shape
     tokens, places = [], []
-    for key, value, first in zip(
-        mx.split(keys, ends, axis=2), mx.split(values, ends, axis=2), rows.first[share], strict=True
-    ):
+    for key, value, first in sequences:
         T = key.shape[2]
         for end in range(T - S + 1, T + 1):
-            start = 0 if rows.window is None else max(0, end - rows.window)
+            start = 0 if window is None else max(0, end - window)
             seen = slice(start, end)
             tokens.append((key, value) if end - start == T else (key[:, :, seen], value[:, :, seen]))
             places.append(first + start)
-    singles = own.swapaxes(1, 2).reshape(B * S, 1, H, D).astype(mx.float32)
-    output = attend_singly(singles, tokens, bias_split=bias_split, first=places, sinks=sinks)
+    singles = query.swapaxes(1, 2).reshape(B * S, 1, H, D).astype(mx.float32)
+    output = attend_singly(singles, tokens, bias_split=split, first=places, sinks=sinks)
     return output.reshape(B, S, H, -1).swapaxes(1, 2).astype(query.dtype)
 
 

@@ -18,7 +18,7 @@ class StepPages:
     """The pages of B sequences in one step, made once for all layers that share them.
 
     Attributes:
-        table: (B, N) int32, each one's pages in the order of positions, 0 where it has fewer than N. N is 8 or more.
+        table: (B, N) int32, each one's pages in the order of positions, 0 if it has fewer than N. N is 8 or more.
         first: int32, the position of the first row of each one's first page, B or 8 numbers, whichever is more.
         offset: the same of tokens before the new ones.
         sequences: B.
@@ -62,8 +62,8 @@ def attend_pages(
 
     Args:
         query: (R, H, S, D), R >= B. Sequences past the B of ``pages`` are padding: their attention is 0.
-        arrays: values (2, K, T, D'), and where they are quantized scales (2, K, T, D/G).
-        value_head_dim: Dv. Where it is not D, both lie side by side: (1, K, T, D + Dv).
+        arrays: values (2, K, T, D'), and if they are quantized scales (2, K, T, D/G).
+        value_head_dim: Dv. If it is not D, both lie side by side: (1, K, T, D + Dv).
         score_scale: the scores are multiplied by it; None: 1/sqrt(D).
         bias_split: position j is at column j of its rotation.
         sinks: (H,).

@@ -1,27 +1,37 @@
-"""Runs what a cache needs of the fused kernel once, before the first token.
+"""Tries the fused kernel as a layer will call it, when its cache is made, against the unfused operator on the CPU.
 
-MLX compiles an instance of the kernel when it first runs. A text that this device's compiler refuses, or a threadgroup
-that is too large for it, would end a run there. Small arrays show it: an instance depends on no size, except that MLX
-keeps inputs of fewer than 8 elements in Metal's constant memory.
+MLX compiles an instance of the kernel when it first runs. A text that this device's compiler refuses, a threadgroup
+that is too large for it, or a wrong number would otherwise show in an answer. Small arrays show it: an instance depends
+on no size, except that MLX keeps inputs of fewer than 8 elements in Metal's constant memory.
 """
 
-from dataclasses import dataclass
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import mlx.core as mx
 
+from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.cached_attention import stored_tokens
+from kvant.operators.cached_attention import float_tokens, stored_tokens
 from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS, PAGE_SIZE
 from kvant.operators.kernels.launch import Backend
+from kvant.operators.masks import alibi_slopes
 from kvant.operators.paged_kernel import step_pages
-from kvant.operators.quantization import quantized_dtype
+from kvant.operators.quantization import multiply_scale, quantized_dtype
 
 KV_HEADS = 4
 ROWS = 512  # so many that the second pass has its largest threadgroup
-ANY_HEADS = (1, 8)  # query heads of a kv head, where they are not known: they give every shape of a threadgroup
+ANY_HEADS = (1, 8)  # query heads of a kv head, if they are not known: they give every shape of a threadgroup
+# Of an output, relative to 1 + its expected magnitude: a few roundings of its dtype.
+TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
+# A GPU may divide with an error of some ulps. A quotient halfway between two integers may then round to the other one.
+MAX_STEPS_OFF = 1.1  # in scales. The last tenth is for the scale's own rounding
+MAX_SHARE_OFF = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +44,11 @@ class KernelUse:
         quant_bit, quant_group, scale_dtype: of the cache.
         heads: query heads of a kv head, H/K; None: not known.
         pairs: rotary pairs of a bias split; None: there is none.
+        cache_dtype: of stored keys and values at 0 bits; None: ``dtype``.
         mask: whether a mask is given.
         sinks: whether learned sinks may be given, in the queries' dtype. Tried besides.
         paged: whether the cache is a pool.
-        options: further arguments of :func:`kvant.operators.fused_attention.attend_fused`, by name; no arrays.
+        options: window, keep and is_alibi of :func:`kvant.operators.fused_attention.attend_fused`, by name.
     """
 
     head_dim: int
@@ -48,6 +59,7 @@ class KernelUse:
     scale_dtype: mx.Dtype = mx.float16
     heads: int | None = None
     pairs: int | None = None
+    cache_dtype: mx.Dtype | None = None
     mask: bool = False
     sinks: bool = False
     paged: bool = False
@@ -66,71 +78,206 @@ _tried: dict[tuple[KernelUse, Backend], str | None] = {}
 
 
 def probe_failure(use: KernelUse, backend: Backend) -> str | None:
-    """Why the kernel does not run as a layer uses it; None: it does. Each use is tried once in a process.
+    """Why the kernel does not do what a layer needs of it; None: it does. Each use is tried once in a process.
 
-    Every number of new tokens that it takes is tried, on zeros.
+    Every number of new tokens that it takes is tried.
     """
     key = (use, backend)
     if key not in _tried:
         heads = [use.heads] if use.heads else ANY_HEADS
-        calls = product(heads, range(1, MAX_NEW_TOKENS + 1), {False, use.sinks})
-        _tried[key] = next(filter(None, (_failure(use, *call, backend) for call in calls)), None)
+        _tried[key] = next(filter(None, (_failure(use, count, backend) for count in heads)), None)
     return _tried[key]
 
 
-def first_words(error: Exception) -> str:
-    """An error of a compiler or a driver in one line."""
-    return " ".join(str(error).split())[:500] or type(error).__name__
-
-
-def _failure(use: KernelUse, heads: int, new_tokens: int, sinks: bool, backend: Backend) -> str | None:
-    try:
-        mx.eval(_run(use, heads, new_tokens, sinks, backend))
-        mx.synchronize()  # a failure is raised here, or when it was queued
-    except Exception as error:  # of a compiler or a driver: any
-        extra = ", sinks" if sinks else ""
-        return f"{use}{extra}, {heads * new_tokens} queries of a kv head: {first_words(error)}"
+def _failure(use: KernelUse, heads: int, backend: Backend) -> str | None:
+    trial = Trial(use, heads)
+    for new_tokens, sinks in product(range(1, MAX_NEW_TOKENS + 1), sorted({False, use.sinks})):
+        try:
+            problem = trial.agreement(backend, new_tokens, sinks=sinks).problem
+        except Exception as error:  # of a compiler or a driver: any
+            problem = " ".join(str(error).split())[:500] or type(error).__name__
+        if problem is not None:
+            return f"{use}{', sinks' * sinks}, {heads * new_tokens} queries of a kv head: {problem}"
     return None
 
 
-def _run(use: KernelUse, heads: int, S: int, sinks: bool, backend: Backend) -> list[mx.array]:
-    """Append and attend once, to all rows."""
-    D, K, bits, group = use.head_dim, KV_HEADS, use.quant_bit, use.quant_group
-    sides, width = (2, D) if use.value_dim == D else (1, D + use.value_dim)
-    shape = (sides, K, ROWS) if use.paged else (1, 1, sides, K, ROWS)
-    stored = [
-        mx.zeros((*shape, width // 2 if bits == 4 else width), quantized_dtype(bits) if bits else use.dtype),
-        *([mx.zeros((*shape, width // group), use.scale_dtype)] if bits else []),
-    ]
-    key, value = (mx.zeros((1, K, S, dim), use.dtype) for dim in (D, use.value_dim))
-    appended = stored_tokens(key, value, stored, quant_bit=bits, quant_group=group, backend=backend)
-    options: dict[str, Any] = dict(use.options)
-    if use.value_dim != D:
-        options["value_dim"] = use.value_dim
-    offset = mx.array([ROWS - S], mx.int32)
-    if use.paged:
-        pages = step_pages([list(range(ROWS // PAGE_SIZE))], [0], [ROWS - S], ROWS, None)
-        options |= {"pages": pages.table, "first": pages.first, "rows": pages.rows}
-        offset = pages.offset
-    if sinks:
-        options["sinks"] = mx.zeros(max(ANY_HEADS) * K, use.dtype)  # not small, as a model's heads are not
-    if use.mask:
-        options["mask"] = mx.ones((S, ROWS), mx.bool_)
-    if use.pairs is not None:
-        options["bias_split"] = BiasSplit(
-            mx.zeros((K, 2, use.pairs)),
-            tuple(range(use.pairs)),
-            mx.zeros((2, use.pairs, ROWS)),
-            mx.zeros((K, use.value_dim)),
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """The result of a comparison.
+
+    Attributes:
+        error: the output's largest, relative to 1 + the expected magnitude. NaN if either is NaN.
+        tolerance: for this dtype.
+        problem: the difference that is too large. None: there is none.
+    """
+
+    error: float
+    tolerance: float
+    problem: str | None
+
+
+class Trial:
+    """The arrays of calls that a layer makes: one sequence, or two of a pool.
+
+    Rows that hold no token hold NaN, so whoever reads one gives NaN. A window's rows are a ring that is written again;
+    in a pool they begin with the second page.
+    """
+
+    def __init__(self, use: KernelUse, heads: int) -> None:
+        self.use, self.options = use, dict(use.options)
+        self.form: dict[str, Any] = {"quant_bit": use.quant_bit, "quant_group": use.quant_group}
+        K, D, Dv, S, R = KV_HEADS, use.head_dim, use.value_dim, MAX_NEW_TOKENS, ROWS
+        # What is no constant of an instance is as a ring can hold it, with the new tokens.
+        self.keep, self.ring = min(self.options.get("keep", 0), R // 4), 0
+        if "window" in self.options:
+            self.options |= {"window": min(self.options["window"], R - self.keep - S), "keep": self.keep}
+        # The position of the first row of each sequence, and its tokens before the new ones.
+        self.spans = [(0, R - S - 7)]
+        if use.paged:
+            self.spans = [(PAGE_SIZE, PAGE_SIZE + R - S - 7), (0, R // 2)]
+        elif "window" in self.options:
+            self.spans, self.ring = [(0, R + R // 3)], R - self.keep
+        B, H, pages = len(self.spans), heads * K, R // PAGE_SIZE
+        numbers = random.Random(0).sample(range(B * pages), B * pages)
+        self.pages = [numbers[b * pages : (b + 1) * pages] for b in range(B)]
+        with mx.stream(mx.cpu):  # the same numbers wherever it is asked
+            keys = iter(mx.random.split(mx.random.key(0), 12))
+
+            def normal(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+                return mx.random.normal(shape, key=next(keys)).astype(dtype)
+
+            self.query = normal(B, H, S, D, dtype=use.dtype)
+            self.key, self.value = (normal(B, K, S, width, dtype=use.dtype) for width in (D, Dv))
+            self.sinks = normal(max(8, H), dtype=use.dtype)  # not small, as a model's are not
+            self.mask = normal(S, R) > -1 if use.mask else None
+            self.split: BiasSplit | None = None
+            if use.pairs is not None:
+                angle = normal(use.pairs, 2 * R)  # of each column
+                table = mx.stack([mx.cos(angle), mx.sin(angle)])
+                self.split = BiasSplit(3 * normal(K, 2, use.pairs), tuple(range(use.pairs)), table, normal(K, Dv))
+            past_key, past_value = (normal(B, K, R, width, dtype=use.dtype) for width in (D, Dv))
+            self.past = self._empty(R)
+            stored = stored_tokens(past_key, past_value, self.past, **self.form)
+            for b in range(B):
+                self._write(self.past, b, [part[b] for part in stored], range(len(self._positions(b, 0))))
+            mx.eval(self.query, self.key, self.value, self.past, self.sinks, self.mask)
+
+    def agreement(self, backend: Backend, new_tokens: int, *, sinks: bool = False) -> Agreement:
+        """Run the kernels, and compare what they store and give with what the unfused operators do on the CPU.
+
+        Not on the GPU: some multiply float32 matrices with fewer bits.
+        """
+        arrays = [mx.array(array) for array in self.past]
+        key, value = (x[:, :, :new_tokens] for x in (self.key, self.value))
+        new = stored_tokens(key, value, arrays, **self.form, backend=backend)
+        for b, (_, offset) in enumerate(self.spans):
+            held = self._positions(b, new_tokens)
+            self._write(arrays, b, [part[b] for part in new], [held.index(offset + i) for i in range(new_tokens)])
+        output = self._attend(arrays, new_tokens, self.sinks if sinks else None, backend)
+        mx.eval(new, output)
+        mx.synchronize()  # a failure is raised here, or when it was queued
+        with mx.stream(mx.cpu):
+            unfused = [self._unfused(arrays, b, new_tokens, sinks) for b in range(len(self.spans))]
+            expected = mx.concatenate(unfused).astype(mx.float32)
+            error = _number((mx.abs(output.astype(mx.float32) - expected) / (1 + mx.abs(expected))).max())
+            problem = self._stored_problem(new, stored_tokens(key, value, arrays, **self.form))
+        tolerance = TOLERANCE[self.use.dtype]
+        if problem is None and not error <= tolerance:  # true for NaN too
+            problem = f"the output is off by {error:.2g}; expected at most {tolerance:g}"
+        return Agreement(error, tolerance, problem)
+
+    def _attend(self, arrays: list[mx.array], S: int, sinks: mx.array | None, backend: Backend) -> mx.array:
+        use, options = self.use, dict(self.options)
+        offset = mx.array([offset for _, offset in self.spans], mx.int32)
+        if use.paged:
+            starts, offsets = zip(*self.spans, strict=True)
+            rows = max(len(self._positions(b, S)) for b in range(len(self.spans)))
+            pages = step_pages(self.pages, starts, offsets, rows, None)
+            options |= {"pages": pages.table, "first": pages.first, "rows": rows}
+            offset = pages.offset
+        return attend_fused(
+            self.query[:, :, :S],
+            arrays[0],
+            arrays[1] if use.quant_bit else None,
+            offset,
+            value_dim=None if use.value_dim == use.head_dim else use.value_dim,
+            mask=None if self.mask is None else self.mask[:S],
+            sinks=sinks,
+            bias_split=self.split,
+            backend=backend,
+            **self.form,
+            **options,
         )
-    output = attend_fused(
-        mx.zeros((1, heads * K, S, D), use.dtype),
-        stored[0],
-        stored[1] if bits else None,
-        offset,
-        quant_bit=bits,
-        quant_group=group,
-        backend=backend,
-        **options,
-    )
-    return [*appended, output]
+
+    def _unfused(self, arrays: list[mx.array], b: int, S: int, sinks: bool) -> mx.array:
+        use, H, held = self.use, self.query.shape[1], self._positions(b, S)
+        places = self._places(b, range(len(held)))
+        stored = [(array if use.paged else array[0, b])[:, :, places][None] for array in arrays]
+        tokens = float_tokens(stored, quant_bit=use.quant_bit, dtype=mx.float32, key_dim=use.head_dim)
+        position, at = mx.array(held), self.spans[b][1] + mx.arange(S)[:, None]
+        seen = position <= at
+        if "window" in self.options:
+            seen = seen & ((position > at - self.options["window"]) | (position < self.keep))
+        if self.mask is not None:
+            seen = seen & self.mask[:S, : len(held)]
+        mask = mx.where(seen, 0.0, -math.inf)
+        if self.options.get("is_alibi"):
+            mask = mask + mx.array(alibi_slopes(H))[:, None, None] * (position - at)
+        split = self.split
+        if split is not None:
+            split = replace(split, rotation=split.rotation[..., position if use.paged else mx.arange(len(held))])
+        query = self.query[b : b + 1, :, :S].astype(mx.float32)
+        return attend_tokens(
+            query, *tokens, is_causal=False, mask=mask, bias_split=split, sinks=self.sinks[:H] if sinks else None
+        )
+
+    def _stored_problem(self, new: Sequence[mx.array], expected: Sequence[mx.array]) -> str | None:
+        """The difference in the new tokens as the kernel stored them; None: there is none."""
+        if not self.use.quant_bit:
+            return None  # nothing is computed
+        given, wanted = (  # (B, 2, K, S, D/G, G)
+            mx.unflatten(multiply_scale(quantized, scale, self.use.quant_bit, mx.float32), -1, (scale.shape[-1], -1))
+            for quantized, scale in (new, expected)
+        )
+        off = mx.abs(given - wanted) / expected[1].astype(mx.float32)[..., None]
+        most, share = _number(off.max()), _number((off > 0.5).astype(mx.float32).mean())
+        if most <= MAX_STEPS_OFF and share <= MAX_SHARE_OFF:
+            return None
+        return f"stored values are off by up to {most:.2g} scales, {share:.1%} of them"
+
+    def _empty(self, rows: int) -> list[mx.array]:
+        """The cache, and its scale if there is one, of NaN."""
+        use, B = self.use, len(self.spans)
+        sides, width = (2, use.head_dim) if use.value_dim == use.head_dim else (1, use.head_dim + use.value_dim)
+        shape = (sides, KV_HEADS, B * rows) if use.paged else (1, B, sides, KV_HEADS, rows)
+        if not use.quant_bit:
+            return [mx.full((*shape, width), math.nan, use.cache_dtype or use.dtype)]
+        quantized = mx.zeros((*shape, width * use.quant_bit // 8), quantized_dtype(use.quant_bit))
+        return [quantized, mx.full((*shape, width // use.quant_group), math.nan, use.scale_dtype)]
+
+    def _positions(self, b: int, S: int) -> list[int]:
+        """The position that each row of sequence b holds, S new tokens included."""
+        first, end = self.spans[b][0], self.spans[b][1] + S
+        if not self.ring:
+            return list(range(first, end))
+        rows = range(self.keep + self.ring)
+        return [p if p < self.keep else end - 1 - (end - 1 - p) % self.ring for p in rows]
+
+    def _places(self, b: int, rows: Sequence[int]) -> mx.array:
+        """Where rows of sequence b are on the axis of rows."""
+        if not self.use.paged:
+            return mx.array(list(rows))
+        return mx.array([self.pages[b][row // PAGE_SIZE] * PAGE_SIZE + row % PAGE_SIZE for row in rows])
+
+    def _write(self, arrays: Sequence[mx.array], b: int, parts: Sequence[mx.array], rows: Sequence[int]) -> None:
+        """Write the first tokens of parts (2, K, tokens, last) to these rows of sequence b."""
+        places = self._places(b, rows)
+        for array, part in zip(arrays, parts, strict=True):
+            own = array if self.use.paged else array[0, b]
+            own[:, :, places] = part[:, :, : len(rows)]
+            if not self.use.paged:
+                array[0, b] = own
+
+
+def _number(x: mx.array) -> float:
+    return float(x.item())  # type: ignore[arg-type]

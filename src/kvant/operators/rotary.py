@@ -23,7 +23,7 @@ class Rotary:
     __slots__ = ("_base", "_frequency", "_other", "_same", "_wavelengths", "factor", "frequencies")
 
     def __init__(self, frequencies: Sequence[float], factor: float = 1.0, *, base: float | None = None) -> None:
-        """From frequencies in float64. ``base`` is given where they are its powers base^(-2p/D)."""
+        """From frequencies in float64. ``base`` is given if they are its powers base^(-2p/D)."""
         self.frequencies = tuple(frequencies)
         self.factor = factor
         self._base = base
@@ -52,7 +52,7 @@ class Rotary:
         float32 only, because half precision would round the table too.
 
         Args:
-            offset: position of the first token: an int, a () array where it is not known yet, or a (B,) array, one
+            offset: position of the first token: an int, a () array if it is not known yet, or a (B,) array, one
                 for each sequence.
             new_tokens: S.
             dtype: dtype of the heads.

@@ -1,4 +1,4 @@
-"""PMX's static operators, KeyValueCache and MultiHeadCacheAttention: checks and layouts over shared functions."""
+"""PMX's static operators, KeyValueCache and MultiHeadCacheAttention: sequences of one length in a cache."""
 
 from typing import Any
 
@@ -6,19 +6,13 @@ import mlx.core as mx
 
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.cached_attention import float_tokens, stored_tokens
+from kvant.operators.cache_call import STATIC_LAYOUTS, At, CacheCall, check_call
+from kvant.operators.cached_attention import float_tokens
 from kvant.operators.dispatch import resolve
 from kvant.operators.fused_attention import attend_fused
 from kvant.operators.kernels.attend import unsupported_reason
-from kvant.operators.kernels.launch import Backend
-from kvant.operators.validation import (
-    CacheCall,
-    check_bias_split,
-    check_cache_call,
-    check_heads,
-    check_mask,
-    check_repeat,
-)
+from kvant.operators.probe import KernelUse
+from kvant.operators.validation import check_attn_mask, check_bias_split, check_heads, check_numbers, check_repeat
 
 
 def key_value_cache(
@@ -61,23 +55,15 @@ def key_value_cache(
 
     Source: OpenPPL PMX, KeyValueCache.
     """
-    call = check_cache_call(
-        current_key,
-        current_value,
-        start_pos,
-        cache,
-        scale,
-        num_layer=num_layer,
-        layer_idx=layer_idx,
-        quant_bit=quant_bit,
-        quant_group=quant_group,
-        cache_layout=cache_layout,
-    )
+    form = (num_layer, layer_idx, quant_bit, quant_group, cache_layout)
+    call, start, end = _checked({}, start_pos, form, None, current_key, current_value, cache, scale)
     B, _, K, D = current_key.shape
-    check_repeat(num_repeat, B * call.end * K * D)
-    _append(call, current_key.transpose(0, 2, 1, 3), current_value.transpose(0, 2, 1, 3))
+    check_repeat(num_repeat, B * end * K * D)
+    call.write(current_key.transpose(0, 2, 1, 3), current_value.transpose(0, 2, 1, 3), _at(B, start, end))
     # (B, K, T, D) -> (B, T, K * num_repeat, D)
-    key, value = (mx.repeat(x.transpose(0, 2, 1, 3), num_repeat, axis=2) for x in _all_tokens(call, current_key.dtype))
+    key, value = (
+        mx.repeat(x.transpose(0, 2, 1, 3), num_repeat, axis=2) for x in _tokens(call, B, end, current_key.dtype)
+    )
     return key, value
 
 
@@ -114,17 +100,17 @@ def multi_head_cache_attention(
         start_pos: tokens already in the cache: an int, or an integer array with one element.
         cache, scale, num_layer, layer_idx, quant_bit, quant_group, cache_layout: as in ``key_value_cache``.
         attn_mask: added to the scores: (S, >=T), (H, S, >=T) or (B or 1, H, S, >=T) with T = start_pos + S. Columns
-            past T are never read. A boolean mask keeps where True. An empty array means no mask. A query with every
+            past T are never read. A boolean mask keeps True. An empty array means no mask. A query with every
             key masked gives zeros.
         num_heads: H.
         head_dim: D. Scores are divided by its square root; softmax is in float32.
-        is_causal: query i sees key j only where j <= start_pos + i.
+        is_causal: query i sees key j only if j <= start_pos + i.
         is_alibi: add ALiBi biases. The call is then causal whatever ``is_causal`` is.
         num_kv_heads: K; 0 means H.
         bias_split: an extension of PMX: the projections' biases that ``current_key``, ``current_value`` and the cache
             lack. Keys are rotated by their positions. None: PMX's operator.
         kernels: "unfused" or "fused" forces one. None: the environment variable KVANT_KERNELS decides, otherwise it is
-            the fused kernel on a GPU where it takes the call (few new tokens, cache_layout 1, one layer). The fused
+            the fused kernel on a GPU if it takes the call (few new tokens, cache_layout 1, one layer). The fused
             kernel multiplies quantized values by scales in float32; the unfused operator rounds to the scale's dtype.
 
     Returns:
@@ -133,69 +119,67 @@ def multi_head_cache_attention(
     Raises:
         ValueError: an input that does not fit, or a call that a forced kernel does not take. Cache and scale are then
             unchanged.
-        RuntimeError: a forced kernel that failed its self-check on this device.
+        RuntimeError: a forced kernel that fails on this device when it is tried.
 
     Source: OpenPPL PMX, MultiHeadCacheAttention.
     """
-    call = check_cache_call(
-        current_key,
-        current_value,
-        start_pos,
-        cache,
-        scale,
-        num_layer=num_layer,
-        layer_idx=layer_idx,
-        quant_bit=quant_bit,
-        quant_group=quant_group,
-        cache_layout=cache_layout,
-    )
-    mask = check_heads(
-        query,
-        current_key,
-        attn_mask,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        num_kv_heads=num_kv_heads,
-        is_causal=is_causal,
-        is_alibi=is_alibi,
-    )
-    mask = check_mask(mask, call, num_heads)
-    check_bias_split(bias_split, call, num_kv_heads or num_heads)
+    form = (num_layer, layer_idx, quant_bit, quant_group, cache_layout)
+    sizes = check_heads(num_heads, num_kv_heads, head_dim, is_causal=is_causal, is_alibi=is_alibi)
+    call, start, end = _checked(sizes, start_pos, form, query, current_key, current_value, cache, scale)
+    B, S, H, D = query.shape
+    K = current_key.shape[2]
+    mask = check_attn_mask(attn_mask, [(), (H,), (1, H), (B, H)], S, end)
+    mask = None if mask is None else mask[..., :end]  # further columns are padding
+    check_bias_split(bias_split, K, D, end)
     # (B, S, H, D) -> (B, H, S, D)
     query, key, value = (x.transpose(0, 2, 1, 3) for x in (query, current_key, current_value))
     if cache_layout == 1 and num_layer == 1:
         reason = unsupported_reason(query.shape, quant_bit=quant_bit, quant_group=quant_group)
     else:
         reason = f"cache_layout {cache_layout} with num_layer {num_layer}; it takes layout 1 with one layer"
-    backend = resolve(kernels, reason)
+    pairs = None if bias_split is None else len(bias_split.pairs)
+    use = KernelUse(
+        *(D, D, query.dtype, quant_bit, quant_group, call.arrays[-1].dtype, H // K, pairs),
+        cache_dtype=cache.dtype,
+        mask=mask is not None,
+        options=(("is_alibi", True),) if is_alibi else (),
+    )
+    backend = resolve(kernels, reason, [use])
     options: dict[str, Any] = {"is_causal": is_causal, "is_alibi": is_alibi, "mask": mask, "bias_split": bias_split}
-    _append(call, key, value, backend)
+    call.write(key, value, _at(B, start, end), backend)
     if backend is None:
-        output = attend_tokens(query, *_all_tokens(call, query.dtype), **options)
+        output = attend_tokens(query, *_tokens(call, B, end, query.dtype), **options)
     else:
-        offset = mx.array(call.start)
-        output = attend_fused(
-            query, cache, scale, offset, quant_bit=quant_bit, quant_group=quant_group, backend=backend, **options
-        )
+        options |= {"quant_bit": quant_bit, "quant_group": quant_group, "backend": backend}
+        output = attend_fused(query, cache, scale, mx.array(start), **options)
     return output.transpose(0, 2, 1, 3)  # (B, H, S, D) -> (B, S, H, D)
 
 
-def _append(call: CacheCall, key: mx.array, value: mx.array, backend: Backend | None = None) -> None:
-    """Write new keys and values (B, K, S, D) to the call's cache and scale, in place."""
-    new = stored_tokens(
-        key, value, call.arrays, quant_bit=call.quant_bit, quant_group=call.quant_group, backend=backend
+def _checked(
+    sizes: dict[str, int], start_pos: int | mx.array, form: tuple[int, ...], *arrays: Any
+) -> tuple[CacheCall, int, int]:
+    """The call, and the tokens that the cache has before and after it."""
+    call = check_call(STATIC_LAYOUTS, ("B", "S"), sizes, form, *arrays)
+    if isinstance(start_pos, mx.array):
+        if start_pos.size != 1 or not mx.issubdtype(start_pos.dtype, mx.integer):
+            given = f"{start_pos.dtype} {tuple(start_pos.shape)}"
+            raise ValueError(f"start_pos is an array, {given}; expected one integer element")
+        start_pos = int(start_pos.item())  # type: ignore[arg-type]
+    S, most = sizes["S"], sizes["MaxS"]
+    check_numbers(
+        [
+            ("the batch of current_key", sizes["B"], 1, sizes["MaxB"]),
+            (f"start_pos, before {S} new tokens in a cache of {most},", start_pos, 0, most - S),
+        ]
     )
-    for array, part in zip(call.arrays, new, strict=True):
-        if call.cache_layout == 0:  # (B, 2, K, S, last) -> (B, 2, S, K, last)
-            array[: call.batch, call.layer_idx, :, call.start : call.end] = part.transpose(0, 1, 3, 2, 4)
-        else:
-            array[call.layer_idx, : call.batch, :, :, call.start : call.end] = part
+    return call, int(start_pos), int(start_pos) + S
 
 
-def _all_tokens(call: CacheCall, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+def _at(batch: int, start: int, end: int) -> At:
+    return {"MaxB": slice(0, batch), "MaxS": slice(start, end)}
+
+
+def _tokens(call: CacheCall, batch: int, end: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     """Every token the cache now holds, as keys and values (B, K, T, D)."""
-    if call.cache_layout == 0:  # (B, 2, T, K, last) -> (B, 2, K, T, last)
-        stored = [x[: call.batch, call.layer_idx, :, : call.end].transpose(0, 1, 3, 2, 4) for x in call.arrays]
-    else:
-        stored = [x[call.layer_idx, : call.batch, :, :, : call.end] for x in call.arrays]
+    stored = call.read(_at(batch, 0, end))
     return float_tokens(stored, quant_bit=call.quant_bit, dtype=dtype, product_dtype=stored[-1].dtype)

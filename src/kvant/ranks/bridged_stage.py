@@ -39,11 +39,7 @@ from kvant.threads import check_process
 
 
 def count_layers(folder: Path) -> int:
-    """Layers of a bridged model that ranks can each have a part of; no tensor is read.
-
-    Raises:
-        ModelError: not a supported model, or one whose layers cannot be dealt.
-    """
+    """Count the layers of a bridged model that ranks can each have a part of; no tensor is read."""
     return len(_list_layers(folder).paths)
 
 
@@ -55,13 +51,8 @@ def load_bridged_stage(
     Args:
         folder: the model folder.
         ranks: this process among the others. Each of them calls this with its own layers.
-        layers: the numbers of this rank's layers, at least one. The first rank's begin at 0, each other's where those
-            of the rank before end.
+        layers: the numbers of this rank's layers, at least one. They follow those of the rank before.
         progress: called with (layers loaded, this rank's layers).
-
-    Raises:
-        ModelError: as :func:`count_layers`, or layers that this rank cannot have.
-        CheckpointError: as :func:`kvant.bridge.folder.load_bridged`; this machine has to hold its layers only.
     """
     check_process()
     found = _list_layers(folder)
@@ -116,7 +107,7 @@ class BridgedStageModel(BridgedModel):
             redirect(modules[path], partial(self._call_layer, number))
 
     def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
-        """As :meth:`BridgedModel.feed`. The last rank sends nothing back."""
+        # The last rank sends nothing back.
         bridged = self._checked(cache)
         bridged.begin(inputs)
         with self._step(bridged, returns=False):
@@ -124,19 +115,13 @@ class BridgedStageModel(BridgedModel):
             return [*bridged.state, *self._sent]
 
     def can_compile(self, cache: ModelCache, new_tokens: int = 1) -> bool:
-        """Never: a step sends."""
+        """Say no: a step sends."""
         return False
 
     def step_logits(self, tokens: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> Never:
-        """Not there: see :meth:`can_compile`."""
         raise NotImplementedError("a step of several machines is not compiled")
 
     def make_pool(self, *arguments: Any, **options: Any) -> Never:
-        """Refused.
-
-        Raises:
-            ModelError: always.
-        """
         raise ModelError(
             f"{self.config.model_type} on several machines takes one sequence at a time: mlx-lm's class computes it"
         )
@@ -155,7 +140,7 @@ class BridgedStageModel(BridgedModel):
         return self.check_cache(cache)
 
     def _logits(self, inputs: mx.array, cache: BridgedCache | BridgedBatch | None) -> mx.array:
-        """The logits on rank 0; elsewhere the hidden states that were sent, (B, S, hidden)."""
+        """Compute the logits on rank 0; elsewhere the hidden states that are sent, (B, S, hidden)."""
         assert not isinstance(cache, BridgedBatch)
         with self._step(cache, returns=True):
             result: mx.array = self.module(inputs) if cache is None else self.module(inputs, cache=cache)
@@ -167,7 +152,7 @@ class BridgedStageModel(BridgedModel):
 
     @contextmanager
     def _step(self, cache: BridgedCache | None, *, returns: bool) -> Iterator[None]:
-        """The calls of layers in it are a step's, whose hidden states come back to rank 0 where it ``returns``."""
+        """Mark the calls of layers in it as a step's; if it ``returns``, hidden states come back to rank 0."""
         self._computes, self._returns, self._cache, self._sent = True, returns, cache, []
         try:
             yield

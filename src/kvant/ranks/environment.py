@@ -6,22 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvant.errors import RanksError
+from kvant.errors import RanksError, one_line
 
 GUARD, RANK = "KVANT_GUARD", "MLX_RANK"
-LAUNCHED = "KVANT_LAUNCH"  # rank 0 has the terminal or the pipe itself; mlx.launch copies its input to all ranks
 MPI = [("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")]
+BACKENDS = {"MLX_HOSTFILE": "ring", "MLX_IBV_DEVICES": "jaccl", "MLX_WORLD_SIZE": "nccl"}
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank, and where the others find rank 0.
+    """A rank, and the address at which the others find rank 0.
 
     Attributes:
         rank: of this process, from 0.
         size: ranks in all, 2 or more.
         backend: MLX's: "ring", "jaccl", "nccl" or "mpi".
-        host: where rank 0's guard listens: an address or a name.
+        host: the address or name at which rank 0's guard listens.
         port: with it.
     """
 
@@ -33,99 +33,57 @@ class Place:
 
 
 def find_place(environ: Mapping[str, str]) -> Place | None:
-    """This process's place. None without a launcher, and in a group of one.
+    """Read this process's place. None without a launcher, and in a group of one.
 
-    The guard listens where ``KVANT_GUARD`` says, otherwise one port below the one that MLX uses on rank 0.
+    The guard listens at ``KVANT_GUARD``, otherwise one port below the one that MLX uses on rank 0.
     The variables are those of ``mlx.launch`` (mlx/_distributed_utils/launch.py) and of MPI's launchers.
 
     Raises:
         RanksError: variables that are incomplete or malformed.
     """
-    if "MLX_HOSTFILE" in environ:
-        backend, (size, address) = "ring", _hosts(environ["MLX_HOSTFILE"])
-    elif "MLX_JACCL_COORDINATOR" in environ or "MLX_IBV_DEVICES" in environ:
-        backend, size = "jaccl", len(_read_list("MLX_IBV_DEVICES", _needed(environ, "MLX_IBV_DEVICES", "jaccl")))
-        address = ("MLX_JACCL_COORDINATOR", _needed(environ, "MLX_JACCL_COORDINATOR", "jaccl"))
-    elif "MLX_WORLD_SIZE" in environ:
-        backend, size = "nccl", _number(environ, "MLX_WORLD_SIZE")
-        nccl = f"{_needed(environ, 'NCCL_HOST_IP', 'nccl')}:{_needed(environ, 'NCCL_PORT', 'nccl')}"
-        address = ("NCCL_HOST_IP:NCCL_PORT", nccl)
-    elif found := [names for names in MPI if names[0] in environ and names[1] in environ]:
-        return _mpi(environ, *found[0])
-    elif RANK in environ:
-        raise RanksError(
-            "MLX_RANK is set, but none of MLX_HOSTFILE (ring), MLX_JACCL_COORDINATOR (jaccl) and MLX_WORLD_SIZE (nccl)"
-        )
-    else:
+    backend = next((backend for name, backend in BACKENDS.items() if name in environ), "mpi")
+    rank_name, size_name = next((names for names in MPI if names[0] in environ), (RANK, ""))
+    if backend == "mpi" and not size_name:
         return None
-    if size < 2:
-        return None
-    _needed(environ, RANK, backend)
-    rank = _rank(environ, RANK, size)
-    if GUARD in environ:
-        return Place(rank, size, backend, *_address(GUARD, environ[GUARD]))
-    host, port = _address(*address)
-    return Place(rank, size, backend, host, port - 1)
-
-
-def _mpi(environ: Mapping[str, str], rank_name: str, size_name: str) -> Place | None:
-    size = _number(environ, size_name)
-    if size < 2:
-        return None
-    if GUARD not in environ:
-        raise RanksError(
-            f"MPI does not say where rank 0 is; expected {GUARD}=HOST:PORT, an address of rank 0's machine and a free "
-            f"port (mpirun -x {GUARD}=HOST:PORT)"
-        )
-    return Place(_rank(environ, rank_name, size), size, "mpi", *_address(GUARD, environ[GUARD]))
-
-
-def _hosts(file: str) -> tuple[int, tuple[str, str]]:
-    """Ranks in a ring's host file, and the first address of rank 0 with the name of where it stands."""
-    hosts = _read_list("MLX_HOSTFILE", file)
-    if not all(isinstance(host, list) and host and all(isinstance(each, str) for each in host) for host in hosts):
-        raise RanksError(f'MLX_HOSTFILE {file}: expected [["IP:PORT", ...], ...], a list for each rank')
-    return len(hosts), (f"MLX_HOSTFILE {file}", hosts[0][0] if hosts else "")
-
-
-def _read_list(name: str, file: str) -> list[Any]:
-    """A JSON list; an empty file is an empty one, which the launcher writes for one rank."""
     try:
-        text = Path(file).read_text(encoding="utf-8").strip()
-        found = json.loads(text) if text else []
-    except OSError as error:
-        raise RanksError(f"{name} {file} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise RanksError(f"{name} {file} is no JSON: {error}") from error
+        size, address = (int(environ[size_name]), "") if backend == "mpi" else _group(environ, backend)
+        if size < 2:
+            return None
+        rank = int(environ[RANK if backend != "mpi" else rank_name])
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} of {size}")
+        if not (given := environ.get(GUARD)) and backend == "mpi":
+            raise ValueError(f"MPI needs {GUARD}=HOST:PORT, an address of rank 0's machine (mpirun -x {GUARD}=...)")
+        host, port = _address(given) if given else _address(address, before=1)
+    except KeyError as error:
+        raise RanksError(f"MLX's back end {backend!r} needs {error.args[0]} in the environment") from error
+    except (OSError, ValueError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise RanksError(f"the launcher's variables for MLX's back end {backend!r}: {one_line(error)}") from error
+    return Place(rank, size, backend, host, port)
+
+
+def _group(environ: Mapping[str, str], backend: str) -> tuple[int, str]:
+    """The ranks in all, and the address that MLX uses on rank 0."""
+    if backend == "ring":
+        hosts = _read_list(environ["MLX_HOSTFILE"])
+        return len(hosts), hosts[0][0] if len(hosts) > 1 else ""
+    if backend == "jaccl":
+        return len(_read_list(environ["MLX_IBV_DEVICES"])), environ["MLX_JACCL_COORDINATOR"]
+    return int(environ["MLX_WORLD_SIZE"]), f"{environ['NCCL_HOST_IP']}:{environ['NCCL_PORT']}"
+
+
+def _read_list(file: str) -> list[Any]:
+    """A JSON list of a file; the launcher leaves the file empty for one rank."""
+    found = json.loads(Path(file).read_text(encoding="utf-8").strip() or "[]")
     if not isinstance(found, list):
-        raise RanksError(f"{name} {file}: expected a JSON list, one item for each rank")
+        raise ValueError(f"{file}: expected a JSON list, one item for each rank")
     return found
 
 
-def _needed(environ: Mapping[str, str], name: str, backend: str) -> str:
-    if not environ.get(name):
-        raise RanksError(f"MLX's back end {backend!r} needs {name} in the environment, which is not set")
-    return environ[name]
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    text = environ[name]
-    if not (text.isascii() and text.isdigit()):
-        raise RanksError(f"{name} is {text!r}; expected a whole number")
-    return int(text)
-
-
-def _rank(environ: Mapping[str, str], name: str, size: int) -> int:
-    rank = _number(environ, name)
-    if rank >= size:
-        raise RanksError(f"{name} is {rank}; expected 0 to {size - 1}, for there are {size} ranks")
-    return rank
-
-
-def _address(name: str, text: str) -> tuple[str, int]:
-    """Host and port of "HOST:PORT" or "[IPv6]:PORT"."""
+def _address(text: str, before: int = 0) -> tuple[str, int]:
+    """Host and port of "HOST:PORT" or "[IPv6]:PORT"; the port is ``before`` below."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not (port.isascii() and port.isdigit()) or not 1 < int(port) < 65536:
-        raise RanksError(f"{name}: the address is {text!r}; expected HOST:PORT, a port from 2 to 65535")
-    return host, int(port)
+        raise ValueError(f"the address is {text!r}; expected HOST:PORT, a port from 2 to 65535")
+    return host, int(port) - before

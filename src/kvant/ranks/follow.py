@@ -1,6 +1,6 @@
-"""The other ranks: they compute what rank 0 tells them, until it ends."""
+"""The other ranks compute what rank 0 tells them, until it ends."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 
@@ -8,7 +8,7 @@ from kvant.cache import ModelCache
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
 from kvant.models import LanguageModel
-from kvant.ranks.guard import Ended, Guard
+from kvant.ranks.guard import Guard
 from kvant.ranks.plans import Plan, align, planned_batch
 
 CALLS = ("__call__", "feed", "next_logits", "every_logits")
@@ -22,7 +22,7 @@ class Follower:
         self._held: dict[int, ModelCache | Pool] = {}
 
     def obey(self, message: Plan) -> Any | None:
-        """Do what :class:`kvant.ranks.lead.Lead` tells. Returns what rank 0 waits for; None: it does not."""
+        """Do what rank 0 tells. Returns what it waits for; None: it does not."""
         for number in message["dropped"]:
             del self._held[number]
         if "make" in message:
@@ -52,20 +52,17 @@ class Follower:
             mx.clear_cache()  # a chunk's activations, as on rank 0
 
 
-def follow(part: LanguageModel, guard: Guard) -> int:
-    """Compute this rank's part of every step. Returns the exit code that rank 0 ends with."""
+def follow(part: LanguageModel, guard: Guard) -> NoReturn:
+    """Compute this rank's part of every step, until rank 0 ends the run: :class:`kvant.ranks.guard.Ended`."""
     follower = Follower(part)
-    try:
-        while True:
-            reply = follower.obey(guard.receive())
-            if reply is not None:
-                guard.gather(reply)
-    except Ended as ended:
-        return ended.code
+    while True:
+        reply = follower.obey(guard.receive())
+        if reply is not None:
+            guard.gather(reply)
 
 
 def _limits(made: ModelCache | Pool) -> list[tuple[int, int]]:
-    """How far the layers of a cache can go back: see :class:`kvant.cache.sequences.TrimLimit`."""
+    """Say how far the layers of a cache can go back, as of a TrimLimit."""
     if isinstance(made, Pool):
         return []
-    return [(limit.rows, limit.tokens) for limit in made.layers[0].sequences.limits]
+    return [(limit.rows, limit.tokens) for limit in made.layers[0].sequence.limits]

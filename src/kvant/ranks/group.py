@@ -23,7 +23,7 @@ class Traffic:
     bytes: int = 0
 
     def since(self, before: "Traffic") -> "Traffic":
-        """What came in between."""
+        """Subtract what was counted before."""
         return Traffic(self.sums - before.sums, self.messages - before.messages, self.bytes - before.bytes)
 
 
@@ -53,19 +53,19 @@ class Ranks:
         return self.group.size()
 
     def all_sum(self, x: mx.array) -> mx.array:
-        """The sum of the ranks' arrays, in all of them."""
+        """Sum the ranks' arrays, in all of them."""
         self.traffic.sums += 1
         self.traffic.bytes += x.nbytes
         return mx.distributed.all_sum(x, group=self.group)
 
     def all_max(self, x: mx.array) -> mx.array:
-        """The largest of the ranks' numbers at each place, in all of them."""
+        """Take the largest of the ranks' numbers at each place, in all of them."""
         self.traffic.sums += 1
         self.traffic.bytes += x.nbytes
         return mx.distributed.all_max(x, group=self.group)
 
     def all_gather(self, x: mx.array) -> mx.array:
-        """The ranks' arrays, of one shape, one after the other along the first axis, in all of them."""
+        """Join the ranks' arrays, of one shape, along the first axis, in all of them."""
         self.traffic.sums += 1
         self.traffic.bytes += x.nbytes * self.size
         return mx.distributed.all_gather(x, group=self.group)
@@ -77,7 +77,7 @@ class Ranks:
         return mx.distributed.send(x, to, group=self.group)
 
     def receive(self, shape: Sequence[int], dtype: mx.Dtype, sender: int) -> mx.array:
-        """An array from a neighbour in the ring."""
+        """Receive an array from a neighbour in the ring."""
         self.traffic.messages += 1
         received = mx.distributed.recv(shape, dtype, sender, group=self.group)
         self.traffic.bytes += received.nbytes

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
 import mlx.core as mx
@@ -13,7 +13,7 @@ from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
-from kvant.cache.sequences import TrimLimit
+from kvant.cache.sequence import TrimLimit
 from kvant.errors import RanksError, one_line
 from kvant.models import LanguageModel
 from kvant.models.decoder import Cached, Offset
@@ -21,7 +21,8 @@ from kvant.ranks.group import Ranks, Traffic
 from kvant.ranks.guard import Guard
 from kvant.ranks.plans import pool_plan
 
-NOTICED_S = 1.0  # for the guard, which knows the reason where another rank is gone and MLX's error is all that is seen
+Computed = TypeVar("Computed", mx.array, list[mx.array])
+NOTICED_S = 1.0  # for the guard, which knows whether another rank is gone; MLX's error does not say so
 
 
 class Lead:
@@ -58,7 +59,6 @@ class Lead:
 
     @property
     def identity(self) -> Identity | None:
-        """See :class:`kvant.models.LanguageModel`."""
         return self.part.identity
 
     @identity.setter
@@ -81,56 +81,48 @@ class Lead:
         return self.part.arrays
 
     def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
-        """Logits of every position; the step is committed. ``cache`` is one of this model's.
+        """Compute the logits of every position and commit the step. ``cache`` is one of this model's.
 
         Raises:
             RanksError: no such cache, or a step that failed.
         """
         if cache is None:
             raise RanksError("a model on several ranks computes through a cache; given none")
-        cache = cache if isinstance(cache, PoolBatch) else self.part.check_cache(cache)
-        logits: mx.array = self._step("__call__", inputs, cache)
-        return logits
+        return self._step(
+            self.part.__call__, inputs, cache if isinstance(cache, PoolBatch) else self.check_cache(cache)
+        )
 
     def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
-        """See :class:`kvant.models.LanguageModel`; computed already."""
-        fed: list[mx.array] = self._step("feed", inputs, cache)
-        return fed
+        return self._step(self.part.feed, inputs, cache)
 
     def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
-        """See :class:`kvant.models.LanguageModel`; computed already."""
-        logits: mx.array = self._step("next_logits", inputs, cache)
-        return logits
+        return self._step(self.part.next_logits, inputs, cache)
 
     def every_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
-        """See :class:`kvant.models.LanguageModel`; computed already."""
-        logits: mx.array = self._step("every_logits", inputs, cache)
-        return logits
+        return self._step(self.part.every_logits, inputs, cache)
 
     def can_compile(self, cache: ModelCache, new_tokens: int = 1) -> bool:
-        """No: a step waits for other ranks."""
+        """Say no: a step waits for other ranks."""
         return False
 
     def step_logits(self, tokens: mx.array, offset: mx.array, cache: ModelCache, num_tokens: int) -> mx.array:
-        """Refused: see :meth:`can_compile`."""
         raise RanksError("a step of several ranks cannot be compiled")
 
-    def check_cache(self, cache: Sequence[KVCache], batch: int | None = None) -> ModelCache:
-        """See :class:`kvant.models.LanguageModel`."""
-        return self.part.check_cache(cache, batch)
+    def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
+        return self.part.check_cache(cache)
 
     def make_cache(self, max_seq_len: int | None = None, **options: Any) -> ModelCache:
-        """Reserve a cache on every rank; see :class:`kvant.models.LanguageModel`."""
+        """Reserve a cache on every rank."""
         cache = self.part.make_cache(max_seq_len, **options)
         cache.divided = True
-        sequences = cache.layers[0].sequences
-        found = self._told_made(sequences, "cache", {"max_seq_len": max_seq_len, **options})
+        sequence = cache.layers[0].sequence
+        found = self._told_made(sequence, "cache", {"max_seq_len": max_seq_len, **options})
         # How far the windows of the others' layers can go back.
-        sequences.limits |= {TrimLimit(*limit) for limits in found for limit in limits}
+        sequence.limits |= {TrimLimit(*limit) for limits in found for limit in limits}
         return cache
 
     def make_pool(self, tokens: int, **options: Any) -> Pool:
-        """Reserve a pool on every rank; see :class:`kvant.models.LanguageModel`."""
+        """Reserve a pool on every rank."""
         pool = self.part.make_pool(tokens, **options)
         pool.divided = True
         for part in pool.parts:
@@ -149,8 +141,8 @@ class Lead:
         finalize(made, self._dropped.append, number)
         return found
 
-    def _step(self, call: str, inputs: mx.array, cache: ModelCache | PoolBatch) -> Any:
-        held = cache.pool if isinstance(cache, PoolBatch) else cache.layers[0].sequences
+    def _step(self, call: Callable[..., Computed], inputs: mx.array, cache: ModelCache | PoolBatch) -> Computed:
+        held = cache.pool if isinstance(cache, PoolBatch) else cache.layers[0].sequence
         if (number := self._numbers.get(held)) is None:
             raise RanksError("the cache is not of this model; on several ranks expected one of model.make_cache")
         cache.begin(inputs)  # refuses what does not fit, before the others are told
@@ -158,9 +150,9 @@ class Lead:
         plan = pool_plan(cache) if isinstance(cache, PoolBatch) else {"lengths": cache.lengths}
         before = replace(self.ranks.traffic)
         with self._whole():
-            self._tell({"call": call, "number": number, "ids": ids, **plan})
+            self._tell({"call": call.__name__, "number": number, "ids": ids, **plan})
             try:
-                result = getattr(self.part, call)(inputs, cache=cache)
+                result = call(inputs, cache=cache)
                 mx.eval(result)
             except (RuntimeError, ValueError) as error:
                 self._broken = True  # the others wait for what does not come

@@ -14,7 +14,7 @@ Plan = Mapping[str, Any]
 
 
 def pool_plan(batch: PoolBatch) -> dict[str, Any]:
-    """The step of a batch that was begun: which pages were copied since the last one, and where its tokens go."""
+    """Describe a batch's step: the pages that were copied since the last one, and each token's place."""
     parts, copies = batch.pool.parts, []
     for part in parts:
         copies.append(part.copied or [])
@@ -25,7 +25,7 @@ def pool_plan(batch: PoolBatch) -> dict[str, Any]:
 
 
 def planned_batch(pool: Pool, plan: Plan) -> PlannedBatch:
-    """The batch of a :func:`pool_plan`, in this rank's pool."""
+    """Make the batch of a :func:`pool_plan` in this rank's pool."""
     for part, copies in zip(pool.parts, plan["copies"], strict=True):
         for page, to, rows in copies:
             part.copy(page, to, rows)
@@ -34,23 +34,18 @@ def planned_batch(pool: Pool, plan: Plan) -> PlannedBatch:
 
 
 def align(cache: ModelCache, lengths: Sequence[int]) -> None:
-    """Have the tokens that rank 0's cache has at the beginning of a step.
+    """Commit or forget tokens, so that this cache has those of rank 0's at the beginning of a step.
 
-    What it has committed of the last step, or forgotten since, is seen in its lengths.
-
-    Raises:
-        RanksError: this cache cannot have these lengths.
+    What rank 0 has committed of the last step, or forgotten since, is seen in its length.
     """
-    held, step = cache.lengths, cache.step
-    new = [now - before for now, before in zip(lengths, held, strict=True)]
-    if step is not None and any(new) and all(0 <= count <= step.shape[1] for count in new):
-        whole = all(count == step.shape[1] for count in new)
-        cache.commit(None if whole else new)
+    (length,), step = lengths, cache.step
+    if step is not None and 0 < (new := length - cache.offset) <= step.shape[1]:
+        cache.commit(None if new == step.shape[1] else new)
     elif step is not None:
         cache.end_step()
-    if not any(lengths):
+    if not length:
         cache.reset()
-    elif any(now > own for now, own in zip(lengths, cache.lengths, strict=True)):
-        raise RanksError(f"the cache holds {list(cache.lengths)} tokens; rank 0's has {list(lengths)}")
+    elif length > cache.offset:
+        raise RanksError(f"the cache holds {cache.offset} tokens; rank 0's has {length}")
     else:
-        cache.trim_to(list(lengths))
+        cache.trim_to(length)

@@ -41,7 +41,6 @@ class StageDecoder(Decoder):
         self.ranks, self.all_windows = ranks, tuple(all_windows)
 
     def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
-        """As :meth:`Decoder.__call__`."""
         check_process()
         check_ids(inputs, self.config.vocab_size)
         passed = self._passed(inputs, offset, cache, wanted=inputs.shape[1])
@@ -50,38 +49,33 @@ class StageDecoder(Decoder):
         return passed if self.ranks.rank else self._logits(passed)
 
     def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
-        """As :meth:`Decoder.feed`. Nothing comes back to rank 0: it can go on while others compute."""
+        # Nothing comes back to rank 0: it can go on while others compute.
         return [self._passed(inputs, None, cache, wanted=0)]
 
     def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
-        """As :meth:`Decoder.next_logits`."""
         passed = self._passed(inputs, None, cache, wanted=1)
         return passed if self.ranks.rank else self._logits(passed)[:, -1]
 
     def every_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
-        """As :meth:`Decoder.every_logits`."""
         passed = self._passed(inputs, None, cache, wanted=inputs.shape[1])
         return passed if self.ranks.rank else self._logits(passed)
 
     def can_compile(self, cache: ModelCache, new_tokens: int = 1) -> bool:
-        """No: a step waits for other ranks."""
+        """Say no: a step waits for other ranks."""
         return False
 
     def _logits(self, stream: mx.array) -> mx.array:
         return self.logits(rms_norm(stream, self._norm, self.config.rms_norm_eps))
 
-    def _passed(
-        self,
-        inputs: mx.array,
-        offset: Offset,
-        cache: Cached,
-        *,
-        wanted: int,
-    ) -> mx.array:
-        """A step of (B, S) ids through this rank's layers.
+    def _passed(self, inputs: mx.array, offset: Offset, cache: Cached, *, wanted: int) -> mx.array:
+        """Take a step of (B, S) ids through this rank's layers.
 
-        ``wanted``: the last so many positions go back to rank 0. Returns these on rank 0, and elsewhere what was sent;
-        with none, what there is to evaluate.
+        Args:
+            inputs, offset, cache: the step.
+            wanted: the last so many positions go back to rank 0.
+
+        Returns:
+            These on rank 0, and elsewhere what was sent; with none, what there is to evaluate.
         """
         ranks = self.ranks
         rank, last = ranks.rank, ranks.size - 1
@@ -112,12 +106,6 @@ def load_stage(
     """
     first = ranks.rank == 0
     parts = load_part(
-        folder,
-        layers=layers,
-        embedding=first,
-        head=first,
-        all_sum=ranks.all_sum,
-        progress=progress,
-        adapter=adapter,
+        folder, layers=layers, embedding=first, head=first, all_sum=ranks.all_sum, progress=progress, adapter=adapter
     )
     return StageDecoder(ranks, parts, ModelConfig.from_folder(folder).windows)

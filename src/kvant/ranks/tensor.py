@@ -39,7 +39,7 @@ class TensorAttention(Attention):
     norm_sizes: tuple[int, int]
 
     def _normalized(self, query: mx.array, key: mx.array, weights: Pair) -> Pair:
-        """As :class:`Attention`'s: the mean square is over the heads of all ranks, each key head counted once."""
+        """Norm by the mean square over the heads of all ranks, each key head counted once."""
         squares = [mx.square(x.astype(mx.float32)).sum(axis=-1) for x in (query, key)]  # (B, S) of each
         if not self.counts_keys:
             squares[1] = mx.zeros_like(squares[1])
@@ -73,12 +73,7 @@ class TensorDecoder(Decoder):
     """
 
     def __init__(self, parts: DecoderParts, ranks: Ranks, dealt: Sequence[Share]) -> None:
-        """Put a rank's parts together.
-
-        Args:
-            parts: with both ends of the model.
-            dealt: the share of each rank.
-        """
+        """``parts``: with both ends of the model. ``dealt``: the share of each rank."""
         assert parts.embed_tokens is not None
         assert parts.norm is not None
         super().__init__(
@@ -94,7 +89,7 @@ class TensorDecoder(Decoder):
         self._rows = [share.vocabulary[1] - share.vocabulary[0] for share in dealt]
 
     def logits(self, hidden_states: mx.array) -> mx.array:
-        """(..., hidden) -> (..., vocab). With a tied head other ranks than the first return what they are given."""
+        """(..., hidden) -> (..., vocab). With a tied head only the first rank computes it."""
         if self._lm_head is None:
             return super().logits(hidden_states) if self.ranks.rank == 0 else hidden_states
         own, widest = self._lm_head.project(hidden_states), max(self._rows)
@@ -104,7 +99,7 @@ class TensorDecoder(Decoder):
         return mx.concatenate([gathered[rank, ..., :rows] for rank, rows in enumerate(self._rows)], axis=-1)
 
     def can_compile(self, cache: ModelCache, new_tokens: int = 1) -> bool:
-        """No: ranks evaluate every step by itself."""
+        """Say no: ranks evaluate every step by itself."""
         return False
 
 

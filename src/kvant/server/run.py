@@ -22,13 +22,12 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvant.errors import KvantError, one_line
+from kvant.errors import EXIT_INTERRUPTED, KvantError, one_line
 from kvant.server.app import make_app
 from kvant.server.errors import described, logger
 from kvant.server.service import Service
 from kvant.server.settings import Limits, Settings
 
-EXIT_INTERRUPTED = 130
 BACKLOG = 1024  # connections that wait to be accepted
 LAST_S = 2  # for what is written when the engine has ended
 FILES_BESIDE = 64  # open files that are no connections

@@ -8,9 +8,9 @@ import mlx.core as mx
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvant.machine import environment
 from kvant.server.metrics import CONTENT_TYPE
 from kvant.server.service import Service
-from kvant.tools.machine import environment
 
 
 async def health(request: Request) -> Response:

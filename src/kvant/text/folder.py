@@ -41,7 +41,10 @@ class TokenizerFiles:
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     """Read them; nothing else of the folder is opened."""
     if not os.path.lexists(folder / "tokenizer.json"):
-        raise ModelError(f"{folder}: no tokenizer.json; `kvant convert --tokenizer` makes one from older files")
+        raise ModelError(
+            f"{folder}: no tokenizer.json; transformers makes one: "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
     config = dict(read_optional(folder / "tokenizer_config.json"))
     refuse_code(config, str(folder / "tokenizer_config.json"))
     if config.get("fast_tokenizer_files"):

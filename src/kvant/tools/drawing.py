@@ -19,12 +19,7 @@ STYLE = {"svg.hashsalt": "kvant", "svg.fonttype": "none", "font.size": 10, "axes
 
 
 def check_plot_path(path: Path) -> None:
-    """Find out before a long run that its plot can be written.
-
-    Raises:
-        ValueError: the name ends in neither .png nor .svg, its folder does not exist, or it cannot be written.
-        KvantError: matplotlib is not installed.
-    """
+    """Find out before a long run that its plot can be written."""
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"the plot is to be {path.name}; expected a name that ends in {' or '.join(SUFFIXES)}")
     if not path.parent.is_dir():
@@ -37,11 +32,7 @@ def check_plot_path(path: Path) -> None:
 
 @contextmanager
 def drawing(path: Path, width: float, caption: str) -> Iterator["Figure"]:
-    """A figure, ``width`` inches wide, that is written at the end; an SVG is the same, byte for byte, for equal data.
-
-    Raises:
-        ValueError, KvantError: as :func:`check_plot_path` says.
-    """
+    """A figure, ``width`` inches wide, written at the end. Equal data give the same SVG, byte for byte."""
     check_plot_path(path)
     import matplotlib
     from matplotlib.figure import Figure

@@ -5,27 +5,10 @@ the commit it resolves to when it is first pulled, its digests recorded in a loc
 huggingface_hub's own cache, shared with mlx-lm; nothing is loaded from there that was not verified.
 """
 
-from kvant.weights.known import File, KnownModel, known_models
-from kvant.weights.local import Checked, Pulled, find, pulled, verify
-from kvant.weights.lock import Verified
+from kvant.weights.known import known_models
+from kvant.weights.local import Pulled, find, pulled, verify
 from kvant.weights.pull import pull, remote_facts
-from kvant.weights.reference import Reference, parse_reference
-from kvant.weights.remove import Removal, removal
+from kvant.weights.reference import parse_reference
+from kvant.weights.remove import removal
 
-__all__ = [
-    "Checked",
-    "File",
-    "KnownModel",
-    "Pulled",
-    "Reference",
-    "Removal",
-    "Verified",
-    "find",
-    "known_models",
-    "parse_reference",
-    "pull",
-    "pulled",
-    "remote_facts",
-    "removal",
-    "verify",
-]
+__all__ = ["Pulled", "find", "known_models", "parse_reference", "pull", "pulled", "remote_facts", "removal", "verify"]

@@ -1,94 +1,186 @@
-"""Questions to the hub, and its errors in a line each."""
+"""The hub, asked by huggingface_hub: a commit's files into the cache it shares with others. Errors are a line each."""
 
 import errno
+import re
+import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from urllib.parse import quote
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from kvant.errors import WeightsError, one_line
-from kvant.weights.answer import AnswerError, StatusError, ask
-from kvant.weights.digest import Digest
-from kvant.weights.download import Say, download_file
-from kvant.weights.listing import Listing, parse_listing
-from kvant.weights.settings import cache_folder, endpoint
+from kvant.fields import shown
+from kvant.weights.reference import COMMIT
+from kvant.weights.snapshot import (
+    GIT_BLOB,
+    SHA256,
+    Digest,
+    cache_folder,
+    endpoint,
+    is_wanted,
+    repository_folder,
+    timeout_s,
+)
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
 LOG_IN = "`hf auth login` lets you in, if you have access"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-MAX_LISTING_BYTES = 8 * 1024 * 1024  # of some 20,000 files
-REFUSALS = {
-    "GatedRepo": f"gated ({{status}}): accept its terms on its page; then {LOG_IN}",
-    "RevisionNotFound": "no revision {revision!r} ({status})",
-    "EntryNotFound": "no such file at {revision} ({status})",
-    "RepoNotFound": f"no such repository, or a private one ({{status}}); {LOG_IN}",
+STATUSES = {
     401: f"the hub does not accept the login (401); {LOG_IN}",
     403: f"the hub forbids it (403); {LOG_IN}",
     429: "too many requests (429): try again later; who is logged in is allowed more",
 }
+MAX_FILE_BYTES = 2**40
+FILE_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,200}", re.ASCII)
+HEXADECIMAL = re.compile("[0-9a-f]+")
+DIGITS = {SHA256: 64, GIT_BLOB: 40}
+STALE_S = 86_400  # since the last write to a partial file: nobody is at work on it
 
 
 class UnreachableError(WeightsError):
     """The hub cannot be asked: no network, or its offline mode."""
 
 
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A file as the hub describes it.
+
+    Attributes:
+        digest: of its content: a large file's sha256, any other's git blob id; None: the hub states none.
+    """
+
+    bytes: int
+    digest: Digest | None
+
+    @property
+    def sha256(self) -> str | None:
+        """The digest if it is one."""
+        return self.digest.value if self.digest and self.digest.kind == SHA256 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A commit and those of its files that are pulled, by name."""
+
+    commit: str
+    files: dict[str, Listed]
+
+
 def list_files(repository: str, revision: str | None) -> Listing:
-    """The files of a commit, branch, tag or (None) the default branch; nothing is downloaded.
-
-    Raises:
-        WeightsError: the hub refuses, cannot be reached, or lists something impossible.
-    """
+    """The files of a commit, branch, tag or (None) the default branch; nothing is downloaded."""
     with _errors_in_one_line(repository, revision):
-        address = f"{endpoint()}/api/models/{repository}"
-        if revision is not None:
-            address += f"/revision/{quote(revision, safe='')}"
-        data = bytearray()
-        with ask(f"{address}?blobs=true") as answer:
-            for piece in answer.body:
-                data += piece
-                if len(data) > MAX_LISTING_BYTES:
-                    raise AnswerError(f"the hub's listing has more than {MAX_LISTING_BYTES} bytes")
-    return parse_listing(repository, revision, bytes(data))
+        timeout = timeout_s()  # before the import, which fails where that is none
+        from huggingface_hub import HfApi
+
+        api = HfApi(library_name="kvant")
+        found = api.model_info(repository, revision=revision, files_metadata=True, timeout=timeout)
+    return _checked(repository, revision, found)
 
 
-def download(repository: str, commit: str, path: Path, size: int, digest: Digest, say: Say) -> None:
-    """Bring one file into its snapshot in huggingface_hub's cache; one that is there stays as it is.
+def download(repository: str, commit: str, name: str) -> None:
+    """Bring a commit's file into huggingface_hub's cache, unless it is there. What comes is not checked here."""
+    with _errors_in_one_line(repository, commit, name):
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.utils import tqdm
 
-    Raises:
-        WeightsError: it cannot be had, or other bytes came.
-    """
-    with _errors_in_one_line(repository, commit, path.name):
-        download_file(f"{endpoint()}/{repository}/resolve/{commit}/{path.name}", path, size, digest, say)
+        class Bar(tqdm):
+            """Has the file's name, and is drawn on the terminal itself: the command's standard error is escaped."""
+
+            def __init__(self, *arguments: Any, **options: Any) -> None:
+                super().__init__(*arguments, **options | {"desc": name, "file": sys.__stderr__})  # type: ignore[no-untyped-call]
+
+        place = cache_folder()
+        hf_hub_download(repository, name, revision=commit, cache_dir=place, library_name="kvant", tqdm_class=Bar)
+
+
+def note_branch(repository: str, branch: str, commit: str) -> None:
+    """Tell huggingface_hub which commit a branch is, so that others find it offline. A known commit stays."""
+    path = repository_folder(repository) / "refs" / branch
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "x", encoding="ascii") as file:
+            file.write(commit)
+
+
+def remove_partials(repository: str) -> None:
+    """Remove what killed downloads left: huggingface_hub never goes on with it."""
+    with suppress(OSError):
+        for path in (repository_folder(repository) / "blobs").glob("*.incomplete"):
+            if time.time() - path.lstat().st_mtime > STALE_S:
+                path.unlink(missing_ok=True)
+
+
+def _checked(repository: str, revision: str | None, found: "ModelInfo") -> Listing:
+    """The listing. Nothing in it is believed before it is checked: names become parts of paths."""
+    commit, files = found.sha, dict[str, Listed]()
+    is_commit = isinstance(commit, str) and COMMIT.fullmatch(commit)
+    if commit is None or not is_commit or (revision and COMMIT.fullmatch(revision) and revision != commit):
+        asked = revision or "main"
+        raise WeightsError(f"{repository}: the hub answers for commit {shown(commit)}; asked for {asked}")
+    for entry in found.siblings or ():
+        name = entry.rfilename
+        if isinstance(name, str) and not is_wanted(name):
+            continue
+        if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
+            raise WeightsError(f"{repository}: the hub lists a file named {shown(name)}; refused")
+        if any(name.lower() == other.lower() for other in files):  # one file where capital letters do not count
+            raise WeightsError(f"{repository}: the hub lists {name} twice")
+        if type(entry.size) is not int or not 0 <= entry.size <= MAX_FILE_BYTES:
+            expected = f"expected 0 to {MAX_FILE_BYTES} bytes"
+            raise WeightsError(f"{repository}: the hub lists {name} with the size {shown(entry.size)}; {expected}")
+        files[name] = Listed(entry.size, _digest(f"{repository}: the hub lists {name}", entry))
+    if "config.json" not in files or not any(name.endswith(".safetensors") for name in files):
+        raise WeightsError(f"{repository}: no config.json and safetensors at {commit}; kvant reads nothing else")
+    return Listing(commit, dict(sorted(files.items())))
+
+
+def _digest(what: str, entry: "RepoSibling") -> Digest | None:
+    # A large file's blob is a pointer: its id says nothing of the content.
+    kind, value = (GIT_BLOB, entry.blob_id) if entry.lfs is None else (SHA256, entry.lfs.sha256)
+    if value is None:
+        return None
+    if not isinstance(value, str) or len(value) != DIGITS[kind] or not HEXADECIMAL.fullmatch(value):
+        raise WeightsError(f"{what} with {kind} {shown(value)}; expected {DIGITS[kind]} hexadecimal digits")
+    return Digest(kind, value)
 
 
 @contextmanager
 def _errors_in_one_line(repository: str, revision: str | None, name: str | None = None) -> Iterator[None]:
+    what = repository if name is None else f"{repository}, {name}"
     try:
         yield
     except WeightsError:
         raise
     except Exception as error:  # huggingface_hub, httpx2 and filelock share no base
-        raise _explained(error, repository, revision, name) from error
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else None
+        raise _explained(cause or error, what, revision or "main") from error
 
 
-def _explained(error: Exception, repository: str, revision: str | None, name: str | None) -> WeightsError:
-    from huggingface_hub.errors import OfflineModeIsEnabled
+def _explained(error: BaseException, what: str, revision: str) -> WeightsError:
+    from huggingface_hub import errors
 
-    what = repository if name is None else f"{repository}, {name}"
-    if isinstance(error, AnswerError):
-        return WeightsError(f"{what}: {error}")
-    if isinstance(error, StatusError):
-        return WeightsError(f"{what}: {_refusal(error, revision)}")
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return UnreachableError(f"{what} is not here, and HF_HUB_OFFLINE keeps it from being pulled")
+    if isinstance(error, errors.HfHubHTTPError):
+        status = error.response.status_code
+        if isinstance(error, errors.GatedRepoError):
+            said = f"gated ({status}): accept its terms on its page; then {LOG_IN}"
+        elif isinstance(error, errors.RevisionNotFoundError):
+            said = f"no revision {revision!r} ({status})"
+        elif isinstance(error, errors.RemoteEntryNotFoundError):
+            said = f"no such file at {revision} ({status})"
+        elif isinstance(error, errors.RepositoryNotFoundError):
+            said = f"no such repository, or a private one ({status}); {LOG_IN}"
+        else:
+            said = STATUSES.get(status) or f"the hub answered {status}: {one_line(error)[:200]}"
+        return WeightsError(f"{what}: {said}")
     if isinstance(error, OSError) and error.errno in NO_SPACE:
         return WeightsError(f"{what}: no space for it in {cache_folder()}: {error.strerror}")
-    if isinstance(error, OfflineModeIsEnabled):
-        return UnreachableError(f"{what} is not here, and HF_HUB_OFFLINE keeps it from being pulled")
     if type(error).__module__.split(".")[0] in ("httpx2", "httpcore2"):
         return UnreachableError(f"{what} is not here, and {endpoint()} cannot be reached: {one_line(error)}")
     return WeightsError(f"{what}: cannot be pulled: {one_line(error)}")
-
-
-def _refusal(error: StatusError, revision: str | None) -> str:
-    said = REFUSALS.get(error.code) or REFUSALS.get(error.status)
-    if said is None:
-        return f"the hub answered {error.status}: {one_line(error)[:200]}"
-    return said.format(status=error.status, revision=revision or "main")

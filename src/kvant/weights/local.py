@@ -7,19 +7,9 @@ from pathlib import Path
 
 from kvant.errors import WeightsError
 from kvant.weights.known import File, known_files
-from kvant.weights.lock import DEFAULT_BRANCH, Lock, Verified, read_lock, read_locks, write_lock
+from kvant.weights.lock import DEFAULT_BRANCH, Lock, read_lock, read_locks, write_lock
 from kvant.weights.reference import Reference, parse_reference
-from kvant.weights.snapshot import is_unchanged, measure, real_file, refuse_others, snapshot_folder
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """A pulled file whose digest was computed again; ``problem`` is None for a right one."""
-
-    repository: str
-    revision: str
-    file: str
-    problem: str | None
+from kvant.weights.snapshot import Verified, is_unchanged, measure, real_file, refuse_others, snapshot_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +33,6 @@ def find(text: str, revision: str | None = None) -> Path:
     """The folder of a model that was pulled and verified.
 
     Sizes and times are compared with those of the verified files. A file with another time is hashed again.
-
-    Raises:
-        WeightsError: it is not here, not whole, or a file of it changed.
-        ValueError: text that cannot name a model.
     """
     lock, commit = _find(text, revision)
     folder = snapshot_folder(lock.repository, commit)
@@ -61,39 +47,23 @@ def find(text: str, revision: str | None = None) -> Path:
     return folder
 
 
-def verify(
-    text: str | None = None, revision: str | None = None, progress: Callable[[str], None] | None = None
-) -> list[Checked]:
-    """Compute the digest of every file of a model, or (None) of everything that was pulled.
-
-    Raises:
-        WeightsError: it was never pulled.
-        ValueError: text that cannot name a model.
-    """
-    if text is None:
-        commits = [(lock, commit) for lock in read_locks() for commit in lock.snapshots]
-    else:
-        commits = [_find(text, revision)]
-    results = []
+def verify(text: str | None = None, progress: Callable[[str], None] = print) -> list[str | None]:
+    """Compute the digests of a model's files, or (None) of all that was pulled: what is wrong with each, or None."""
+    commits = [(lock, commit) for lock in read_locks() for commit in lock.snapshots] if text is None else [_find(text)]
+    problems = []
     for lock, commit in commits:
         folder = snapshot_folder(lock.repository, commit)
         known = known_files(lock.repository, commit)
         for name, recorded in lock.snapshots[commit].items():
-            if progress:
-                progress(f"verifying {lock.repository}@{commit[:12]}, {name}")
-            problem = _problem(_check_again, folder, name, recorded, known.get(name))
-            results.append(Checked(lock.repository, commit, name, problem))
+            progress(f"verifying {lock.repository}@{commit[:12]}, {name}")
+            problems.append(_problem(_check_again, folder, name, recorded, known.get(name)))
         if others := _problem(refuse_others, folder, lock.snapshots[commit]):
-            results.append(Checked(lock.repository, commit, "", others))
-    return results
+            problems.append(others)
+    return problems
 
 
 def pulled() -> list[Pulled]:
-    """Everything that was pulled; sizes and times are compared, nothing is hashed.
-
-    Raises:
-        WeightsError: a lock that cannot be read.
-    """
+    """Everything that was pulled; sizes and times are compared, nothing is hashed."""
     found = []
     for lock in read_locks():
         for commit, files in lock.snapshots.items():
@@ -117,11 +87,7 @@ def pinned_commit(reference: Reference, lock: Lock) -> str | None:
 
 
 def compare(folder: Path, name: str, measured: Verified, recorded: Verified | None, known: File | None) -> None:
-    """Compare a file with its record and with weights.toml.
-
-    Raises:
-        WeightsError: it differs.
-    """
+    """Compare a file with its record and with weights.toml."""
     if recorded is not None:
         expect(folder, name, measured, recorded.bytes, recorded.sha256, "as when it was pulled")
     if known is not None:
@@ -129,11 +95,7 @@ def compare(folder: Path, name: str, measured: Verified, recorded: Verified | No
 
 
 def expect(folder: Path, name: str, measured: Verified, size: int | None, sha256: str | None, source: str) -> None:
-    """Compare a file with one source's size and digest.
-
-    Raises:
-        WeightsError: it differs.
-    """
+    """Compare a file with one source's size and digest."""
     if size not in (None, measured.bytes):
         raise differs(folder, name, f"{measured.bytes} bytes", size, source)
     if sha256 not in (None, measured.sha256):
@@ -148,7 +110,7 @@ def differs(folder: Path, name: str, given: str, expected: object, source: str) 
     )
 
 
-def _find(text: str, revision: str | None) -> tuple[Lock, str]:
+def _find(text: str, revision: str | None = None) -> tuple[Lock, str]:
     """The lock and the commit of something that was pulled."""
     reference = parse_reference(text, revision)
     lock = read_lock(reference.repository)

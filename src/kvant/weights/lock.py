@@ -9,26 +9,18 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvant.errors import WeightsError
 from kvant.files import user_cache
 from kvant.weights.reference import COMMIT, REPOSITORY, is_revision
+from kvant.weights.snapshot import Verified, cache_folder, repository_folder
 
 FORMAT = 1
-RECORD = "kvant"  # the name of huggingface_hub's lock that is held while the record is written
 DEFAULT_BRANCH = ""  # the pin of a repository without a revision
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """A file as it was when its digest was computed; while size and time stay, it counts as unchanged."""
-
-    bytes: int
-    mtime_ns: int
-    sha256: str
 
 
 @dataclass(slots=True)
@@ -46,11 +38,7 @@ class Lock:
 
 
 def read_lock(repository: str) -> Lock:
-    """The record of a repository; an empty lock if there is none.
-
-    Raises:
-        WeightsError: a file that cannot be read, or that kvant did not write.
-    """
+    """The record of a repository; an empty lock if there is none. One that kvant did not write is refused."""
     path = _path(repository)
     try:
         lock = _parse(json.loads(path.read_text(encoding="utf-8")))
@@ -71,12 +59,19 @@ def read_locks() -> Iterator[Lock]:
         yield read_lock(path.stem.replace("--", "/"))
 
 
-def check_writable() -> None:
-    """Find out before a download, rather than after it, that it could not be recorded.
+@contextmanager
+def locked(repository: str) -> Iterator[None]:
+    """Change the record inside: other processes wait."""
+    from huggingface_hub.utils import WeakFileLock
 
-    Raises:
-        WeightsError: kvant's cache folder cannot be written.
-    """
+    place = cache_folder() / ".locks" / repository_folder(repository).name / "kvant.lock"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(place):
+        yield
+
+
+def check_writable() -> None:
+    """Find out before a download, rather than after it, that it could not be recorded."""
     folder = _folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,25 +82,13 @@ def check_writable() -> None:
 
 
 def write_lock(lock: Lock) -> None:
-    """Record it, at once: another process finds the old record or the new one.
-
-    Raises:
-        OSError: the cache folder cannot be written.
-    """
+    """Record it, at once: another process finds the old record or the new one."""
     path = _path(lock.repository)
     path.parent.mkdir(parents=True, exist_ok=True)
-    snapshots = {
-        commit: {
-            name: {"bytes": file.bytes, "mtime_ns": file.mtime_ns, "sha256": file.sha256}
-            for name, file in sorted(files.items())
-        }
-        for commit, files in sorted(lock.snapshots.items())
-    }
-    record = {"format": FORMAT, "repository": lock.repository, "pins": lock.pins, "snapshots": snapshots}
     handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")  # its mode is 0600
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
+            json.dump({"format": FORMAT} | asdict(lock), file, indent=1, sort_keys=True)
         os.replace(scratch, path)
     except BaseException:
         os.unlink(scratch)

@@ -41,9 +41,6 @@ def parse_reference(text: str, revision: str | None = None) -> Reference:
     """A known name, ``owner/repository`` or ``owner/repository@revision``.
 
     A repository of weights.toml without another revision means the listed model: pinned, with its digests.
-
-    Raises:
-        ValueError: text or a revision that cannot name anything, or two revisions that differ.
     """
     repository, at, written = text.partition("@")
     if at and revision is not None and written != revision:

@@ -4,12 +4,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvant.errors import WeightsError
-from kvant.weights.download import locked, remove_partials
+from kvant.weights.hub import remove_partials
 from kvant.weights.local import pinned_commit, references
-from kvant.weights.lock import RECORD, read_lock, remove_lock, write_lock
+from kvant.weights.lock import locked, read_lock, remove_lock, write_lock
 from kvant.weights.reference import parse_reference
-from kvant.weights.settings import cache_folder, repository_folder
-from kvant.weights.snapshot import snapshot_folder
+from kvant.weights.snapshot import cache_folder, snapshot_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +27,8 @@ class Removal:
     _strategy: Any  # huggingface_hub's; None: no file is left
 
     def run(self) -> None:
-        """Remove it. The record goes first: what is left of a removal that is cut short is loaded by nobody.
-
-        Raises:
-            WeightsError: files that could not be removed.
-            OSError: the record cannot be written.
-        """
-        with locked(repository_folder(self.repository).name, RECORD, lambda: None):
+        """Remove it. The record goes first: what is left of a removal that is cut short is loaded by nobody."""
+        with locked(self.repository):
             lock = read_lock(self.repository)
             lock.snapshots.pop(self.commit, None)
             lock.pins = {pin: commit for pin, commit in lock.pins.items() if commit != self.commit}
@@ -48,12 +42,7 @@ class Removal:
 
 
 def removal(text: str) -> Removal:
-    """The removal of a model that was pulled.
-
-    Raises:
-        WeightsError: kvant never pulled it.
-        ValueError: text that cannot name a model.
-    """
+    """The removal of a model that was pulled."""
     reference = parse_reference(text)
     lock = read_lock(reference.repository)
     commit = pinned_commit(reference, lock)

@@ -1,23 +1,81 @@
-"""A commit's folder in huggingface_hub's cache, and the files in it."""
+"""huggingface_hub's settings and cache, a commit's folder in it, and the files there."""
 
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
+from types import ModuleType
 
 from kvant import files
 from kvant.errors import WeightsError
-from kvant.weights.digest import GIT_BLOB, new_hash
-from kvant.weights.lock import Verified
-from kvant.weights.settings import repository_folder
 
 SUFFIXES = (".safetensors", ".json", ".jinja", ".tiktoken")
 NAMES = ("tokenizer.model", "merges.txt", "vocab.txt")
 SECOND_COPY = "consolidated"  # Mistral's own format, all the weights again
 TEMPLATES = "additional_chat_templates"  # the one subfolder that a tokenizer's loader reads; it is not pulled
 CHUNK_BYTES = 1 << 20
+SECONDS = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")  # huggingface_hub fails on its import where one is odd
+MAX_SECONDS = 86_400
+SHA256, GIT_BLOB = "sha256", "git blob id"
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """A digest that a content must have: its kind and its hexadecimal digits."""
+
+    kind: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A file as it was when its digest was computed; while size and time stay, it counts as unchanged."""
+
+    bytes: int
+    mtime_ns: int
+    sha256: str
+
+
+def cache_folder() -> Path:
+    """The folder of huggingface_hub's downloads: HF_HUB_CACHE, else under HF_HOME, else its default."""
+    return Path(_constants().HF_HUB_CACHE).expanduser().resolve()
+
+
+def repository_folder(repository: str) -> Path:
+    """A repository's place in that cache."""
+    return cache_folder() / f"models--{repository.replace('/', '--')}"
+
+
+def endpoint() -> str:
+    """The hub's address: HF_ENDPOINT, or its default."""
+    return str(_constants().ENDPOINT)
+
+
+def timeout_s() -> float:
+    """Seconds to wait for a connection, or for the next bytes of one."""
+    return float(_constants().HF_HUB_DOWNLOAD_TIMEOUT)
+
+
+def _constants() -> ModuleType:
+    """huggingface_hub's own module of settings. The import takes a tenth of a second, so it comes late."""
+    for name in SECONDS:
+        text = os.environ.get(name)
+        if text is not None and not _is_seconds(text):
+            raise WeightsError(f"{name} is {text[:80]!r}; expected a whole number of seconds, at most {MAX_SECONDS}")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # it would ask what else runs here, and tell the hub
+    from huggingface_hub import constants
+
+    return constants
+
+
+def _is_seconds(text: str) -> bool:
+    try:
+        return 0 <= int(text) <= MAX_SECONDS
+    except ValueError:
+        return False
 
 
 def is_wanted(name: str) -> bool:
@@ -36,11 +94,7 @@ def snapshot_folder(repository: str, commit: str) -> Path:
 
 
 def real_file(folder: Path, name: str) -> Path:
-    """The regular file behind a name, by the rules of :func:`kvant.files.open_file`.
-
-    Raises:
-        WeightsError: no such file, one elsewhere, or one that is no regular file.
-    """
+    """The regular file behind a name, by the rules of :func:`kvant.files.open_file`."""
     path = folder / name
     if not path.exists():
         raise WeightsError(f"{path}: no such file; pull it again")
@@ -48,20 +102,19 @@ def real_file(folder: Path, name: str) -> Path:
 
 
 def measure(folder: Path, name: str) -> Verified:
-    """Read a file whole: its bytes, its time and its digest.
-
-    Raises:
-        WeightsError: no such file, one that cannot be read, or one that was written or replaced meanwhile.
-    """
+    """Read a file whole: its bytes, its time and its digest. One that is written to meanwhile is refused."""
     with _unchanging(folder, name) as (file, state):
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return Verified(state.st_size, state.st_mtime_ns, digest)
 
 
 def git_blob_id(folder: Path, name: str) -> str:
-    """The id git gives a file's content; errors are those of :func:`measure`."""
+    """The id git gives a file's content. Git hashes a header before it.
+
+    Source: https://git-scm.com/book/en/v2/Git-Internals-Git-Objects.
+    """
     with _unchanging(folder, name) as (file, state):
-        found = new_hash(GIT_BLOB, state.st_size)
+        found = hashlib.sha1(b"blob %d\0" % state.st_size, usedforsecurity=False)
         while piece := file.read(CHUNK_BYTES):
             found.update(piece)
     return found.hexdigest()
@@ -88,21 +141,13 @@ def _identity(state: os.stat_result) -> tuple[int, ...]:
 
 
 def is_unchanged(folder: Path, name: str, recorded: Verified) -> bool:
-    """Whether a file has the size and the time it had when its digest was computed.
-
-    Raises:
-        WeightsError: no such file.
-    """
+    """Whether a file has the size and the time it had when its digest was computed."""
     state = real_file(folder, name).stat()
     return (state.st_size, state.st_mtime_ns) == (recorded.bytes, recorded.mtime_ns)
 
 
 def refuse_others(folder: Path, names: Iterable[str]) -> None:
-    """Refuse a file that would be read from the folder and is none of ``names``.
-
-    Raises:
-        WeightsError: there is one.
-    """
+    """Refuse a file that would be read from the folder and is none of ``names``."""
     known = set(names)
     others = sorted(path.name for path in folder.iterdir() if path.name not in known and _is_read(path.name))
     if others:

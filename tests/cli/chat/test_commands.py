@@ -1,27 +1,12 @@
 """The commands of a conversation, without a terminal: lines in, text out, what is said on standard error."""
 
-import json
 import re
-import shutil
 from pathlib import Path
 
-import kvant  # isort: skip  (before MLX)
-import mlx.core as mx
 import pytest
 from support.command import QUESTION, call
 
-from kvant.cli.chat import switch
 from kvant.cli.chat.commands import BY_NAME, COMMANDS, Command, find
-from kvant.cli.chat.keyboard import typed_text
-from kvant.cli.chat.loop import converse
-from kvant.cli.chat.talk import Talk
-from kvant.cli.fitting import plan_that_fits
-from kvant.cli.session import RunOptions, open_session
-from kvant.engine.sampling import SamplingOptions
-from kvant.tools.machine import Machine, this_machine
-from kvant.tools.plan import read_folder
-
-assert kvant
 
 
 @pytest.mark.parametrize(
@@ -56,23 +41,6 @@ def test_a_line_is_a_command_or_a_question(line: str, meant: str | None) -> None
 
 def test_names_are_unlike() -> None:
     assert len(BY_NAME) == sum(len(command.names) for command in COMMANDS)
-
-
-@pytest.mark.parametrize(
-    ("keys", "text"),
-    [
-        (b"abc", "abc"),
-        (b"ab\x7fc", "ac"),
-        (b"\x7f\x7fab\x7f\x7f\x7fc", "c"),
-        (b"one\rtwo\n", "one\ntwo"),
-        (b"a\x1b[A\x1b[1;5Cb\x1bOP\x1bxc\x1b", "abc"),
-        ("é狐".encode() + b"\xff", "é狐"),
-        (b"\x1b[200~pasted\x1b[201~ \x00\x01\x04", "pasted"),
-        (b"", ""),
-    ],
-)
-def test_typed_keys_make_a_text(keys: bytes, text: str) -> None:
-    assert typed_text(keys) == text
 
 
 def _said(*lines: str, flags: tuple[str, ...] = ()) -> tuple[str, list[str]]:
@@ -125,7 +93,6 @@ def test_an_error_is_a_line_and_changes_nothing() -> None:
         "/quit now": "/quit takes nothing after it, given 'now'",
         "/edit": "nothing was asked yet",
         "/retry": "nothing was asked yet; expected a question before",
-        "/model nope": "model 'nope' is not a folder",
     }
     plain, _ = _said("Hello!")
     out, said = _said(*errors, "Hello!")
@@ -202,77 +169,3 @@ def test_a_conversation_is_saved_and_goes_on(tmp_path: Path) -> None:
     assert said[1].startswith("error: ")
     assert f"{tmp_path}/nothing" in said[2]
     assert said[3] == "error: /load needs PATH"
-
-
-def _talk(model: str = "pocket") -> Talk:
-    run = RunOptions(model=model, quiet=True, max_tokens=8)
-    wanted = SamplingOptions(temp=0.0)
-    return Talk(run, wanted, open_session(run), "unchanged")
-
-
-@pytest.mark.parametrize("room", ["for both", "for one"])
-def test_another_model_goes_on_with_the_conversation(
-    room: str, pocket_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Memory is that of one model afterwards, however often it is changed; a model that fails leaves the old one."""
-    other = Path(shutil.copytree(pocket_folder, tmp_path / "other"))
-    talk = _talk()
-    talk.send("Hello!")
-    messages = list(talk.conversation.messages)
-    held = mx.get_active_memory()
-    if room == "for one":
-        planned = plan_that_fits(read_folder(pocket_folder), talk.run.settings(), None, this_machine()).total
-        machine = Machine("cpu", planned, planned + held // 2, "this test")
-        monkeypatch.setattr(switch, "this_machine", lambda: machine)
-    for model in (str(other), "pocket", str(other)):
-        switch.switch_model(talk, model)
-        assert talk.session.name == model
-        assert talk.conversation.messages == messages
-    assert mx.get_active_memory() <= held + 1_000_000
-    assert ("makes room" in capfd.readouterr().err) == (room == "for one")
-    talk.send("Thank you!")
-    assert len(talk.conversation.messages) == 4
-    assert talk.conversation.reused_tokens == 0
-
-
-@pytest.mark.parametrize("room", ["for both", "for one"])
-def test_a_model_that_cannot_be_loaded_leaves_the_old_one(
-    room: str, pocket_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    broken = Path(shutil.copytree(pocket_folder, tmp_path / "broken"))
-    (broken / "tokenizer.json").write_text("{}")
-    silent = Path(shutil.copytree(pocket_folder, tmp_path / "silent"))
-    settings = json.loads((silent / "tokenizer_config.json").read_text())
-    del settings["chat_template"]
-    (silent / "tokenizer_config.json").write_text(json.dumps(settings))
-    if room == "for one":
-        monkeypatch.setattr(switch, "_both_fit", lambda wanted: False)
-    talk = _talk()
-    lines = iter([QUESTION, f"/model {broken}", f"/model {silent}", "/retry", "/undo", QUESTION])
-
-    def read() -> str:
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
-
-    converse(talk, read)
-    said = capfd.readouterr()
-    assert len(set(said.out.splitlines())) == 1
-    assert len(said.out.splitlines()) == 3
-    assert "expected a tokenizer" in said.err
-    assert "error: the model has no chat template" in said.err
-    assert said.err.count("pocket is loaded again") == (2 if room == "for one" else 0)
-
-
-def test_a_conversation_without_a_model_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    talk = _talk()
-
-    def fails(run: RunOptions, **options: object) -> None:
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(switch, "_both_fit", lambda wanted: False)
-    monkeypatch.setattr(switch, "open_session", fails)
-    with pytest.raises(RuntimeError, match="no memory"):
-        converse(talk, lambda: "/model pocket")
-    assert not talk.has_model

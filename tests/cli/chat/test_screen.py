@@ -3,7 +3,6 @@
 import io
 import re
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import pyte
@@ -170,14 +169,6 @@ def test_a_block_is_shown_while_it_grows() -> None:
     assert "\x1b[1mbold" in window.getvalue()
 
 
-def test_styles_end_with_their_text() -> None:
-    window = _Window(60, 50)
-    _show(window, [ANSWER])
-    bold = "".join(line[x].data for line in window.screen.buffer.values() for x in range(60) if line[x].bold)
-    assert squeezed(bold).split()[-4:] == ["den", "who", "how", "many"] or "den" in bold
-    assert not any(window.screen.buffer[3][x].bold for x in range(40, 60))
-
-
 @pytest.mark.parametrize("size", [1, 9])
 def test_plain_text_has_whole_words_and_its_lines(size: int) -> None:
     text = (
@@ -305,12 +296,6 @@ def test_what_a_parser_lets_through_is_escaped_too() -> None:
     assert Renderer(_Window(30, 5)).lines(Text("a\x1b[2Jb\x9b", "bold"), 20) == ["\x1b[1ma\\x1b[2Jb\\x9b\x1b[0m"]
 
 
-def test_escapes_are_seen() -> None:
-    window = _Window(60, 10)
-    _show(window, ["a\x1b[31mb `\x07` \x9b\n```\n\x1b[2J\n```"])
-    assert window.text == "a\\x1b[31mb \\x07 \\x9b\n\n```\n\\x1b[2J\n```\n"
-
-
 BLOCKS = [
     "# ",
     "\n",
@@ -357,12 +342,3 @@ def test_any_text_in_any_window(pieces: list[str], columns: int, rows: int, mark
     one = _Window(columns, rows)
     _show(one, ["".join(pieces)], markdown=markdown)
     assert re.sub(r"\s", "", window.text) == re.sub(r"\s", "", one.text)
-
-
-def test_every_word_of_a_long_answer_once() -> None:
-    paragraphs = [" ".join(f"{kind}{number}" for number in range(40)) for kind in ("a", "b", "c")]
-    window = _Window(37, 5)
-    _show(window, _pieces("\n\n".join(paragraphs), 11))
-    words = window.text.split()
-    assert words == " ".join(paragraphs).split()
-    assert all(first != second for first, second in pairwise(words))

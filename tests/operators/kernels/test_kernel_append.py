@@ -9,7 +9,7 @@ import pytest
 from support import oracle
 from support.kernel_cases import FORMATS, kernels_on_host
 from support.metal_host import host_pytest_skip
-from support.operator_cases import FLOATS, to_mx, to_numpy
+from support.operator_cases import FLOATS, to_mx
 from support.oracle import Array
 
 from kvant.operators.cached_attention import stored_tokens
@@ -83,18 +83,6 @@ def test_values_and_scales_are_the_operator_s_to_the_bit(bits: int, group: int, 
         assert (scale.shape, scale.dtype) == (wanted_scale.shape, wanted_scale.dtype), make.__name__
         np.testing.assert_array_equal(np.array(scale), np.array(wanted_scale), err_msg=make.__name__)
         np.testing.assert_array_equal(np.array(quantized), np.array(wanted_quantized), err_msg=make.__name__)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_values_and_scales_are_the_oracle_s(dtype: str) -> None:
-    rng = np.random.default_rng(2)
-    key, value = (oracle.cast(rng.standard_normal((2, 3, 5, 64)), dtype) for _ in range(2))
-    quantized, scale = append(to_mx(key, dtype), to_mx(value, dtype), quant_bit=4, quant_group=16)
-    spec = oracle.Spec(dtype=dtype, scale_dtype="float16", quant_bit=4, quant_group=16)
-    for place, x in enumerate((key, value)):
-        wanted_quantized, wanted_scale = oracle.quantize(x, spec)
-        np.testing.assert_array_equal(to_numpy(quantized)[:, place], wanted_quantized)
-        np.testing.assert_array_equal(to_numpy(scale)[:, place], wanted_scale)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -1,7 +1,7 @@
 """How many launches the fused path queues for a token, counted in the graph MLX traces."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +12,6 @@ from kvant.cache.compiled import CompiledCacheView
 from kvant.cache.window import WindowKVCache
 from kvant.operators.cached_attention import append_and_attend
 from kvant.operators.compiled_attention import append_and_attend_static
-from kvant.operators.kernels import attend as kernels
 from kvant.operators.kernels import launch as launch_module
 from kvant.operators.paged_attention import PagedRows, append_and_attend_paged
 from kvant.operators.paged_kernel import step_pages
@@ -80,29 +79,18 @@ PUT = ["ScatterAxis", "ScatterAxis"]
 
 
 @pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 0])
 @pytest.mark.parametrize("offset", [[7, 9], [7]], ids=["each", "all"])
 def test_a_compiled_step_is_five_launches_a_layer(offset: list[int], bits: int) -> None:
-    def step(
-        query: mx.array, key: mx.array, value: mx.array, offset: mx.array, *arrays: mx.array
-    ) -> tuple[mx.array, ...]:
+    """Floats are copied side by side, in two launches that overlap, and put there by one."""
+
+    def step(query: mx.array, key: mx.array, value: mx.array, offset: mx.array, *arrays: mx.array) -> Any:
         options: dict[str, Any] = {"quant_bit": bits, "quant_group": 32, "bias_split": None, "backend": "metal"}
-        return append_and_attend_static(query, key, value, offset, *arrays, tokens=ROWS, **options)
+        return append_and_attend_static(query, key, value, offset, *[*arrays, None][:2], tokens=ROWS, **options)
 
     traced = _traced(step, _tokens(H), _tokens(K), _tokens(K), mx.array(offset), *_cache(bits))
-    assert traced == [*APPEND, *PUT, *ATTEND]
-
-
-@pytest.mark.usefixtures("on_gpu")
-def test_a_compiled_step_of_floats_is_five_launches_a_layer() -> None:
-    """Keys and values are copied side by side, in two launches that overlap, and put there by one."""
-
-    def step(query: mx.array, key: mx.array, value: mx.array, offset: mx.array, cache: mx.array) -> Any:
-        options: dict[str, Any] = {"quant_bit": 0, "quant_group": 0, "bias_split": None, "backend": "metal"}
-        return append_and_attend_static(query, key, value, offset, cache, None, tokens=ROWS, **options)
-
-    traced = _traced(step, _tokens(H), _tokens(K), _tokens(K), mx.array([7, 9]), *_cache(0))
-    assert traced == ["Concatenate", "Concatenate", "ScatterAxis", *ATTEND]
+    write = [*APPEND, *PUT] if bits else ["Concatenate", "Concatenate", "ScatterAxis"]
+    assert traced == [*write, *ATTEND]
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -170,18 +158,6 @@ def test_a_step_of_a_pool_s_sequences_is_five_launches_a_layer(new_tokens: int) 
     arrays = [mx.zeros((2, K, ROWS, D), mx.int8), mx.zeros((2, K, ROWS, D // 32), mx.float16)]
     traced = _traced(step, *(_tokens(heads, new_tokens) for heads in (H, K, K)), *arrays)
     assert sorted(traced) == sorted([*APPEND, *PUT, *ATTEND, *(["copied"] * 2 if new_tokens > 1 else [])])
-
-
-def test_attention_in_kernels_is_two_launches_and_quantizing_one() -> None:
-    def decode(query: mx.array, cache: mx.array, scale: mx.array, offset: mx.array) -> mx.array:
-        return kernels.attend(query, cache, scale, offset, quant_bit=8, quant_group=32, backend="metal")
-
-    assert _traced(decode, _tokens(H), *_cache(8), mx.array([7, 9])) == ATTEND
-
-    def quantize(key: mx.array, value: mx.array) -> Sequence[mx.array]:
-        return kernels.quantize_tokens(key, value, quant_bit=8, quant_group=32, scale_dtype=mx.float16, backend="metal")
-
-    assert _traced(quantize, _tokens(K), 2 * _tokens(K)) == APPEND
 
 
 @pytest.mark.parametrize("name", ["attend", "combine", "append"])

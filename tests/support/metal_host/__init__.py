@@ -1,12 +1,12 @@
-"""Runs Metal kernels on a Linux machine, for tests: see docs/host-run.md."""
+"""Runs Metal kernels on a Linux machine, for tests: see docs/kernels.md."""
 
 import sys
 
 import pytest
 
 from support.metal_host.errors import HostError
-from support.metal_host.run import FORWARD, REVERSE, HostKernel, on_host, run_on_host, summary, worker
-from support.metal_host.source import KernelCall, kernel_call, traced
+from support.metal_host.run import FORWARD, REVERSE, HostKernel, on_host, summary, worker
+from support.metal_host.source import KernelCall, kernel_call
 
 # On a Mac Metal itself compiles and runs the kernels; everywhere else a host run that cannot happen is a failure.
 host_pytest_skip = pytest.mark.skipif(sys.platform == "darwin", reason="Metal runs kernels here")
@@ -20,8 +20,6 @@ __all__ = [
     "host_pytest_skip",
     "kernel_call",
     "on_host",
-    "run_on_host",
     "summary",
-    "traced",
     "worker",
 ]

@@ -2,7 +2,7 @@
 
 HostError
 ├── NoCompiler         neither clang with AddressSanitizer nor the ziglang package
-├── NotOneKernel       the function does something besides calling kernels
+├── NotOneKernel       the call does something besides one kernel
 ├── CompileFailed      not Metal: a missing address space, a double, an unknown function
 ├── OutOfBounds        an access outside every buffer and array
 ├── WriteToInput       a store into an input, its const cast away

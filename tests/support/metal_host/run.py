@@ -3,7 +3,6 @@
 call = kernel_call(kernel, inputs=[x], template=..., grid=..., threadgroup=..., output_shapes=..., output_dtypes=...)
 HostKernel(call).run([x])     MLX arrays in, MLX arrays out; raises a HostError
 on_host(kernel)               takes the place of what mx.fast.metal_kernel returned
-run_on_host(function, *arrays)  for a function that only calls kernels
 """
 
 import math
@@ -19,7 +18,7 @@ from support.metal_host.compiler import check_spaces, find_compiler, kernel_libr
 from support.metal_host.errors import CompileFailed, Race
 from support.metal_host.process import Buffer, Worker
 from support.metal_host.rewrite import host_text
-from support.metal_host.source import KernelCall, kernel_call, traced
+from support.metal_host.source import KernelCall, kernel_call
 
 FORWARD, REVERSE = 0, 1  # any larger number seeds a shuffle
 ORDERS = (FORWARD, REVERSE)
@@ -60,20 +59,19 @@ class HostKernel:
         inputs: Sequence[mx.array],
         *,
         orders: Sequence[int] = ORDERS,
-        init_value: float | None = None,
         unreadable: Mapping[str, np.ndarray] | None = None,
     ) -> list[mx.array]:
         """The outputs for inputs of the call's shapes and dtypes.
 
-        orders: in which the threads take their turns; outputs must not depend on it, to the bit. init_value: what the
-        outputs hold before; by default they are poisoned and reading them is an error. unreadable: by an input's name,
-        booleans that broadcast to its shape; reading an element where one is true is an error.
+        orders: in which the threads take their turns; outputs must not depend on it, to the bit. They are poisoned
+        before, and reading them is an error. unreadable: by an input's name, booleans that broadcast to its shape;
+        reading an element if one is true is an error.
         """
         given = [(tuple(x.shape), x.dtype) for x in inputs]
         expected = [(x.shape, x.dtype) for x in self.call.inputs]
         if given != expected:
             raise ValueError(f"{self.call.name} is given {given}; compiled for {expected}")
-        buffers = self._buffers(inputs, init_value, unreadable or {})
+        buffers = self._buffers(inputs, unreadable or {})
         results = [self._run(buffers, order) for order in orders]
         for order, result in zip(orders[1:], results[1:], strict=True):
             for output, ours, first in zip(self._outputs(), result, results[0], strict=True):
@@ -88,9 +86,7 @@ class HostKernel:
     def _outputs(self) -> list[str]:
         return [p.name for p in self.call.parameters if p.kind == "output"]
 
-    def _buffers(
-        self, inputs: Sequence[mx.array], init_value: float | None, unreadable: Mapping[str, np.ndarray]
-    ) -> list[Buffer]:
+    def _buffers(self, inputs: Sequence[mx.array], unreadable: Mapping[str, np.ndarray]) -> list[Buffer]:
         buffers = []
         names = {p.name for p in self.call.parameters if p.kind == "input"}
         if not unreadable.keys() <= names:
@@ -100,9 +96,8 @@ class HostKernel:
                 continue
             if p.kind == "output":
                 array = self.call.outputs[p.index]
-                data = b"" if init_value is None else _bytes(mx.full(array.shape, init_value, array.dtype))
                 size = int(np.prod(array.shape, dtype=np.int64)) * array.dtype.size
-                buffers.append(Buffer(p.name, True, size, data))
+                buffers.append(Buffer(p.name, True, size, b""))
                 continue
             x = inputs[p.index]
             if p.kind == "input":
@@ -133,27 +128,12 @@ def on_host(
 ) -> Callable[..., list[mx.array]]:
     """A function with the arguments and results of `kernel`, an mx.fast.metal_kernel, that runs it on the host."""
 
-    def launch(
-        *, inputs: list[Any], stream: Any = None, init_value: float | None = None, **rest: Any
-    ) -> list[mx.array]:
+    def launch(*, inputs: list[Any], stream: Any = None, **rest: Any) -> list[mx.array]:
         arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
         host = compiled(kernel_call(kernel, arrays, **rest))
-        return host.run(arrays, orders=orders, init_value=init_value, unreadable=unreadable)
+        return host.run(arrays, orders=orders, unreadable=unreadable)
 
     return launch
-
-
-def run_on_host(
-    function: Callable[..., Any], *arrays: mx.array, orders: Sequence[int] = ORDERS
-) -> tuple[mx.array, ...]:
-    """What `function(*arrays)`, which only calls kernels with stream=mx.gpu, returns, as a tuple."""
-    graph = traced(function, *arrays)
-    values = dict(graph.constants)
-    values.update({x.name: array for x, array in zip(graph.inputs, arrays, strict=True)})
-    for call in graph.calls:
-        results = compiled(call).run([values[x.name] for x in call.inputs], orders=orders)
-        values.update({x.name: result for x, result in zip(call.outputs, results, strict=True)})
-    return tuple(values[x.name] for x in graph.outputs)
 
 
 def _bytes(x: mx.array) -> bytes:

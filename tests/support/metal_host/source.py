@@ -56,41 +56,14 @@ class KernelCall:
     outputs: tuple[Array, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Graph:
-    """A traced function of kernels only: arguments, constants by name, launches in order, results."""
-
-    inputs: tuple[Array, ...]
-    constants: dict[str, mx.array]
-    calls: tuple[KernelCall, ...]
-    outputs: tuple[Array, ...]
-
-
-def traced(function: Callable[..., Any], *arrays: mx.array) -> Graph:
-    """The kernels that `function(*arrays)` launches. Raises NotOneKernel where it does anything else."""
-    records: list[dict[str, Any]] = []
-    mx.export_function(records.append, function, *arrays)
-    found = {record["type"]: record for record in records}
-    calls = []
-    for record in records:
-        if record["type"] != "primitive":
-            continue
-        if record["name"] != "CustomKernel":
-            raise NotOneKernel(f"the function does {record['name']}; expected nothing but kernels")
-        calls.append(_call(record))
-    if not calls:
-        raise NotOneKernel("the function launches no kernel")
-    return Graph(
-        inputs=_arrays(found["inputs"]["inputs"]),
-        constants=dict(found["constants"]["constants"]),
-        calls=tuple(calls),
-        outputs=_arrays(found["outputs"]["outputs"]),
-    )
-
-
 def kernel_call(kernel: Callable[..., Any], inputs: list[mx.array], **launch: Any) -> KernelCall:
-    """What `kernel(inputs=inputs, **launch)`, an mx.fast.metal_kernel, would launch."""
-    return traced(lambda *arrays: kernel(inputs=list(arrays), stream=mx.gpu, **launch), *inputs).calls[0]
+    """What `kernel(inputs=inputs, **launch)`, an mx.fast.metal_kernel, would launch. Raises NotOneKernel."""
+    records: list[dict[str, Any]] = []
+    mx.export_function(records.append, lambda *x: kernel(inputs=list(x), stream=mx.gpu, **launch), *inputs)
+    primitives = [record for record in records if record["type"] == "primitive"]
+    if [record["name"] for record in primitives] != ["CustomKernel"]:
+        raise NotOneKernel(f"the call does {[record['name'] for record in primitives]}; expected one kernel")
+    return _call(primitives[0])
 
 
 def _arrays(triples: list[tuple[str, Shape, mx.Dtype]]) -> tuple[Array, ...]:

@@ -1,6 +1,5 @@
-"""What `kvant report` is given and what it makes of figures: formats, texts, questions, suggestions, a plot."""
+"""What `kvant report` is given and what it makes of figures: formats, texts, questions, a plot."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,9 @@ from kvant.engine.generate import generate
 from kvant.errors import PromptError
 from kvant.models import Decoder, load_decoder
 from kvant.text.prompt import encode_rendered, render_chat
-from kvant.tools.report.divergence import Figures
 from kvant.tools.report.formats import REFERENCE, CacheFormat, check_formats, default_formats, parse_formats
-from kvant.tools.report.measure import FormatResult, suggest
-from kvant.tools.report.plot import NEAR, side_by_side
-from kvant.tools.report.questions import Dialogue, Score, answer, question_sets, read_conversation, score
-from kvant.tools.report.texts import built_in_text, heldout_documents, text_file
+from kvant.tools.report.runs import answer
+from kvant.tools.report.texts import built_in_text, heldout_documents, read_dialogue, recall_dialogues, text_file
 
 Pocket = tuple[Decoder, Any]
 FORMAT = CacheFormat(8, 32)
@@ -61,27 +57,6 @@ class TestFormats:
         assert CacheFormat(4, 64).bytes_per_token(model) == 4 * 2 * 2 * (32 + 2)
 
 
-def _result(label: str, kld: float, size: int) -> FormatResult:
-    (cache_format,) = parse_formats(label)
-    return FormatResult(cache_format, size, 1.0, Figures(10, 0, 2.0, kld, kld, 1.0), [kld], [])
-
-
-def test_the_suggestion_is_the_smallest_that_fits() -> None:
-    results = [_result("8g32", 1e-5, 1088), _result("4g32", 3e-3, 576), _result("4g32:nosplit", 2e-3, 576),
-               _result("4g64", 9e-3, 544), _result("4g8", math.inf, 500)]  # fmt: skip
-    chosen = {kld: suggest(results, kld) for kld in (1e-2, 3e-3, 1e-3, 1e-5, 9e-6)}
-    labels = {kld: None if result is None else result.format.label for kld, result in chosen.items()}
-    assert labels == {1e-2: "4g64", 3e-3: "4g32:nosplit", 1e-3: "8g32", 1e-5: "8g32", 9e-6: None}
-
-
-def test_formats_of_the_same_bytes_are_drawn_side_by_side() -> None:
-    sizes = [1088, 544, 1088, 1056]
-    places = side_by_side([_result("8g32", 1e-3, size) for size in sizes])
-    assert places[1] == 544
-    assert places[3] == 1056
-    assert sorted(places)[2:] == [pytest.approx(1088), pytest.approx(1088 + NEAR * 544)]
-
-
 class TestQuestions:
     """Answers scored in one pass are those that are written greedily."""
 
@@ -91,7 +66,7 @@ class TestQuestions:
         found, written = [], []
         for document in documents:
             for given in (document["answer"], "It says Otto likes purple."):
-                conversation = read_conversation(tokenizer, document | {"answer": given})
+                conversation = read_dialogue(tokenizer, document | {"answer": given})
                 found.append(answer(model, FORMAT.make_cache(model, len(conversation.ids)), conversation)[-1])
                 ids = encode_rendered(tokenizer, render_chat(tokenizer, document["messages"]))
                 cache = FORMAT.make_cache(model, len(ids) + 24)
@@ -100,44 +75,21 @@ class TestQuestions:
         assert True in found
         assert False in found
 
-    def test_a_conversation_is_divided_where_its_prompts_end(self, pocket: Pocket) -> None:
-        _, tokenizer = pocket
-        for kind in ("recall-2", "questions"):
-            document = next(d for d in heldout_documents() if d["kind"] == kind and len(d["messages"]) > 2)
-            conversation = read_conversation(tokenizer, document)
-            messages = [*document["messages"], {"role": "assistant", "content": document["answer"]}]
-            short = [m["content"] for m in messages if m["role"] == "assistant" and len(m["content"].split()) < 30]
-            spans = [tokenizer.decode(conversation.ids[a:b]) for a, b in conversation.answers]
-            assert spans == [f"{text}<|im_end|>" for text in short]
-            first, last = conversation.answers[-1]
-            assert list(conversation.ids[:first]) == encode_rendered(
-                tokenizer, render_chat(tokenizer, document["messages"])
-            )
-            assert last == len(conversation.ids)
-
-    def test_scores_by_context(self) -> None:
-        conversations = [Dialogue((0,) * 400, ((100, 104), (300, 305))), Dialogue((0,) * 200, ((128, 130),))]
-        assert score("recall", conversations, [[True, False], [True]]) == [
-            Score("recall", 0, 1, 1), Score("recall", 128, 1, 1), Score("recall", 256, 0, 1),
-        ]  # fmt: skip
-
-    def test_sets(self, pocket: Pocket) -> None:
+    def test_recall(self, pocket: Pocket) -> None:
         """All lengths are among them, within the tokens given; and a cache that forgets does not answer."""
         model, tokenizer = pocket
-        sets = question_sets(tokenizer, 4096)
-        for own in sets.values():
-            assert 3000 < sum(len(c.ids) for c in own) <= 4096
-        places = [first for c in sets["recall"] for first, _ in c.answers]
-        assert min(places) < 128
-        assert max(places) >= 1024
-        short = sorted(sets["recall"], key=lambda c: len(c.ids))[:2]
-        whole = [right for c in short for right in answer(model, FORMAT.make_cache(model, 400), c)]
+        dialogues = recall_dialogues(tokenizer, 4096)
+        assert 3000 < sum(len(dialogue.ids) for dialogue in dialogues) <= 4096
+        assert recall_dialogues(tokenizer, 100) == []
+        places = [first for dialogue in dialogues for first, _ in dialogue.answers]
+        assert min(places) < 64
+        assert max(places) >= 512
+        short = sorted(dialogues, key=lambda dialogue: len(dialogue.ids))[:2]
         cache = FORMAT.make_cache(model, 400)
+        assert all(right for dialogue in short for right in answer(model, cache, dialogue))
         for layer in cache:
             layer.attend = lambda query, key, value, mask=None: 0.0 * query  # type: ignore[method-assign]
-        forgot = [right for c in short for right in answer(model, cache, c)]
-        assert sum(whole) > 0.8 * len(whole)
-        assert not any(forgot)
+        assert not any(right for dialogue in short for right in answer(model, cache, dialogue))
 
 
 class TestTexts:
@@ -160,21 +112,14 @@ class TestTexts:
 
     @pytest.mark.parametrize(
         ("data", "message"),
-        [(b"", "is empty"), (b" \n", "is empty"), (b"a", "1 token long; expected at least 2"),
-         (b"abc \xff", "not UTF-8: invalid start byte at byte 4")],
+        [(b" \n", "empty"), (b"a", "1 token"), (b"abc \xff", "not UTF-8: .* at byte 4"),
+         (b"9" * 20, "at most 16"), (None, "No such file")],
     )  # fmt: skip
-    def test_files_that_cannot_be_read(self, pocket: Pocket, tmp_path: Path, data: bytes, message: str) -> None:
-        (tmp_path / "a.txt").write_bytes(data)
+    def test_files_that_cannot_be_read(
+        self, pocket: Pocket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes | None, message: str
+    ) -> None:
+        monkeypatch.setattr("kvant.tools.report.texts.MAX_FILE_BYTES", 16)
+        if data is not None:
+            (tmp_path / "a.txt").write_bytes(data)
         with pytest.raises(PromptError, match=message):
-            text_file(tmp_path / "a.txt", pocket[1], 1280, 100, 100)
-
-    def test_no_file(self, pocket: Pocket, tmp_path: Path) -> None:
-        for path, message in ((tmp_path, "Is a directory"), (tmp_path / "b", "No such file"), (Path("a\0"), "null")):
-            with pytest.raises(PromptError, match=message):
-                text_file(path, pocket[1], 1280, 100, 100)
-
-    def test_a_file_that_is_too_large(self, pocket: Pocket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("kvant.tools.report.texts.MAX_FILE_BYTES", 8)
-        (tmp_path / "a.txt").write_text("123456789")
-        with pytest.raises(PromptError, match="larger than"):
             text_file(tmp_path / "a.txt", pocket[1], 1280, 100, 100)

@@ -1,21 +1,29 @@
 """``kvant chat``: a conversation, line by line."""
 
 import os
+import signal
 import sys
-from collections.abc import Callable
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Literal, NoReturn
 
 import typer
+from typer.exceptions import TyperException
 
 from kvant.cli import interrupts, options, ranks
 from kvant.cli import prompt_cache_file as cache_file
-from kvant.cli.chat.keyboard import Keyboard
-from kvant.cli.chat.loop import converse
+from kvant.cli.chat import commands
 from kvant.cli.chat.talk import Talk, View, notice
 from kvant.cli.follow import follow
-from kvant.cli.session import RunOptions, open_session
+from kvant.cli.options import RunOptions
+from kvant.cli.session import open_session
 from kvant.engine.sampling import SamplingOptions
+from kvant.errors import KvantError, one_line, printable
+
+FAILURES = (KvantError, ValueError, TyperException, OSError, RuntimeError, MemoryError)  # MLX's are RuntimeErrors
+ENDS = ("exit", "quit")  # typed alone, on a terminal
 
 
 @options.with_options
@@ -28,7 +36,10 @@ def chat(
     markdown: Annotated[
         bool, typer.Option("--markdown/--no-markdown", help="On a terminal, show answers as markdown or as they are.")
     ] = True,
-    overflow: options.Overflow = "forget",
+    overflow: Annotated[
+        Literal["forget", "stop"],
+        typer.Option(help="When the context is full, forget the oldest turns and go on, or stop."),
+    ] = "forget",
     prompt_cache_file: Annotated[
         str | None,
         typer.Option(
@@ -43,26 +54,93 @@ def chat(
     ranks.refuse(prompt_cache_file=prompt_cache_file)
     ranks.refuse_draft_model(run.draft_model)
     follow(run)
-    keyboard = Keyboard()
-    with keyboard.kept():
-        with keyboard.silent():
-            session = open_session(run, context.obj, sampling, announce=False)
-        talk = Talk(run, sampling, session, _view(run.raw, markdown), overflow)
-        notice(talk.greeting, run.quiet)
-        with (
-            cache_file.kept(prompt_cache_file, talk.held_conversation, run.system_prompt, quiet=run.quiet),
-            interrupts.patient(),  # Ctrl-C stops an answer, not the program
-        ):
-            converse(talk, _reader(talk, keyboard), keyboard.silent)
+    if sys.stdin.isatty():
+        signal.signal(signal.SIGTERM, _end)
+    with _silent():
+        session = open_session(run, context.obj, sampling, announce=False)
+    talk = Talk(run, sampling, session, _view(run.raw, markdown), overflow)
+    notice(talk.greeting, run.quiet)
+    with (
+        cache_file.kept(prompt_cache_file, talk.conversation, run.system_prompt, quiet=run.quiet),
+        interrupts.patient(),  # Ctrl-C stops an answer, not the program
+    ):
+        _converse(talk, _reader(talk))
 
 
-def _reader(talk: Talk, keyboard: Keyboard) -> Callable[[], str]:
+def _converse(talk: Talk, read: Callable[[], str]) -> None:
+    """Read and answer until the input ends or the user leaves. An error is one line, and the conversation goes on."""
+    while True:
+        try:
+            line = read().strip()
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            continue  # on a terminal it clears the line
+        except EOFError:
+            return
+        if sys.stdin.isatty() and line in ENDS:
+            return
+        try:
+            with _silent():
+                _do(talk, line)
+        except commands.Leave:
+            return
+        except KeyboardInterrupt:
+            notice("stopped")
+        except FAILURES as error:
+            notice(f"error: {_worded(error)}")
+
+
+def _do(talk: Talk, line: str) -> None:
+    command = commands.find(line)
+    if isinstance(command, str):
+        notice(command)
+    elif command is not None:
+        commands.perform(command, talk, line)
+    elif line:
+        talk.send(line[1:] if line.startswith("//") else line)
+
+
+def _worded(error: Exception) -> str:
+    if isinstance(error, TyperException):
+        return printable(error.format_message())
+    return str(error) if isinstance(error, KvantError) else one_line(error)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Drop keys inside: on a terminal they would stand in the middle of an answer."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    terminal = sys.stdin.fileno()
+    found = termios.tcgetattr(terminal)
+    silent = [*found[:3], found[3] & ~(termios.ECHO | termios.ICANON), *found[4:]]
+
+    def restore() -> None:
+        with suppress(termios.error):  # the terminal has gone
+            termios.tcsetattr(terminal, termios.TCSAFLUSH, found)
+
+    termios.tcsetattr(terminal, termios.TCSANOW, silent)
+    try:
+        with interrupts.restoring(restore):
+            yield
+    finally:
+        restore()
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    """End by a signal as by a command: the terminal is as it was, and the conversation is saved."""
+    sys.exit(128 + number)
+
+
+def _reader(talk: Talk) -> Callable[[], str]:
     """Lines from standard input; on a terminal they can be edited."""
     if not sys.stdin.isatty():
         return input
     from kvant.cli.chat.prompt import Prompt
 
-    return Prompt(talk, keyboard).read
+    return Prompt(talk).read
 
 
 def _view(raw: bool, markdown: bool) -> View:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvant.cache.snapshot import read_header
-from kvant.cli.chat.switch import switch_model
 from kvant.cli.chat.talk import Talk, notice
-from kvant.cli.session import RunOptions
+from kvant.cli.options import RunOptions
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.sampling import OPTIONS
 from kvant.errors import ArgumentError, SnapshotError
@@ -39,7 +38,7 @@ class Command:
     help: str
     run: Callable[[Talk, str], None]
     needs: bool = False
-    completes: Literal["", "path", "model", "setting"] = ""
+    completes: Literal["", "path", "setting"] = ""
 
 
 def find(line: str) -> Command | str | None:
@@ -62,11 +61,7 @@ def find(line: str) -> Command | str | None:
 
 
 def perform(command: Command, talk: Talk, line: str) -> None:
-    """Run the command of a line.
-
-    Raises:
-        ArgumentError: an argument it does not take, or none where it needs one.
-    """
+    """Run the command of a line."""
     name, _, argument = line.partition(" ") if " " in line.split("\n")[0] else line.partition("\n")
     argument = argument.strip()
     if argument and not command.usage:
@@ -176,12 +171,6 @@ def _questions(talk: Talk) -> list[str]:
     return [message["content"] for message in talk.conversation.messages if message["role"] == "user"]
 
 
-def _model(talk: Talk, argument: str) -> None:
-    if argument:
-        switch_model(talk, argument)
-    notice(talk.greeting)
-
-
 def _set(talk: Talk, argument: str) -> None:
     if not argument:
         values: dict[str, Any] = {"max_tokens": talk.run.max_tokens}
@@ -243,7 +232,6 @@ COMMANDS = (
     ),
     Command(("/save",), "PATH", "saves the conversation and its cache", _save, needs=True, completes="path"),
     Command(("/load",), "PATH", "goes on with a saved conversation", _load, needs=True, completes="path"),
-    Command(("/model",), "[NAME]", "loads another model; the conversation goes on with it", _model, completes="model"),
     Command(("/stats",), "", "shows the numbers of the last answer", _stats),
     Command(("/cache",), "", "shows what the cache has reserved and used", _cache),
 )

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -16,10 +16,7 @@ from prompt_toolkit.styles import Style
 
 from kvant.cli import terminal
 from kvant.cli.chat.commands import BY_NAME, COMMANDS, SETTINGS
-from kvant.cli.chat.keyboard import Keyboard
 from kvant.cli.chat.talk import Talk, notice
-from kvant.engine.load import POCKET
-from kvant.errors import KvantError
 
 MAX_HISTORY = 1 << 20  # bytes
 QUOTES = '"""'  # a message between them may have lines typed with Enter
@@ -29,8 +26,8 @@ STYLE = Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack", "bott
 class Prompt:
     """Reads messages and commands."""
 
-    def __init__(self, talk: Talk, keyboard: Keyboard) -> None:
-        self._talk, self._keyboard = talk, keyboard
+    def __init__(self, talk: Talk) -> None:
+        self._talk = talk
         is_hidden = sys.stdout.isatty() and not sys.stderr.isatty()
         self._session: PromptSession[str] = PromptSession(
             output=create_output(stdout=sys.stdout if is_hidden else terminal.behind(sys.stderr)),
@@ -47,14 +44,8 @@ class Prompt:
         )
 
     def read(self) -> str:
-        """The next message; what was typed during the answer, or is to be edited, stands there already.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C, which drops the line.
-            EOFError: Ctrl-D on an empty line.
-        """
-        draft = self._talk.draft or self._keyboard.typed
-        self._talk.draft = self._keyboard.typed = ""
+        """The next message; what is to be edited stands there already."""
+        draft, self._talk.draft = self._talk.draft, ""
         text = self._session.prompt("> ", default=draft).encode("utf-8", "replace").decode().strip()
         if text.startswith(QUOTES):
             text = text.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
@@ -81,7 +72,7 @@ def _keys() -> KeyBindings:
 
 
 class _Completer(Completer):
-    """Commands; and paths, models and options as their arguments."""
+    """Commands; and paths and options as their arguments."""
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         text = document.text_before_cursor
@@ -97,23 +88,9 @@ class _Completer(Completer):
         kind = BY_NAME[name].completes if name in BY_NAME else ""
         if kind == "path":
             yield from PathCompleter(expanduser=True).get_completions(Document(argument), complete_event)
-        for known in _known(kind):
+        for known in SETTINGS if kind == "setting" else ():
             if known.startswith(argument):
                 yield Completion(known, -len(argument))
-
-
-def _known(kind: str) -> Iterator[str]:
-    if kind == "setting":
-        yield from SETTINGS
-    elif kind == "model":
-        from kvant import weights  # it imports what pulling takes
-
-        yield POCKET
-        try:
-            for found in weights.pulled():
-                yield from map(str, found.references)
-        except KvantError:  # `kvant models` says it
-            return
 
 
 class _History(FileHistory):

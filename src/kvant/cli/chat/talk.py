@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Literal
 
 from kvant.cli import terminal
+from kvant.cli.options import RunOptions
 from kvant.cli.progress import LateProgress
-from kvant.cli.session import RunOptions, Session
+from kvant.cli.session import Session
 from kvant.cli.statistics import RunStatistics
 from kvant.engine.conversation import Conversation
 from kvant.engine.drafted_run import check_drafts
@@ -40,7 +41,7 @@ class Talk:
     """One conversation.
 
     Attributes:
-        run: the command's flags; ``/set max_tokens`` and ``/model`` replace theirs.
+        run: the command's flags; ``/set max_tokens`` replaces its own.
         wanted: the options of sampling as the user set them.
         session: the model that is loaded.
         conversation: its messages and tokens.
@@ -56,56 +57,26 @@ class Talk:
         view: View,
         overflow: Overflow = "forget",
     ) -> None:
-        """Begin; ``view`` is how answers are shown, ``overflow`` as in :class:`Conversation`, and see the attributes.
-
-        Raises:
-            PromptError: a model without a chat template.
-            ArgumentError: an option of sampling, or drafts, that the model cannot have.
-        """
-        self.wanted = wanted
-        self.draft = ""
-        self._answers = 0
-        self.statistics = RunStatistics()
-        self._view = view
-        self._overflow: Overflow = overflow
-        self._use(run, session)
-
-    @property
-    def has_model(self) -> bool:
-        """Whether a model is loaded; not between :meth:`leave_model` and :meth:`use`."""
-        return hasattr(self, "session")
-
-    def held_conversation(self) -> Conversation | None:
-        """The conversation; None: there is no model."""
-        return self.conversation if self.has_model else None
-
-    def use(self, run: RunOptions, session: Session) -> None:
-        """Go on with another model; the turns stay. On an error everything is as it was; errors as at the beginning."""
-        messages = self.conversation.messages if self.has_model else self._messages
-        self._use(run, session)
-        self.conversation.messages = messages
-
-    def leave_model(self) -> None:
-        """Let go of the model and its cache; :meth:`use` comes next."""
-        self._messages = self.conversation.messages
-        del self.session, self._sampling, self.conversation
-
-    def _use(self, run: RunOptions, session: Session) -> None:
+        """Begin; ``view`` is how answers are shown, ``overflow`` as in :class:`Conversation`."""
         if not session.tokenizer.has_chat_template:
             raise PromptError(
                 "the model has no chat template; kvant generate --ignore-chat-template continues a prompt"
             )
         check_drafts(session.drafts, session.cache)
-        sampling = session.sampling(self.wanted)
+        self.run, self.wanted, self.session = run, wanted, session
+        self._sampling = session.sampling(wanted)
         self.conversation = Conversation(
             session.model,
             session.tokenizer,
             session.cache,
             system_prompt=run.system_prompt,
-            overflow=self._overflow,
+            overflow=overflow,
             template_variables=session.template_variables,
         )
-        self.run, self.session, self._sampling = run, session, sampling
+        self.statistics = RunStatistics()
+        self.draft = ""
+        self._answers = 0
+        self._view, self._overflow = view, overflow
 
     def set_sampling(self, wanted: SamplingOptions) -> None:
         """Sample with these options from the next answer on; an error leaves everything as it is."""

@@ -9,7 +9,7 @@ from kvant.models.architectures.qwen3 import ARCHITECTURE as QWEN3
 from kvant.models.architectures.table import Architecture, ExpertSettings, Parameter
 
 MAX_EXPERTS = 4096
-EXPERTS, PER_TOKEN, INNER_SIZE = 128, 8, 768  # where config.json says nothing
+EXPERTS, PER_TOKEN, INNER_SIZE = 128, 8, 768  # if config.json says nothing
 WINDOW = 4096
 
 # Paths are those of mlx-lm's stacks. Published files have each expert by itself; transformers can write them joined.

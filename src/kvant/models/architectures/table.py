@@ -12,7 +12,7 @@ from kvant.fields import size
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A projection, with its bias where the model has one, or the weight of a norm.
+    """A projection, with its bias if the model has one, or the weight of a norm.
 
     Attributes:
         path: its module in the checkpoint, or in each layer.
@@ -94,14 +94,14 @@ class ExpertSettings:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A decoder, dense or with experts. Defaults are those that transformers takes where config.json says nothing.
+    """A decoder, dense or with experts. Defaults are those that transformers takes if config.json says nothing.
 
     Attributes:
         name: in config.json's ``architectures``.
-        model_type: in config.json; also the name of mlx-lm's module, where mlx-lm has no other for it.
+        model_type: in config.json; also the name of mlx-lm's module, if mlx-lm has no other for it.
         layer: the parameters of one layer.
         layers: stands before the path of each parameter of a layer; ``{}`` is the layer's number.
-        max_position_embeddings: what positions that depend on it take where config.json says nothing.
+        max_position_embeddings: what positions that depend on it take if config.json says nothing.
         context_default: it is the context limit then, too. Where mlx-lm's class has no default, there is no limit.
         head_dim: None: hidden_size / num_attention_heads.
         num_key_value_heads: None: num_attention_heads.
@@ -138,7 +138,7 @@ class Architecture:
     head: Parameter = Parameter("lm_head", "head", ("vocabulary", "hidden"), shard=0)
 
     def of_role(self, role: str) -> list[Parameter]:
-        """A layer's parameters with this role; none where the architecture has no such part."""
+        """A layer's parameters with this role; none if the architecture has no such part."""
         return [parameter for parameter in (*self.layer, *self.experts) if parameter.role == role]
 
     def of_layer(self, has_experts: bool) -> tuple[Parameter, ...]:

@@ -9,13 +9,14 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.operators.kernels.launch import SMALL, Backend, launch
-from kvant.operators.kernels.queries import CHOICES, queries_here
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 GROUPS = (8, 16, 32, 64, 128)
 MAX_NEW_TOKENS = 8
 PAGE_SIZE = 128  # rows of a pool's page
-QUERIES = {backend: most for backend, (most, _) in CHOICES.items()}  # of a simdgroup, unless others are faster
+# Of a simdgroup, at most. Each takes 16 registers or more of a thread: Apple's GPUs have 128, NVIDIA's 255. With more
+# queries a row is loaded and made floats for more of them at once; with fewer a GPU runs more threads at a time.
+QUERIES: dict[Backend, int] = {"metal": 4, "cuda": 8}
 MAX_QUERY_GROUPS = 8  # 256 threads a threadgroup. At this register count Apple's GPUs run at most 384
 BIAS_WEIGHTS = 2048  # floats of threadgroup memory for the split-off bias: 8 KiB of Metal's 32
 SPLIT_ROWS = 64  # of a split, at least: fewer are not worth a threadgroup
@@ -63,8 +64,8 @@ def attend(
         score_scale: of the scores; None: 1 / sqrt(D).
         softcap: scores become softcap * tanh(score / softcap); 0: they stay.
         slopes: (H,) of ALiBi, which is causal. Empty: no ALiBi.
-        mask: (S, T), (H, S, T) or (B, H, S, T), with 1 for B, H or S where they share it and T of the longest sequence.
-            A boolean mask keeps where True; another is added. Column j is row j of a sequence.
+        mask: (S, T), (H, S, T) or (B, H, S, T), with 1 for B, H or S if they share it and T of the longest sequence.
+            A boolean mask keeps True; another is added. Column j is row j of a sequence.
         sinks: (H,) a score of each head that takes its share of the softmax and adds nothing.
         window: positions that a query sees, its own included, besides the first ``keep``; None: all. More tokens than
             MaxS are a ring: position p is at row p below ``keep``, from there on
@@ -73,9 +74,9 @@ def attend(
         first: (B,) integers, with ``pages``: the position of a sequence's first row.
         rows: that the longest sequence has, the new ones included; None: not known, as many as there can be.
         key_bias, pairs, rotation, value_bias: the fields of a :class:`kvant.operators.bias_split.BiasSplit`. A
-            column of ``rotation`` is a row of the sequence, with ``pages`` a position; (B, 2, P, columns) where
+            column of ``rotation`` is a row of the sequence, with ``pages`` a position; (B, 2, P, columns) if
             they differ.
-        queries: of a simdgroup, at most; None: as is faster on this device (:mod:`kvant.operators.kernels.queries`).
+        queries: of a simdgroup, at most; None: ``QUERIES``.
 
     Returns:
         (B, H, S, Dv) in the query's dtype; zeros for a query whose every token is masked. A sequence's numbers do not
@@ -86,7 +87,7 @@ def attend(
     K, max_rows = cache.shape[-3:-1]
     most = max_rows if pages is None else pages.shape[1] * PAGE_SIZE
     query_tiles, query_groups, simdgroups, own_queries = threadgroup_shape(
-        H // K * S, len(pairs), backend, max(D, Dv), queries or queries_here(backend).number
+        H // K * S, len(pairs), backend, max(D, Dv), queries
     )
     wanted = num_splits(K * query_tiles)
     splits = min(wanted, -(-min(most, rows or most) // SPLIT_ROWS))

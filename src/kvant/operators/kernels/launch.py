@@ -19,8 +19,6 @@ INPUTS = {
 }
 SMALL = 8  # elements. MLX hands smaller inputs to Metal's kernels as constants, in another text
 OUTPUTS = {"attend": ("partial", "sums", "max_scores"), "combine": ("out",), "append": ("quantized", "scales")}
-# What this process has launched or traced: texts that MLX compiles once each.
-instances: set[tuple[Any, ...]] = set()
 
 
 def launch(
@@ -44,7 +42,6 @@ def launch(
         threads: threads of a threadgroup.
         outputs: shape and dtype of each output.
     """
-    instances.add((name, *template.items(), *((array.dtype, array.size < SMALL) for array in inputs)))
     return _kernel(name, backend)(
         inputs=list(inputs),
         template=list(template.items()),
@@ -67,15 +64,6 @@ def _kernel(name: str, backend: Backend) -> Kernel:
         source=_code(f"{name}.h"),
     )
     return kernel
-
-
-@cache
-def text_digest(backend: Backend) -> str:
-    """Of all that makes the first pass fast or slow: its text, and how it is launched."""
-    import hashlib  # here: it loads a library, and only a GPU needs it
-
-    files = (f"{backend}.h", "load.h", "rows.h", "attend.h", "attend.py")
-    return hashlib.sha256("".join(map(_text, files)).encode()).hexdigest()
 
 
 def _code(file: str) -> str:

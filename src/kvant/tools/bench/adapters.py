@@ -6,8 +6,9 @@ that step too, so that all engines do the same work.
 
 from collections.abc import Generator, Sequence
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
@@ -21,15 +22,12 @@ from kvant.engine.draw import greedy
 from kvant.engine.load import load_model
 from kvant.engine.model_drafts import DEFAULT_DRAFT_TOKENS, ModelDrafts
 from kvant.engine.request import Request
-from kvant.engine.run import Run
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import BenchError, CheckpointError
 from kvant.files import read_json
-from kvant.models import LanguageModel
 from kvant.models.checkpoint import check_folder
 from kvant.models.tensors import TensorFiles
 from kvant.tools.bench.engines import KVANT_GROUP, EngineSpec
-from kvant.tools.bench.replay import Replayed
 
 Tokens = Generator[int, None, None]
 StreamTokens = Generator[tuple[int, int], None, None]
@@ -39,18 +37,22 @@ class Kvant:
     """kvant's decoder, or mlx-lm's model, with kvant's preallocated cache.
 
     Attributes:
-        drafts: what they did in the last run; None: there are none.
+        drafts: their counts in the last run; None: there are none.
     """
 
     drafts: DraftCounts | None = None
 
-    def __init__(self, spec: EngineSpec, model: Path | LanguageModel, prefill_step_size: int) -> None:
-        """Load the model, unless it is; a KvantError for a folder that cannot be loaded."""
-        self._model = load_model(model) if isinstance(model, Path) else model
+    def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
+        """Load the model; a KvantError for a folder that cannot be loaded."""
+        self._model = load_model(folder)
         self._draft_model = None if spec.draft_model is None else load_model(Path(spec.draft_model))
-        self._replayed = Replayed(self._model)
         self._spec = spec
         self._prefill_step_size = prefill_step_size
+        self._cache_options: dict[str, Any] = {
+            "quant_bit": spec.kv_bits or 0,
+            "quant_group": spec.kv_group_size or KVANT_GROUP,
+            "kernels": spec.kernels,
+        }
         self._cache: ModelCache | None = None
 
     @property
@@ -64,37 +66,27 @@ class Kvant:
         drafts = 0 if self._draft_model is None else self._draft_model.nbytes
         return self._model.nbytes + drafts, self._model.nbytes_read
 
-    def tokens(self, prompt: Sequence[int], max_tokens: int, answer: Sequence[int] | None = None) -> Tokens:
-        """At least ``max_tokens`` greedy tokens; the cache is made when the first is asked for.
+    def tokens(self, prompt: Sequence[int], max_tokens: int, *, ahead: int = 1) -> Tokens:
+        """Give ``max_tokens`` greedy tokens, with a cache made when the first is asked for.
 
-        ``answer``: the tokens are these, whatever the model gives.
+        Args:
+            ahead: steps after the last token that are queued.
         """
         self._cache = None  # frees the last run's before the next is reserved
-        cache = self._cache = self._model.make_cache(
-            len(prompt) + max_tokens,
-            quant_bit=self._spec.kv_bits or 0,
-            quant_group=self._spec.kv_group_size or KVANT_GROUP,
-            kernels=self._spec.kernels,
-        )
-        model = self._model
-        if answer is not None:
-            self._replayed.replay([*prompt, *answer])
-            model = cast(LanguageModel, self._replayed)
-        # One more than is taken, so that the step after the last token is queued.
+        cache = self._cache = self._model.make_cache(len(prompt) + max_tokens, **self._cache_options)
         run = make_run(
             self._drafts(),
-            model,
+            self._model,
             prompt,
             cache,
-            max_tokens=max_tokens + 1,
+            max_tokens=max_tokens + ahead,
             prefill_step_size=self._prefill_step_size,
         )
         self.drafts = run.drafts
-        for token, _ in run:
+        for token, _ in islice(run, max_tokens):
             yield token
 
     def _drafts(self) -> Drafts | None:
-        """Where the drafts of a run come from."""
         if self._draft_model is None:
             return drafts_of(self._spec.draft)
         count = self._spec.num_draft_tokens or DEFAULT_DRAFT_TOKENS
@@ -103,15 +95,9 @@ class Kvant:
 
     def streams(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> StreamTokens:
         """Greedy tokens of all prompts with the numbers of their streams: through a pool, or one stream by one."""
-        options: dict[str, Any] = {
-            "quant_bit": self._spec.kv_bits or 0,
-            "quant_group": self._spec.kv_group_size or KVANT_GROUP,
-        }
         if self._spec.one_by_one:
             for number, prompt in enumerate(prompts):
-                cache = self._model.make_cache(len(prompt) + max_tokens, kernels=self._spec.kernels, **options)
-                run = Run(self._model, prompt, cache, max_tokens=max_tokens, prefill_step_size=self._prefill_step_size)
-                for token, _ in run:
+                for token in self.tokens(prompt, max_tokens, ahead=0):
                     yield number, token
             return
         pages = sum(pages_for(len(prompt) + max_tokens) for prompt in prompts)
@@ -119,8 +105,7 @@ class Kvant:
             pages * PAGE_SIZE,
             sequences=len(prompts),
             prefill_step_size=self._prefill_step_size,
-            kernels=self._spec.kernels,
-            **options,
+            **self._cache_options,
         )
         scheduler = Scheduler(self._model, pool, max_batch=len(prompts))
         numbers = {Request(prompt, max_tokens): number for number, prompt in enumerate(prompts)}
@@ -157,7 +142,7 @@ class MLXLM:
         else:
             native, tensors = check_folder(folder)
             # config.json may have the rotary positions in two places, of which mlx-lm 0.32.2 reads one
-            # (docs/parity.md).
+            # (docs/models.md).
             scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
             config = {"rope_theta": native.rope.theta} | ({"rope_scaling": scaling} if scaling else {})
             self._experts_used = None if native.experts is None else native.experts.per_token

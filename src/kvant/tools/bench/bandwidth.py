@@ -1,6 +1,5 @@
 """The device's copy bandwidth, which the bytes a decode step reads a second are compared with."""
 
-import json
 import statistics
 import subprocess
 import sys
@@ -12,18 +11,13 @@ from kvant.errors import BenchError
 
 COPY_BYTES = 256 * 1024 * 1024  # far above any last-level cache; of two arrays this size
 REPEATS = 7
-COMMAND = [sys.executable, "-P", "-m", "kvant.tools.bench.bandwidth"]
 
 
 def copy_bandwidth_gb_s(size: int = COPY_BYTES, repeats: int = REPEATS) -> float:
-    """1e9 bytes read and written a second by MLX, copying one array into another on the default device.
+    """1e9 bytes read and written a second by MLX, copying ``size`` bytes; the median of ``repeats`` copies.
 
     A slice is written in place. Memory that is new would be timed with its allocation (a seventh of the speed on a
     CPU). On a CPU MLX copies with one thread, as it decodes.
-
-    Args:
-        size: bytes copied; take it larger than every cache of the device.
-        repeats: copies timed, after one that is not; the result is their median.
     """
     row = 64 * 1024
     rows = size // row
@@ -40,23 +34,14 @@ def copy_bandwidth_gb_s(size: int = COPY_BYTES, repeats: int = REPEATS) -> float
 
 
 def measure_bandwidth() -> float:
-    """:func:`copy_bandwidth_gb_s` in a process of its own, which takes its memory with it.
-
-    Raises:
-        BenchError: the process failed.
-    """
-    done = subprocess.run(COMMAND, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    try:
-        return float(json.loads(done.stdout)["copy_bandwidth_gb_s"])
-    except (ValueError, TypeError, KeyError):
+    """:func:`copy_bandwidth_gb_s` in a process of its own, which takes its memory with it."""
+    command = [sys.executable, "-P", "-m", __name__]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
         reason = [f"exit code {done.returncode}", *done.stderr.strip().splitlines()][-1]
-        raise BenchError(f"the copy bandwidth could not be measured: {reason}") from None
-
-
-def main() -> None:
-    """Print it as JSON."""
-    print(json.dumps({"copy_bandwidth_gb_s": round(copy_bandwidth_gb_s(), 3)}))
+        raise BenchError(f"the copy bandwidth could not be measured: {reason}")
+    return float(done.stdout)
 
 
 if __name__ == "__main__":
-    main()
+    print(round(copy_bandwidth_gb_s(), 3))

@@ -1,7 +1,8 @@
-"""The engines a benchmark compares, with their settings, as the user asked for them."""
+"""The engines a benchmark compares, with their settings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvant.operators.dispatch import KERNELS
 
@@ -10,13 +11,13 @@ OPENBLAS = "openblas"
 # Engines that load the model themselves, and what may follow a colon, one of each group. The other engine is a server.
 SETTINGS: dict[str, tuple[tuple[str, ...], ...]] = {"kvant": (tuple(KERNELS),), "mlx-lm": (DTYPES, (OPENBLAS,))}
 KVANT_GROUP = 32
-DRAFTS = ", drafts"  # ends the label of an engine that drafts; without, it is that of the plain loop beside it
 MLX_LM_GROUPS = (64, 32, 128)  # those MLX quantizes, mlx-lm's own default first
+DRAFTS, ONE_BY_ONE = ", drafts", ", one by one"  # end the labels of two ways of one engine
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """One engine as it is to run; made by :func:`engine_specs`, a server by the command.
+    """One engine as it is to run.
 
     Attributes:
         name: one of SETTINGS, or "server".
@@ -25,13 +26,10 @@ class EngineSpec:
         dtype: cast mlx-lm's floating-point weights to this; None leaves the checkpoint's.
         openblas: lend mlx-lm the BLAS that kvant brings (kvant.blas); without, it has MLX's own, as its users have.
         kernels: of kvant: "unfused" or "fused"; None: the environment variable KVANT_KERNELS and the device decide.
-        url: of a server.
-        server_model: the name a server knows the model by; None: it is not said.
-        title: a server's label, where there are several.
-        one_by_one: of kvant, where several streams are measured: one after another, not together.
-        draft: of kvant: where drafts come from, "prompt" or "model"; "none": there are none.
-        draft_model: the folder of the model that drafts.
-        num_draft_tokens: that it drafts a step, at most.
+        url, server_model, title: of a server, the model's name there, and its label.
+        one_by_one: kvant serves several requests one after another, not together.
+        draft: kvant's drafts come from "prompt" or "model"; "none": there are none.
+        draft_model, num_draft_tokens: the folder of the model that drafts, and its tokens a step.
     """
 
     name: str
@@ -55,15 +53,19 @@ class EngineSpec:
             return self.title
         if self.name == "kvant":
             own = f"kvant {self.kv_bits}-bit" if self.kv_bits else "kvant full"
-            own = f"{own} {self.kernels}" if self.kernels else own
-            own = f"{own}{DRAFTS}" if self.draft != "none" else own
-            return f"{own}, one by one" if self.one_by_one else own
+            own += f" {self.kernels}" if self.kernels else ""
+            return own + DRAFTS * (self.draft != "none") + ONE_BY_ONE * self.one_by_one
         bits = f"{self.kv_bits}-bit" if self.kv_bits else None
         return " ".join(part for part in (self.name, self.dtype, self.openblas and "OpenBLAS", bits) if part)
 
 
 def engine_specs(
-    names: Sequence[str], kv_bits: Sequence[int], kv_group_size: int | None, head_dim: int | None
+    names: Sequence[str],
+    kv_bits: Sequence[int],
+    kv_group_size: int | None,
+    head_dim: int | None,
+    *,
+    streams: bool = False,
 ) -> list[EngineSpec]:
     """The engines to run, each once for every number of bits.
 
@@ -72,6 +74,8 @@ def engine_specs(
         kv_bits: 0, 8 or 4.
         kv_group_size: for every engine; None: each engine's own default.
         head_dim: of the model, which a group must divide; None: its layers differ, and any group will do.
+        streams: several requests come at once. Each kvant is also run one by one, and mlx-lm in full precision
+            alone: it does not batch with a quantized cache.
 
     Raises:
         ValueError: an engine that is unknown or named twice, a setting it does not have, or a group size it cannot use.
@@ -87,43 +91,30 @@ def engine_specs(
         if sum(map(len, chosen)) < len(settings) or any(len(group) > 1 for group in chosen):
             takes = " and ".join(f"one of {', '.join(group)}" for group in SETTINGS[name])
             raise ValueError(f"engine is {given!r}; {name} takes {takes} after a colon, each at most once")
-        first, openblas = chosen[0][0] if chosen[0] else None, OPENBLAS in settings
+        first = chosen[0][0] if chosen[0] else None
         dtype, kernels = (first, None) if name == "mlx-lm" else (None, first)
-        for bits in kv_bits:
+        for bits in [0] if streams and name == "mlx-lm" else kv_bits:
             group = _group_size(name, kv_group_size, head_dim) if bits else None
-            spec = EngineSpec(name, bits, group, dtype, openblas, kernels)
+            spec = EngineSpec(name, bits, group, dtype, OPENBLAS in settings, kernels)
             if spec in specs:
                 raise ValueError(f"engine {given!r} is named twice")
             specs.append(spec)
-    return specs
+    if not streams:
+        return specs
+    kvant = [spec for spec in specs if spec.name == "kvant"]
+    others = [spec for spec in specs if spec.name != "kvant"]
+    return [*kvant, *(replace(spec, one_by_one=True) for spec in kvant), *others]
 
 
-def stream_specs(
-    names: Sequence[str], kv_bits: Sequence[int], kv_group_size: int | None, head_dim: int | None
-) -> list[EngineSpec]:
-    """The engines that serve several streams: kvant's together and one by one, and mlx-lm's in full precision.
-
-    Args and errors: as those of :func:`engine_specs`. mlx-lm does not batch with a quantized cache.
-    """
-    kvant = [name for name in names if name.partition(":")[0] == "kvant"]
-    specs = engine_specs(kvant, kv_bits, kv_group_size, head_dim)
-    others = engine_specs([name for name in names if name not in kvant], [0], None, head_dim)
-    return [*specs, *(replace(spec, one_by_one=True) for spec in specs), *others]
-
-
-def with_drafts(
-    specs: Sequence[EngineSpec], draft: str, draft_model: str | None = None, num_draft_tokens: int | None = None
-) -> list[EngineSpec]:
-    """Beside each kvant the same with drafts; arguments as the attributes of an :class:`EngineSpec`."""
-    options = {"draft": draft, "draft_model": draft_model, "num_draft_tokens": num_draft_tokens}
-    pairs = ([spec, replace(spec, **options)] if spec.name == "kvant" else [spec] for spec in specs)  # type: ignore[arg-type]
+def with_drafts(specs: Sequence[EngineSpec], **drafts: Any) -> list[EngineSpec]:
+    """Beside each kvant the same with these attributes of drafts."""
+    pairs = ([spec, replace(spec, **drafts)] if spec.name == "kvant" else [spec] for spec in specs)
     return [spec for pair in pairs for spec in pair]
 
 
 def _group_size(name: str, given: int | None, head_dim: int | None) -> int:
-    """The given group size, or the engine's own default."""
+    """The given group size, or the engine's own default, the next one if the head does not take it."""
     groups = (KVANT_GROUP,) if name == "kvant" else MLX_LM_GROUPS
-    # mlx-lm's default, or the next size if the head does not take it.
     group = next((size for size in groups if (head_dim or 0) % size == 0), groups[0]) if given is None else given
     if (head_dim or 0) % group or (name == "mlx-lm" and group not in groups):
         allowed = "" if name == "kvant" else f", of {name} also one of {', '.join(map(str, sorted(groups)))}"

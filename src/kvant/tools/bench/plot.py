@@ -1,4 +1,4 @@
-"""Latency against position, drawn: a line an engine."""
+"""A recording drawn: latency against position, or speed against the number of streams."""
 
 import math
 from collections.abc import Sequence
@@ -7,41 +7,37 @@ from statistics import median
 from typing import Any
 
 from kvant.errors import KvantError
-from kvant.tools.bench.recording import Recording, Run, Token
-from kvant.tools.drawing import COLORS, check_plot_path, drawing, plain
+from kvant.tools.bench.figures import gaps_ms, summarize
+from kvant.tools.bench.recording import Recording, Run
+from kvant.tools.drawing import COLORS, drawing, plain
 from kvant.tools.statistics import percentile
 
 POINTS = 80  # of a line; with more positions, neighbors are put together
 RUNS_FOR_QUARTILES = 4  # with fewer, the band is from the lowest to the highest
 LOG_RATIO = 8.0  # of the slowest line to the fastest, from which the latency axis is logarithmic
 
-Runs = list[tuple[Run, list[Token]]]
-
 
 def plot(recording: Recording, path: Path) -> None:
-    """Draw the completed runs: at each position the median over runs, in a band; first tokens are left out.
-
-    Every context has a panel of its own; all panels share the latency axis.
-
-    Args:
-        recording: as read or as just recorded.
-        path: where to write; .png or .svg.
-
-    Raises:
-        ValueError, KvantError: as :func:`check_plot_path` says, or no completed run has a second token.
-    """
-    check_plot_path(path)
-    cases: dict[int, dict[str, Runs]] = {}  # by context, by engine
-    for run, tokens in recording.completed():
-        if len(tokens) > 1:
-            cases.setdefault(run.context, {}).setdefault(run.engine, []).append((run, tokens))
-    if not cases:
+    """Draw the runs into a .png or .svg; a KvantError if none has a second token."""
+    if not any(gaps_ms(run) for run in recording.runs):
         raise KvantError("there is nothing to draw: no completed run has a second token")
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+    if recording.runs[0].together:
+        _plot_streams(recording, path)
+    else:
+        _plot_positions(recording, path)
 
+
+def _plot_positions(recording: Recording, path: Path) -> None:
+    """At each position the median over runs, in a band; a panel a context, with one latency axis."""
+    from matplotlib.ticker import MaxNLocator
+
+    cases: dict[int, dict[str, list[Run]]] = {}  # by context, by engine
+    for run in recording.runs:
+        if gaps_ms(run):
+            cases.setdefault(run.prompt_tokens[0], {}).setdefault(run.engine, []).append(run)
     contexts = sorted(cases)
     counts = {len(runs) for engines in cases.values() for runs in engines.values()}
-    width = max(_width(context, runs) for context in contexts for runs in cases[context].values())
+    width = max(_width(runs) for engines in cases.values() for runs in engines.values())
     with drawing(path, min(16.0, max(8.0, 3.2 * len(contexts))), _caption(counts, width)) as figure:
         panels = figure.subplots(1, len(contexts), sharey=True, squeeze=False)[0]
         lines: dict[str, Any] = {}
@@ -50,7 +46,7 @@ def plot(recording: Recording, path: Path) -> None:
             for number, label in enumerate(recording.engines):
                 if label not in cases[context]:
                     continue
-                places, middle, low, high = _curve(context, cases[context][label], min(counts) >= RUNS_FOR_QUARTILES)
+                places, middle, low, high = _curve(cases[context][label], min(counts) >= RUNS_FOR_QUARTILES)
                 medians.append(median(middle))
                 color, dashes = COLORS[number % len(COLORS)], "-" if number < len(COLORS) else "--"
                 axes.fill_between(places, low, high, color=color, alpha=0.18, linewidth=0)
@@ -60,45 +56,83 @@ def plot(recording: Recording, path: Path) -> None:
             axes.margins(x=0.02)
         panels[0].set_ylabel("latency, ms a token")
         if max(medians) > LOG_RATIO * min(medians):
-            panels[0].set_yscale("log")
-            panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            panels[0].yaxis.set_major_formatter("{x:g}")
-            panels[0].yaxis.set_minor_formatter(NullFormatter())
+            _logarithmic(panels[0])
         else:
             panels[0].set_ylim(bottom=0)
-        header = recording.header
-        labels = [label for label in recording.engines if label in lines]
-        figure.legend(
-            [lines[label] for label in labels],
-            [plain(label) for label in labels],
-            loc="outside upper center",
-            ncols=min(4, len(labels)),
-            frameon=False,
-            title=plain(f"{header.model} on {header.device}, {header.cores} cores"),
-            title_fontsize=12,
-        )
+        _legend(figure, recording, {label: lines[label] for label in recording.engines if label in lines})
 
 
-def _width(context: int, runs: Runs) -> int:
+def _plot_streams(recording: Recording, path: Path) -> None:
+    """Tokens a second of all streams, and the time between tokens, against the number of streams."""
+    summaries = summarize(recording)
+    counts = sorted({summary.streams or 0 for summary in summaries})
+    caption = (
+        f"medians of {min(s.runs for s in summaries)} rounds; between tokens: the median, dotted the 99th percentile"
+    )
+    with drawing(path, 10.0, caption) as figure:
+        speed, between = figure.subplots(1, 2)
+        lines: dict[str, Any] = {}
+        for number, label in enumerate(recording.engines):
+            own = [summary for summary in summaries if summary.engine == label]
+            color = COLORS[number % len(COLORS)]
+            for axes, name, style in (
+                (between, "latency_p50_ms", "o-"),
+                (between, "latency_p99_ms", ":"),
+                (speed, "total_tokens_per_s", "o-"),
+            ):
+                points = [(s.streams, value) for s in own if (value := getattr(s, name)) is not None]
+                (lines[label],) = axes.plot(*zip(*points, strict=True), style, color=color, markersize=4)
+        for axes, label in ((speed, "tokens a second, all streams"), (between, "ms between tokens of a stream")):
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(counts, [str(count) for count in counts])
+            axes.set_xlabel("streams")
+            axes.set_ylabel(label)
+        speed.set_ylim(bottom=0)
+        _logarithmic(between)
+        _legend(figure, recording, lines)
+
+
+def _logarithmic(axes: Any) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _legend(figure: Any, recording: Recording, lines: dict[str, Any]) -> None:
+    machine = recording.header.machine
+    figure.legend(
+        list(lines.values()),
+        [plain(label) for label in lines],
+        loc="outside upper center",
+        ncols=min(4, len(lines)),
+        frameon=False,
+        title=plain(f"{recording.header.model} on {machine.device}, {machine.cores} cores"),
+        title_fontsize=12,
+    )
+
+
+def _width(runs: Sequence[Run]) -> int:
     """Positions that are put together; odd, for the median of an even number lets a single slow token through."""
-    width = math.ceil((max(token.position for _, tokens in runs for token in tokens) - context) / POINTS)
+    width = math.ceil(max(len(run.arrivals_ms[0]) - 1 for run in runs) / POINTS)
     return width + (width % 2 == 0)
 
 
-def _curve(context: int, runs: Runs, quartiles: bool) -> tuple[Sequence[float], ...]:
+def _curve(runs: Sequence[Run], quartiles: bool) -> tuple[Sequence[float], ...]:
     """Places on the axis, and there the median over runs and the band's low and high.
 
     Where positions are put together, each run is first reduced to its median among them.
     """
-    width = _width(context, runs)
-    bins: dict[int, dict[int, list[float]]] = {}  # by bin, by round
-    for run, tokens in runs:
-        for token in tokens[1:]:
-            number = (token.position - context - 1) // width
-            bins.setdefault(number, {}).setdefault(run.run, []).append(token.latency_ms)
+    width, context = _width(runs), runs[0].prompt_tokens[0]
+    bins: dict[int, list[float]] = {}
+    for run in runs:
+        gaps = gaps_ms(run)
+        for number in range(math.ceil(len(gaps) / width)):
+            bins.setdefault(number, []).append(median(gaps[number * width : (number + 1) * width]))
     points = []
-    for number, by_round in sorted(bins.items()):
-        values = [median(latencies) for latencies in by_round.values()]
+    for number, values in bins.items():
         low, high = (percentile(values, percent) for percent in ((25, 75) if quartiles else (0, 100)))
         points.append((context + 1 + number * width + (width - 1) / 2, median(values), low, high))
     return tuple(zip(*points, strict=True))
@@ -106,12 +140,8 @@ def _curve(context: int, runs: Runs, quartiles: bool) -> tuple[Sequence[float], 
 
 def _caption(counts: set[int], width: int) -> str:
     """The meaning of lines and bands."""
-    runs = "-".join(str(n) for n in sorted({min(counts), max(counts)}))
-    if max(counts) == 1:
-        text = "one run"
-    else:
-        band = "25th to 75th percentile" if min(counts) >= RUNS_FOR_QUARTILES else "lowest to highest"
-        text = f"line: median over {runs} runs; band: {band}"
-    if width > 1:
-        text += f"; medians of up to {width} neighboring positions"
+    runs = "-".join(str(n) for n in sorted(counts)[:: max(1, len(counts) - 1)])
+    band = "25th to 75th percentile" if min(counts) >= RUNS_FOR_QUARTILES else "lowest to highest"
+    text = "one run" if max(counts) == 1 else f"line: median over {runs} runs; band: {band}"
+    text += f"; medians of up to {width} neighboring positions" if width > 1 else ""
     return f"{text}; first tokens left out"

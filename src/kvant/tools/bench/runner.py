@@ -1,188 +1,162 @@
 """A benchmark's runs: a process for every engine; they work one at a time, in an order that alternates."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from kvant import blas
+from kvant.errors import BenchError
 from kvant.tools.bench.engines import EngineSpec
-from kvant.tools.bench.here import Here, OverRanks
-from kvant.tools.bench.process import WORKER_COMMAND, Worker
-from kvant.tools.bench.prompts import Prompt, Prompts
-from kvant.tools.bench.recording import Drafted, Engine, Recorder, Run, Sent, Streams, Token
+from kvant.tools.bench.prompts import Prompts
+from kvant.tools.bench.recording import Engine, Recording, Run
 
+# -P: nothing is imported from the current folder, which may be a model's.
+WORKER_COMMAND = [sys.executable, "-P", "-m", "kvant.tools.bench.worker"]
 WARM_UP = -1  # the round that is not recorded
-STREAMS_FIGURES = ("arrivals_ms", "token_ids", "cpu_ms", "peak_memory_bytes")
-RUN_FIGURES = ("tokens", "token_ids", "peak_memory_bytes", "cache_bytes", "cache_bytes_per_token")
+CLOSE_S = 2.0
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A benchmark.
+    """A benchmark."""
 
-    Attributes:
-        engines: their labels are all different.
-        model: the folder.
-        prefill_step_size: prompt tokens fed at a time.
-        contexts: prompt tokens of the cases.
-        max_tokens: generated in every run, neither more nor fewer.
-        repeats: rounds.
-        prompts: of a number of tokens and a round.
-        streams: numbers of requests that come at once, whose prompts have the lengths of ``contexts`` in turn; none:
-            one request after another, each context by itself.
-    """
-
-    engines: Sequence[EngineSpec]
+    engines: Sequence[EngineSpec]  # their labels are all different
     model: Path
     prefill_step_size: int
-    contexts: Sequence[int]
-    max_tokens: int
-    repeats: int
+    contexts: Sequence[int]  # prompt tokens
+    max_tokens: int  # generated for every request
+    repeats: int  # rounds
     prompts: Prompts
-    streams: Sequence[int] = ()
+    streams: Sequence[int] = ()  # numbers of requests that come at once; none: one after another
+
+    def cases(self) -> list[tuple[int, ...]]:
+        """The prompt tokens of the requests that come at once: the contexts in turn."""
+        if not self.streams:
+            return [(context,) for context in self.contexts]
+        return [tuple(self.contexts[i % len(self.contexts)] for i in range(count)) for count in self.streams]
 
 
-def measure(
-    plan: Plan,
-    recorder: Recorder,
-    progress: Progress,
-    commands: Mapping[str, Sequence[str]] | None = None,
-    over_ranks: OverRanks | None = None,
-) -> None:
-    """Run everything and record it. The recorder has its header already.
+class Worker:
+    """The process of one engine; it ends with the ``with``, and by itself when this process does."""
 
-    Args:
-        plan: engines, cases and rounds.
-        recorder: takes the lines as they come, after Ctrl-C also the tokens that the run at work had.
-        progress: told a line a run.
-        commands: by label, the program of an engine's worker; default: ``kvant.tools.bench.worker`` for all.
-        over_ranks: the loaded model, of which this process has a part: it is measured here, without workers.
+    def __init__(self, label: str, environment: Mapping[str, str]) -> None:
+        """Start it; ``environment`` is added to this process's."""
+        self._label = label
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed in __exit__
+        self._process = subprocess.Popen(
+            WORKER_COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**os.environ, **environment},
+            start_new_session=True,  # Ctrl-C is for this process, which decides
+        )
 
-    Raises:
-        BenchError: an engine that failed or died; the recording stays.
-        KeyboardInterrupt: the recording stays.
-    """
+    def ask(self, **command: Any) -> dict[str, Any]:
+        """Send a command and wait for its answer; a BenchError if it fails or ends."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(command).encode() + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            raise self._died() from None
+        line = process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise self._died()
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise BenchError(f"engine {self._label}: {answer['error']}")
+        return answer
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._errors, self._process as process:
+            assert process.stdin is not None
+            try:
+                process.stdin.close()  # the end of its input ends it
+                process.wait(CLOSE_S)
+            except (BrokenPipeError, subprocess.TimeoutExpired):
+                pass
+            finally:
+                process.kill()
+
+    def _died(self) -> BenchError:
+        """An error of its exit code and the last line it wrote."""
+        code = self._process.wait()
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return BenchError(f"engine {self._label}: its process {how}{': ' + lines[-1][:500] if lines else ''}")
+
+
+def measure(plan: Plan, recording: Recording, progress: Progress) -> None:
+    """Run everything; the recording takes engines and runs as they come. A BenchError for an engine that fails."""
     with ExitStack() as stack:
-        workers: dict[EngineSpec, Worker | Here] = {}
+        workers: dict[EngineSpec, Worker] = {}
         for spec in plan.engines:
-            worker: Worker | Here
-            if over_ranks is not None:
-                worker = stack.enter_context(Here(spec, over_ranks, plan.prefill_step_size))
-            else:
-                progress(f"{spec.label}: loading")
-                command = (commands or {}).get(spec.label, WORKER_COMMAND)
-                # mlx-lm as its users have it, unless kvant's BLAS is lent to it.
-                environment = {blas.VARIABLE: blas.OWN} if spec.name == "mlx-lm" and not spec.openblas else {}
-                worker = stack.enter_context(Worker(spec.label, command, environment))
-            load = {"command": "load", "engine": asdict(spec), "model": str(plan.model)}
-            ready = worker.ask(load | {"prefill_step_size": plan.prefill_step_size}, "ready")
-            with worker.checked():
-                known = {name: ready[name] for name in ("dtype", "weight_bytes", "weight_bytes_read")}
-                bits, group = spec.kv_bits, spec.kv_group_size
-                recorder.write(Engine(engine=spec.label, name=spec.name, kv_bits=bits, kv_group_size=group, **known))
-            workers[spec] = worker
-        if plan.streams:
-            _measure_streams(plan, workers, recorder, progress)
-            return
+            progress(f"{spec.label}: loading")
+            # mlx-lm as its users have it, unless kvant's BLAS is lent to it.
+            environment = {blas.VARIABLE: blas.OWN} if spec.name == "mlx-lm" and not spec.openblas else {}
+            worker = workers[spec] = stack.enter_context(Worker(spec.label, environment))
+            known = worker.ask(
+                command="load", engine=asdict(spec), model=str(plan.model), prefill_step_size=plan.prefill_step_size
+            )
+            bits, group = spec.kv_bits, spec.kv_group_size
+            recording.add(Engine(engine=spec.label, name=spec.name, kv_bits=bits, kv_group_size=group, **known))
         for number in range(plan.repeats):
-            for context in plan.contexts:
+            for lengths in plan.cases():
                 if number == 0:
                     for spec, worker in workers.items():
-                        progress(f"{spec.label}: warming up with {context:,} tokens of context")
-                        worker.ask(_run_command(plan.prompts(context, WARM_UP), plan.max_tokens), "done")
+                        progress(f"{spec.label}: warming up with {_described(plan, lengths)}")
+                        worker.ask(**_command(plan, lengths, WARM_UP))
                 for spec in list(workers)[:: -1 if number % 2 else 1]:
-                    latencies = _measure_run(workers[spec], plan, recorder, spec, number, context)
-                    progress(_run_progress(plan, spec, number, context, latencies))
+                    done = workers[spec].ask(**_command(plan, lengths, number))
+                    together = bool(plan.streams)
+                    run = Run(engine=spec.label, run=number, prompt_tokens=lengths, together=together, **done)
+                    recording.add(run)
+                    progress(
+                        f"round {number + 1} of {plan.repeats}, {_described(plan, lengths)}, {spec.label}: "
+                        f"{_speed(run, plan.max_tokens, spec.draft != 'none')}"
+                    )
 
 
-def _measure_streams(
-    plan: Plan, workers: Mapping[EngineSpec, Worker | Here], recorder: Recorder, progress: Progress
-) -> None:
-    """Every number of streams in every round; the engines' order alternates."""
-    for number in range(plan.repeats):
-        for count in plan.streams:
-            lengths = [plan.contexts[i % len(plan.contexts)] for i in range(count)]
-
-            def command(round_number: int, lengths: Sequence[int] = lengths) -> dict[str, Any]:
-                # Each stream has a round of its own: no two begin alike, also of other rounds and numbers of streams.
-                first = ((round_number + 1) * 1000 + len(lengths)) * 1000
-                prompts = [plan.prompts(n, first + i) for i, n in enumerate(lengths)]
-                ids, texts = [prompt.ids for prompt in prompts], [prompt.text for prompt in prompts]
-                return {"command": "streams", "prompts": ids, "texts": texts, "max_tokens": plan.max_tokens}
-
-            if number == 0:
-                for spec, worker in workers.items():
-                    progress(f"{spec.label}: warming up with {count} {_streams(count)}")
-                    worker.ask(command(WARM_UP), "done")
-            for spec in list(workers)[:: -1 if number % 2 else 1]:
-                worker = workers[spec]
-                try:
-                    done = worker.ask(command(number), "done")
-                except KeyboardInterrupt:
-                    worker.interrupt()
-                    raise
-                with worker.checked():
-                    figures = {name: done[name] for name in STREAMS_FIGURES}
-                    line = Streams(engine=spec.label, run=number, prompt_tokens=tuple(lengths), **figures)
-                recorder.write(line)
-                seconds = max(times[-1] for times in line.arrivals_ms) / 1e3
-                tokens = sum(map(len, line.arrivals_ms))
-                progress(
-                    f"round {number + 1} of {plan.repeats}, {count} {_streams(count)}, {spec.label}: "
-                    f"{tokens / seconds:.1f} tokens/s in all"
-                )
+def _command(plan: Plan, lengths: Sequence[int], number: int) -> dict[str, Any]:
+    # Each prompt has a number of its own: no two begin alike, also of other rounds and numbers of streams.
+    first = ((number + 1) * 1000 + len(lengths)) * 1000
+    prompts, texts = zip(*(plan.prompts(length, first + i) for i, length in enumerate(lengths)), strict=True)
+    together = bool(plan.streams)
+    return {"command": "run", "prompts": prompts, "texts": texts, "max_tokens": plan.max_tokens, "together": together}
 
 
-def _streams(count: int) -> str:
-    return "stream" if count == 1 else "streams"
+def _described(plan: Plan, lengths: Sequence[int]) -> str:
+    if not plan.streams:
+        return f"{lengths[0]:,} tokens of context"
+    return f"{len(lengths)} {'stream' if len(lengths) == 1 else 'streams'}"
 
 
-def _measure_run(
-    worker: Worker | Here, plan: Plan, recorder: Recorder, spec: EngineSpec, number: int, context: int
-) -> list[float]:
-    """One run, recorded; its latencies in milliseconds."""
-    label = spec.label
-    command = _run_command(plan.prompts(context, number), plan.max_tokens)
-    try:
-        done = worker.ask(command, "done")
-    except KeyboardInterrupt:
-        _write_tokens(recorder, label, number, context, worker.interrupt())
-        raise
-    with worker.checked():
-        latencies: list[float] = list(done["latencies_ms"])
-        enough = 1 if spec.name == "server" else plan.max_tokens
-        if not enough <= len(latencies) <= done["tokens"] <= plan.max_tokens:
-            raise ValueError(f"{done['tokens']} tokens, {len(latencies)} latencies; expected {plan.max_tokens}")
-        _write_tokens(recorder, label, number, context, latencies)
-        if (sent := done.get("sent")) is not None:
-            recorder.write(Sent(engine=label, run=number, context=context, **sent))
-        if (drafts := done.get("drafts")) is not None and drafts["steps"]:
-            recorder.write(Drafted(engine=label, run=number, context=context, **drafts))
-        figures = {name: done[name] for name in RUN_FIGURES}
-        recorder.write(Run(engine=label, run=number, context=context, **figures))
-    return latencies
-
-
-def _run_command(prompt: Prompt, max_tokens: int) -> dict[str, Any]:
-    command = {"command": "run", "prompt": prompt.ids, "text": prompt.text, "max_tokens": max_tokens}
-    return command if prompt.answer is None else command | {"answer": prompt.answer}
-
-
-def _write_tokens(recorder: Recorder, label: str, number: int, context: int, latencies: Sequence[float]) -> None:
-    for index, latency in enumerate(latencies):
-        recorder.write(Token(engine=label, run=number, context=context, position=context + index, latency_ms=latency))
-
-
-def _run_progress(plan: Plan, spec: EngineSpec, number: int, context: int, latencies: Sequence[float]) -> str:
-    middle = median if spec.draft == "none" else fmean  # tokens of one step come at once: the median is of nothing
-    typical = f", then {middle(latencies[1:]):.2f} ms a token" if latencies[1:] else ""
-    typical += f", ended after {len(latencies)} tokens" if len(latencies) < plan.max_tokens else ""
-    return (
-        f"round {number + 1} of {plan.repeats}, {context:,} tokens of context, {spec.label}: "
-        f"first token {latencies[0]:.1f} ms{typical}"
-    )
+def _speed(run: Run, max_tokens: int, drafts: bool) -> str:
+    if run.together:
+        seconds = max(times[-1] for times in run.arrivals_ms) / 1e3
+        return f"{sum(map(len, run.arrivals_ms)) / seconds:.1f} tokens/s in all"
+    (times,) = run.arrivals_ms
+    gaps = [after - before for before, after in pairwise(times)]
+    middle = fmean if drafts else median  # tokens of one step come at once: the median is of nothing
+    typical = f", then {middle(gaps):.2f} ms a token" if gaps else ""
+    ended = f", ended after {len(times)} tokens" if len(times) < max_tokens else ""
+    return f"first token {times[0]:.1f} ms{typical}{ended}"

@@ -3,13 +3,11 @@
 import json
 import math
 import shutil
-import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import mlx.core as mx
@@ -20,13 +18,10 @@ from kvant.models.config import ModelConfig
 from kvant.models.parameters import parameters
 from kvant.sizes import format_bytes
 
-DRAW_BYTES = 16 * 1024 * 1024  # random bytes drawn at once: bounds the memory beside the array they go to
 DISK_RESERVE_BYTES = 1024 * 1024  # headers, config.json, index
 # Qwen2's keys carry a bias far larger than the keys without it. This many times their spread makes the bias split keep
 # one rotary pair a layer out of the cache, as in a real checkpoint. Without it the split would cost nothing here.
 LARGE_KEY_BIAS = 30.0
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,91 +66,64 @@ SHAPES = {
 
 @contextmanager
 def random_model(
-    shape: Shape,
-    *,
-    bits: int,
-    group_size: int = 64,
-    seed: int = 0,
-    context: int | None = None,
-    parent: Path | None = None,
-    progress: Progress | None = None,
+    shape: Shape, *, bits: int, group_size: int = 64, seed: int = 0, parent: Path | None = None
 ) -> Iterator[Path]:
-    """A temporary folder with :func:`write_random`'s model, removed at the end however that comes (not by a kill).
-
-    Args:
-        parent: where the folder is made; None: the system's place for temporary files.
-    """
+    """A temporary folder with :func:`write_random`'s model, made in ``parent``, removed at the end."""
     with tempfile.TemporaryDirectory(prefix="kvant-", dir=parent, ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        write_random(shape, folder, bits=bits, group_size=group_size, seed=seed, context=context, progress=progress)
-        yield folder
+        write_random(shape, Path(name), bits=bits, group_size=group_size, seed=seed)
+        yield Path(name)
 
 
 def write_random(
-    shape: Shape,
-    folder: Path,
-    *,
-    bits: int,
-    group_size: int = 64,
-    seed: int = 0,
-    context: int | None = None,
-    progress: Progress | None = None,
+    shape: Shape, folder: Path, *, bits: int, group_size: int = 64, seed: int = 0, context: int | None = None
 ) -> None:
     """Write config.json and safetensors, a file a layer, that kvant and mlx-lm read; there is no tokenizer.
 
     Weights keep activations at unit scale: a matrix's have mean 0 and variance 1 / inputs. Quantized ones are random
     bits as they lie on disk, with one scale and bias for all groups; no matrix of floats is made. The same seed
-    writes the same bytes, on any machine.
+    writes the same bytes.
 
     Args:
-        folder: an existing, empty folder; files written there are removed when writing fails.
+        folder: an existing, empty folder.
         bits: 4 or 8: MLX's affine quantization, the embedding too, as mlx-lm's converter does; 0: bfloat16.
         group_size: 32, 64 or 128; without meaning at 0 bits.
         context: tokens config.json admits, where more or fewer than the shape's own.
-        progress: called with (files written, files in all).
 
     Raises:
         ValueError: bits or a group size that cannot be written.
         KvantError: too little room on the disk, or a file that cannot be written.
     """
-    needed = shape_bytes(shape, bits, group_size) + DISK_RESERVE_BYTES
-    free = shutil.disk_usage(folder).free
+    size = shape_bytes(shape, bits, group_size)
+    needed, free = size + DISK_RESERVE_BYTES, shutil.disk_usage(folder).free
     if needed > free:
         raise KvantError(f"{folder}: {shape.name} needs {format_bytes(needed)} of disk; {format_bytes(free)} are free")
-    weights = _RandomWeights(shape, bits, group_size, seed)
-    parts = _parts(shape)
-    files = [folder / f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
-    index, config = folder / "model.safetensors.index.json", folder / "config.json"
+    parts, keys = _parts(shape), _keys(seed)
     weight_map: dict[str, str] = {}
     try:
-        for done, (file, part) in enumerate(zip(files, parts, strict=True), start=1):
-            tensors = weights.tensors(part)
-            mx.save_safetensors(str(file), tensors, metadata={"format": "mlx"})
-            weight_map |= dict.fromkeys(tensors, file.name)
+        for number, part in enumerate(parts, start=1):
+            file = f"model-{number:05}-of-{len(parts):05}.safetensors"
+            tensors = _tensors(part, shape, bits, group_size, keys)
+            mx.save_safetensors(str(folder / file), tensors, metadata={"format": "mlx"})
+            weight_map |= dict.fromkeys(tensors, file)
             del tensors  # before the next part is drawn
             mx.clear_cache()
-            if progress is not None:
-                progress(done, len(files))
-        size = shape_bytes(shape, bits, group_size)
-        index.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=1))
-        config.write_text(json.dumps(_config(shape, bits, group_size, context), indent=1))
-    except BaseException as error:  # Ctrl-C too
-        for file in (*files, index, config):
-            file.unlink(missing_ok=True)
-        if isinstance(error, OSError | RuntimeError):  # MLX raises RuntimeError when a disk is full
-            raise KvantError(f"{folder}: {shape.name} cannot be written: {one_line(error)}") from error
-        raise
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        (folder / "config.json").write_text(json.dumps(_config(shape, bits, group_size, context), indent=1))
+    except (OSError, RuntimeError) as error:  # MLX raises RuntimeError when a disk is full
+        raise KvantError(f"{folder}: {shape.name} cannot be written: {one_line(error)}") from error
 
 
 def shape_bytes(shape: Shape, bits: int, group_size: int = 64) -> int:
-    """Bytes of the weights that :func:`write_random` writes: every tensor's data, without the files' headers.
-
-    Raises:
-        ValueError: bits other than 0, 4 or 8, or a group size that is not 32, 64 or 128 or does not divide a matrix.
-    """
-    _check_quantization(shape, bits, group_size)
+    """Bytes of the tensors that :func:`write_random` writes; a ValueError for a quantization it cannot write."""
+    if bits not in (0, 4, 8):
+        raise ValueError(f"bits is {bits!r}; expected 0, 4 or 8")
+    sizes = [dims for part in _parts(shape) for dims in part.values()]
+    widths = {dims[-1] for dims in sizes if len(dims) > 1}
+    if bits and (group_size not in (32, 64, 128) or any(width % group_size for width in widths)):
+        raise ValueError(f"group_size is {group_size!r}; expected 32, 64 or 128, a divisor of {sorted(widths)}")
     total = 0
-    for dims in (dims for part in _parts(shape) for dims in part.values()):
+    for dims in sizes:
         if len(dims) > 1 and bits:  # quantized values, and a bfloat16 scale and bias a group
             total += math.prod(dims) * bits // 8 + math.prod(dims) // group_size * 2 * 2
         else:
@@ -163,32 +131,19 @@ def shape_bytes(shape: Shape, bits: int, group_size: int = 64) -> int:
     return total
 
 
-def _check_quantization(shape: Shape, bits: int, group_size: int) -> None:
-    if bits not in (0, 4, 8):
-        raise ValueError(f"bits is {bits!r}; expected 0, 4 or 8")
-    widths = {shape.hidden_size, shape.intermediate_size, shape.num_attention_heads * shape.head_dim}
-    widths |= {shape.moe_intermediate_size or shape.hidden_size}
-    if bits and (group_size not in (32, 64, 128) or any(width % group_size for width in widths)):
-        raise ValueError(f"group_size is {group_size!r}; expected 32, 64 or 128, a divisor of {sorted(widths)}")
-
-
 def _parts(shape: Shape) -> list[dict[str, tuple[int, ...]]]:
-    """The contents of each file: a matrix's path -> (out, in), a vector's name -> (size,)."""
+    """The contents of each file: a matrix's path -> (out, in), then a vector's name -> (size,)."""
     config = ModelConfig.from_dict(_config(shape, 0, 0, None))
     parts: list[dict[str, tuple[int, ...]]] = [{} for _ in range(shape.num_hidden_layers + 2)]
-    vectors: list[dict[str, tuple[int, ...]]] = [{} for _ in parts]  # after the matrices
     for path, layer, row in parameters(config):
         if row.role == "head" and shape.tie_word_embeddings:
             continue
         number = layer + 1 if layer is not None else 0 if row.role == "embedding" else -1
         sizes = config.shape(row)
-        if len(sizes) == 1:
-            vectors[number][f"{path}.weight"] = sizes
-        else:
-            parts[number][path] = sizes
-            if row.bias in config.biases:
-                vectors[number][f"{path}.bias"] = sizes[:1]
-    return [part | vector for part, vector in zip(parts, vectors, strict=True)]
+        parts[number][path if len(sizes) > 1 else f"{path}.weight"] = sizes
+        if len(sizes) > 1 and row.bias in config.biases:
+            parts[number][f"{path}.bias"] = sizes[:1]
+    return [dict(sorted(part.items(), key=lambda item: len(item[1]) == 1)) for part in parts]
 
 
 def _config(shape: Shape, bits: int, group_size: int, context: int | None) -> dict[str, Any]:
@@ -205,60 +160,37 @@ def _config(shape: Shape, bits: int, group_size: int, context: int | None) -> di
     return config
 
 
-class _RandomWeights:
-    """Tensors from one stream of random bytes, the same on any device."""
+def _tensors(
+    part: dict[str, tuple[int, ...]], shape: Shape, bits: int, group_size: int, keys: Iterator[mx.array]
+) -> dict[str, mx.array]:
+    """The tensors of one file by name; each is drawn with the next key."""
+    found: dict[str, mx.array] = {}
+    levels = 2**bits  # quantized values are uniform in 0 .. levels - 1: their variance is (levels^2 - 1) / 12
+    for name, (*rows, width) in part.items():
+        dims = (*rows, width)
+        if name.endswith("norm.weight"):
+            found[name] = mx.ones(dims, mx.bfloat16)
+        elif name.endswith(".bias"):
+            found[name] = bias = mx.random.normal(dims, mx.bfloat16, scale=0.1, key=next(keys))
+            if shape.large_key_bias and name.endswith("k_proj.bias"):  # the pair (D/2 - 1, D - 1) turns slowest
+                bias[shape.head_dim // 2 - 1 :: shape.head_dim] = LARGE_KEY_BIAS
+        elif not bits:
+            found[f"{name}.weight"] = mx.random.normal(dims, mx.bfloat16, scale=width**-0.5, key=next(keys))
+        else:
+            stored = mx.random.randint(0, 256, (*rows, width * bits // 8), mx.uint8, next(keys))
+            scale = mx.array((12 / (levels**2 - 1) / width) ** 0.5).astype(mx.bfloat16)
+            zero = (scale.astype(mx.float32) * (1 - levels) / 2).astype(mx.bfloat16)
+            groups = (*rows, width // group_size)
+            found |= {
+                f"{name}.weight": stored.view(mx.uint32),
+                f"{name}.scales": mx.broadcast_to(scale, groups),
+                f"{name}.biases": mx.broadcast_to(zero, groups),
+            }
+    return found
 
-    def __init__(self, shape: Shape, bits: int, group_size: int, seed: int) -> None:
-        self._shape = shape
-        self._bits = bits
-        self._group_size = group_size
-        self._random = Random(seed)
-        quantile = statistics.NormalDist().inv_cdf
-        self._normal = mx.array([quantile((i + 0.5) / 65536) for i in range(65536)])  # by 16 random bits
 
-    def tensors(self, part: dict[str, tuple[int, ...]]) -> dict[str, mx.array]:
-        """The tensors of one file by name."""
-        found = {}
-        for name, dims in part.items():
-            if name.endswith("norm.weight"):
-                found[name] = mx.ones(dims, mx.bfloat16)
-            elif name.endswith(".bias"):
-                found[name] = self._bias(name, dims[0])
-            else:
-                found |= {f"{name}.{kind}": tensor for kind, tensor in self._matrix(*dims).items()}
-        return found
-
-    def _matrix(self, *dims: int) -> dict[str, mx.array]:
-        bits, width = self._bits, dims[-1]
-        if not bits:
-            return {"weight": self._normals(math.prod(dims), width**-0.5).reshape(dims)}
-        words = self._integers(math.prod(dims) * bits // 32, mx.uint32)
-        levels = 2**bits  # values are uniform in 0 .. levels - 1: their variance is (levels^2 - 1) / 12
-        scale = mx.array((12 / (levels**2 - 1) / width) ** 0.5).astype(mx.bfloat16)
-        bias = (scale.astype(mx.float32) * (1 - levels) / 2).astype(mx.bfloat16)
-        groups = (*dims[:-1], width // self._group_size)
-        return {
-            "weight": words.reshape(*dims[:-1], width * bits // 32),
-            "scales": mx.broadcast_to(scale, groups),
-            "biases": mx.broadcast_to(bias, groups),
-        }
-
-    def _bias(self, name: str, size: int) -> mx.array:
-        bias = self._normals(size, 0.1)
-        if self._shape.large_key_bias and name.endswith("k_proj.bias"):
-            D = self._shape.head_dim
-            bias = bias.reshape(-1, D)  # (K D,) -> (K, D)
-            bias[:, D // 2 - 1] = LARGE_KEY_BIAS  # the pair (D/2 - 1, D - 1) turns slowest
-            bias = bias.reshape(size)
-        return bias
-
-    def _normals(self, count: int, scale: float) -> mx.array:
-        table = (self._normal * scale).astype(mx.bfloat16)
-        return table[self._integers(count, mx.uint16)]
-
-    def _integers(self, count: int, dtype: mx.Dtype) -> mx.array:
-        drawn, size = bytearray(), count * dtype.size
-        while len(drawn) < size:
-            drawn += self._random.randbytes(min(DRAW_BYTES, size - len(drawn)))
-        view = memoryview(drawn).cast("I" if dtype == mx.uint32 else "H")
-        return mx.array(view)  # type: ignore[arg-type]  # MLX's types leave the buffer protocol out
+def _keys(seed: int) -> Iterator[mx.array]:
+    key = mx.random.key(seed)
+    while True:
+        key, drawn = mx.random.split(key)
+        yield drawn

@@ -1,7 +1,7 @@
 """A model folder to another one with quantized or recast weights, by mlx-lm's converter.
 
 kvant uses mlx-lm's model classes, quantizer and writer. It does not use mlx-lm's ``convert``, which reads every
-model*.safetensors it finds, drops an output head where config.json leaves tie_word_embeddings out, writes the
+model*.safetensors it finds, drops an output head if config.json leaves tie_word_embeddings out, writes the
 tokenizer's files anew and copies the folder's Python files.
 """
 
@@ -56,10 +56,6 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
         dest: does not exist, or is an empty folder; its parent exists.
         to: the format of the new weights.
         progress: called with (tensors checked, tensors in all) before anything is written.
-
-    Raises:
-        ModelError: a source that cannot be loaded.
-        ConvertError: one that is already quantized, a destination that is in use or has no room, a failed write.
     """
     dest = check_new(dest)
     raw = read_json(source / "config.json")

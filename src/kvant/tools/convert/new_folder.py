@@ -26,11 +26,7 @@ TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # rename's errors for a 
 
 
 def check_new(dest: Path) -> Path:
-    """The absolute path of a folder to make.
-
-    Raises:
-        ConvertError: something is there that is no empty folder, or the path cannot be a folder's.
-    """
+    """The absolute path of a folder to make."""
     try:
         dest = dest.expanduser().absolute()
         if dest.is_symlink() or (dest.exists() and not (dest.is_dir() and not any(dest.iterdir()))):
@@ -43,22 +39,14 @@ def check_new(dest: Path) -> Path:
 
 
 def carried_files(source: Path) -> list[Path]:
-    """The files of :data:`CARRIED` that the folder has, and its further chat templates.
-
-    Raises:
-        ModelError: one that is no regular file of the folder.
-    """
+    """The files of :data:`CARRIED` that the folder has, and its further chat templates."""
     files = [source / name for name in CARRIED if os.path.lexists(source / name)]
     files += sorted((source / TEMPLATES).glob("*.jinja"))
     return [check_file(path, source) for path in files]
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Refuse bytes that the disk has no room for.
-
-    Raises:
-        ConvertError: more are needed than are free.
-    """
+    """Refuse bytes that the disk has no room for."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ConvertError(f"{folder}: {format_bytes(needed)} are needed, {format_bytes(free)} are free")
@@ -80,9 +68,6 @@ def appearing(dest: Path) -> Iterator[Path]:
 
     Args:
         dest: as :func:`check_new` returns it. An empty folder is replaced; anything else is left as it is.
-
-    Raises:
-        ConvertError: a write that failed, or a ``dest`` that appeared meanwhile.
     """
     try:
         part = Path(mkdtemp(prefix=f".{dest.name}.", suffix=".part", dir=dest.parent))

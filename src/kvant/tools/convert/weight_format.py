@@ -31,11 +31,7 @@ class WeightFormat:
     def choose(
         cls, bits: int | None = None, group_size: int | None = None, mode: str = "affine", dtype: str | None = None
     ) -> "WeightFormat":
-        """The format. None is filled in: affine 4 bits in groups of 64, or the values that the mode fixes.
-
-        Raises:
-            ArgumentError: a format MLX does not have, or one that changes nothing.
-        """
+        """The format. None is filled in: affine 4 bits in groups of 64, or the values that the mode fixes."""
         if mode not in MODES:
             raise ArgumentError("mode", f"is {mode!r}; expected {', '.join(MODES)}")
         if dtype is not None and dtype not in DTYPES:

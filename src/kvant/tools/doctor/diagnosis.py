@@ -5,46 +5,48 @@ import os
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from kvant import blas
-from kvant.operators import dispatch
-from kvant.operators.dispatch import VARIABLE, gpu_backend
-from kvant.tools.doctor.compiling import Compiling, measure_compiling
+from kvant.engine.step import should_compile
+from kvant.machine import Environment, Machine, environment, this_machine
+from kvant.operators.dispatch import VARIABLE, choose, gpu_backend
+from kvant.operators.kernels.attend import MAX_NEW_TOKENS
 from kvant.tools.doctor.kernels import KernelResult, UseResult, try_kernels, try_uses
-from kvant.tools.doctor.look_ahead import LookAhead, measure_look_ahead
-from kvant.tools.doctor.paths import OperatorPath, operator_paths
-from kvant.tools.doctor.queries import QueriesMeasured, measure_queries
-from kvant.tools.machine import Environment, Machine, environment, this_machine
 
 SLOWER = 1.1  # times; less is the noise of a measurement
 GPU_COMPILERS = {"metal": "Metal's, while it runs", "cuda": "NVRTC, while it runs"}
 NO_GPU = (
     "the fused kernel: there is no GPU that MLX uses, so it has not run here. kvant's tests run its Metal text on the "
-    "host, thread by thread (docs/host-run.md), which says nothing of its speed or of a GPU's own compiler"
+    "host, thread by thread (docs/kernels.md), which says nothing of its speed or of a GPU's own compiler"
 )
 OTHER_SHAPES = "the fused kernel in a model's own shapes: it is tried with them when a cache is made"
+UNFUSED = "unfused"
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorPath:
+    """``path`` is fused or unfused; a step is compiled or not."""
+
+    operator: str
+    path: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What ``kvant doctor`` prints.
+    """The findings.
 
     Attributes:
         device_info: everything MLX says about its default device.
         compiler: what compiles kernels and fused steps.
         kernels: every case the fused kernel was tried on; empty without a GPU.
-        look_ahead: None if generation failed.
-        problem: why generation failed; None: it did not.
-        unchecked: checks that are not possible on this machine.
         uses: whether the fused kernel runs as caches use it; empty without a GPU.
-        compiling: what the self-check's compilation took; None: there was none, or it failed.
-        queries: how many queries a simdgroup of the fused kernel holds; None: the kernel does not run here.
+        unchecked: checks that are not possible on this machine.
     """
 
     environment: Environment
@@ -53,34 +55,23 @@ class Diagnosis:
     compiler: str
     paths: list[OperatorPath]
     kernels: list[KernelResult]
-    look_ahead: LookAhead | None
-    problem: str | None
+    uses: list[UseResult]
     unchecked: list[str]
-    uses: list[UseResult] = field(default_factory=list)
-    compiling: Compiling | None = None
-    queries: QueriesMeasured | None = None
 
     @property
     def healthy(self) -> bool:
         """Whether nothing that was tried failed."""
-        return self._is_right and (self.queries is None or self.queries.problem is None)
-
-    @property
-    def _is_right(self) -> bool:
-        problems = [self.problem, *(result.problem for result in self.kernels), *(use.problem for use in self.uses)]
-        return not any(problems)
+        return not any([*(result.problem for result in self.kernels), *(use.problem for use in self.uses)])
 
     @property
     def to_do(self) -> list[str]:
-        """What its user can do so that kvant is right or faster here; empty: nothing."""
+        """Settings with which kvant is right or faster here; empty: none."""
         found = []
         timed = [result for result in self.kernels if result.fused_ms is not None and result.unfused_ms is not None]
         slower = sum(result.fused_ms > SLOWER * result.unfused_ms for result in timed)  # type: ignore[operator]
-        if self.queries is not None and self.queries.problem is not None:
-            found.append(f"report the lines that say wrong; kvant goes on with {self.queries.used} queries a simdgroup")
-        if not self._is_right:
+        if not self.healthy:
             asked = f"unset {VARIABLE}; " if os.environ.get(VARIABLE) == "fused" else ""
-            found.append(f"{asked}without a wish kvant uses the unfused operator; report the lines that say wrong")
+            found.append(f"{asked}by default kvant uses the unfused operator; report the lines that say wrong")
         elif slower > len(timed) / 2:
             found.append(
                 f"set {VARIABLE}=unfused, or give --kernels unfused: the fused kernel is the slower in {slower} of "
@@ -92,14 +83,8 @@ class Diagnosis:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """For a program: numbers that are none are null."""
+        """The findings for a program. An error that is not finite is null."""
         found: dict[str, Any] = asdict(self) | {"healthy": self.healthy, "to_do": self.to_do}
-        if self.look_ahead is not None:
-            found["look_ahead"]["faster"] = self.look_ahead.faster
-        if self.compiling is not None:
-            found["compiling"]["compile_ms"] = self.compiling.compile_ms
-        if self.queries is not None:
-            found["queries"]["ratio"] = self.queries.ratio
         for result in found["kernels"]:
             if result["error"] is not None and not math.isfinite(result["error"]):
                 result["error"] = None
@@ -107,40 +92,42 @@ class Diagnosis:
 
 
 def diagnose(progress: Callable[[int, int], None]) -> Diagnosis:
-    """Look at this machine and try the kernel; ``progress`` is called with (kernel cases done, in all).
+    """Describe this machine and try the kernel.
 
-    Raises:
-        ValueError: KVANT_KERNELS is unknown, or asks for what cannot run here.
+    Args:
+        progress: called with (kernel cases done, in all).
     """
     backend = gpu_backend()
-    compiling = None if backend is None else measure_compiling(backend)  # first: what it measures happens once
     paths = operator_paths()
-    queries = None
-    if backend is not None and dispatch.self_check_failure(backend) is None:
-        queries = measure_queries(backend, progress)
-    kernels = [] if backend is None else try_kernels(backend, progress)
-    uses = [] if backend is None else try_uses(backend, progress)
-    look_ahead = problem = None
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "the fused kernel ", RuntimeWarning)  # told in full here
-            look_ahead = measure_look_ahead()
-    except RuntimeError as error:  # the kernel that is asked for failed its self-check, or a driver did
-        problem = " ".join(str(error).split())
     return Diagnosis(
         environment=environment(),
         machine=this_machine(),
         device_info=dict(mx.device_info()),
         compiler=_host_compiler() if backend is None else GPU_COMPILERS[backend],
         paths=paths,
-        kernels=kernels,
-        look_ahead=look_ahead,
-        problem=problem,
+        kernels=[] if backend is None else try_kernels(backend, progress),
+        uses=[] if backend is None else try_uses(backend, progress),
         unchecked=[NO_GPU if backend is None else OTHER_SHAPES],
-        uses=uses,
-        compiling=compiling,
-        queries=queries,
     )
+
+
+def operator_paths() -> list[OperatorPath]:
+    """The path of every operator on this machine, and the reason."""
+    choice = choose()
+    path, reason = UNFUSED if choice.backend is None else f"fused ({choice.backend})", choice.reason
+    more = f"the kernel is for few queries; more than {MAX_NEW_TOKENS} are a product with dequantized keys and values"
+    if should_compile():
+        step = "compiled", "on a GPU the step takes less time than building it"
+    else:
+        step = "not compiled", "on a CPU it is built while the last one runs; compiled it would read more tokens"
+    return [
+        OperatorPath(f"MultiHeadCacheAttention, 1 to {MAX_NEW_TOKENS} new tokens", path, reason),
+        OperatorPath("MultiHeadCacheAttention, more", UNFUSED, more),
+        OperatorPath("KeyValueCache", UNFUSED, "it returns dequantized keys and values, which the kernel never makes"),
+        OperatorPath("quantize, of appended tokens", path, "goes with attention's"),
+        OperatorPath("quantize, dequantize", UNFUSED, "functions of their own have no kernel"),
+        OperatorPath("decode step", *step),
+    ]
 
 
 def _host_compiler() -> str:

@@ -5,17 +5,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
+from typing import Any
 
 import mlx.core as mx
 
 from kvant.errors import one_line
-from kvant.operators.kernel_case import SELF_CHECK, KernelCase, random_cases
+from kvant.operators.cached_attention import append_and_attend
 from kvant.operators.kernels.attend import HEAD_DIMS
 from kvant.operators.kernels.launch import Backend
-from kvant.operators.probe import KernelUse, probe_failure
-from kvant.operators.self_check import Trial
+from kvant.operators.probe import KernelUse, Trial, probe_failure
+from kvant.operators.quantization import quantized_dtype
 
-RANDOM_CASES, SEED = 12, 6
+# Query and kv heads, head_dim and bits, of a cache of TOKENS.
+TIMED = ((14, 2, 64, 8), (32, 8, 128, 8), (32, 8, 128, 4), (16, 8, 256, 0))
+TOKENS = 4096
 REPEATS = 5
 DTYPES = (mx.float16, mx.bfloat16)  # that models are computed in on a GPU
 
@@ -27,8 +30,7 @@ class KernelResult:
     Attributes:
         error: the output's largest, relative to 1 + the expected magnitude; None: the kernel did not run.
         problem: what is wrong; None: nothing.
-        fused_ms, unfused_ms: medians of the call, its launch and its end included; None: it did not run. The unfused
-            operator has no pages, rings, softcaps and scales of their own.
+        fused_ms, unfused_ms: medians of the call, its launch and its end included; None: it did not run.
     """
 
     case: str
@@ -41,7 +43,7 @@ class KernelResult:
 
 @dataclass(frozen=True, slots=True)
 class UseResult:
-    """Whether the kernel runs at all as a cache of some format uses it. ``problem``: why not; None: it does."""
+    """Whether the kernel is right as a cache of some format uses it. ``problem``: why not; None: it is."""
 
     use: str
     problem: str | None
@@ -58,33 +60,37 @@ def try_uses(backend: Backend, progress: Callable[[int, int], None]) -> list[Use
 
 
 def try_kernels(backend: Backend, progress: Callable[[int, int], None]) -> list[KernelResult]:
-    """The self-check's cases and random ones; ``progress`` is called with (cases done, in all)."""
-    cases = [*SELF_CHECK, *random_cases(RANDOM_CASES, SEED)]
+    """A token's error and time in a few shapes; ``progress`` is called with (cases done, in all)."""
     results: list[KernelResult] = []
-    for case in cases:
-        progress(len(results), len(cases))
-        results.append(_try(case, backend))
+    for case in TIMED:
+        progress(len(results), len(TIMED))
+        results.append(_try(*case, backend))
     return results
 
 
-def _try(case: KernelCase, backend: Backend) -> KernelResult:
+def _try(H: int, K: int, D: int, bits: int, backend: Backend) -> KernelResult:
+    use = KernelUse(D, D, mx.float16, bits, 32, heads=H // K)
+    name = f"{use}, {H} query heads, {TOKENS:,} tokens"
     try:
-        trial = Trial(case)
-        found = trial.agreement(backend)
-        times: dict[Backend | None, list[float]] = {backend: []} | ({None: []} if case.has_unfused else {})
-        for repeat in range(1 + REPEATS):
-            for path, own in times.items():
-                started = time.perf_counter()
-                trial.run(path)
-                if repeat:  # the first compiles what has not run yet
-                    own.append((time.perf_counter() - started) * 1e3)
+        found = Trial(use, H // K).agreement(backend, 1)
+        times = [_median_ms(H, K, D, bits, path) for path in (backend, None)]
     except Exception as error:  # of a compiler or a driver: any
-        return KernelResult(str(case), None, None, one_line(error), None, None)
-    return KernelResult(
-        str(case),
-        found.error,
-        found.tolerance,
-        found.problem,
-        median(times[backend]),
-        median(times[None]) if case.has_unfused else None,
-    )
+        return KernelResult(name, None, None, one_line(error), None, None)
+    return KernelResult(name, found.error, found.tolerance, found.problem, *times)
+
+
+def _median_ms(H: int, K: int, D: int, bits: int, backend: Backend | None) -> float:
+    """Of a step's attention through a full cache of zeros."""
+    shape, width = (1, 1, 2, K, TOKENS), D // 2 if bits == 4 else D
+    cache = mx.zeros((*shape, width), quantized_dtype(bits) if bits else mx.float16)
+    scale = mx.zeros((*shape, D // 32), mx.float16) if bits else None
+    query, key = mx.ones((1, H, 1, D), mx.float16), mx.ones((1, K, 1, D), mx.float16)
+    mx.eval(cache, scale, query, key)
+    times: list[float] = []
+    for _ in range(1 + REPEATS):  # the first compiles what has not run yet
+        started = time.perf_counter()
+        form: dict[str, Any] = {"quant_bit": bits, "quant_group": 32, "backend": backend}
+        mx.eval(append_and_attend(query, key, key, TOKENS - 1, cache, scale, **form))
+        mx.synchronize()
+        times.append((time.perf_counter() - started) * 1e3)
+    return median(times[1:])

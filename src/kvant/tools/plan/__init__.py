@@ -1,18 +1,19 @@
 """The memory plan: what a model takes, and what a machine has, before a weight is read or downloaded.
 
-from kvant.tools.machine import this_machine
+from kvant.machine import this_machine
 from kvant.tools.plan import plan, read_folder
 needed = plan(read_folder(folder), max_kv_size=4096)
 print(needed.total, this_machine().limit_bytes)
 """
 
-from kvant.tools.plan.bridged import BridgedCheckpoint
-from kvant.tools.plan.plan import DraftModel, LongestContext, MemoryPlan, Settings, longest_context, plan, split_pairs
+from kvant.tools.plan.bridged import BridgedCheckpoint, read_facts, read_folder
+from kvant.tools.plan.memory import AnyCheckpoint, DraftModel, MemoryPlan, Settings
+from kvant.tools.plan.plan import LongestContext, longest_context, plan, split_pairs
 from kvant.tools.plan.ranks import Parallel, RankPlan, RankPlanner
-from kvant.tools.plan.source import read_facts, read_folder
 from kvant.tools.plan.stored import Checkpoint
 
 __all__ = [
+    "AnyCheckpoint",
     "BridgedCheckpoint",
     "Checkpoint",
     "DraftModel",

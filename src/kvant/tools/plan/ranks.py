@@ -1,31 +1,28 @@
 """The memory of a model on several machines: what each rank takes, and which layers or heads it has."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import lcm
+from typing import Any, Literal
 
 from kvant.errors import ModelError
+from kvant.machine import Device, Machine
 from kvant.models.share import shares
-from kvant.tools.machine import Device, Machine
 from kvant.tools.plan.bridged import BridgedCheckpoint
-from kvant.tools.plan.deal import check_layers, deal
+from kvant.tools.plan.memory import AnyCheckpoint, MemoryPlan, Settings
+from kvant.tools.plan.needs import Needs, needs
 from kvant.tools.plan.plan import (
     LongestContext,
-    MemoryPlan,
-    Run,
-    RunBytes,
-    Settings,
     longest,
     longest_context,
     planner,
     process_bytes,
-    run_bytes,
 )
 from kvant.tools.plan.stored import Checkpoint, Loading
 
 Parallel = Literal["pipeline", "tensor"]
-AnyCheckpoint = Checkpoint | BridgedCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +52,8 @@ class RankPlan:
     @property
     def fullest(self) -> int:
         """The rank that uses the largest part of its machine's limit."""
-        uses = [
-            made.total / max(1, machine.limit_bytes) for made, machine in zip(self.plans, self.machines, strict=True)
-        ]
+        each = zip(self.plans, self.machines, strict=True)
+        uses = [made.total / max(1, machine.limit_bytes) for made, machine in each]
         return uses.index(max(uses))
 
     def longest(self) -> list[LongestContext]:
@@ -69,14 +65,13 @@ class RankPlan:
 
 
 class RankPlanner:
-    """Plans one model on the same machines for any number of tokens; what does not depend on them is added up once.
+    """Plans one model on the same machines for any number of tokens.
 
     Args:
         checkpoint: of the whole model.
         machines: of the ranks, rank 0's first.
         parallel: how the model is divided.
         settings: of the run.
-        like: a planner that differs in its machines alone; what it has added up is used again.
 
     Raises:
         ModelError: a model that cannot be divided so.
@@ -89,117 +84,124 @@ class RankPlanner:
         machines: Sequence[Machine],
         parallel: Parallel,
         settings: Settings | None = None,
-        *,
-        like: "RankPlanner | None" = None,
     ) -> None:
-        self._checkpoint = checkpoint
-        self._machines = list(machines)
-        self._parallel = parallel
+        self._checkpoint, self._machines = checkpoint, list(machines)
         self._settings = settings or Settings()
-        self._parts: list[AnyCheckpoint] = []
-        self._stages: dict[Device, _Stages] = {} if like is None else like._stages
+        self._shares: list[AnyCheckpoint] = []
+        self._stages: dict[Device, Callable[[int, int, int], int]] = {}
         if parallel == "tensor":
-            self._parts = tensor_parts(checkpoint, len(machines))
-            self._planners = [
-                planner(part, self._settings, machine.device)
-                for part, machine in zip(self._parts, machines, strict=True)
-            ]
+            self._shares = _tensor_parts(checkpoint, len(machines))
+            self._planners = self._planners_of(self._shares)
             return
-        check_layers(checkpoint.num_layers, len(machines))
-        for device in {machine.device for machine in machines} - self._stages.keys():
-            self._stages[device] = _Stages(checkpoint, self._settings, device)
+        _check_layers(checkpoint.num_layers, len(machines))
+        self._stages = {
+            device: _stage_bytes(checkpoint, self._settings, device) for device in {own.device for own in machines}
+        }
 
     def plan(self, tokens: int) -> RankPlan:
         """The plan of so many tokens reserved."""
-        if self._parallel == "tensor":
+        if self._shares:
             made = [planned(tokens) for planned in self._planners]
-            return RankPlan("tensor", self._machines, self._parts, made, None)
-        layers = self._deal(tokens)
+            return RankPlan("tensor", self._machines, self._shares, made, None)
+
+        def used(rank: int, first: int, last: int) -> int:
+            return self._stages[self._machines[rank].device](first, last, tokens)
+
+        layers = deal(self._checkpoint.num_layers, [machine.limit_bytes for machine in self._machines], used)
         parts = [self._checkpoint.stage(rank, own) for rank, own in enumerate(layers)]
-        made = [
-            planner(part, self._settings, machine.device)(tokens)
-            for part, machine in zip(parts, self._machines, strict=True)
-        ]
+        made = [planned(tokens) for planned in self._planners_of(parts)]
         return RankPlan("pipeline", self._machines, parts, made, layers)
 
     def longest(self) -> LongestContext:
         """The longest context that fits; the layers of a pipeline are dealt out anew for each."""
-        return longest(self._checkpoint.config.max_position_embeddings, self._fits)
+        return longest(self._checkpoint.config.max_position_embeddings, lambda tokens: self.plan(tokens).fits)
 
-    def _fits(self, tokens: int) -> bool:
-        limits = [machine.limit_bytes for machine in self._machines]
-        if self._parallel == "tensor":
-            return all(plan(tokens).total <= limit for plan, limit in zip(self._planners, limits, strict=True))
-        if min(stages.least(tokens) for stages in self._stages.values()) > sum(limits):
-            return False  # without looking at any deal
-        layers = self._deal(tokens)
-        return all(self._used(tokens, rank, own.start, own.stop) <= limits[rank] for rank, own in enumerate(layers))
-
-    def _deal(self, tokens: int) -> list[range]:
-        limits = [machine.limit_bytes for machine in self._machines]
-        return deal(self._checkpoint.num_layers, limits, partial(self._used, tokens))
-
-    def _used(self, tokens: int, rank: int, first: int, last: int) -> int:
-        return self._stages[self._machines[rank].device].used(first, last, tokens)
+    def _planners_of(self, parts: Sequence[AnyCheckpoint]) -> list[Callable[[int], MemoryPlan]]:
+        machines = zip(parts, self._machines, strict=True)
+        return [planner(part, self._settings, machine.device) for part, machine in machines]
 
 
-class _Stages:
-    """The bytes of any stage of a pipeline: those that begin with layer 0 are rank 0's.
+def _stage_bytes(checkpoint: AnyCheckpoint, settings: Settings, device: Device) -> Callable[[int, int, int], int]:
+    """(first layer, last layer and 1, tokens) -> bytes of that stage of a pipeline. One that begins with 0 is rank 0's.
 
     Weights are added up from layers. A run takes as much as that of any stage with as many layers of each kind.
     """
+    on_cpu, layers = device == "cpu", range(checkpoint.num_layers)
+    # An adapter is whole on every rank.
+    bare = replace(checkpoint, adapter_bytes=0) if isinstance(checkpoint, Checkpoint) else checkpoint
+    ends = bare.stage(0, range(0)).loading(on_cpu=on_cpu)
+    each = [bare.stage(1, range(n, n + 1)).loading(on_cpu=on_cpu) for n in layers]
+    adapter = checkpoint.stage(0, range(0)).loading(on_cpu=on_cpu).held - ends.held
+    names = [checkpoint.layer_kind(n) for n in layers]
+    process = [process_bytes(checkpoint.stage(rank, range(1))) if on_cpu else 0 for rank in (0, 1)]
+    stages: dict[tuple[int, int], tuple[Loading, Needs]] = {}
+    runs: dict[Any, Needs] = {}  # by rank 0 or not, and the number of layers of each kind
+    for first in layers:
+        loading, counts = Loading() if first else ends, Counter[Any]()
+        for layer in layers[first:]:
+            loading = loading.then(each[layer])
+            counts[names[layer]] += 1
+            kinds = first > 0, frozenset(counts.items())
+            if kinds not in runs:
+                part = checkpoint.stage(int(first > 0), range(first, layer + 1))
+                runs[kinds] = cache(needs(part, settings, on_cpu=on_cpu))
+            stages[first, layer + 1] = loading, runs[kinds]
 
-    def __init__(self, checkpoint: AnyCheckpoint, settings: Settings, device: Device) -> None:
-        self._checkpoint, self._settings = checkpoint, settings
-        self._on_cpu = on_cpu = device == "cpu"
-        count = checkpoint.num_layers
-        ends = checkpoint.stage(0, range(0)).loading(on_cpu=on_cpu)
-        each = [checkpoint.stage(1, range(n, n + 1)).loading(on_cpu=on_cpu) for n in range(count)]
-        names = [checkpoint.layer_kind(n) for n in range(count)]
-        kinds = [names.index(name) for name in names]
-        self._loading: dict[tuple[int, int], Loading] = {}
-        self._kinds: dict[tuple[int, int], tuple[int, ...]] = {}
-        for first in range(count):
-            loading = Loading() if first else ends
-            number = [0] * (max(kinds) + 1)
-            for layer in range(first, count):
-                loading = loading.then(each[layer])
-                number[kinds[layer]] += 1
-                self._loading[first, layer + 1] = loading
-                self._kinds[first, layer + 1] = (int(first > 0), *number)
-        self._process = [process_bytes(checkpoint.stage(rank, range(1))) if on_cpu else 0 for rank in (0, 1)]
-        self._runs: dict[tuple[int, ...], Run] = {}
-        self._needed: dict[tuple[int, tuple[int, ...]], RunBytes] = {}
+    def used(first: int, last: int, tokens: int) -> int:
+        loading, run = stages[first, last]
+        return max(loading.held + run(tokens).total, loading.peak) + adapter + process[int(first > 0)]
 
-    def least(self, tokens: int) -> int:
-        """Weights and caches of all layers: ranks together take no less."""
-        first, last = 0, self._checkpoint.num_layers
-        needed = self._run(first, last, tokens)
-        return self._loading[first, last].held + needed.total - needed.scratch
-
-    def used(self, first: int, last: int, tokens: int) -> int:
-        """All that the rank with these layers takes, as its :class:`MemoryPlan` says."""
-        loading, rank = self._loading[first, last], int(first > 0)
-        return max(loading.held + self._run(first, last, tokens).total, loading.peak) + self._process[rank]
-
-    def _run(self, first: int, last: int, tokens: int) -> RunBytes:
-        key = self._kinds[first, last]
-        if (tokens, key) not in self._needed:
-            if key not in self._runs:
-                part = self._checkpoint.stage(key[0], range(first, last))
-                self._runs[key] = run_bytes(part, self._settings, on_cpu=self._on_cpu)
-            self._needed[tokens, key] = self._runs[key](tokens)
-        return self._needed[tokens, key]
+    return used
 
 
-def tensor_parts(checkpoint: AnyCheckpoint, ranks: int) -> list[AnyCheckpoint]:
-    """What each rank has where heads and features are divided.
-
-    Raises:
-        ModelError: the model cannot be divided so.
-    """
+def _tensor_parts(checkpoint: AnyCheckpoint, ranks: int) -> list[AnyCheckpoint]:
+    """What each rank has if heads and features are divided."""
     if isinstance(checkpoint, BridgedCheckpoint):
         raise ModelError(
             f"{checkpoint.config.model_type} is mlx-lm's model: its tensors are not divided; --parallel pipeline works"
         )
     return [checkpoint.share(share) for share in shares(checkpoint.config, ranks)]
+
+
+def deal(layers: int, limits: Sequence[int], used: Callable[[int, int, int], int]) -> list[range]:
+    """The layers of each rank, contiguous in the order of ranks, at least one each.
+
+    The largest part of a rank's limit that is used is the smallest of all such deals. Of equal ones the last rank has
+    the most layers, and those before are dealt out by the same rule. Every deal is looked at, in exact numbers.
+
+    Args:
+        layers: in all.
+        limits: bytes that each rank may use.
+        used: (rank, first layer, last layer and 1) -> bytes that the rank uses with these layers.
+
+    Raises:
+        ModelError: fewer layers than ranks.
+    """
+    _check_layers(layers, len(limits))
+    limits = [max(1, limit) for limit in limits]
+    # By rank and the layers that are dealt out to it and those before: the largest fraction, and where the rank begins.
+    best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
+    for rank, limit in enumerate(limits):
+        after = len(limits) - 1 - rank
+        scale = lcm(*limits) // limit  # fractions, with one denominator
+        best.append(
+            {
+                last: min(
+                    (max(fullest, scale * used(rank, first, last)), first)
+                    for first, (fullest, _) in best[-1].items()
+                    if first < last
+                )
+                for last in (range(rank + 1, layers - after + 1) if after else [layers])
+            }
+        )
+    dealt: list[range] = []
+    last = layers
+    for found in reversed(best[1:]):
+        dealt.append(range(found[last][1], last))
+        last = dealt[-1].start
+    return dealt[::-1]
+
+
+def _check_layers(layers: int, ranks: int) -> None:
+    if layers < ranks:
+        raise ModelError(f"{layers} layers cannot be dealt out to {ranks} ranks: each needs one")

@@ -1,17 +1,14 @@
 """The bytes of a checkpoint, from its config.json and the sizes of its files: nothing else is read."""
 
 import math
-import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from kvant.errors import KvantError, ModelError
+from kvant.errors import ModelError
 from kvant.files import read_json
 from kvant.models.adapter import tensors_file
 from kvant.models.architectures.table import Parameter
@@ -19,7 +16,6 @@ from kvant.models.config import ModelConfig
 from kvant.models.parameters import matrices, parameters
 from kvant.models.quantization import Quantization
 from kvant.models.share import Share, divides_inputs, local_config
-from kvant.tensor_header import read_header
 
 FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # An adapter's factors beside quantized matrices that are fused, three at the most, have zeros where the others lie.
@@ -32,15 +28,18 @@ class Part:
 
     Attributes:
         rank: 0 has the tokenizer, and the logits are sampled there.
-        has_ends: the embedding, the last norm and the head are there.
-        divided: each rank has heads and features of every layer.
+        divided: each rank has heads and features of every layer, and the embedding, the last norm and the head.
         head_rows: of an untied head; None: all.
     """
 
     rank: int
-    has_ends: bool
     divided: bool = False
     head_rows: int | None = None
+
+    @property
+    def has_ends(self) -> bool:
+        """The embedding, the last norm and the head are there."""
+        return self.divided or self.rank == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,6 @@ class Checkpoint:
         float_bytes: of a stored floating-point number, 2 or 4.
         tied: the embedding is the output head too.
         adapter_bytes: of an adapter's tensors, as they lie in their file.
-        adapter_layers: of these, each layer's; none: not known, or no adapter.
         part: that one rank of several has; None: it is the whole model.
     """
 
@@ -89,14 +87,13 @@ class Checkpoint:
     float_bytes: int
     tied: bool
     adapter_bytes: int = 0
-    adapter_layers: tuple[int, ...] = ()
     part: Part | None = None
 
     @classmethod
     def from_facts(cls, raw: Mapping[str, Any], file_bytes: int | None = None) -> "Checkpoint":
         """From a config.json already parsed.
 
-        Where it leaves out whether the head is tied or which dtype floats have, the sizes of the files decide; without
+        If it leaves out whether the head is tied or which dtype floats have, the sizes of the files decide; without
         them the head counts as untied and floats as two bytes.
 
         Args:
@@ -137,8 +134,7 @@ class Checkpoint:
         Raises:
             ModelError: it holds no tensors.
         """
-        file = tensors_file(folder)
-        return replace(self, adapter_bytes=file.stat().st_size, adapter_layers=_adapter_layers(file, self.config))
+        return replace(self, adapter_bytes=tensors_file(folder).stat().st_size)
 
     def quantized(self, bits: int, group_size: int) -> "Checkpoint":
         """As if converted: every matrix, the embedding and the head too, but where a group does not divide.
@@ -164,7 +160,10 @@ class Checkpoint:
         return replace(self, config=replace(self.config, quantization=quantization, quantization_overrides=left))
 
     def stage(self, rank: int, layers: range) -> "Checkpoint":
-        """The part that a rank of a pipeline has: these layers, on rank 0 also all that is in no layer."""
+        """The part that a rank of a pipeline has: these layers, on rank 0 also all that is in no layer.
+
+        An adapter is counted whole on every rank.
+        """
         config, table = self.config, self.config.architecture
         paths = {path: path for path in (table.embedding.path, table.head.path)}
         for number, layer in enumerate(layers if config.quantization_overrides else ()):
@@ -173,19 +172,15 @@ class Checkpoint:
         formats = config.quantization_overrides
         overrides = {new: formats[old] for old, new in paths.items() if old in formats}
         local = replace(local_config(config, layers=layers), quantization_overrides=overrides)
-        own = self.adapter_layers[layers.start : layers.stop]
-        adapter = sum(own) + (self.adapter_bytes - sum(self.adapter_layers) if rank == 0 else 0)
-        return replace(
-            self, config=local, adapter_bytes=adapter, adapter_layers=own, part=Part(rank, has_ends=rank == 0)
-        )
+        return replace(self, config=local, part=Part(rank))
 
     def share(self, share: Share) -> "Checkpoint":
-        """The part that a rank has where heads and features are divided: the embedding and norms are whole.
+        """The part that a rank has if heads and features are divided: the embedding and norms are whole.
 
         An adapter is counted whole on every rank.
         """
         first, last = share.vocabulary
-        part = Part(share.rank, has_ends=True, divided=True, head_rows=last - first)
+        part = Part(share.rank, divided=True, head_rows=last - first)
         return replace(self, config=local_config(self.config, share), part=part)
 
     def layer_kind(self, layer: int) -> tuple[int | None, bool]:
@@ -232,11 +227,19 @@ class Checkpoint:
         return reduce(Loading.then, self._loaded(on_cpu=on_cpu), Loading(others=others))
 
     def _loaded(self, *, on_cpu: bool) -> Iterator[Loading]:
-        """Of matrices that are evaluated together, in order."""
+        """Of matrices that are evaluated together, in order: the head before the layers."""
+
+        def together(entry: tuple[str, tuple[int, ...], int | None, Parameter]) -> tuple[int | None, str]:
+            path, _, layer, row = entry
+            quantized = self.config.quantization_of(path) is not None
+            return layer, "" if layer is not None and quantized else row.role
+
         itemsize = self.itemsize(on_cpu=on_cpu)
-        for _, together in groupby(self._in_order(), key=itemgetter(0)):
+        for _, entries in groupby(sorted(self._matrices(), key=lambda entry: entry[2] is not None), key=together):
             kept = passing = 0
-            for _, path, size, fused in together:
+            for path, size, _, row in entries:
+                # Experts are put into one stack, which is as much as being fused with another matrix.
+                fused = len(self.config.architecture.of_role(row.role)) > 1 or len(size) > 2
                 stored, held = (self._matrix_bytes(path, size, number) for number in (self.float_bytes, itemsize))
                 kept += held
                 if self.config.quantization_of(path) is None:
@@ -246,16 +249,6 @@ class Checkpoint:
                     floats = stored - self._matrix_bytes(path, size, 0)
                     passing += floats * (itemsize != self.float_bytes) + held * fused
             yield Loading(kept, kept + passing)
-
-    def _in_order(self) -> Iterator[tuple[str, str, tuple[int, ...], bool]]:
-        """(a key that those evaluated together share, path, size, fused or not) of each matrix, in loading order."""
-        # The head before the layers.
-        for path, size, layer, row in sorted(self._matrices(), key=lambda entry: entry[2] is not None):
-            quantized = self.config.quantization_of(path) is not None
-            together = f"{layer}" if layer is not None and quantized else f"{layer} {row.role}"
-            # Experts are put into one stack, which is as much as being fused with another matrix.
-            fused = len(self.config.architecture.of_role(row.role)) > 1 or len(size) > 2
-            yield together, path, size, fused
 
     def _parameters(self) -> Iterator[tuple[str, int | None, Parameter]]:
         """Of those in the model, the ones that are here."""
@@ -303,21 +296,8 @@ class Checkpoint:
         return total * itemsize
 
 
-def _adapter_layers(file: Path, config: ModelConfig) -> tuple[int, ...]:
-    """The bytes of each layer's tensors in an adapter's file; none: it cannot be read, as loading is going to say."""
-    totals = [0] * config.num_hidden_layers
-    numbers = {config.architecture.layers.format(layer): layer for layer in range(len(totals))}
-    with suppress(ValueError, OSError, KvantError), file.open("rb") as stream:
-        for name, tensor in read_header(file, stream, file.stat().st_size, ModelError).tensors.items():
-            inside = re.match(r".*?\.\d+\.", name)
-            if inside and inside[0] in numbers:
-                totals[numbers[inside[0]]] += tensor.last - tensor.first
-        return tuple(totals)
-    return ()
-
-
 def folder_bytes(folder: Path) -> int | None:
-    """Bytes of a folder's safetensors files; where a whole one is there, of that alone, as it alone is read.
+    """Bytes of a folder's safetensors files; if a whole one is there, of that alone, as it alone is read.
 
     None: there are none, and nothing can be learnt from them.
     """

@@ -1,1 +1,1 @@
-"""The cost in quality of a cache format, measured on a model and a text: see docs/report.md."""
+"""The cost in quality of a cache format, measured on a model and a text."""

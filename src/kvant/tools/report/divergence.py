@@ -11,7 +11,7 @@ from kvant.tools.statistics import percentile
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures over all positions; infinite where a prediction was not finite.
+    """Figures over all positions; infinite if a prediction was not finite.
 
     Attributes:
         positions: predictions compared.
@@ -87,7 +87,7 @@ def divergence(expected: mx.array, given: mx.array) -> mx.array:
         expected, given: (S, vocab) float32 log-probabilities.
 
     Returns:
-        (S,) float32; infinite where something expected is given no probability.
+        (S,) float32; infinite if something expected is given no probability.
     """
     p, q = mx.exp(expected), mx.exp(given)
     d = mx.where(p > 0, expected - given, 0.0)  # -inf - -inf would be NaN; an unexpected token counts as q alone
@@ -101,5 +101,5 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _exp(value: float) -> float:
-    """exp, infinite where a float cannot hold it."""
+    """exp, infinite if a float cannot hold it."""
     return math.exp(value) if value < 700 else math.inf

@@ -47,9 +47,15 @@ class CacheFormat:
 
     def bytes_per_token(self, model: LanguageModel) -> int:
         """Bytes that each token more takes in all layers; bytes that do not grow with the tokens are left out."""
-        if not isinstance(model, Decoder):
-            return _growth(model, self)
-        one, two = (self.make_cache(model, tokens).nbytes for tokens in (1, 2))
+        if isinstance(model, Decoder):
+            one, two = (self.make_cache(model, tokens).nbytes for tokens in (1, 2))
+            return two - one
+        from kvant.bridge.cache import cache_bytes  # there already: the model is mlx-lm's
+        from kvant.bridge.model import BridgedModel
+
+        assert isinstance(model, BridgedModel)
+        sizes = (cache_bytes(model.module, MANY + more, quant_bit=self.bits, quant_group=self.group) for more in (0, 1))
+        one, two = (size.keys_values for size in sizes)
         return two - one
 
 
@@ -58,11 +64,7 @@ REFERENCE = CacheFormat(0, split=False)
 
 
 def parse_formats(text: str) -> list[CacheFormat]:
-    """Formats between commas, each once.
-
-    Raises:
-        ValueError: one that is written otherwise, or is there twice.
-    """
+    """Formats between commas, each once."""
     found: list[CacheFormat] = []
     for part in text.split(","):
         name = part.strip()
@@ -80,7 +82,7 @@ def parse_formats(text: str) -> list[CacheFormat]:
 
 
 def check_formats(formats: Sequence[CacheFormat], model: LanguageModel) -> None:
-    """Raise a ValueError, naming the format, where a model's cache cannot have one.
+    """Raise a ValueError that names the format a model's cache cannot have.
 
     The heads of a bridged model may differ from layer to layer, and its cache takes the part of a group that divides
     them all: any group will do.
@@ -96,10 +98,10 @@ def check_formats(formats: Sequence[CacheFormat], model: LanguageModel) -> None:
 
 
 def default_formats(model: LanguageModel) -> list[CacheFormat]:
-    """8 and 4 bits in groups of 32 and 64, with and without the bias split where there is something to split."""
+    """8 and 4 bits in groups of 32 and 64, with and without the bias split if there is a bias."""
     if not isinstance(model, Decoder):
         formats = [CacheFormat(bits, group) for bits in DEFAULT_BITS for group in DEFAULT_GROUPS]
-        # A group that does not divide a width is cut: where that leaves the same cache, it is measured once.
+        # A group that does not divide a width is cut: if that leaves the same cache, it is measured once.
         return list({candidate.bytes_per_token(model): candidate for candidate in reversed(formats)}.values())[::-1]
     head_dim = model.config.head_dim
     groups = [group for group in DEFAULT_GROUPS if head_dim % group == 0] or [head_dim]
@@ -110,14 +112,3 @@ def default_formats(model: LanguageModel) -> list[CacheFormat]:
 def has_bias(model: LanguageModel) -> bool:
     """Whether keys and values have biases that a cache can do without."""
     return isinstance(model, Decoder) and any(layer.self_attn.qkv_bias is not None for layer in model.layers)
-
-
-def _growth(model: LanguageModel, own: CacheFormat) -> int:
-    """Bytes of a bridged model's cache for one token more, past its windows."""
-    from kvant.bridge.cache import cache_bytes  # there already: the model is mlx-lm's
-    from kvant.bridge.model import BridgedModel
-
-    assert isinstance(model, BridgedModel)
-    sizes = (cache_bytes(model.module, MANY + more, quant_bit=own.bits, quant_group=own.group) for more in (0, 1))
-    one, two = (size.keys_values for size in sizes)
-    return two - one

@@ -1,22 +1,22 @@
-"""The text: a file, or the built-in held-out conversations; as token ids, in pieces of a context."""
+"""The text, a file or the built-in held-out conversations, as token ids; and questions whose answers are known."""
 
 import json
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from kvant.engine.load import POCKET
 from kvant.errors import PromptError
-from kvant.text.prompt import encode_prompt, encode_rendered
+from kvant.files import read_given
+from kvant.text.prompt import encode_prompt, encode_rendered, render_chat
 from kvant.text.tokenizer import Tokenizer
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
-T = TypeVar("T")
 BUILT_IN = "built-in held-out conversations"
+STORY_WORDS = 30  # an assistant's turn of more words is a story it tells, not an answer: none of those has more than 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,20 @@ class Text:
         return sum(len(piece) for piece in self.pieces)
 
 
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """A conversation with its answers.
+
+    Attributes:
+        ids: all of it, to the end of the last answer.
+        answers: of each answer, the place of its first token and the place after its last, its end token. Its context
+            is all before it, with right answers to the earlier questions.
+    """
+
+    ids: tuple[int, ...]
+    answers: tuple[tuple[int, int], ...]
+
+
 @cache
 def heldout_documents() -> tuple[dict[str, Any], ...]:
     """The embedded model's held-out documents: ``kind``, and ``text`` or ``messages``; questions have an ``answer``."""
@@ -48,60 +62,76 @@ def heldout_documents() -> tuple[dict[str, Any], ...]:
 
 def built_in_text(tokenizer: Tokenizer, context: int, tokens: int) -> Text:
     """The first ``tokens`` tokens of the held-out documents, kinds in turn, conversations in the model's own form."""
-    ids: list[int] = []
-    left_out = 0
-    by_kind: dict[str, list[dict[str, Any]]] = {}
-    for document in heldout_documents():
-        by_kind.setdefault(document["kind"], []).append(document)
-    for document in in_turn(by_kind.values()):  # so that the beginning is a mixture
-        own = encode_rendered(tokenizer, _written(tokenizer, document))
-        room = max(0, tokens - len(ids))
-        ids += own[:room]
-        left_out += len(own[room:])
-    return _cut(BUILT_IN, ids, context, left_out)
+    ids = [token for document in _in_turn() for token in encode_rendered(tokenizer, _written(tokenizer, document))]
+    return _cut(BUILT_IN, ids, context, tokens)
 
 
 def text_file(path: Path, tokenizer: Tokenizer, vocab_size: int, context: int, tokens: int) -> Text:
-    """The first ``tokens`` tokens of a UTF-8 text file, encoded as it is.
-
-    Raises:
-        PromptError: a file that cannot be read, is not UTF-8, larger than ``MAX_FILE_BYTES``, or too short.
-    """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise PromptError(f"the text {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise PromptError(f"the text {path} is larger than {MAX_FILE_BYTES // 1024**2} MiB; expected a smaller file")
+    """The first ``tokens`` tokens of a UTF-8 text file, encoded as it is."""
+    data = read_given(path, MAX_FILE_BYTES, PromptError)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise PromptError(f"the text {path} is not UTF-8: {error.reason} at byte {error.start}") from error
+        raise PromptError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
     if not text.strip():
-        raise PromptError(f"the text {path} is empty")
+        raise PromptError(f"{path}: empty")
     ids = encode_prompt(tokenizer, text, vocab_size)
     if len(ids) < 2:
-        raise PromptError(f"the text {path} is {len(ids)} token long; expected at least 2")
-    return _cut(str(path), ids[:tokens], context, len(ids[tokens:]))
+        raise PromptError(f"{path}: {len(ids)} token; expected at least 2")
+    return _cut(str(path), ids, context, tokens)
 
 
-def _cut(name: str, ids: list[int], context: int, left_out: int) -> Text:
-    pieces = (tuple(ids[first : first + context]) for first in range(0, len(ids), context))
-    return Text(name, tuple(pieces), left_out)
+def _cut(name: str, ids: list[int], context: int, tokens: int) -> Text:
+    kept = ids[:tokens]
+    pieces = tuple(tuple(kept[first : first + context]) for first in range(0, len(kept), context))
+    return Text(name, pieces, len(ids) - len(kept))
 
 
-def in_turn(groups: Iterable[Sequence[T]]) -> list[T]:
-    """The first item of each group, then the second of each, and so on."""
-    return [item for row in zip_longest(*groups) for item in row if item is not None]
+def recall_dialogues(tokenizer: Tokenizer, tokens: int) -> list[Dialogue]:
+    """Built-in questions for one fact among many of its kind, at most ``tokens`` tokens of them; maybe none."""
+    found: list[Dialogue] = []
+    for document in _in_turn("recall"):  # conversations of all lengths are among the first
+        dialogue = read_dialogue(tokenizer, document)
+        tokens -= len(dialogue.ids)
+        if tokens < 0:
+            break
+        found.append(dialogue)
+    return found
+
+
+def read_dialogue(tokenizer: Tokenizer, document: dict[str, Any]) -> Dialogue:
+    """A document with ``messages`` and the last ``answer`` as token ids, divided where a prompt would end."""
+    messages = [*document["messages"], {"role": "assistant", "content": document["answer"]}]
+    ids: list[int] = []
+    answers = []
+    rendered = ""
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = render_chat(tokenizer, messages[:place])
+        ids += encode_rendered(tokenizer, prompt[len(rendered) :])
+        first = len(ids)
+        rendered = prompt + message["content"] + tokenizer.eos_token
+        ids += encode_rendered(tokenizer, rendered[len(prompt) :])
+        if len(message["content"].split()) <= STORY_WORDS:
+            answers.append((first, len(ids)))
+    return Dialogue(tuple(ids), tuple(answers))
+
+
+def _in_turn(kinds: str = "") -> list[dict[str, Any]]:
+    """The held-out documents whose kind begins so: the first of each kind, then the second, and so on."""
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for document in heldout_documents():
+        if document["kind"].startswith(kinds):
+            by_kind.setdefault(document["kind"], []).append(document)
+    return [document for row in zip_longest(*by_kind.values()) for document in row if document is not None]
 
 
 def _written(tokenizer: Tokenizer, document: dict[str, Any]) -> str:
     if "text" in document:
         return str(document["text"]) + "\n"
     messages = [*document["messages"]]
-    if "answer" in document:
-        messages.append({"role": "assistant", "content": document["answer"]})
+    messages += [{"role": "assistant", "content": document["answer"]}] if "answer" in document else []
     if not tokenizer.has_chat_template:
         return "".join(f"{message['content']}\n" for message in messages)
     try:

@@ -1,0 +1,176 @@
+"""Several answers side by side, of one prompt or of many: a pool is planned, reserved and printed before it answers."""
+
+import sys
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from kvant.cache import ModelCache
+from kvant.cache.pages import PAGE_SIZE
+from kvant.cache.pool import Pool
+from kvant.cli import options
+from kvant.cli import prompt_cache_file as cache_file
+from kvant.cli.fitting import describe, named_format
+from kvant.cli.options import AUTO, RunOptions
+from kvant.cli.question import Question, at
+from kvant.cli.session import Session, asked_drafts, drafts_beside
+from kvant.engine.batch_stream import Piece, Wanted, stream_pieces
+from kvant.engine.feeding import CHUNK
+from kvant.engine.limits import pool_reservation, reservation
+from kvant.engine.request import Request, check_drafts
+from kvant.engine.scheduler import Scheduler
+from kvant.errors import ContextError
+from kvant.machine import Machine
+from kvant.models.config import ModelConfig
+from kvant.sizes import format_bytes
+from kvant.tools.plan import MemoryPlan
+
+
+def answer_together(
+    session: Session,
+    run: RunOptions,
+    questions: Sequence[Question],
+    n: int,
+    *,
+    at_once: int,
+    deterministic: bool,
+    file: str | None = None,
+) -> Iterator[tuple[int, Piece]]:
+    """The answers' tokens as they come, each with the number of its answer. All is reserved when it is called.
+
+    Args:
+        session: of :func:`kvant.cli.session.load_session`.
+        questions: each has ``n`` answers, numbered from 0 in their order. A prompt is read once.
+        at_once: answers that run together, at most.
+        deterministic: an answer does not depend on those beside it: a step has as many rows, whoever runs.
+        file: beside one question. What it holds of the prompt is not read again. In the end it holds the prompt and
+            the last answer.
+    """
+    most = _most_tokens(session, run)
+    asked: list[tuple[Question, range]] = []
+    needs: list[int] = []
+    for number, question in enumerate(questions):
+        with at(question.line):
+            need = reservation(session.model, len(question.ids), question.max_tokens, most)
+        shared = len(question.ids) // PAGE_SIZE * PAGE_SIZE if _shares(session, need) else 0
+        for first in range(number * n, (number + 1) * n, at_once):
+            group = range(first, min(first + at_once, (number + 1) * n))
+            asked.append((question, group))
+            needs += [need, *[max(1, need - shared)] * (len(group) - 1)]
+    held = cache_file.tokens_in(file)
+    caches = 0 if file is None else 2 if held else 1  # the last answer's; what was loaded, twice while it is taken over
+    pool = _reserve(session, run, needs, at_once, deterministic=deterministic, caches=caches, cached=held)
+    drafts = drafts_beside(session, run, pool)
+    cache, rest = None, None
+    if held:
+        chosen = session.settings
+        cache = session.model.make_cache(
+            max(*needs, held),
+            quant_bit=chosen.kv_bits,
+            quant_group=chosen.kv_group_size,
+            bias_split=chosen.kv_bias_split,
+        )
+        rest = cache_file.take(file, cache, questions[0].ids, quiet=run.quiet)
+    wanted = [
+        Wanted(
+            Request(
+                rest or question.ids,
+                question.max_tokens,
+                question.sampler_of(group[0]),
+                question.processors,
+                session.tokenizer.eos_token_ids,
+                answers=len(group),
+                cache=cache,
+                keep_cache=file is not None and group is asked[-1][1],
+                drafts=drafts,
+            ),
+            question.stop,
+        )
+        for question, group in asked
+    ]
+    scheduler = Scheduler(session.model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
+
+    def answers() -> Iterator[tuple[int, Piece]]:
+        last: ModelCache | None = None
+        for piece in stream_pieces(scheduler, wanted, session.tokenizer):
+            number = asked[piece.number][1][piece.answer]
+            if number == len(needs) - 1:
+                last = piece.cache
+            yield number, piece
+        if file is not None and last is not None:
+            last.save(file)
+
+    return answers()
+
+
+def _shares(session: Session, need: int) -> bool:
+    """Whether the answers' sequences share the prompt's pages. In windows each moves through its own."""
+    config = session.checkpoint.config
+    return isinstance(config, ModelConfig) and all(window is None or window >= need for window in config.windows)
+
+
+def _most_tokens(session: Session, run: RunOptions) -> int | None:
+    """The tokens that a sequence may have by --max-kv-size; None: as many as the context. Here auto is none."""
+    wanted, context = options.kv_size(run.max_kv_size), session.model.config.max_position_embeddings
+    if wanted is None or wanted == AUTO:
+        return None
+    if context is not None and wanted > context:
+        raise ContextError(f"--max-kv-size is {wanted}; the model's context is {context} tokens")
+    return wanted
+
+
+def _reserve(
+    session: Session,
+    run: RunOptions,
+    needs: Sequence[int],
+    at_once: int,
+    *,
+    deterministic: bool,
+    caches: int,
+    cached: int,
+) -> Pool:
+    """Plan and reserve a pool, and print the reservation.
+
+    Args:
+        needs: the tokens of each answer's sequence, without those that it shares with another answer's.
+        caches: of conversations that are held beside the pool.
+        cached: tokens that one of them has.
+    """
+    rows = at_once if deterministic else min(at_once, len(needs))
+    step_size = CHUNK if deterministic else run.prefill_step_size
+    chosen = replace(session.settings, prefill_step_size=step_size, caches=caches)
+
+    def planned(count: int) -> tuple[MemoryPlan, Machine]:
+        settings = replace(chosen, sequences=count, pool_tokens=pool_reservation(needs, count))
+        return session.plan_with(settings, max(*needs, cached))
+
+    def missing(count: int) -> int:
+        made, machine = planned(count)
+        return made.total - machine.limit_bytes
+
+    if missing(rows) > 0:
+        fitting = bisect_right(range(1, rows), 0, key=missing)
+        way = f"--sequences {fitting} would fit" if fitting else "a smaller --max-tokens or --kv-bits takes less"
+        raise ContextError(f"{describe(*planned(rows))}; {way}")
+    with named_format(session.settings):
+        pool = session.model.make_pool(
+            pool_reservation(needs, rows),
+            sequences=rows,
+            quant_bit=chosen.kv_bits,
+            quant_group=chosen.kv_group_size,
+            bias_split=chosen.kv_bias_split,
+            kernels=run.kernels,
+            max_seq_len=max(needs),
+            prefill_step_size=step_size,
+        )
+    check_drafts(asked_drafts(session, run), pool, deterministic=deterministic)
+    if deterministic:
+        with options.named("--deterministic"):
+            Scheduler(session.model, pool, max_batch=rows, deterministic=True)
+    session.reserved = _most_tokens(session, run) or session.model.config.max_position_embeddings
+    if not run.quiet:
+        tokens = pool.num_pages * pool.page_size
+        kind = session.describe_format(sorted({layer.format.quant_group for layer in pool.layers} - {0}))
+        together = f"{rows} sequence{'s' if rows > 1 else ''} at once"
+        print(f"cache: {tokens} tokens reserved for {together}, {kind}, {format_bytes(pool.nbytes)}", file=sys.stderr)
+    return pool

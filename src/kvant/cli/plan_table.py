@@ -1,0 +1,197 @@
+"""Plans as JSON, and as tables: of one machine what each part is, of several the parts side by side."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kvant.cli import terminal
+from kvant.cli.fitting import describe_layers, what_fits, what_fits_ranks
+from kvant.machine import Machine
+from kvant.sizes import format_bytes
+from kvant.tools.plan import AnyCheckpoint, BridgedCheckpoint, LongestContext, MemoryPlan, Parallel, RankPlan
+from kvant.tools.plan.memory import as_record, settings_record
+
+ACROSS = 5  # ranks that are side by side in a terminal of 80 columns; of more each has a line
+Longest = Mapping[int, LongestContext]  # by bits of the cache; 0 is the compute dtype's 16 or 32
+LongestOfRanks = Mapping[Parallel, Longest | str]  # or why the model cannot be divided so
+
+
+def plan_record(
+    model: str, checkpoint: AnyCheckpoint, made: MemoryPlan, machine: Machine, longest: Longest
+) -> dict[str, Any]:
+    """A plan of one machine for ``--json``."""
+    return {
+        **_common(model, checkpoint, made),
+        "bytes": as_record(made),
+        "machine": asdict(machine),
+        "fits": made.total <= machine.limit_bytes,
+        "longest_context": _by_bits(longest, _float_bits(checkpoint, machine)),
+    }
+
+
+def ranks_record(
+    model: str, checkpoint: AnyCheckpoint, made: RankPlan, longest: LongestOfRanks, names: Sequence[str]
+) -> dict[str, Any]:
+    """A plan of several machines for ``--json``; ``names``: of the machines, if they have any."""
+    bits = _float_bits(checkpoint, made.machines[0])
+    ranks = []
+    for rank, (own, machine, found) in enumerate(zip(made.plans, made.machines, made.longest(), strict=True)):
+        record: dict[str, Any] = {"rank": rank} | ({"host": names[rank]} if names else {})
+        if made.layers is not None:
+            record["layers"] = [made.layers[rank].start, made.layers[rank].stop]
+        record |= {"bytes": as_record(own), "machine": asdict(machine), "fits": own.total <= machine.limit_bytes}
+        ranks.append(record | {"longest_context": found.tokens})
+    return {
+        **_common(model, checkpoint, made.plans[0]),
+        "parallel": made.parallel,
+        "fits": made.fits,
+        "ranks": ranks,
+        "longest_context": {
+            kind: {"refused": found} if isinstance(found, str) else _by_bits(found, bits)
+            for kind, found in longest.items()
+        },
+    }
+
+
+def print_plan(model: str, checkpoint: AnyCheckpoint, made: MemoryPlan, machine: Machine, longest: Longest) -> None:
+    """Print a plan of one machine."""
+    settings, floats = made.settings, _float_bits(checkpoint, machine)
+    estimate = ", an estimate" if isinstance(checkpoint, BridgedCheckpoint) or machine.device != "cpu" else ""
+    drafted = made.max_kv_size
+    if settings.draft_model is not None:
+        drafted = min(drafted, settings.draft_model.checkpoint.config.max_position_embeddings or drafted)
+    rows = [
+        ("weights", made.weights, _describe_weights(checkpoint, machine) + _describe_experts(checkpoint, made)),
+        ("cache", made.cache, _describe_cache(made, settings.kv_bits or floats)),
+        ("state", made.state, "of linear layers, allocated at the first prefill"),
+        ("draft weights", made.draft_weights, ""),
+        ("draft cache", made.draft_cache, f"{drafted} tokens, of each sequence"),
+        ("prefill scratch", made.scratch, f"{settings.prefill_step_size} tokens at a time{estimate}"),
+    ]
+    more = made.arrays - sum(count for _, count, _ in rows)  # so that the lines add up
+    rows += [
+        ("loading", more, "beyond these, before there is a cache: a matrix in several forms"),
+        ("process", made.process, "interpreter, libraries, tokenizer"),
+        ("total", made.total, ""),
+        ("limit", machine.limit_bytes, machine.limit_source),
+    ]
+    cells = [[name, f"{count:,}", format_bytes(count), remark] for name, count, remark in rows if count]
+    print_line = terminal.console(highlight=False, markup=False, soft_wrap=True).print
+    print_line(f"{model} on a {machine.device.upper()}\n{_aligned([['', 'bytes', '', ''], *cells], last_left=True)}")
+    spare = machine.limit_bytes - made.total
+    if spare >= 0:
+        print_line(f"fits, {format_bytes(spare)} to spare")
+    else:
+        print_line(f"does not fit: {format_bytes(-spare)} too much; {what_fits(checkpoint, made, machine)}")
+    print_line(f"longest context that fits{_each(made)}:")
+    for bits, found in longest.items():
+        ended = {"memory": "", "the model's context": ", the model's own"}.get(found.ended_by, f", {found.ended_by}")
+        print_line(f"  {bits or floats:2} bits  {f'{found.tokens} tokens{ended}' if found.tokens else 'none'}")
+
+
+def print_ranks(
+    model: str, checkpoint: AnyCheckpoint, made: RankPlan, longest: LongestOfRanks, names: Sequence[str], note: str
+) -> None:
+    """Print a plan of several machines; ``note``: on them, for people."""
+    first, machine, floats = made.plans[0], made.machines[0], _float_bits(checkpoint, made.machines[0])
+    print_line = terminal.console(highlight=False, markup=False, soft_wrap=True).print
+    print_line(f"{model} on {len(made.plans)} machines, --parallel {made.parallel}")
+    print_line(_columns(made, names))
+    cache = _describe_cache(first, first.settings.kv_bits or floats)
+    print_line(f"weights of {_describe_weights(checkpoint, machine)}; {cache}")
+    sources = ", ".join(dict.fromkeys(machine.limit_source for machine in made.machines))
+    print_line(f"limit: {sources}{f'; {note}' if note else ''}")
+    rank = made.fullest
+    spare = made.machines[rank].limit_bytes - made.plans[rank].total
+    if made.fits:
+        print_line(f"fits; rank {rank} is the fullest, with {format_bytes(spare)} to spare")
+    else:
+        print_line(f"does not fit: {format_bytes(-spare)} too much on rank {rank}; {what_fits_ranks(checkpoint, made)}")
+    print_line(f"longest context that fits{_each(first)}:")
+    divided = {kind: each for kind, each in longest.items() if not isinstance(each, str)}
+    heading = ["", *(f"{bits or floats} bits" for bits in next(iter(divided.values())))]
+    rows = [[f"  {kind}", *(f"{one.tokens or 'none'}" for one in each.values())] for kind, each in divided.items()]
+    print_line(_aligned([heading, *rows]))
+    for kind, each in longest.items():
+        if isinstance(each, str):
+            print_line(f"  {kind}: {each}")
+
+
+def _columns(made: RankPlan, names: Sequence[str]) -> str:
+    """The parts of each rank's memory."""
+    plans = made.plans
+    rows = {"": [f"rank {rank}" for rank in range(len(plans))]}
+    rows |= {"host": list(names)} if names else {}
+    rows |= {} if made.layers is None else {"layers": [describe_layers(own) for own in made.layers]}
+    sizes = {name: [getattr(own, name) for own in plans] for name in ("weights", "cache", "state", "scratch")}
+    sizes["loading"] = [own.arrays - sum(parts) for own, *parts in zip(plans, *sizes.values(), strict=True)]
+    sizes |= {name: [getattr(own, name) for own in plans] for name in ("process", "total")}
+    sizes["limit"] = [machine.limit_bytes for machine in made.machines]
+    rows |= {name: [format_bytes(count) for count in counts] for name, counts in sizes.items() if any(counts)}
+    rows["longest"] = [f"{found.tokens or 'none'}" for found in made.longest()]
+    across = [[name, *cells] for name, cells in rows.items()]
+    return _aligned(across if len(plans) <= ACROSS else [*zip(*across, strict=True)])
+
+
+def _aligned(rows: Sequence[Sequence[str]], *, last_left: bool = False) -> str:
+    """Lines of cells, each as wide as its column; the first column, and the last if asked, begin at their left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = {0, len(widths) - 1} if last_left else {0}
+    lines = (
+        "  ".join(
+            cell.ljust(width) if number in left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _common(model: str, checkpoint: AnyCheckpoint, made: MemoryPlan) -> dict[str, Any]:
+    context = checkpoint.config.max_position_embeddings
+    return {"model": model, "context": context, "max_kv_size": made.max_kv_size, **settings_record(made.settings)}
+
+
+def _by_bits(longest: Longest, float_bits: int) -> list[dict[str, Any]]:
+    return [{"bits": bits or float_bits, **asdict(found)} for bits, found in longest.items()]
+
+
+def _float_bits(checkpoint: AnyCheckpoint, machine: Machine) -> int:
+    """Of a number as it is computed with, and of a cache that is not quantized."""
+    return 8 * checkpoint.itemsize(on_cpu=machine.device == "cpu")
+
+
+def _describe_weights(checkpoint: AnyCheckpoint, machine: Machine) -> str:
+    floats = _float_bits(checkpoint, machine)
+    if isinstance(checkpoint, BridgedCheckpoint):
+        return checkpoint.described.format(floats)
+    quantization = checkpoint.config.quantization
+    if quantization is None:
+        stored = f"{floats} bits"
+    elif quantization.has_biases:
+        stored = f"{quantization.bits} bits, groups of {quantization.group_size}"
+    else:
+        stored = quantization.mode
+    return f"{stored}, {'tied' if checkpoint.tied else 'untied'}"
+
+
+def _describe_experts(checkpoint: AnyCheckpoint, made: MemoryPlan) -> str:
+    """All experts are held, and a token reads few."""
+    if isinstance(checkpoint, BridgedCheckpoint):
+        used = checkpoint.config.experts_used
+        read = "" if used is None else f"{used} experts a layer"
+    else:
+        experts = checkpoint.config.experts
+        read = "" if experts is None else f"{experts.per_token} of {experts.count} experts"
+    return f"; a token reads {format_bytes(made.weights_read)}, {read}" if read else ""
+
+
+def _describe_cache(made: MemoryPlan, bits: int) -> str:
+    if (count := made.settings.sequences) is None:
+        return f"{made.max_kv_size} tokens at {bits} bits"
+    one = format_bytes(made.sequence)
+    return f"{count} sequences of {made.max_kv_size} tokens at {bits} bits; one more would add {one}"
+
+
+def _each(made: MemoryPlan) -> str:
+    return "" if made.settings.sequences is None else f", each of {made.settings.sequences} sequences"

@@ -1,0 +1,66 @@
+"""A question in tokens: what ``kvant generate`` answers, whether it came as an argument or on a line of a file."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvant.cli.options import BadValueError, RunOptions
+from kvant.cli.prompts_file import Line
+from kvant.cli.session import Session
+from kvant.cli.template import chat_ids
+from kvant.engine.draw import Sampler, for_answer
+from kvant.engine.processors import LogitsProcessor
+from kvant.errors import ArgumentError, ContextError, PromptError
+from kvant.text.prompt import encode_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt in tokens, and how it is answered."""
+
+    line: Line
+    ids: list[int]
+    sampler: Sampler
+    processors: tuple[LogitsProcessor, ...]
+    max_tokens: int
+    stop: Sequence[str]
+
+    def sampler_of(self, number: int) -> Sampler:
+        """The sampler of the run's answer ``number``: each has the next seed, but a line with a seed of its own."""
+        return self.sampler if self.line.has_seed else for_answer(self.sampler, number)
+
+
+def prepare(
+    session: Session, run: RunOptions, line: Line, drawn: int, *, plain: bool, begun: str | None = None
+) -> Question:
+    """A line's question.
+
+    Args:
+        drawn: the seed if neither flags nor line have one.
+        plain: continue the prompt as it is, without the chat template.
+        begun: how the answer begins.
+    """
+    with at(line):
+        if plain and not isinstance(line.prompt, str):
+            raise ArgumentError(
+                "messages", "are given; they need the chat template that --ignore-chat-template leaves out"
+            )
+        if plain:
+            ids = encode_prompt(session.tokenizer, str(line.prompt), session.model.config.vocab_size)
+        else:
+            asked = [{"role": "user", "content": line.prompt}] if isinstance(line.prompt, str) else line.prompt
+            ids = chat_ids(session.tokenizer, asked, run.system_prompt, begun, session.template_variables)
+        sampler, processors = session.sampling(line.sampling, drawn)
+    stop = (run.stop or ()) if line.stop is None else line.stop
+    return Question(line, ids, sampler, tuple(processors), line.max_tokens or run.max_tokens, stop)
+
+
+@contextmanager
+def at(line: Line) -> Iterator[None]:
+    """Errors of a file's line name it."""
+    try:
+        yield
+    except (PromptError, ContextError) as error:
+        raise type(error)(f"{line.where}: {error}") if line.where else error from error
+    except ArgumentError as error:
+        raise BadValueError(f"{line.where}: {error}") if line.where else error from error

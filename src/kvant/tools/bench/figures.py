@@ -1,0 +1,178 @@
+"""The figures of a recording: every engine in every case."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any
+
+from kvant.tools.bench.engines import DRAFTS, ONE_BY_ONE
+from kvant.tools.bench.recording import Recording, Run
+from kvant.tools.statistics import Spread, paired_ratio, percentile
+
+Runs = Mapping[int, Run]  # by round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """One engine's figures in one case; None: not known. A ratio is of the same round; below 1 is faster.
+
+    The tokens of a step with drafts come at once. So an engine that drafts has no percentiles and no bytes, and beside
+    it every engine's time a token is the mean, not the median.
+
+    Attributes:
+        engine: the label.
+        context: the tokens of the longest prompt.
+        streams: requests that came at once; None: they came one after another.
+        runs: that the figures are of.
+        first_token_ms: median over requests and runs.
+        prefill_tokens_per_s: the context divided by the first token's time, median over runs.
+        latency_p50_ms, latency_p95_ms, latency_p99_ms: between two tokens of a request, over all of them.
+        tokens_per_s: one divided by a run's mean time between tokens, median over runs.
+        total_tokens_per_s: of all streams, from the requests' coming to the last token, median over runs.
+        cpu_ms_per_token: processor time, that of the prompts included, divided by all tokens; median over runs.
+        peak_memory_bytes, cache_bytes: the largest of the runs.
+        bytes_read_per_token: of the weights and of the cached tokens that one decode step reads, on average.
+        achieved_gb_per_s: that divided by the median latency, in 1e9 bytes.
+        copy_bandwidth_share: that divided by the device's copy bandwidth.
+        tokens_per_step: the tokens after the first divided by the steps for them, over all runs.
+        draft_acceptance: the share of the drafted tokens that are in the text.
+        drafts_off: runs in which drafts did not pay and were switched off.
+        ratio, first_token_ratio: a token's time and the first one's, divided by the baseline's.
+        total_ratio, cpu_ratio: of streams, the whole time and the processor time, divided by the baseline's.
+        plain_ratio, plain_cpu_ratio: a token's time, of streams the whole time, divided by that of the same engine
+            without drafts, or one by one.
+    """
+
+    engine: str
+    context: int
+    streams: int | None
+    runs: int
+    first_token_ms: float
+    prefill_tokens_per_s: float | None = None
+    latency_p50_ms: float | None = None
+    latency_p95_ms: float | None = None
+    latency_p99_ms: float | None = None
+    tokens_per_s: float | None = None
+    total_tokens_per_s: float | None = None
+    cpu_ms_per_token: float | None = None
+    peak_memory_bytes: int | None = None
+    cache_bytes: int | None = None
+    bytes_read_per_token: float | None = None
+    achieved_gb_per_s: float | None = None
+    copy_bandwidth_share: float | None = None
+    tokens_per_step: float | None = None
+    draft_acceptance: float | None = None
+    drafts_off: int | None = None
+    ratio: Spread | None = None
+    first_token_ratio: Spread | None = None
+    total_ratio: Spread | None = None
+    cpu_ratio: Spread | None = None
+    plain_ratio: Spread | None = None
+    plain_cpu_ratio: Spread | None = None
+
+
+def gaps_ms(run: Run) -> list[float]:
+    """The times between two tokens of a request, of all requests."""
+    return [after - before for times in run.arrivals_ms for before, after in pairwise(times)]
+
+
+def summarize(recording: Recording) -> list[Summary]:
+    """The figures of every engine in every case, in the order of cases and then of engines."""
+    cases: dict[tuple[int, ...], dict[str, dict[int, Run]]] = {}
+    for run in recording.runs:
+        cases.setdefault(run.prompt_tokens, {}).setdefault(run.engine, {})[run.run] = run
+    time = _mean_ms if any(run.drafts for run in recording.runs) else _p50_ms
+    summaries = []
+    for lengths in sorted(cases, key=lambda lengths: (len(lengths), lengths)):
+        engines = cases[lengths]
+        for label in (label for label in recording.engines if label in engines):
+            runs, base = engines[label], engines.get(recording.header.baseline, {})
+            plain = engines.get(label.removesuffix(DRAFTS) if label.endswith(DRAFTS) else label + ONE_BY_ONE, {})
+            together = next(iter(runs.values())).together
+            figures: dict[str, Any] = {
+                "first_token_ms": median(times[0] for run in runs.values() for times in run.arrivals_ms),
+                "peak_memory_bytes": _largest(run.peak_memory_bytes for run in runs.values()),
+                "cache_bytes": _largest(run.cache_bytes for run in runs.values()),
+                "ratio": _ratio(runs, base, time),
+                "first_token_ratio": _ratio(runs, base, _first_ms),
+                "plain_ratio": _ratio(runs, plain, _total_ms if together else time),
+            }
+            drafts = _drafts(runs)
+            if not drafts:
+                figures |= _percentiles(runs)
+            if together:
+                cpu = [ms for run in runs.values() if (ms := _cpu_ms(run))]
+                figures["total_tokens_per_s"] = median(1e3 / _total_ms(run) for run in runs.values())
+                figures["cpu_ms_per_token"] = median(cpu) if cpu else None
+                figures["total_ratio"] = _ratio(runs, base, _total_ms)
+                figures["cpu_ratio"] = _ratio(runs, base, _cpu_ms)
+                figures["plain_cpu_ratio"] = _ratio(runs, plain, _cpu_ms)
+            else:
+                means = [1e3 / mean for run in runs.values() if (mean := _mean_ms(run))]
+                figures["prefill_tokens_per_s"] = median(lengths[0] / _first_ms(run) * 1e3 for run in runs.values())
+                figures["tokens_per_s"] = median(means) if means else None
+                figures |= drafts or _bytes_read(runs, recording, label)
+            streams = len(lengths) if together else None
+            summaries.append(Summary(engine=label, context=max(lengths), streams=streams, runs=len(runs), **figures))
+    return summaries
+
+
+def _percentiles(runs: Runs) -> dict[str, float]:
+    gaps = [gap for run in runs.values() for gap in gaps_ms(run)]
+    return {f"latency_p{percent}_ms": percentile(gaps, percent) for percent in (50, 95, 99) if gaps}
+
+
+def _bytes_read(runs: Runs, recording: Recording, label: str) -> dict[str, float]:
+    """The bytes of a decode step, and their speed."""
+    weights = recording.engines[label].weight_bytes_read
+    per_cached = [run.cache_bytes_per_token for run in runs.values() if run.cache_bytes_per_token is not None]
+    if weights is None or not per_cached or not (middle := _percentiles(runs).get("latency_p50_ms")):
+        return {}
+    # The step that makes the token of position p attends to p cached tokens.
+    read = weights + median(per_cached) * fmean(r.prompt_tokens[0] + len(r.arrivals_ms[0]) / 2 for r in runs.values())
+    achieved = read / middle / 1e6
+    share = achieved / recording.header.copy_bandwidth_gb_s
+    return {"bytes_read_per_token": read, "achieved_gb_per_s": achieved, "copy_bandwidth_share": share}
+
+
+def _drafts(runs: Runs) -> dict[str, float | None]:
+    """What drafts did; nothing if there are none."""
+    counts = [run.drafts for run in runs.values() if run.drafts]
+    if not counts:
+        return {}
+    steps, drafted, accepted = (sum(each[name] for each in counts) for name in ("steps", "drafted", "accepted"))
+    return {
+        "tokens_per_step": sum(len(run.arrivals_ms[0]) - 1 for run in runs.values()) / steps,
+        "draft_acceptance": accepted / drafted if drafted else None,
+        "drafts_off": sum(each["off"] is not None for each in counts),
+    }
+
+
+def _ratio(runs: Runs, others: Runs, figure: Callable[[Run], float | None]) -> Spread | None:
+    own, other = ({n: ms for n, run in each.items() if (ms := figure(run))} for each in (runs, others))
+    return paired_ratio(own, other)
+
+
+def _p50_ms(run: Run) -> float | None:
+    return median(gaps) if (gaps := gaps_ms(run)) else None
+
+
+def _mean_ms(run: Run) -> float | None:
+    return fmean(gaps) if (gaps := gaps_ms(run)) else None
+
+
+def _first_ms(run: Run) -> float:
+    return median(times[0] for times in run.arrivals_ms)
+
+
+def _total_ms(run: Run) -> float:
+    return max(times[-1] for times in run.arrivals_ms) / sum(map(len, run.arrivals_ms))
+
+
+def _cpu_ms(run: Run) -> float | None:
+    return None if run.cpu_ms is None else run.cpu_ms / sum(map(len, run.arrivals_ms))
+
+
+def _largest(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)

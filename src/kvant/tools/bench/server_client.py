@@ -1,0 +1,159 @@
+"""A client of OpenAI-compatible streaming servers: llama-server, Ollama, LM Studio, vllm-mlx."""
+
+import json
+import os
+import time
+from collections.abc import Generator, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+from kvant.errors import KvantError
+
+API_KEY = "OPENAI_API_KEY"  # the environment variable
+DONE = "[DONE]"  # the last data of OpenAI's streams
+MAX_LINE_BYTES = 1024 * 1024
+MAX_SHOWN = 200  # characters of a server's message
+# Not OpenAI's own: generate to the end, and do not reuse the last request's prompt. A server that refuses one by name
+# is asked without it.
+EXTRAS = {"ignore_eos": True, "cache_prompt": False}
+
+
+class StreamingServer:
+    """Completions from ``{url}/v1/completions``, greedy, each over a connection of its own.
+
+    The key in OPENAI_API_KEY is sent to this server alone, and shown nowhere.
+
+    Attributes:
+        usage: the server's counts of the last completion, by OpenAI's names; empty if it does not count.
+    """
+
+    def __init__(self, url: str, *, model: str | None = None, timeout_s: float = 600.0) -> None:
+        """Send nothing yet.
+
+        Args:
+            url: http or https, such as ``http://127.0.0.1:8080``, with or without a last ``/v1``.
+            model: the name the server knows it by; None: left out, which servers of one model accept.
+            timeout_s: the longest wait for the next text, the first included.
+
+        Raises:
+            ValueError: a URL that is not one.
+        """
+        check_url(url)
+        self.usage: dict[str, int] = {}
+        self._url = url
+        self._model = {} if model is None else {"model": model}
+        self._timeout_s = timeout_s
+        self._extras = dict(EXTRAS)
+        # Without the environment: no proxy and no login of ~/.netrc. Redirects are not followed.
+        limits = httpx2.Limits(max_keepalive_connections=0)
+        self._client = httpx2.Client(timeout=timeout_s, trust_env=False, limits=limits)
+
+    def pieces(self, prompt: str, max_tokens: int) -> Generator[str, None, None]:
+        """Text as it arrives, one piece an event.
+
+        Raises:
+            KvantError: a server that cannot be reached, refuses, or answers anything but a whole stream of text.
+        """
+        url = f"{self._url.rstrip('/').removesuffix('/v1')}/v1/completions"
+        # No seed: nothing is drawn, and mlx_lm.server does not batch a request that has one.
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True, **self._model}
+        body["stream_options"] = {"include_usage": True}
+        try:
+            while True:
+                with self._client.stream("POST", url, json=body | self._extras, headers=_headers()) as response:
+                    if not self._refuses_an_extra(response):
+                        yield from self._read(response, max_tokens)
+                        return
+        except (httpx2.TimeoutException, TimeoutError) as error:
+            raise self._error(f"nothing came for {self._timeout_s:g} s") from error
+        except (httpx2.TransportError, httpx2.InvalidURL, UnicodeError) as error:  # UnicodeError: an odd host name
+            raise self._error(f"the connection failed: {error}") from error
+
+    def _refuses_an_extra(self, response: httpx2.Response) -> bool:
+        """Forget the extras an answer names as wrong; raise for any other answer that is no stream."""
+        kind = response.headers.get("Content-Type", "no type")
+        if response.status_code == 200 and kind.lower().startswith("text/event-stream"):
+            return False
+        text = next(response.iter_raw(MAX_LINE_BYTES), b"").decode(errors="replace")
+        refused = [name for name in self._extras if name in text]
+        if response.status_code in (400, 422) and refused:
+            self._extras = {name: value for name, value in self._extras.items() if name not in refused}
+            return True
+        raise self._error(f"answered {response.status_code} {response.reason_phrase} with {kind}: {text}")
+
+    def _read(self, response: httpx2.Response, max_tokens: int) -> Generator[str, None, None]:
+        count, self.usage, useful_at = 0, {}, time.monotonic()
+        for data in self._events(response):
+            if time.monotonic() - useful_at > self._timeout_s:  # nothing but comments, say
+                raise TimeoutError
+            if data == DONE:
+                break
+            if not data:
+                continue
+            try:
+                chunk: dict[str, Any] = json.loads(data)
+                self.usage = chunk.get("usage") or self.usage
+                text = chunk["choices"][0]["text"] if chunk.get("choices") or "error" in chunk else ""
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                raise self._error(f"sent an event that is no completion: {data}") from None
+            if not text:
+                continue
+            count += 1
+            if count > 2 * max_tokens + 16:  # servers that cut a token in two are told apart at the end
+                raise self._error(f"sent {count} events for {max_tokens} tokens, and did not end")
+            yield text
+            useful_at = time.monotonic()
+        else:
+            raise self._error(f"the stream was cut off after {count} events, before {DONE}")
+        if not count:
+            raise self._error("ended the stream without any text")
+
+    def _events(self, response: httpx2.Response) -> Iterator[str]:
+        """The data of each line as it comes, empty without any: OpenAI's events have their data in one line."""
+        rest = b""
+        try:
+            for chunk in response.iter_raw():  # not decoded: no compression was asked for
+                *lines, rest = (rest + chunk).split(b"\n")
+                if len(rest) > MAX_LINE_BYTES:
+                    raise self._error(f"sent a line of more than {MAX_LINE_BYTES} bytes")
+                ended = rest.endswith(DONE.encode())  # without waiting for the line's end
+                for line in [*lines, rest if ended else b""]:
+                    name, _, value = line.decode(errors="replace").partition(":")
+                    yield value.strip() if name in ("data", "error") else ""  # llama-server has used the field "error"
+        except httpx2.RemoteProtocolError:  # cut off
+            return
+
+    def _error(self, text: str) -> KvantError:
+        """One line, of printable characters, without the key."""
+        key = _api_key()
+        text = text.replace(key, "***") if len(key) >= 8 else text  # shorter ones are no secrets
+        text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+        return KvantError(f"{self._url}: {text if len(text) <= MAX_SHOWN else f'{text[:MAX_SHOWN]}...'}")
+
+
+def check_url(url: str) -> None:
+    """Raise a ValueError, which shows no password, for a URL that is not one of http or https."""
+    if "@" in url:  # first, so that no message shows a password
+        raise ValueError(f"server URL has a user name or password, which is not supported; a key goes into {API_KEY}")
+    try:
+        parts = urlsplit(url)
+        sound = parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment
+        sound = sound and parts.port != 0 and url.isprintable() and url.isascii() and " " not in url
+    except ValueError:  # a port that is no number, a bracket that is not closed
+        sound = False
+    if not sound:
+        raise ValueError(f"server URL is {url!r}; expected http:// or https:// and a host, as http://127.0.0.1:8080")
+
+
+def _headers() -> dict[str, str]:
+    key = _api_key()
+    if not (key.isascii() and key.isprintable()):
+        raise KvantError(f"{API_KEY} has characters that no key has")
+    authorization = {"Authorization": f"Bearer {key}"} if key else {}
+    return {"Accept": "text/event-stream", "Accept-Encoding": "identity", **authorization}
+
+
+def _api_key() -> str:
+    return os.environ.get(API_KEY, "").strip()

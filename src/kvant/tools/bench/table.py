@@ -1,0 +1,125 @@
+"""Figures as tables for a person."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from kvant.tools.bench.figures import Summary
+from kvant.tools.bench.recording import Header
+from kvant.tools.statistics import Spread
+
+Column = tuple[str, str, float]  # heading, attribute of a Summary, factor of the attribute
+
+TABLES: list[tuple[str, list[Column], str]] = [
+    (
+        "Time",
+        [
+            ("first\nms", "first_token_ms", 1),
+            ("prefill\ntokens/s", "prefill_tokens_per_s", 1),
+            ("p50\nms", "latency_p50_ms", 1),
+            ("p95\nms", "latency_p95_ms", 1),
+            ("p99\nms", "latency_p99_ms", 1),
+            ("decode\ntokens/s", "tokens_per_s", 1),
+            ("in all\ntokens/s", "total_tokens_per_s", 1),
+        ],
+        "First: until the first token; p50 to decode: of the tokens after it. In all: of all streams, prompts read "
+        "included.",
+    ),
+    (
+        "Time divided by the baseline's",
+        [
+            ("a token", "ratio", 1),
+            ("first token", "first_token_ratio", 1),
+            ("in all", "total_ratio", 1),
+            ("CPU", "cpu_ratio", 1),
+        ],
+        "Of the same round: median over rounds, and range. Below 1 is faster.",
+    ),
+    (
+        "Time divided by the same engine's without drafts, or one by one",
+        [("time", "plain_ratio", 1), ("CPU", "plain_cpu_ratio", 1)],
+        "Of the same round: median over rounds, and range. Below 1 is faster.",
+    ),
+    (
+        "Drafts",
+        [
+            ("tokens\na step", "tokens_per_step", 1),
+            ("accepted\n%", "draft_acceptance", 100),
+            ("runs\noff", "drafts_off", 1),
+        ],
+        "Off: runs in which drafts did not pay and were switched off.",
+    ),
+    (
+        "Memory and bandwidth",
+        [
+            ("peak\nMB", "peak_memory_bytes", 1e-6),
+            ("cache\nMB", "cache_bytes", 1e-6),
+            ("read\nMB/token", "bytes_read_per_token", 1e-6),
+            ("read\nGB/s", "achieved_gb_per_s", 1),
+            ("of copy\n%", "copy_bandwidth_share", 100),
+        ],
+        "Read: the weights and the cached tokens, once a step. GB/s: that divided by p50. Of copy: that divided by "
+        "the device's measured copy bandwidth.",
+    ),
+]
+
+
+def describe(header: Header) -> list[str]:
+    """Model, machine and versions: lines to print above a table."""
+    machine = header.machine
+    versions = ", ".join(f"{name.replace('_', '-')} {version}" for name, version in machine.versions.items())
+    return [
+        f"{header.model}, seed {header.seed}, {header.date}",
+        f"{machine.device}, {machine.cores} cores, {machine.system}, copies {_number(header.copy_bandwidth_gb_s)} GB/s",
+        versions,
+        f"kvant's BLAS: {machine.blas}",
+    ]
+
+
+def tables(summaries: Sequence[Summary]) -> Group:
+    """The figures that are known, in tables that fit 80 columns; a row for each summary, in sections by case."""
+    parts: list[Table | str] = []
+    streams = any(summary.streams is not None for summary in summaries)
+    for title, columns, caption in TABLES:
+        known = [column for column in columns if any(getattr(s, column[1]) is not None for s in summaries)]
+        if not known:
+            continue
+        table = Table(
+            box=box.SIMPLE_HEAD, title=Text(title), title_justify="left", caption_justify="left", collapse_padding=True
+        )
+        table.caption = Text(caption)
+        table.add_column("engine", overflow="fold")
+        for heading in ("streams" if streams else "context", *(heading for heading, _, _ in known)):
+            table.add_column(heading, justify="right", no_wrap=True)
+        last = None
+        for summary in summaries:
+            case = summary.streams if streams else summary.context
+            if last not in (None, case):
+                table.add_section()
+            last = case
+            cells = (_cell(getattr(summary, name), factor) for _, name, factor in known)
+            table.add_row(Text(summary.engine), str(case), *cells)
+        parts += ["", table]
+    runs = sorted({summary.runs for summary in summaries})
+    return Group(*parts[1:], f"Figures are of {'-'.join(map(str, dict.fromkeys((runs[0], runs[-1]))))} rounds.")
+
+
+def _cell(value: float | Spread | None, factor: float) -> str:
+    """A number, or a spread as 0.61 (0.59-0.64); the median alone if the range is empty."""
+    if not isinstance(value, Spread):
+        return _number(None if value is None else value * factor)
+    if value.minimum == value.maximum:
+        return _number(value.median)
+    return f"{_number(value.median)} ({_number(value.minimum)}-{_number(value.maximum)})"
+
+
+def _number(value: float | None) -> str:
+    """About three digits."""
+    if not value:
+        return "-" if value is None else "0"
+    size = abs(value)
+    decimals = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.1 else 3
+    return f"{value:,.{decimals}f}"

@@ -1,0 +1,119 @@
+"""What is planned: the settings of a run, and its memory."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvant.cache.pages import PAGE_SIZE, pages_for
+from kvant.engine.run import PREFILL_STEP_SIZE
+from kvant.tools.plan.bridged import BridgedCheckpoint
+from kvant.tools.plan.stored import Checkpoint
+
+AnyCheckpoint = Checkpoint | BridgedCheckpoint
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A model that drafts for another one.
+
+    Attributes:
+        checkpoint: what is known of it.
+        split_pairs: as in :func:`kvant.tools.plan.plan`, of its layers; None: they were not read.
+    """
+
+    checkpoint: AnyCheckpoint
+    split_pairs: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user chooses of a run; as the flags of the same names.
+
+    Attributes:
+        kv_bits: 8, 4, or 0 for a cache in the compute dtype.
+        kv_group_size: elements of a head that share one scale; without meaning at 0 bits.
+        kv_bias_split: the projections' biases stay out of the cache.
+        prefill_step_size: prompt tokens fed at a time.
+        sequences: of a pool, at once; None: a cache of one sequence.
+        pool_tokens: that the pool is reserved for in all; None: each sequence has max_kv_size of them.
+        caches: of conversations that are held beside a pool.
+        draft_model: what drafts, with a cache of its own, or a pool of as many sequences, each of as many tokens; None:
+            no model does.
+    """
+
+    kv_bits: int = 8
+    kv_group_size: int = 32
+    kv_bias_split: bool = True
+    prefill_step_size: int = PREFILL_STEP_SIZE
+    sequences: int | None = None
+    pool_tokens: int | None = None
+    caches: int = 0
+    draft_model: DraftModel | None = None
+
+    def in_pool(self, tokens: int) -> int:
+        """Tokens that a pool is reserved for in all, if a sequence has ``tokens`` at most."""
+        return self.pool_tokens or (self.sequences or 1) * page_rows(tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory of a run in bytes.
+
+    Attributes:
+        max_kv_size: tokens reserved in the cache; in a pool the most that one sequence has.
+        settings: of the run.
+        weights: as they are held, whatever is held twice counted twice.
+        weights_read: the part of them that one token reads: of the experts a few.
+        cache: quantized values, scales and bias tables of all layers; reserved before the first token.
+        scratch: an upper bound of what a chunk of the prompt, or a step of decoding, takes beside them.
+        loading: the most while the weights are loaded, before there is a cache.
+        state: of a bridged model's linear and convolution layers, which mlx-lm allocates at the first prefill.
+        process: interpreter, libraries, tokenizer and MLX's buffers for reuse; 0 if it isn't the GPU's memory.
+        caches: of conversations' caches and their states, beside a pool.
+        sequence: of a pool, the part of the cache that one more sequence of max_kv_size tokens would add.
+        draft_weights: of a draft model.
+        draft_cache: of its cache or pool, and states; a sequence has at most its own context.
+    """
+
+    max_kv_size: int
+    settings: Settings
+    cache: int
+    scratch: int
+    state: int = 0
+    caches: int = 0
+    sequence: int = 0
+    draft_weights: int = 0
+    draft_cache: int = 0
+    weights: int = 0
+    weights_read: int = 0
+    loading: int = 0
+    process: int = 0
+
+    @property
+    def arrays(self) -> int:
+        """An upper bound of what ``mx.get_peak_memory`` says after a run of the full context."""
+        drafts = self.draft_weights + self.draft_cache
+        return max(self.weights + self.cache + self.state + self.caches + drafts + self.scratch, self.loading)
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.arrays + self.process
+
+
+def page_rows(tokens: int) -> int:
+    """Rows of the whole pages that so many tokens take."""
+    return pages_for(tokens) * PAGE_SIZE
+
+
+def as_record(plan: MemoryPlan) -> dict[str, int]:
+    """A plan's bytes by name, with the sums; "sequence" of a pool alone, and so with a draft model's."""
+    left_out = {"max_kv_size", "settings", "caches", *(["sequence"] if plan.settings.sequences is None else [])}
+    left_out |= {"draft_weights", "draft_cache"} if plan.settings.draft_model is None else set()
+    names = [field.name for field in fields(plan) if field.name not in left_out]
+    return {name: getattr(plan, name) for name in (*names, "arrays", "total")}
+
+
+def settings_record(settings: Settings) -> dict[str, Any]:
+    """The settings that are flags of ``kvant plan``, by name."""
+    left_out = ("pool_tokens", "caches", "draft_model")
+    return {field.name: getattr(settings, field.name) for field in fields(settings) if field.name not in left_out}

@@ -1,0 +1,250 @@
+"""What a run takes beside the weights: its cache or pool to the byte, and an upper bound of its scratch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from kvant.cache.window import SLACK
+from kvant.errors import ModelError
+from kvant.models.caches import pool_size
+from kvant.models.config import ModelConfig
+from kvant.models.matrix import DEQUANTIZED_ELEMENTS
+from kvant.operators.attention import GPU_FUSED_HEAD_DIMS
+from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES
+from kvant.operators.quantization import check_quantization
+from kvant.operators.streams import cpu_streams
+from kvant.tools.plan.bridged import BridgedCheckpoint
+from kvant.tools.plan.memory import AnyCheckpoint, MemoryPlan, Settings, page_rows
+from kvant.tools.plan.stored import Checkpoint
+
+if TYPE_CHECKING:
+    from mlx.nn.layers.base import Module
+
+FLOAT32 = 4  # bytes
+SCALE_BYTES = 2  # float16
+# Copies of the logits in sampling: float32, log-probabilities and what they are made from.
+LOGITS_COPIES = 5
+# If ranks have a part of each logit row: padded to one width, gathered, put into one row.
+GATHERED_COPIES = 3
+# Of the stream, what comes from another rank and what goes to one; or the sums of a layer's two products.
+SENT_COPIES = 2
+# Rotary pairs a layer whose key bias stays out of the cache, if the weights that decide it were not read: 1 in 16.
+GUESSED_PAIRS = 1 / 16
+MARGIN = 1.3  # of scratch
+QUEUED_BLOCKS = 6  # of scores, held at once; measured
+QUEUED_PARTS = 4  # of a dequantized matrix, beside one a core; measured (1 to 8 streams)
+MASK_BYTES = 16  # of a window's mask for each query and token: its terms and their product
+# Of a bridged model. One call of attention on a CPU may hold scores, with the mask, and their softmax.
+SCORE_COPIES = 3
+# Each projection's output: as it came, as it goes on, and sums of it.
+OUTPUT_COPIES = 3
+# A linear layer goes from token to token. So many of its states are held by what MLX has queued.
+QUEUED_STATES = 64
+# A layer's keys and values are dequantized to float32, through as much again.
+DEQUANTIZED_COPIES = 2
+
+
+Needs = Callable[[int], MemoryPlan]  # without weights, by tokens reserved, all of them used
+
+
+def needs(
+    checkpoint: AnyCheckpoint, settings: Settings, *, on_cpu: bool, split_pairs: Sequence[int] | None = None
+) -> Needs:
+    """What a run takes, by tokens reserved; arguments and errors as :func:`kvant.tools.plan.plan` has them."""
+    if isinstance(checkpoint, BridgedCheckpoint):
+        return _bridged_needs(checkpoint, settings, on_cpu=on_cpu)
+    return _decoder_needs(checkpoint, settings, on_cpu=on_cpu, split_pairs=split_pairs)
+
+
+def _decoder_needs(
+    checkpoint: Checkpoint, settings: Settings, *, on_cpu: bool, split_pairs: Sequence[int] | None
+) -> Needs:
+    config, count = checkpoint.config, settings.sequences
+    check_quantization(settings.kv_bits, settings.kv_group_size, config.head_dim)
+    if settings.prefill_step_size < 1:
+        raise ValueError(f"prefill_step_size is {settings.prefill_step_size}; expected at least 1")
+    itemsize = checkpoint.itemsize(on_cpu=on_cpu)
+    pairs = _pairs(config, settings, split_pairs)
+    pool_options: dict[str, Any] = {
+        "dtype": mx.float32 if itemsize == FLOAT32 else mx.bfloat16,  # or float16, of as many bytes
+        "quant_bit": settings.kv_bits,
+        "quant_group": settings.kv_group_size,
+        "prefill_step_size": settings.prefill_step_size,
+        "split_pairs": pairs,
+    }
+
+    def needed(tokens: int) -> MemoryPlan:
+        cache = _cache_bytes(config, settings, pairs, tokens, itemsize)
+        prefill = min(settings.prefill_step_size, tokens)
+        if count is None:
+            scratch = scratch_bytes(checkpoint, settings, on_cpu=on_cpu, new=prefill, tokens=tokens)
+            return MemoryPlan(tokens, settings, cache, scratch, caches=settings.caches * cache)
+        in_all = settings.in_pool(tokens)
+        pool, more = (
+            pool_size(config, tokens=own, sequences=n, max_seq_len=tokens, **pool_options)
+            for own, n in ((in_all, count), (in_all + page_rows(tokens), count + 1))
+        )
+        each = min(tokens, -(-in_all // count))  # of the sequences of a step, on average
+        scratch = max(
+            scratch_bytes(checkpoint, settings, on_cpu=on_cpu, new=new, tokens=own, sequences=n, logits=count)
+            for new, own, n in ((prefill, tokens, 1), (1, each, count))
+        )
+        return MemoryPlan(tokens, settings, pool, scratch, caches=settings.caches * cache, sequence=more - pool)
+
+    return needed
+
+
+def _pairs(config: ModelConfig, settings: Settings, known: Sequence[int] | None) -> Sequence[int] | None:
+    """The rotary pairs that each layer splits off; None: there is no bias to split off, or it is to stay in."""
+    if not config.attention_bias or not settings.kv_bias_split:
+        return None
+    return known or [max(1, round(config.head_dim / 2 * GUESSED_PAIRS))] * config.num_hidden_layers
+
+
+def _row_bytes(config: ModelConfig, settings: Settings, itemsize: int) -> int:
+    """Bytes of a token's keys and values in one layer's cache."""
+    K, D, bits = config.num_key_value_heads, config.head_dim, settings.kv_bits
+    return 2 * K * (D * bits // 8 + D // settings.kv_group_size * SCALE_BYTES if bits else D * itemsize)
+
+
+def _cache_bytes(
+    config: ModelConfig, settings: Settings, pairs: Sequence[int] | None, tokens: int, itemsize: int
+) -> int:
+    """Bytes of what the caches of :mod:`kvant.cache` allocate for every layer."""
+    K, D, row = config.num_key_value_heads, config.head_dim, _row_bytes(config, settings, itemsize)
+    lengths = [tokens if window is None else min(tokens, window + SLACK) for window in config.windows]
+    # Of a split: keys' bias, cosines and sines, values' bias.
+    tables = sum(K * 2 * n + 2 * n * rows + K * D for n, rows in zip(pairs or (), lengths, strict=pairs is not None))
+    return row * sum(lengths) + FLOAT32 * tables
+
+
+def scratch_bytes(
+    checkpoint: Checkpoint,
+    settings: Settings,
+    *,
+    on_cpu: bool,
+    new: int,
+    tokens: int,
+    sequences: int | None = None,
+    logits: int = 1,
+) -> int:
+    """The most bytes held beside the weights and the cache in a step. They never fall with more tokens.
+
+    MLX's CPU back end queues about a layer ahead, and frees an array when its last reader has run. So the bound is one
+    layer's activations, its keys and values as floats, its blocks of scores and parts of weights, and the logits.
+
+    Args:
+        new: tokens of each sequence that are read.
+        tokens: that each sequence has in the end.
+        sequences: of a pool; None: a cache of one sequence.
+        logits: rows of them.
+    """
+    config, part, bits = checkpoint.config, checkpoint.part, settings.kv_bits
+    itemsize, experts, paged, sequences = checkpoint.itemsize(on_cpu=on_cpu), config.experts, sequences, sequences or 1
+    hidden, heads, kv_row = config.hidden_size, config.num_attention_heads, 2 * config.num_key_value_heads
+    kv_row *= config.head_dim
+    # Norms make two arrays, a product its parts, rotation two halves, the cache magnitudes; a GPU attends in float32,
+    # and an adapter adds a product to each.
+    copies, inner = (7 if on_cpu else 10), 3
+    if checkpoint.adapter_bytes:
+        copies, inner = copies + 3, inner + 2
+    numbers = copies * (hidden + heads * config.head_dim + kv_row) + inner * config.intermediate_size
+    if experts is not None and any(experts.layers):
+        numbers += 4 * experts.count + experts.per_token * ((inner + 3) * hidden + inner * experts.inner_size)
+    if part is not None:
+        numbers += SENT_COPIES * hidden
+    # Of a cached number: as a float, unpacked, copied beside other sequences', and with its bias.
+    forms = FLOAT32 + (0 if on_cpu else itemsize) + (2 if bits == 4 else 0)
+    if not bits:
+        forms = 0 if paged is None else 2 * itemsize
+    if config.attention_bias and settings.kv_bias_split:
+        forms += FLOAT32 // 2 + (0 if on_cpu else FLOAT32)
+    waiting, seen = 0, 0
+    for window in config.windows:
+        own, mask = tokens, 0
+        if window is not None and window < tokens:  # a ring beside the new tokens, which are put off
+            own = min(tokens, window + SLACK + new)
+            mask = MASK_BYTES * new * own
+            waiting += new * _row_bytes(config, settings, itemsize)
+        query = heads * own * FLOAT32
+        scores = min(3 * new * query, QUEUED_BLOCKS * max(BLOCK_SCORE_BYTES, query))
+        if not on_cpu and config.head_dim in GPU_FUSED_HEAD_DIMS:
+            scores = 0
+        seen = max(seen, mask + sequences * (scores + kv_row * own * forms))
+    weights = _float_weights(config) if on_cpu and config.quantization is not None else 0
+    rows = 0 if part is not None and part.rank else LOGITS_COPIES
+    rows += GATHERED_COPIES if part is not None and part.divided and not checkpoint.tied else 0
+    sampled = logits * rows * FLOAT32 * config.vocab_size
+    return int(MARGIN * (numbers * new * sequences * itemsize + waiting + seen + weights + sampled))
+
+
+def _float_weights(config: ModelConfig) -> int:
+    """Bytes of the parts of quantized matrices that are held as floats, and of unpacking them."""
+    assert config.quantization is not None
+    hidden, experts, cores = config.hidden_size, config.experts, len(cpu_streams())
+    heads = config.num_attention_heads + config.num_key_value_heads
+    layer = hidden * (2 * heads * config.head_dim + 3 * config.intermediate_size)
+    if experts is not None:
+        layer = max(layer, cores * 3 * experts.inner_size * hidden)
+    held = min(max(layer, config.vocab_size * hidden), (cores + QUEUED_PARTS) * DEQUANTIZED_ELEMENTS)
+    bits = config.quantization.bits
+    if not config.quantization.has_biases:
+        return held * (FLOAT32 + 5)  # small floats, looked up
+    return held * (FLOAT32 + (1 if 8 % bits == 0 else FLOAT32 * bits))  # a mask, or a word for every bit
+
+
+def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu: bool) -> Needs:
+    """Of a model that mlx-lm's class computes: cache and state are exact, scratch is an estimate."""
+    from kvant.bridge.cache import entries_bytes
+    from kvant.bridge.pool import check_entries, pool_needs
+    from kvant.bridge.probe import Attention, State, leaves_of
+
+    config, part, sequences = checkpoint.config, checkpoint.part, settings.sequences
+    module, entries = checkpoint.module(on_cpu), checkpoint.held_entries(on_cpu)
+    if sequences is not None and part is not None:
+        raise ModelError(f"{config.model_type} on several machines takes one sequence at a time")
+    if sequences is not None:
+        check_entries(entries, module, config.model_type)
+    leaves = leaves_of(entries)
+    row = max((a.num_kv_heads * (a.key_dim + a.value_dim) for a in leaves if isinstance(a, Attention)), default=0)
+    state = max((leaf.nbytes for leaf in leaves if isinstance(leaf, State)), default=0)
+    heads, outputs = checkpoint.heads(), _widest_layer(module, config.experts_used)
+    logits = LOGITS_COPIES * FLOAT32 * config.vocab_size * (part is None or part.rank == 0)
+    options = {"quant_bit": settings.kv_bits, "quant_group": settings.kv_group_size}
+
+    def chunk(new: int, tokens: int, count: int = 1) -> int:
+        numbers = OUTPUT_COPIES * outputs * new + SCORE_COPIES * heads * new * tokens
+        return count * (FLOAT32 * (numbers + DEQUANTIZED_COPIES * row * tokens) + min(new, QUEUED_STATES) * state)
+
+    def pool(tokens: int, in_all: int, count: int) -> tuple[int, int]:
+        sizes = {"tokens": in_all, "sequences": count, "max_seq_len": tokens}
+        return pool_needs(entries, sizes | {"prefill_step_size": settings.prefill_step_size}, **options)
+
+    def needed(tokens: int) -> MemoryPlan:
+        one = entries_bytes(entries, tokens, **options)
+        caches = settings.caches * (one.keys_values + one.state)
+        prefill = chunk(min(settings.prefill_step_size, tokens), tokens)
+        if sequences is None:
+            scratch = max(prefill, chunk(1, tokens) + logits) + one.state
+            return MemoryPlan(tokens, settings, one.keys_values, scratch, one.state, caches)
+        in_all = settings.in_pool(tokens)
+        cache, states = pool(tokens, in_all, sequences)
+        more = sum(pool(tokens, in_all + in_all // sequences, sequences + 1)) - cache - states
+        each = min(tokens, -(-in_all // sequences))  # of the sequences of a step, on average
+        scratch = max(prefill, chunk(1, each, sequences) + sequences * logits) + states
+        return MemoryPlan(tokens, settings, cache, scratch, states, caches, sequence=more)
+
+    return needed
+
+
+def _widest_layer(module: "Module", experts_used: int | None) -> int:
+    """The numbers a token's products have in the layer that has most, of its experts those that are used."""
+    from kvant.bridge.model import by_layer
+
+    def outputs(arrays: Mapping[str, mx.array]) -> int:
+        matrices = [a.shape for name, a in arrays.items() if name.endswith("weight") and a.ndim > 1]
+        return sum(shape[-2] * ((experts_used or shape[0]) if len(shape) == 3 else 1) for shape in matrices)
+
+    # An embedding is in no layer, nor is a head: its products are counted as logits.
+    return max((outputs(arrays) for layer, arrays in by_layer(module).items() if layer), default=0)

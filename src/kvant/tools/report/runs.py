@@ -1,0 +1,227 @@
+"""Runs of right tokens through caches: predictions compared, answers checked, layers by themselves, steps timed."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from statistics import median
+
+import mlx.core as mx
+
+from kvant.cache import AttentionCache, ModelCache
+from kvant.engine.run import Run
+from kvant.errors import KvantError, LogitsError
+from kvant.models import Decoder, LanguageModel
+from kvant.operators.bias_split import BiasSplit
+from kvant.tools.report.divergence import Tally, log_probabilities
+from kvant.tools.report.texts import Dialogue
+
+STEP_SIZE = 512  # tokens fed at a time, as `kvant generate` does
+LOGITS_BYTES = 64 * 1024 * 1024  # logits of one cache at a time; comparing them takes about six times that
+STEPS, ROUNDS = 8, 5  # of a timed decode
+
+Fed = Callable[[int], None]  # called with tokens fed
+
+
+def feed(
+    model: LanguageModel,
+    ids: Sequence[int],
+    cache: ModelCache,
+    *,
+    step_size: int = STEP_SIZE,
+    fed: Fed = lambda _: None,
+) -> Iterator[mx.array]:
+    """Empty a cache and feed it tokens. Yields a decoder's hidden states of each chunk, another model's logits.
+
+    A chunk's own keys and values are read back from the cache, quantized, as those before it: the states are those of
+    feeding token by token.
+    """
+    cache.reset()
+    for first in range(0, len(ids), step_size):
+        chunk = mx.array([ids[first : first + step_size]])
+        if isinstance(model, Decoder):
+            states = model.hidden_states(chunk, cache=cache)[0]
+            mx.eval(states)
+            cache.commit()
+        else:
+            states = model(chunk, cache=cache)[0]
+            mx.eval(states)
+        fed(chunk.shape[1])
+        yield states
+
+
+def compare(
+    model: LanguageModel,
+    piece: Sequence[int],
+    caches: Sequence[ModelCache],
+    tallies: Sequence[Tally],
+    *,
+    reference: LanguageModel | None = None,
+    step_size: int = STEP_SIZE,
+    fed: Fed = lambda _: None,
+) -> None:
+    """Feed a piece through all caches side by side and count their predictions after every token.
+
+    Args:
+        model: whose caches are compared.
+        piece: token ids.
+        caches: the first one's predictions are taken for right; all are emptied first.
+        tallies: one for each; added to.
+        reference: the model of the first cache; default: ``model``.
+        step_size: tokens a chunk.
+    """
+    models = [reference or model, *[model] * (len(caches) - 1)]
+    step_size = min(_step_size(own, step_size) for own in models)
+    runs = [feed(own, piece, cache, step_size=step_size, fed=fed) for own, cache in zip(models, caches, strict=True)]
+    most = _logits_at_once(model)
+    place = 0
+    for hidden in zip(*runs, strict=True):
+        for low in range(0, len(hidden[0]), most):
+            states = [own[low : low + most] for own in hidden]
+            following = piece[place + 1 : place + len(states[0]) + 1]
+            place += len(states[0])
+            right = log_probabilities(_logits(models[0], states[0]))
+            mx.eval(right)
+            if not mx.isfinite(mx.logsumexp(right, axis=-1)).all().item():
+                raise KvantError("without quantization the model's logits are not finite; there is nothing to compare")
+            tallies[0].add(right, right, following)
+            for own, tally in zip(states[1:], tallies[1:], strict=True):
+                tally.add(right, log_probabilities(_logits(model, own)), following)
+
+
+def answer(model: LanguageModel, cache: ModelCache, dialogue: Dialogue, *, fed: Fed = lambda _: None) -> list[bool]:
+    """Whether each answer would be written greedily: each of its tokens is the likeliest after those before it."""
+    ids = dialogue.ids
+    states = mx.concatenate(list(feed(model, ids, cache, step_size=_step_size(model, STEP_SIZE), fed=fed)))
+    right = []
+    for first, last in dialogue.answers:
+        logits = _logits(model, states[first - 1 : last - 1])
+        likeliest = mx.argmax(logits, axis=-1) == mx.array(ids[first:last])
+        right.append(bool((likeliest.all() & mx.isfinite(mx.logsumexp(logits, axis=-1)).all()).item()))
+    return right
+
+
+def _logits(model: LanguageModel, states: mx.array) -> mx.array:
+    """(S, vocab) logits of a piece of what :func:`feed` yields."""
+    return model.logits(states) if isinstance(model, Decoder) else states
+
+
+def _step_size(model: LanguageModel, step_size: int) -> int:
+    """Tokens to feed at a time: fewer if the model makes the logits of all of them at once."""
+    return step_size if isinstance(model, Decoder) else min(step_size, _logits_at_once(model))
+
+
+def _logits_at_once(model: LanguageModel) -> int:
+    return max(1, LOGITS_BYTES // (4 * model.config.vocab_size))  # float32
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+class SideBySide:
+    """A layer's exact cache, which it attends through, and others that are given the same keys, values and queries.
+
+    Attributes:
+        squares: of the exact outputs, and of the differences of the others' from them; summed.
+    """
+
+    def __init__(self, exact: AttentionCache, others: Sequence[AttentionCache]) -> None:
+        self._exact = exact
+        self._others = others
+        self.squares = [0.0] * (1 + len(others))
+
+    @property
+    def bias_split(self) -> BiasSplit | None:
+        """The exact cache's. The others must have one if it has."""
+        return self._exact.bias_split
+
+    def attend(
+        self,
+        query: mx.array,
+        key: mx.array,
+        value: mx.array,
+        mask: mx.array | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """Attend through all caches; return the exact one's output."""
+        exact = self._exact.attend(query, key, value, mask, sinks)
+        wide = exact.astype(mx.float32)
+        squares = [mx.square(wide).sum()]
+        for cache in self._others:
+            given = cache.attend(query, key, value, mask, sinks).astype(mx.float32)
+            squares.append(mx.square(given - wide).sum())
+        mx.eval(exact, squares)
+        self.squares = [total + float(new.item()) for total, new in zip(self.squares, squares, strict=True)]  # type: ignore[arg-type]
+        return exact
+
+    def error(self, number: int) -> float:
+        """||given - exact|| / ||exact|| of another cache's output; infinite if it was not finite."""
+        exact, difference = self.squares[0], self.squares[1 + number]
+        if not math.isfinite(difference):
+            return math.inf
+        return math.sqrt(difference / exact) if exact else math.inf if difference else 0.0
+
+
+def layer_errors(
+    model: Decoder, piece: Sequence[int], exact: ModelCache, caches: Sequence[ModelCache], *, fed: Fed = lambda _: None
+) -> list[list[float]]:
+    """Each cache's error in every layer, given the queries, keys and values of a run through ``exact``.
+
+    Args:
+        exact: a cache of 0 bits, with the bias split if ``caches`` have it, without if they do not.
+        caches: emptied first, as ``exact`` is.
+    """
+    layers = [SideBySide(layer, others) for layer, *others in zip(exact, *caches, strict=True)]
+    for cache in (exact, *caches):
+        cache.reset()
+    for first in range(0, len(piece), STEP_SIZE):
+        chunk = mx.array([piece[first : first + STEP_SIZE]])
+        for cache in (exact, *caches):
+            cache.begin(chunk)
+        mx.eval(model.states(chunk, first, layers))
+        for cache in (exact, *caches):
+            cache.commit()
+        fed(chunk.shape[1])
+    return [[layer.error(number) for layer in layers] for number in range(len(caches))]
+
+
+# ---- times -----------------------------------------------------------------------------------------------------------
+
+
+def step_ms(model: LanguageModel, caches: Sequence[ModelCache]) -> list[float]:
+    """Median milliseconds of a token through each cache. Their content is of no use afterwards.
+
+    Caches take turns, forwards and backwards: a drift favors none. The time is infinite if no token can be drawn.
+
+    Args:
+        caches: each with the same tokens, at least ``STEPS`` + 1, the last of which give way to those fed. If they
+            cannot, because a state has moved on, the new ones go behind them: :func:`timing_room` more tokens.
+    """
+    times: list[list[float]] = [[] for _ in caches]
+    order = list(range(len(caches)))
+    for number in range(1 + ROUNDS):  # the first compiles and fills the processor's caches
+        for index in order:
+            latencies = _decode(model, caches[index])
+            times[index] += latencies if number else []
+        order.reverse()
+    return [median(own) if own else math.inf for own in times]
+
+
+def timing_room(model: LanguageModel) -> int:
+    """Tokens that :func:`step_ms` may feed behind a text; a decoder's cache goes back instead."""
+    return 0 if isinstance(model, Decoder) else (1 + ROUNDS) * (STEPS + 1)
+
+
+def _decode(model: LanguageModel, cache: ModelCache) -> list[float]:
+    if cache.can_trim_to(cache.offset - STEPS - 1):
+        cache.trim(STEPS + 1)
+    steps = Run(model, [0], cache, max_tokens=STEPS + 1)  # any token takes the same time
+    latencies = []
+    with suppress(LogitsError):
+        next(steps)
+        last = time.perf_counter()
+        for _ in steps:
+            now = time.perf_counter()
+            latencies.append((now - last) * 1e3)
+            last = now
+    return latencies

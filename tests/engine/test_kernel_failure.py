@@ -1,0 +1,88 @@
+"""A fused kernel that fails in the middle of an answer: one error that says how to go on without it."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from support.batches import PAGES, run_all, scheduler_of
+from support.drafts import KnownDrafts
+from support.failing_kernel import WORDS, FailingKernel
+from support.metal_host import host_pytest_skip
+
+from kvant import batch_generate, generate
+from kvant.engine.drafted_run import DraftedRun
+from kvant.engine.request import Request
+from kvant.engine.run import Run
+from kvant.errors import KernelError
+from kvant.models import Decoder
+from kvant.operators import fused_attention
+
+pytestmark = host_pytest_skip
+
+Pocket = tuple[Decoder, Any]
+PROMPT = [(7 * i) % 1000 for i in range(100)]
+LAYERS = 4
+SAID = r"{}.*--kernels unfused"
+
+
+@pytest.fixture(params=["build", "eval"])
+def kernel(request: pytest.FixtureRequest, fused_calls: Any, monkeypatch: pytest.MonkeyPatch) -> FailingKernel:
+    """It fails in the third step after a prompt, in its third layer."""
+    made = FailingKernel(request.param, 2 * LAYERS + 3)
+    monkeypatch.setattr(fused_attention, "attend", made)
+    return made
+
+
+def test_an_answer_ends_with_one_error(pocket: Pocket, kernel: FailingKernel) -> None:
+    model, _ = pocket
+    with pytest.raises(KernelError, match=SAID.format(WORDS[kernel.how])):
+        list(Run(model, PROMPT, model.make_cache(512), max_tokens=20))
+    cache = model.make_cache(512, kernels="unfused")
+    assert len([token for token, _ in Run(model, PROMPT, cache, max_tokens=5)]) == 5
+
+
+def test_so_does_one_that_drafts(pocket: Pocket, kernel: FailingKernel) -> None:
+    run = DraftedRun(pocket[0], PROMPT, pocket[0].make_cache(512), drafts=KnownDrafts(text=PROMPT * 2))
+    with pytest.raises(KernelError, match=SAID.format(WORDS[kernel.how])):
+        list(run)
+
+
+def test_the_last_token_of_a_cache_that_is_kept(pocket: Pocket, kernel: FailingKernel) -> None:
+    run = Run(pocket[0], PROMPT, pocket[0].make_cache(512), max_tokens=3)
+    list(run)
+    with pytest.raises(KernelError, match="unfused"):
+        run.keep_last()
+
+
+def test_a_batch_ends_with_one_error(pocket: Pocket, kernel: FailingKernel) -> None:
+    model, tokenizer = pocket
+    with pytest.raises(KernelError, match=SAID.format(WORDS[kernel.how])):
+        batch_generate(model, tokenizer, [PROMPT, PROMPT[:50]], max_tokens=20)
+
+
+def test_requests_in_the_step_fail_and_their_pages_are_free(pocket: Pocket, kernel: FailingKernel) -> None:
+    scheduler, pool = scheduler_of(pocket[0])
+    told = run_all(scheduler, [Request(PROMPT, max_tokens=9), Request(PROMPT[:50], max_tokens=9)])
+    assert all(isinstance(tokens[-1].error, KernelError) for tokens in told.values())
+    assert pool.num_free == PAGES
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_the_kernel_is_not_blamed_for_a_callers_error(pocket: Pocket, fused_calls: Any, kind: type[Exception]) -> None:
+    def sampler(logprobs: mx.array) -> mx.array:
+        raise kind("the sampler fails")
+
+    model, tokenizer = pocket
+    with pytest.raises(kind, match=r"^the sampler fails$"):
+        generate(model, tokenizer, PROMPT, sampler=sampler)
+    with pytest.raises(kind, match=r"^the sampler fails$"):
+        batch_generate(model, tokenizer, [PROMPT], sampler=sampler)
+
+
+def test_nor_is_a_cache_without_it(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: Any) -> mx.array:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(pocket[0], "next_logits", fails)
+    with pytest.raises(RuntimeError, match=r"^no memory$"):
+        generate(*pocket, PROMPT)

@@ -1,0 +1,311 @@
+"""A cache's own instances of the kernel are tried when it is made; one that fails is not used, and told of once."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+from support.metal_host import host_pytest_skip
+from support.operator_cases import OUTPUT_TOLERANCE
+
+from kvant.bridge.layers import BridgedKVCache, BridgedWindowCache
+from kvant.cache import QuantizedKVCache, WindowKVCache
+from kvant.models.checkpoint import load_decoder
+from kvant.operators import dispatch, probe
+from kvant.operators.bias_split import BiasSplit
+from kvant.operators.kernels import attend, launch
+from kvant.operators.kernels.attend import MAX_NEW_TOKENS, threadgroup_shape
+from kvant.operators.probe import KernelUse, Trial
+from kvant.operators.rotary import Rotary
+
+pytestmark = host_pytest_skip
+
+Launch = tuple[str, dict[str, Any]]
+
+
+class Launches(list[Launch]):
+    """The name of every launch, with its template, its sizes and whether MLX calls an input small.
+
+    ``fails`` says which of them raises what.
+    """
+
+    fails: Callable[[str, dict[str, Any]], BaseException | None] = staticmethod(lambda name, template: None)
+
+    def __call__(
+        self, name: str, backend: str, inputs: Sequence[mx.array], *, template: Any, outputs: Any, **sizes: Any
+    ) -> list[mx.array]:
+        """A launch that computes nothing."""
+        given = dict(zip(launch.INPUTS[name], inputs, strict=True))
+        seen = {f"{each} small": x.size < 8 for each, x in given.items()}
+        seen |= {f"{each} dtype": x.dtype for each, x in given.items()}
+        self.append((name, {**template, **sizes, **seen}))
+        if (error := self.fails(name, template)) is not None:
+            raise error
+        return [mx.zeros(shape, dtype) for shape, dtype in outputs]
+
+    def of(self, name: str, *constants: str) -> set[Any]:
+        """What the templates of a kernel's launches have at some constants."""
+        return {tuple(template[constant] for constant in constants) for own, template in self if own == name}
+
+
+@pytest.fixture
+def tried(checked_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has tried nothing, on a GPU that is the host."""
+    monkeypatch.setattr(dispatch, "probe_failure", probe.probe_failure)
+
+
+@pytest.fixture
+def launched(tried: None, monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """The launches, which compute nothing; nobody looks at the numbers."""
+    seen = Launches()
+    monkeypatch.setattr(attend, "launch", seen)
+    monkeypatch.setattr(probe, "TOLERANCE", dict.fromkeys(probe.TOLERANCE, 1e9))
+    monkeypatch.setattr(probe, "MAX_STEPS_OFF", 1e9)
+    monkeypatch.setattr(probe, "MAX_SHARE_OFF", 1.0)
+    return seen
+
+
+@pytest.fixture
+def small(tried: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows and heads: the host takes its time."""
+    for name, few in (("ROWS", 128), ("KV_HEADS", 2), ("MAX_NEW_TOKENS", 2)):
+        monkeypatch.setattr(probe, name, few)
+
+
+# ---- what is launched ------------------------------------------------------------------------------------------------
+
+
+def test_every_shape_of_a_threadgroup_is_tried(launched: Launches) -> None:
+    shapes = {heads: {threadgroup_shape(heads * S, 0, "metal", 64)[3] for S in range(1, 9)} for heads in (1, 7)}
+    assert QuantizedKVCache(4, 2, 64, num_heads=14).backend == "metal"
+    assert launched.of("attend", "QUERIES") == {(queries,) for queries in shapes[7]}
+    launched.clear()
+    QuantizedKVCache(4, 2, 64)  # any heads
+    assert launched.of("attend", "QUERIES") == {(queries,) for queries in shapes[1]} == {(1,), (2,), (4,)}
+    assert launched.of("attend", "threads") >= {(32 * 4,), (32 * attend.MAX_QUERY_GROUPS,)}
+    assert launched.of("combine", "threads") == {(32 * attend.COMBINE_SIMDGROUPS,)}
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 64), (0, 32)])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_it_is_tried_in_the_format_of_the_cache(launched: Launches, bits: int, group: int, dtype: mx.Dtype) -> None:
+    QuantizedKVCache(4, 2, 128, quant_bit=bits, quant_group=group, dtype=dtype, num_heads=8, scale_dtype=mx.float32)
+    assert launched.of("attend", "DIM", "T", "BITS", "MASK") == {(128, dtype, bits, False)}
+    appended = {(dtype, mx.float32, bits, group)} if bits else set()
+    assert launched.of("append", "T", "SCALE", "BITS", "GROUP") == appended
+
+
+def test_a_ring_and_a_bias_split_are_tried_too(launched: Launches) -> None:
+    split = BiasSplit(mx.zeros((2, 2, 3)), (1, 5, 9), mx.zeros((2, 3, 0)), mx.zeros((2, 64)))
+    cache = WindowKVCache(64, 2, 64, window=8, bias_split=split, rotary=Rotary.plain(64, 1e4), num_heads=8)
+    assert cache.backend == "metal"
+    assert launched.of("attend", "MASK", "WINDOW") == {(False, True)}
+    assert launched.of("attend", "BIAS", "pairs small", "key_bias small") == {(attend.BIAS_WEIGHTS, True, False)}
+    assert launched.of("combine", "value_bias small") == {(False,)}
+
+
+def test_a_pool_is_tried_as_its_steps_are(launched: Launches) -> None:
+    """They hand on no small array, however few sequences and pages there are."""
+    assert probe.probe_failure(KernelUse(64, 64, mx.float16, 8, 32, heads=4, paged=True), "metal") is None
+    small = launched.of("attend", "PAGE", "offset small", "first small", "pages small")
+    assert small == {(128, False, False, False)}
+
+
+def test_a_bridged_layer_may_have_sinks(launched: Launches) -> None:
+    """In the dtype of its queries; with them and without."""
+    both = {(mx.float32, False), (mx.bfloat16, False)}
+    BridgedKVCache(64, 2, 64, dtype=mx.bfloat16)
+    assert launched.of("combine", "sinks dtype", "sinks small") == both
+    launched.clear()
+    BridgedWindowCache(64, 2, 64, window=8, dtype=mx.bfloat16)
+    assert launched.of("combine", "sinks dtype", "sinks small") == both
+    assert launched.of("attend", "WINDOW") == {(True,)}
+    launched.clear()
+    QuantizedKVCache(64, 2, 64, dtype=mx.bfloat16)
+    assert launched.of("combine", "sinks dtype") == {(mx.float32,)}
+
+
+def test_a_use_has_a_name() -> None:
+    use = KernelUse(192, 128, mx.bfloat16, 4, 32, mask=True, options=(("window", 8), ("keep", 2)))
+    assert str(use) == "heads of 192 with values of 128, 4 bits g32, bfloat16, mask, window, keep"
+
+
+def test_layers_that_are_alike_are_tried_once(
+    launched: Launches, make_checkpoint: Callable[..., tuple[Path, nn.Module]]
+) -> None:
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    model = load_decoder(make_checkpoint(num_hidden_layers=24, **sizes)[0])
+    for rows in (16, 32):
+        assert {layer.backend for layer in model.make_cache(rows, bias_split=False)} == {"metal"}
+        assert [name for name, _ in launched].count("attend") == MAX_NEW_TOKENS
+
+
+def test_what_is_not_fused_is_not_tried(launched: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert QuantizedKVCache(4, 2, 64, kernels="unfused").backend is None
+    assert QuantizedKVCache(4, 2, 48, quant_group=16).backend is None  # a width that the kernel does not take
+    monkeypatch.setenv(dispatch.VARIABLE, "unfused")
+    assert QuantizedKVCache(4, 2, 64).backend is None
+    assert not launched
+
+
+# ---- what does not run -----------------------------------------------------------------------------------------------
+
+
+def _too_large(name: str, template: dict[str, Any]) -> BaseException | None:
+    if name == "attend" and template["QUERIES"] == 2 and template["BITS"]:
+        return ValueError(
+            "Thread group size (256) is greater than  the maximum allowed\nthreads per threadgroup (224)."
+        )
+    return None
+
+
+SAID = (
+    "the fused kernel fails here: heads of 64, 8 bits g32, float16, 2 queries of a kv head: "
+    r"Thread group size \(256\) is greater than the maximum allowed threads per threadgroup \(224\)\."
+)
+
+
+def test_one_that_does_not_run_is_told_of_once(launched: Launches) -> None:
+    launched.fails = _too_large
+    with pytest.warns(RuntimeWarning, match=f"^{SAID}; attention is computed by the unfused operator") as caught:
+        caches = [QuantizedKVCache(4, 2, 64, quant_bit=bits) for bits in (8, 8, 4, 0)]
+    assert len(caught) == 1
+    assert [cache.backend for cache in caches] == [None, None, None, "metal"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert QuantizedKVCache(4, 2, 64, num_heads=14).backend == "metal"  # it never has two
+    query, key = mx.ones((1, 6, 1, 64)), mx.ones((1, 2, 1, 64))
+    assert mx.allclose(caches[0].attend(query, key, key), query, atol=1e-2).item()
+
+
+@pytest.mark.parametrize("by_argument", [True, False])
+def test_one_that_is_asked_for_and_does_not_run_is_an_error(
+    launched: Launches, monkeypatch: pytest.MonkeyPatch, by_argument: bool
+) -> None:
+    launched.fails = _too_large
+    if not by_argument:
+        monkeypatch.setenv(dispatch.VARIABLE, "fused")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=SAID.replace("fails", "is asked for, but fails")):
+            QuantizedKVCache(4, 2, 64, kernels="fused" if by_argument else None)
+
+
+def test_an_interruption_is_not_remembered(launched: Launches) -> None:
+    launched.fails = lambda name, template: KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        QuantizedKVCache(4, 2, 64)
+    launched.fails = lambda name, template: None
+    assert QuantizedKVCache(4, 2, 64).backend == "metal"
+
+
+def test_a_gpu_that_cannot_run_it_is_told_of_once(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX's own launch on a machine without the back end stands for a kernel that does not compile."""
+    if mx.default_device().type == mx.gpu:
+        pytest.skip("here it would run")
+    monkeypatch.setattr(dispatch, "probe_failure", probe.probe_failure)
+    with pytest.warns(RuntimeWarning, match="fails here: .*No Metal back-end") as caught:
+        assert [QuantizedKVCache(4, 2, 64).backend for _ in range(2)] == [None, None]
+    assert len(caught) == 1
+
+
+# ---- what is wrong ---------------------------------------------------------------------------------------------------
+
+PLAIN = KernelUse(64, 64, mx.float16, 8, 32, heads=2)
+USES = {
+    "plain": PLAIN,
+    "4 bits": replace(PLAIN, quant_bit=4, dtype=mx.bfloat16),
+    "floats": replace(PLAIN, quant_bit=0, dtype=mx.float32, cache_dtype=mx.float16),
+    "bias split": replace(PLAIN, pairs=3),
+    "sinks": replace(PLAIN, sinks=True),
+    "pages": replace(PLAIN, paged=True, pairs=2, options=(("window", 40),)),
+    "ring": replace(PLAIN, pairs=2, options=(("window", 40), ("keep", 4))),
+    "a large ring": replace(PLAIN, options=(("window", 4096), ("keep", 1024))),
+    "mask": replace(PLAIN, mask=True),
+    "ALiBi": replace(PLAIN, options=(("is_alibi", True),)),
+    "two widths": replace(PLAIN, value_dim=128),
+}
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", USES)
+def test_the_kernel_itself_is_right_on_the_host(name: str) -> None:
+    """What is launched is a call that the kernel takes, and reads and writes nothing outside of its arrays."""
+    assert probe.probe_failure(USES[name], "metal") is None
+
+
+def _shifted(name: str, by: Any) -> Callable[[str, mx.array], mx.array]:
+    return lambda own, x: x + mx.array(by, x.dtype) if own == name else x
+
+
+def _scaled(name: str, by: Any) -> Callable[[str, mx.array], mx.array]:
+    return lambda own, x: x * mx.array(by, x.dtype) if own == name else x
+
+
+def _rolled(name: str) -> Callable[[str, mx.array], mx.array]:
+    return lambda own, x: mx.roll(x, 1, axis=-1) if own == name else x
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("use", "wrong"),
+    [
+        ("plain", _shifted("offset", 1)),  # a token too many
+        ("plain", _scaled("numbers", [1.1, 1.0])),  # the scale of scores
+        ("pages", lambda name, x: x[:, ::-1] if name == "pages" else x),
+        ("pages", _shifted("first", 1)),
+        ("pages", _shifted("settings", [0, 1, 0, 0, 0, 0])),  # the window
+        ("ring", _shifted("settings", [0, 1, 0, 0, 0, 0])),
+        ("ring", _shifted("settings", [0, 0, -1, 0, 0, 0])),  # the first tokens
+        ("bias split", _rolled("rotation")),
+        ("bias split", _shifted("value_bias", 1)),
+        ("sinks", _shifted("sinks", 1)),
+        ("mask", _rolled("mask")),
+        ("ALiBi", _scaled("slopes", 1.05)),
+    ],
+)
+def test_every_option_counts(
+    monkeypatch: pytest.MonkeyPatch, use: str, wrong: Callable[[str, mx.array], mx.array]
+) -> None:
+    """A kernel that is given something else is found out."""
+    run = attend.launch
+
+    def changed(name: str, backend: str, inputs: list[mx.array], **rest: Any) -> list[mx.array]:
+        names = launch.INPUTS[name]
+        return run(name, backend, [wrong(n, x) for n, x in zip(names, inputs, strict=True)], **rest)
+
+    monkeypatch.setattr(attend, "launch", changed)
+    assert "the output is off by" in str(Trial(USES[use], 2).agreement("metal", 1, sinks=USES[use].sinks).problem)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("kernel", "change", "said"),
+    [
+        ("combine", lambda x: x * 1.02, "the output is off by 0.0"),
+        ("combine", lambda x: x * float("nan"), "the output is off by nan"),
+        ("append", lambda x: x ^ 0x02020202, "stored values are off by up to"),
+    ],
+)
+def test_a_wrong_number_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, change: Callable[[mx.array], mx.array], said: str
+) -> None:
+    run = attend.launch
+
+    def changed(name: str, *arguments: Any, **rest: Any) -> list[mx.array]:
+        first, *others = run(name, *arguments, **rest)
+        return [change(first) if name == kernel else first, *others]
+
+    monkeypatch.setattr(attend, "launch", changed)
+    with pytest.warns(RuntimeWarning, match=said) as caught:
+        assert [QuantizedKVCache(4, 2, 64).backend for _ in range(2)] == [None, None]
+    assert len(caught) == 1
+    with pytest.raises(RuntimeError, match=said):
+        QuantizedKVCache(4, 2, 64, kernels="fused")
+
+
+def test_it_allows_what_the_project_does() -> None:
+    assert {str(dtype).removeprefix("mlx.core."): x for dtype, x in probe.TOLERANCE.items()} == OUTPUT_TOLERANCE

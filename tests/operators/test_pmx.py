@@ -1,0 +1,230 @@
+"""PMX's operators, static and packed, against one oracle: seeded calls over the whole parameter space.
+
+A failure names the case with its seed; `draw_case(seed)` makes it again. Traps are in test_pmx_traps.py, refused calls
+in test_pmx_errors.py.
+"""
+
+import sys
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from support.counts import count
+from support.operator_cases import FLOATS, QuantizedTally, same_bits, to_mx, to_numpy
+from support.oracle import Array
+from support.pmx_cases import FORMS, MASKS, PAGE_SIZES, START_FORMS, Call, check_cases, draw_case
+from support.pmx_errors import good_call
+
+from kvant import operators
+from kvant.operators import dynamic_batching
+
+CASES, CHUNK = count(2000, 8000), 250
+on_a_cpu = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="measured on a CPU, where MLX queues ahead")
+
+
+@pytest.mark.parametrize("first", range(0, CASES, CHUNK))
+def test_against_the_oracle(first: int) -> None:
+    check_cases(range(first, first + CHUNK))
+
+
+def test_the_cases_cover_the_parameter_space() -> None:
+    """Every value of every parameter is among the cases, and so are the awkward combinations."""
+    cases = [draw_case(seed) for seed in range(CASES)]
+    for packed, layouts, forms in ((False, 2, START_FORMS), (True, 4, FORMS)):
+        cache, attention = ([c for c in cases if (c.packed, c.attends) == (packed, x)] for x in (False, True))
+        for part in (cache, attention):
+            formats = {(c.spec.quant_bit, c.spec.dtype, c.spec.cache_layout, c.page_size is None) for c in part}
+            assert {f[:3] for f in formats} >= {(b, d, x) for b in (0, 8, 4) for d in FLOATS for x in range(layouts)}
+            assert len({f[0::2] for f in formats}) == 3 * layouts
+            assert {(c.spec.dtype, c.spec.cache_dtype) for c in part} >= {(a, b) for a in FLOATS for b in FLOATS}
+            assert {c.spec.scale_dtype for c in part if c.spec.quant_bit} == {"float32", "float16"}
+            assert {c.spec.layer_idx for c in part} == {0, 1, 2}
+            assert {form for c in part for form in c.forms} == set(forms)
+            assert {c.num_kv_heads for c in part} == {1, 2, 3}
+            assert any(min(c.sequences.earlier) > 0 and len(c.sequences.new) > 1 for c in part)
+            if packed:
+                assert {c.page_size for c in part} == {None, *PAGE_SIZES}
+                assert any(0 in c.sequences.new for c in part), "no sequence without new tokens"
+                for paged in (True, False):
+                    own = [c for c in part if (c.page_size is not None) == paged]
+                    rows = [[row for each in c.sequences.rows or [] for row in each] for c in own]
+                    assert any(len(set(each)) < len(each) for each in rows), "no rows are shared"
+            else:
+                assert any(c.max_rows[0] > len(c.sequences.new) for c in part)
+        assert any(c.data == "int8" for c in cache)
+        assert {c.num_repeat for c in cache} == {1, 2, 3}
+        masks = {(c.mask, c.mask_rank, c.mask_padding > 0) for c in attention if c.mask in MASKS[2:]}
+        assert len(masks) == (8 if packed else 12)
+        assert {c.mask_dtype for c in attention if c.mask == "float"} == set(FLOATS)
+        assert {(c.is_causal, c.is_alibi) for c in attention} == {(a, b) for a in (True, False) for b in (True, False)}
+        assert {c.num_heads for c in attention if c.is_alibi} >= {1, 2, 3, 4, 6, 8, 9, 12}
+        assert {c.mask for c in attention} == set(MASKS)
+
+
+# ---- the comparison can fail -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attends", [True, False])
+def test_one_changed_scale_fails_the_comparison(attends: bool) -> None:
+    """The comparison that the cases rely on notices a single group, in what is stored and in what is computed."""
+    wanted = (attends, False, 8, "float32", "none")
+    found = next(
+        case
+        for case in map(draw_case, range(4000))
+        if (case.attends, case.packed, *(getattr(case.spec, name) for name in ("quant_bit", "dtype")), case.mask)
+        == wanted
+        and (case.spec.cache_layout, case.num_kv_heads > 1, case.head_dim >= 16) == (1, True, True)
+    )
+    call = Call(found)
+    result = call.run()
+    call.check_stored(QuantizedTally())
+    call.check_result(result)
+    assert call.mx_scale is not None
+    scale = to_numpy(call.mx_scale).copy()
+    scale[found.spec.layer_idx, 0, 1, 1, found.sequences.tokens[0] - 1, 0] *= 1.5  # (L, MaxB, 2, K, MaxS, D/G)
+    call.mx_scale = to_mx(scale, found.spec.scale_dtype)
+    with pytest.raises(AssertionError, match="stored scale"):
+        call.check_stored(QuantizedTally())
+    with pytest.raises(AssertionError, match="attention output" if attends else "value"):
+        call.check_result(result)
+
+
+# ---- the caller's arrays ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_inputs_are_left_alone(packed: bool) -> None:
+    """Cache and scale are in-out; all else is not."""
+    given, operator = good_call("multi_head_cache_attention", packed, 8, 1)
+    given["attn_mask"] = mx.zeros((7, 21) if packed else (3, 7))
+    for name in ("seqstarts", "kvstarts", "cachestarts", "start_pos"):
+        if packed:
+            given[name] = mx.array(given[name])
+    before = {name: to_numpy(x).copy() for name, x in given.items() if isinstance(x, mx.array)}
+    mx.eval(operator(**given))
+    assert {n for n, bits in before.items() if not same_bits(to_numpy(given[n]), bits)} == {"cache", "scale"}
+
+
+@pytest.mark.parametrize("quant_bit", [0, 8])
+@pytest.mark.parametrize("layout", range(4))
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("attends", [False, True])
+def test_memory_of_a_call_does_not_grow_with_the_cache(attends: bool, mode: int, layout: int, quant_bit: int) -> None:
+    """The bound allows what is alive at once on the way (it varies by 20 KB), but no copy of a cache or its scale."""
+    K, D, rows = 2, 32, 20_000
+    shape = ((rows, 1, 2, K, D), (1, rows, 2, K, D), (1, 2, rows, K, D), (1, 2, K, rows, D))[layout]
+    arrays = [mx.zeros(shape, mx.int8 if quant_bit else mx.float32)]
+    arrays += [mx.zeros((*shape[:-1], D // 8), mx.float16)] if quant_bit else []
+    new = mx.ones((3, K, D))
+    options: dict[str, Any] = {"quant_bit": quant_bit, "cache_mode": mode, "cache_layout": layout, "page_size": 4}
+    options |= {"num_heads": K, "head_dim": D} if attends else {}
+    for first in (6, 7):
+        starts = ([0, 1, 2, 3], [0, first + 1, 2 * first + 2, 3 * first + 3])
+        table = [[40, 4], [0, 900], [80, 20]] if mode else [900, 0, 40]
+        mx.eval(new, arrays)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        if attends:
+            result: Any = dynamic_batching.multi_head_cache_attention(
+                new, new, new, *starts, table, [first] * 3, 3, 1, first + 1, *arrays, **options
+            )
+        else:
+            result = dynamic_batching.key_value_cache(
+                new, new, *starts, table, [first] * 3, 1, first + 1, *arrays, **options
+            )
+        mx.eval(result, arrays)
+        peak = mx.get_peak_memory() - before
+        del result
+    assert 0 < peak < 100_000
+    assert arrays[-1].nbytes > 500_000
+
+
+@on_a_cpu
+def test_memory_of_the_attention_does_not_grow_with_the_sequences() -> None:
+    """Each sequence's keys and values are dequantized when it is its turn."""
+    K, D, tokens, most = 2, 64, 1024, 16
+    cache = mx.zeros((1, 2, K, most * tokens, D), mx.int8)
+    scale = mx.zeros((1, 2, K, most * tokens, D // 8), mx.float16)
+    floats = 2 * K * tokens * D * 4  # of one sequence
+    peaks: dict[int, int] = {}
+    for B in [4, most] * 3:  # how far MLX queues ahead depends on what else the machine does
+        new = mx.ones((B, K, D))
+        mx.eval(new, cache, scale)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        starts = (list(range(B + 1)), list(range(0, (B + 1) * tokens, tokens)))
+        rows = list(range(0, B * tokens, tokens))
+        output = dynamic_batching.multi_head_cache_attention(
+            *(new, new, new, *starts, rows, [tokens - 1] * B, B, 1, tokens, cache, scale),
+            num_heads=K,
+            head_dim=D,
+            quant_bit=8,
+            cache_layout=3,
+        )
+        mx.eval(output, cache, scale)
+        peaks[B] = min(mx.get_peak_memory() - before, peaks.get(B, sys.maxsize))
+    assert floats < peaks[most] < most / 2 * floats
+    assert peaks[most] < peaks[4] + 2 * floats
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("quant_bit", [0, 8, 4])
+def test_the_packed_call_with_one_run_is_the_static_one(quant_bit: int, dtype: str) -> None:
+    """In the same bits, step after step in one cache."""
+    stored = {8: "int8", 4: "uint8"}.get(quant_bit, dtype)
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "is_causal": True}
+    options: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": 8, **heads}
+    widths = [8 if quant_bit == 4 else 16, 2][: 1 + bool(quant_bit)]
+    arrays = [
+        mx.zeros((1, 1, 2, 2, 12, width), kind)
+        for width, kind in zip(widths, (getattr(mx, stored), mx.float16), strict=False)
+    ]
+    packed = [mx.zeros(x.shape[1:], x.dtype) for x in arrays]
+    start = 0
+    for step, S in enumerate((5, 1, 3, 1)):
+        new = [
+            mx.random.normal((S, n, 16), key=mx.random.key(10 * step + i)).astype(getattr(mx, dtype))
+            for i, n in enumerate((4, 2, 2))
+        ]
+        one = operators.multi_head_cache_attention(
+            *(x[None] for x in new), start, *arrays, **options, cache_layout=1, kernels="unfused"
+        )
+        end = start + S
+        index = ([0, S], [0, end], [0], [start], 0, S, end)
+        other = dynamic_batching.multi_head_cache_attention(*new, *index, *packed, **options, cache_layout=3)
+        assert same_bits(to_numpy(one[0]), to_numpy(other))
+        assert all(same_bits(to_numpy(a[0]), to_numpy(b)) for a, b in zip(arrays, packed, strict=True))
+        start = end
+
+
+# ---- what is no number keeps to its own token, head and group --------------------------------------------------------
+
+
+def spoilt_call(packed: bool, quant_bit: int, which: str, bad: float) -> tuple[Array, list[Array]]:
+    """Output and stored arrays of a call in which one element is ``bad``: of the second sequence, head 1."""
+    given, operator = good_call("multi_head_cache_attention", packed, quant_bit, 1)
+    given["cache"] = mx.full(given["cache"].shape, 3, given["cache"].dtype)
+    given["scale"] = mx.full(given["scale"].shape, 0.1) if quant_bit else None
+    x = to_numpy(given[which]).copy()
+    x[(1, 1, 3) if packed else (1, 0, 1, 3)] = bad if bad else x[(1, 1, 3) if packed else (1, 0, 1, 3)]
+    output = operator(**(given | {which: mx.array(x)}))
+    return to_numpy(output), [to_numpy(given[name]) for name in ("cache", "scale") if given[name] is not None]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("quant_bit", [0, 8, 4])
+@pytest.mark.parametrize("which", ["query", "current_key", "current_value"])
+def test_non_finite_values_stay_in_their_row_and_head(quant_bit: int, which: str, bad: float, packed: bool) -> None:
+    (clean, clean_stored), (found, found_stored) = (spoilt_call(packed, quant_bit, which, x) for x in (0.0, bad))
+    own: Any = (slice(1, 5),) if packed else (1,)  # the second sequence's queries
+    heads = slice(1, 2) if which == "query" else slice(3, 6)  # of kv head 1
+    for x in (clean, found):
+        x[(*own, heads) if packed else (1, slice(None), heads)] = 0
+    np.testing.assert_allclose(found, clean, rtol=1e-6, atol=1e-6)
+    for before, after in zip(clean_stored, found_stored, strict=True):
+        differ = np.argwhere((before != after) & ~(np.isnan(before) & np.isnan(after)))
+        tokens = {tuple(place[:-1]) for place in differ}
+        assert len(tokens) == (which != "query" and len(differ) > 0), "more than one token's head changed"
+        assert all(place[-1] < before.shape[-1] / 2 for place in differ), "another group changed"

@@ -1,0 +1,326 @@
+"""Models divided over a ring on the loopback: rank 0's logits against mlx-lm's model and one process's decoder.
+
+In tensor mode sums are rounded in another order; a pipeline gives the same bits. The processes of a group load one
+model after the other: starting them takes longer than all models do.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from support.adapters import adapted_reference, adapter_config, save_adapter
+from support.checkpoints import (
+    llama_config,
+    mistral_config,
+    olmo2_config,
+    quantize_reference,
+    qwen2_config,
+    qwen3_config,
+    qwen3_moe_config,
+    reference_logits,
+    reference_model,
+    save_checkpoint,
+    smollm3_config,
+    stored_by_transformers,
+)
+from support.counts import count
+from support.numbers import relative_error
+from support.part_runs import PLACES, cached_run, pooled_run, run_ids
+from support.ranks import run_script
+
+from kvant.errors import RanksError
+from kvant.models import Decoder, load_decoder
+from kvant.ranks.group import connect
+
+TOLERANCE = 1e-5  # of the largest logit, with a float cache
+# A value that lies between two of a quantized cache's may be rounded to the other one after a sum in another order.
+ROUNDED = {0: TOLERANCE, 8: 5e-3, 4: 5e-2}
+HALF = 3e-2  # bfloat16 has 8 bits
+Change = Callable[[dict[str, mx.array]], dict[str, mx.array]]
+
+SCRIPT = """
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from kvant.ranks.group import Ranks, connect
+from kvant.models import checkpoint
+from kvant.ranks.stage import load_stage
+from kvant.ranks.tensor import load_tensor
+import mlx.core as mx
+from support.part_runs import cached_run, pooled_run, run_ids
+
+class Silent(Ranks):
+    def all_sum(self, x):
+        return super().all_sum(mx.zeros_like(x))
+
+ranks = connect("ring")
+of_device = checkpoint._compute_dtype
+for case in json.loads(sys.argv[2]):
+    folder = Path(case["folder"])
+    group = Silent(ranks.group) if case["silent"] and ranks.rank == 1 else ranks
+    checkpoint._compute_dtype = (lambda *_: mx.bfloat16) if case["half"] else of_device
+    if case["ends"]:
+        model = load_stage(folder, group, range(*[0, *case["ends"]][ranks.rank : ranks.rank + 2]))
+    else:
+        model = load_tensor(folder, group, adapter=folder / "adapter" if case["adapter"] else None)
+    found = {f"cache {bits}": cached_run(model, bits) for bits in case["bits"]}
+    if case["pools"]:
+        found |= {f"pool {bits}": pooled_run(model, bits) for bits in case["bits"]}
+    found["whole"] = model(mx.array([run_ids(model.config.vocab_size)]))
+    mx.eval(found["whole"])
+    cache = model.make_cache(8, quant_bit=0)
+    before = replace(ranks.traffic)
+    mx.eval(model.next_logits(mx.array([[3]]), cache))
+    said = {**asdict(ranks.traffic.since(before)), "compiles": model.can_compile(cache), "nbytes": model.nbytes}
+    biases = [layer.self_attn.qkv_bias for layer in model.layers]
+    said["pairs"] = [bias and bias.pairs for bias in biases]
+    said["cache"] = sum(a.nbytes for layer in cache for a in layer.buffers)
+    print(json.dumps(said))
+    if ranks.rank == 0:
+        mx.save_safetensors(str(folder / "found.safetensors"), found)
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and the runs through it.
+
+    Attributes:
+        config: as mlx-lm's model takes it.
+        bits: of the caches.
+        pools: runs through pools too.
+        quantize: changes the model, and returns the config that says so.
+        adapter: of adapter_config.json.
+        change: of the tensors before they are saved.
+        silent: rank 1 adds nothing to the sums.
+        half: activations are bfloat16, as they are on a GPU.
+        ends: in a pipeline the layers up to which each rank goes; else tensor mode.
+    """
+
+    config: dict[str, Any]
+    bits: Sequence[int] = (0,)
+    pools: bool = False
+    quantize: Callable[[dict[str, Any], nn.Module], dict[str, Any]] | None = None
+    adapter: dict[str, Any] | None = None
+    change: Change | None = None
+    silent: bool = False
+    half: bool = False
+    ends: Sequence[int] = ()
+
+
+def _format(bits: int, group_size: int, mode: str = "affine") -> Callable[[dict[str, Any], nn.Module], dict[str, Any]]:
+    return lambda config, model: quantize_reference(config, model, bits, group_size, mode)
+
+
+def _mixed(config: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """v and down finer than the rest, o in floating point."""
+    own: dict[str, Any] = {}
+
+    def choose(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if path.endswith("o_proj") or not hasattr(module, "to_quantized"):
+            return False
+        if path.endswith(("v_proj", "down_proj")):
+            own[path] = {"group_size": 64, "bits": 8}
+            return dict(own[path])
+        return {"group_size": 32, "bits": 3}
+
+    nn.quantize(model, class_predicate=choose)
+    return config | {"quantization": {"group_size": 32, "bits": 3, **own}}
+
+
+def _large_bias(heads: int) -> Change:
+    """A constant in one pair of the last key head: only the rank that has it sees that it outweighs the keys."""
+
+    def change(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        for name, x in weights.items():
+            if name.endswith("k_proj.bias"):
+                bias = x.reshape(heads, -1)
+                bias[-1, 3] = 200.0
+                weights[name] = bias.flatten()
+        return weights
+
+    return change
+
+
+WIDE = {"num_attention_heads": 4, "num_key_value_heads": 2}
+UNTIED = {"tie_word_embeddings": False}
+# Qwen2's smallest has 14 query heads and 2 kv heads, of 64 elements
+UNEVEN = {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 320, **UNTIED}
+SPLIT = Case(qwen2_config(**WIDE), (0, 8, 4), pools=True, change=_large_bias(2))
+SILENT = Case(qwen2_config(**WIDE), silent=True)
+MOE = qwen3_moe_config()
+# The last two layers have a window, which rank 0 has none of.
+WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+LAYERS = Case(qwen2_config(num_hidden_layers=4, **WINDOWS), (0, 8, 4), pools=True)
+
+CASES: dict[int, dict[str, Case]] = {
+    2: {
+        "qwen2": SPLIT,
+        "llama": Case(llama_config(**UNTIED), pools=True),
+        "silent": SILENT,
+        "qwen3": Case(qwen3_config(vocab_size=301, **UNTIED)),
+        "mistral, window": Case(mistral_config(sliding_window=8), (0, 8), pools=True),
+        "smollm3": Case(smollm3_config(num_key_value_heads=1)),
+        "olmo2": Case(olmo2_config(num_key_value_heads=2), pools=True),
+        "olmo2, bfloat16": Case(olmo2_config(), half=True),
+        "moe": Case(MOE, change=lambda weights: stored_by_transformers(weights, "each")),
+        "moe, joined": Case(MOE, change=lambda weights: stored_by_transformers(weights, "joined")),
+        "moe, 4 bits": Case(MOE, quantize=_format(4, 32)),
+        "3 bits": Case(llama_config(), quantize=_format(3, 32)),
+        "mxfp4": Case(llama_config(**UNTIED), quantize=_format(4, 32, "mxfp4")),
+        "nvfp4": Case(qwen2_config(**WIDE), quantize=_format(4, 16, "nvfp4")),
+        "mixed": Case(llama_config(), quantize=_mixed),
+        "lora": Case(qwen3_config(**WIDE), adapter=adapter_config()),
+        "lora, 4 bits": Case(llama_config(), quantize=_format(4, 64), adapter=adapter_config()),
+        "dora": Case(llama_config(), adapter=adapter_config(kind="dora")),
+        "lora, moe": Case(MOE, adapter=adapter_config()),
+        "pipeline": replace(LAYERS, ends=[1, 4]),
+        "pipeline, moe": Case(qwen3_moe_config(num_hidden_layers=3, **UNTIED), (0, 8), pools=True, ends=[2, 3]),
+    }
+    | count(
+        {},
+        {
+            f"{kind}, {bits} bits": Case(config, (0, 8, 4), pools=True, quantize=_format(bits, group))
+            for kind, config in (("qwen2", qwen2_config(**WIDE)), ("olmo2", olmo2_config()), ("moe", MOE))
+            for bits, group in ((2, 32), (4, 64), (5, 32), (6, 64), (8, 32))
+        },
+    ),
+    3: {
+        "uneven": Case(llama_config(**UNEVEN), quantize=_format(4, 32)),
+        "olmo2": Case(olmo2_config(num_key_value_heads=2)),
+        "dora": Case(llama_config(), adapter=adapter_config(kind="dora")),
+        "pipeline": replace(LAYERS, ends=[2, 3, 4]),
+        **count(
+            {}, {"qwen2": SPLIT, "moe": Case(MOE), "lora, moe": Case(MOE, adapter=adapter_config()), "silent": SILENT}
+        ),
+    },
+    4: {
+        "uneven": Case(llama_config(**UNEVEN)),
+        **count({}, {"qwen2": SPLIT, "moe": Case(MOE, (0, 8)), "olmo2": Case(olmo2_config(num_key_value_heads=2))}),
+    },
+}
+EVERY = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
+BY_MLX_LM = ("llama", "uneven", "lora", "dora", "3 bits")
+
+
+@dataclass
+class Run:
+    """What the ranks said of a case, by rank, and where it is."""
+
+    folder: Path
+    reference: mx.array
+    said: list[dict[str, Any]] = field(default_factory=list)
+
+    def alone(self) -> Decoder:
+        """The model in one process."""
+        adapter = self.folder / "adapter"
+        return load_decoder(self.folder, adapter=adapter if adapter.exists() else None)
+
+
+def _models(case: Case) -> tuple[nn.Module, dict[str, Any]]:
+    model = reference_model(case.config)
+    return model, case.config if case.quantize is None else case.quantize(case.config, model)
+
+
+def _make(folder: Path, case: Case) -> Run:
+    """The model's folder. mlx-lm's logits are those of the tensors before they are changed."""
+    reference, config = _models(case)
+    save_checkpoint(folder, config, reference)
+    if case.change is not None:
+        weights = case.change(dict(tree_flatten(reference.parameters())))
+        mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    if case.adapter is not None:
+        adapter = save_adapter(folder / "adapter", case.adapter, reference)
+        reference = adapted_reference(_models(case)[0], adapter)
+    return Run(folder, reference_logits(reference, run_ids(config["vocab_size"]))[mx.array(PLACES)])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Run]:
+    """Every case on its ranks, a group for each number of them."""
+    found = {}
+    for ranks, cases in CASES.items():
+        root = tmp_path_factory.mktemp(f"ranks-{ranks}")
+        made = {name: _make(root / str(number), case) for number, (name, case) in enumerate(cases.items())}
+        told = ("bits", "pools", "adapter", "silent", "half", "ends")
+        asked = [
+            {"folder": str(made[name].folder)} | {each: getattr(case, each) for each in told}
+            for name, case in cases.items()
+        ]
+        outputs = run_script(ranks, SCRIPT, str(Path(__file__).parents[1]), json.dumps(asked))
+        for name, *said in zip(cases, *(out.splitlines() for out in outputs), strict=True):
+            made[name].said = [json.loads(line) for line in said]
+            found[ranks, name] = made[name]
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "name"), EVERY)
+def test_logits(runs: dict[tuple[int, str], Run], ranks: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through caches and pools of every width, against the same run in one process."""
+    run, case = runs[ranks, name], CASES[ranks][name]
+    given = mx.load(str(run.folder / "found.safetensors"))
+    if case.half:
+        monkeypatch.setattr("kvant.models.checkpoint._compute_dtype", lambda *_: mx.bfloat16)
+    model = run.alone()
+    expected = {f"cache {bits}": cached_run(model, bits) for bits in case.bits}
+    if case.pools:
+        expected |= {f"pool {bits}": pooled_run(model, bits) for bits in case.bits}
+    expected["whole"] = model(mx.array([run_ids(model.config.vocab_size)]))
+    assert given.keys() == expected.keys()
+    for key, logits in expected.items():
+        error = relative_error(given[key], logits)
+        if case.silent:  # what the comparison is worth
+            assert error > 0.1
+        else:
+            bits = 0 if key == "whole" else int(key.split()[1])
+            if case.ends:
+                assert mx.array_equal(given[key], logits), key
+            assert error < (HALF if case.half else ROUNDED[bits]), key
+            assert given[key].dtype == logits.dtype == model.dtype
+    if name.startswith(BY_MLX_LM):
+        assert relative_error(given["cache 0"], run.reference) < TOLERANCE
+
+
+@pytest.mark.parametrize(("ranks", "name"), EVERY)
+def test_what_a_token_sends(runs: dict[tuple[int, str], Run], ranks: int, name: str) -> None:
+    """Two sums of the stream a layer; OLMo 2's two sums of squares together; the logits of a head stored by itself."""
+    run, case = runs[ranks, name], CASES[ranks][name]
+    config, item = case.config, 2 if case.half else 4
+    layers, is_olmo2 = config["num_hidden_layers"], config["model_type"] == "olmo2"
+    widest = 0 if config["tie_word_embeddings"] else -(-config["vocab_size"] // ranks)
+    sums = layers * (3 if is_olmo2 else 2) + (widest > 0)
+    nbytes = item * (layers * 2 * config["hidden_size"] + ranks * widest) + layers * is_olmo2 * 2 * 4
+    counts = {"sums": sums, "messages": 0, "bytes": nbytes}
+    if case.ends:  # the stream goes to the next rank, and back to the first
+        counts = {"sums": 0, "messages": 2, "bytes": 2 * item * config["hidden_size"]}
+        assert sum(said["nbytes"] for said in run.said) == run.alone().nbytes
+    for said in run.said[: 1 if case.silent else None]:  # the silent rank's sums are counted elsewhere
+        assert said.items() >= (counts | {"compiles": False}).items()
+
+
+def test_a_ranks_cache(runs: dict[tuple[int, str], Run]) -> None:
+    """It is a part of one process's until ranks are more than kv heads, and leaves the same biases out.
+
+    The last rank's keys alone say which.
+    """
+    for ranks, name, heads in ((2, "qwen2", 2), (2, "smollm3", 1), (3, "uneven", 2), (4, "uneven", 2)):
+        run = runs[ranks, name]
+        whole = sum(a.nbytes for layer in run.alone().make_cache(8, quant_bit=0) for a in layer.buffers)
+        assert [said["cache"] for said in run.said] == [whole // min(ranks, heads)] * ranks
+    run = runs[2, "qwen2"]
+    alone = [list(layer.self_attn.qkv_bias.pairs) for layer in run.alone().layers]  # type: ignore[union-attr]
+    assert alone == [[3]] * 2
+    assert [said["pairs"] for said in run.said] == [alone] * 2
+
+
+def test_no_ring() -> None:
+    with pytest.raises(RanksError, match="back end 'ring' does not start"):
+        connect("ring")
