@@ -59,7 +59,7 @@ def test_the_tour_counts_lines() -> None:
     lines = {path: len((ROOT / "src" / "kvant" / path).read_text().splitlines()) for path, _ in rows}
     assert len(rows) > 10
     assert all(abs(lines[path] - int(said)) <= 3 + 0.1 * lines[path] for path, said in rows), lines
-    assert sum(lines.values()) < 2600
+    assert sum(lines.values()) < 3100
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_ids)
