@@ -31,41 +31,38 @@ def test_pocket_model(pocket: tuple[Decoder, Any], pocket_mlx_lm: nn.Module, hel
     check_three_ways(pocket[0], reference_logits(pocket_mlx_lm, ids), ids)
 
 
-def test_a_batch_is_its_rows(make_checkpoint: Callable[..., tuple[Path, nn.Module]]) -> None:
-    model = load_decoder(make_checkpoint()[0])
-    rows = [IDS[:10], IDS[10:]]
-    cache = model.make_cache(16, batch=2)
-    batch = mx.concatenate(
-        [model(mx.array(rows)[:, :6], cache=cache), model(mx.array(rows)[:, 6:], cache=cache)], axis=1
-    )
-    for row, logits in zip(rows, batch, strict=True):
-        one = model.make_cache(16)
-        assert relative_error(logits, model(mx.array([row]), cache=one)[0]) < TOLERANCE
-
-
 def test_an_offset_can_only_confirm_the_cache(make_checkpoint: Callable[..., tuple[Path, nn.Module]]) -> None:
     model = load_decoder(make_checkpoint()[0])
     cache = model.make_cache(16)
-    model(mx.array([[1, 2, 3]]), offset=0, cache=cache)
-    assert [layer.offset for layer in cache] == [3, 3]
-    model(mx.array([[4]]), offset=3, cache=cache)
-    with pytest.raises(ValueError, match="offset is 3; the cache holds 4 tokens"):
-        model(mx.array([[5]]), offset=3, cache=cache)
-    with pytest.raises(ValueError, match="offset is 2; the cache holds 0 tokens"):
-        model(mx.array([[5]]), offset=2)
-    assert [layer.offset for layer in cache] == [4, 4]
-    for ids in ([[300]], [[-1]], [[10**8]]):
-        with pytest.raises(ValueError, match="the model knows 0 to 299"):
-            model(mx.array(ids), cache=cache)
-    with pytest.raises(ValueError, match="expected integer token ids"):
-        model(mx.array([[1.0]]), cache=cache)
-    with pytest.raises(ValueError, match="offset is False"):
-        model(mx.array([[1]]), offset=False)
-    with pytest.raises(ValueError, match="offset is 5; the cache holds 0 tokens"):  # two sequences, none there yet
-        model(mx.array([[5], [6]]), offset=5, cache=[FullKVCache() for _ in model.layers])
+    model(mx.array([[1, 2]]), offset=0, cache=cache)
+    model(mx.array([[3]]), offset=2, cache=cache)
+    expected = r"expected an int or an array of integers \(1,\)"
+    one, growing = mx.array([[5]]), [FullKVCache() for _ in model.layers]
+    refused: list[tuple[mx.array, Any, Any, str]] = [  # ids, offset, cache, and what is said
+        (one, mx.array([3.0]), cache, rf"array of mlx.core.float32 \(1,\); {expected}"),
+        (one, mx.array([3, 1]), cache, rf"array of mlx.core.int32 \(2,\); {expected}"),
+        (one, mx.array(3), cache, rf"array of mlx.core.int32 \(\); {expected}"),
+        (one, [3], cache, rf"offset is \[3\]; {expected}"),
+        (one, 3.0, cache, rf"offset is 3.0; {expected}"),
+        (one, False, None, "offset is False"),
+        (one, 2, cache, "offset is 2; the cache holds 3 tokens"),
+        (one, 2, None, "offset is 2; the cache holds 0 tokens"),
+        (one, mx.array([1]), cache, r"offset is \[1\]; the cache holds 3 tokens"),
+        (mx.array([[5], [6]]), mx.array([1, 0]), None, r"offset is \[1, 0\]; the cache holds 0 tokens"),
+        (mx.array([[5], [6]]), 5, growing, "offset is 5; the cache holds 0 tokens"),  # two sequences, none there yet
+        (mx.array([[5], [6], [7]]), None, cache, "inputs has 3 sequences; a cache has one"),
+        *((mx.array([[token]]), None, cache, "the model knows 0 to 299") for token in (300, -1, 10**8)),
+        (mx.array([[1.0]]), None, cache, "expected integer token ids"),
+        (mx.array([1, 2]), None, None, r"expected \(B, S\) token ids"),
+        (one, None, cache[:1], "the cache has 1 layers; expected 2"),
+    ]
+    for ids, offset, layers, message in refused:
+        with pytest.raises(ValueError, match=message):
+            model(ids, offset=offset, cache=layers)
+    assert {layer.offset for layer in cache} == {3}
+    model(one, offset=mx.array([3]), cache=cache)
+    assert {layer.offset for layer in cache} == {4}
+    cache[1].trim(1)
+    assert {layer.offset for layer in cache} == {3}  # one cache: of every layer
     with pytest.raises(ContextError, match="this machine has"):
         model.make_cache(10**12)
-    with pytest.raises(ValueError, match="the cache has 1 layers; expected 2"):
-        model(mx.array([[5]]), cache=cache[:1])
-    with pytest.raises(ValueError, match=r"expected \(B, S\) token ids"):
-        model(mx.array([1, 2]))
