@@ -10,26 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.command import call
 from support.counts import count
-from support.hostile import MESSAGES, OPENED, change, good_model, refused, sparse
+from support.hostile import MESSAGES, OPENED, change, one_line, refused, sparse
 
 import kvant
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import load_decoder
 from kvant.tools.bench.adapters import MLXLM, Kvant
 from kvant.tools.bench.engines import EngineSpec
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with every file kvant opens."""
-    return good_model(tmp_path_factory.mktemp("good") / "model")
-
-
-@pytest.fixture
-def folder(good: Path, tmp_path: Path) -> Path:
-    """A copy to spoil."""
-    return Path(shutil.copytree(good, tmp_path / "model"))
 
 
 def test_the_good_folder_is_good(folder: Path) -> None:
@@ -139,12 +128,12 @@ CODE: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), CODE)
-def test_code_isrefused(folder: Path, marker: Path, name: str, changes: dict[str, Any], message: str) -> None:
+def test_code_is_refused(folder: Path, marker: Path, name: str, changes: dict[str, Any], message: str) -> None:
     change(folder / name, **changes)
     refused(folder, ModelError, message)
     if name == "config.json":
         for engine, kind in (("kvant", Kvant), ("mlx-lm", MLXLM)):
-            with pytest.raises(ModelError, match=message):
+            with one_line(ModelError, message):
                 kind(EngineSpec(engine, 0), folder, 512)
 
 
@@ -164,66 +153,49 @@ def test_a_folder_of_pickles(folder: Path, marker: Path) -> None:
 # From the command line.
 
 
-def _run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    kvant_program = "import sys; from kvant.cli import main; sys.exit(main())"
-    command = [sys.executable, "-P", "-c", kvant_program, *arguments]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(kvant.__file__).parents[1])}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, env=environment)
-
-
 SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 ABSURD = {**dict.fromkeys(SIZES, 2**24), "max_position_embeddings": 2**24}
 ABSURD["num_hidden_layers"] = count(256, 4096)  # tests/tools/plan plans 4096
 ABSURD["quantization"] = {"bits": 3, "group_size": 32}  # planned part by part
 
 
-def _spoil_template(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_text("{{ 'a' * 10**10 }}")
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (_spoil_template, "the chat template failed: it needs too much memory"),
         (lambda folder: sparse(folder, {"a": (2**40,)}), "unexpected tensor a"),
         (lambda folder: change(folder / "config.json", model_file="evil.py"), "model_file names code"),
         (lambda folder: change(folder / "config.json", **ABSURD), "no context fits, whatever the cache"),
     ],
 )
-def test_the_command_says_one_line(folder: Path, marker: Path, spoil: Callable[[Path], None], message: str) -> None:
+def test_the_command_says_one_line(
+    folder: Path, marker: Path, spoil: Callable[[Path], None], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spoil(folder)
-    done = _run("generate", "Hello!", "--model", ".", "-q", cwd=folder)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("kvant: error: ")
-    assert done.stderr.count("\n") == 1
+    monkeypatch.chdir(folder)
+    done = call("generate", "Hello!", "--model", ".", "-q")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert message in done.stderr
 
 
-def test_engines_of_a_benchmark_import_nothing_from_the_current_folder(folder: Path, marker: Path) -> None:
-    arguments = [
-        "--engine",
-        "kvant",
-        "--kv-bits",
-        "8",
-        "--repeats",
-        "1",
-        "--max-tokens",
-        "2",
-        "--prompt-tokens",
-        "8",
-        "--model",
-        ".",
-    ]
-    done = _run("bench", *arguments, cwd=folder)
+def test_its_processes_import_nothing_from_the_current_folder(folder: Path, marker: Path) -> None:
+    """The one that reads text, and the engines of a benchmark."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        program = "import sys; from kvant.cli import main; sys.exit(main())"
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(kvant.__file__).parents[1])}
+        command = [sys.executable, "-P", "-c", program, *arguments, "--model", "."]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, env=environment)
+
+    options = ["--engine", "kvant", "--kv-bits", "8", "--repeats", "1", "--max-tokens", "2", "--prompt-tokens", "8"]
+    done = run("bench", *options)
     assert done.returncode == 0, done.stderr
+    (folder / "chat_template.jinja").write_text("{{ 'a' * 10**10 }}")
+    done = run("generate", "Hello!", "-q")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "the chat template failed: it needs too much memory" in done.stderr
 
 
-# Messages, and the fuzzer.
-
-
-def test_messages_are_one_printable_line() -> None:
-    assert str(ModelError("a\nb\x1b[2Jc\ud800 ü")) == r"a\nb\x1b[2Jc\ud800 ü"
-    assert len(f"kvant: error: {ModelError('x' * 10**6)}") <= 3 * 80
+# The fuzzer.
 
 
 def test_the_fuzzer_finds_nothing_in_a_few_folders_and_sees_what_goes_wrong(tmp_path: Path) -> None:
@@ -255,10 +227,7 @@ raise SystemExit(fuzz.main())
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
     )
     lines = done.stdout.splitlines()
-    assert lines[0] == "raised: ValueError: no KvantError"
-    assert lines[1].startswith("died of SIGABRT")
-    assert lines[2] == "hung"
-    assert lines[3].startswith("took ")
-    assert lines[4] == "wrote to standard output: 'words'"
+    for line, begins in zip(lines, ("raised: ValueError", "died of SIGABRT", "hung", "took ", "wrote"), strict=False):
+        assert line.startswith(begins)
     assert lines[-1].startswith("seeds 0 to 1: ")
     assert done.returncode == 0, done.stdout

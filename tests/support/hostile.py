@@ -86,12 +86,13 @@ def file_bytes(header: object, data_bytes: int, claim: int | None = None) -> byt
     return struct.pack("<Q", len(text) if claim is None else claim) + text + bytes(data_bytes)
 
 
-def sparse(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """A file that has these tensors and next to no bytes on the disk."""
+def sparse(folder: Path, shapes: dict[str, tuple[int, ...]], **last: Any) -> None:
+    """A file that has these tensors, says something else of the last, and has next to no bytes on the disk."""
     header, end = {}, 0
     for name, shape in shapes.items():
         header[name] = tensor(*shape, start=end)
         end = header[name]["data_offsets"][1]
+    header[name] |= last
     data = file_bytes(header, 0)
     (folder / "model.safetensors").write_bytes(data)
     os.truncate(folder / "model.safetensors", len(data) + end)
