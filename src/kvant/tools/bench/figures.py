@@ -78,7 +78,7 @@ def gaps_ms(run: Run) -> list[float]:
 
 
 def summarize(recording: Recording) -> list[Summary]:
-    """The figures of every engine in every case, in the order of cases and then of engines."""
+    """The figures in the order of cases, and then of engines."""
     cases: dict[tuple[int, ...], dict[str, dict[int, Run]]] = {}
     for run in recording.runs:
         cases.setdefault(run.prompt_tokens, {}).setdefault(run.engine, {})[run.run] = run
@@ -137,7 +137,7 @@ def _bytes_read(runs: Runs, recording: Recording, label: str) -> dict[str, float
 
 
 def _drafts(runs: Runs) -> dict[str, float | None]:
-    """What drafts did; nothing if there are none."""
+    """Counts of drafts; none without them."""
     counts = [run.drafts for run in runs.values() if run.drafts]
     if not counts:
         return {}

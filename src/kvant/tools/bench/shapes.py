@@ -87,7 +87,7 @@ def write_random(
         folder: an existing, empty folder.
         bits: 4 or 8: MLX's affine quantization, the embedding too, as mlx-lm's converter does; 0: bfloat16.
         group_size: 32, 64 or 128; without meaning at 0 bits.
-        context: tokens config.json admits, where more or fewer than the shape's own.
+        context: tokens config.json admits, if other than the shape's own.
 
     Raises:
         ValueError: bits or a group size that cannot be written.

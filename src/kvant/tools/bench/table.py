@@ -80,7 +80,7 @@ def describe(header: Header) -> list[str]:
 
 
 def tables(summaries: Sequence[Summary]) -> Group:
-    """The figures that are known, in tables that fit 80 columns; a row for each summary, in sections by case."""
+    """The figures that are known, in tables of 80 columns; a row for each summary."""
     parts: list[Table | str] = []
     streams = any(summary.streams is not None for summary in summaries)
     for title, columns, caption in TABLES:
