@@ -33,13 +33,14 @@ sys.stdout.write(json.dumps(dict(own=own, ring=ring, words=sys.argv[4:], folder=
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no command after --; expected one of generate, chat, serve, bench, plan, doctor"),
+        ([], "no command after --; expected one of generate, chat, serve, plan, doctor"),
         (["-n", "2", "--", "kvant"], "no command after --"),
         (["-n", "2", "--", "pull", "x"], "'pull' is no command that runs on several machines"),
         (["-n", "2", "--", "launch", "-n", "2"], "'launch' is no command"),
         (["-n", "2", "--", "generat"], "did you mean 'generate'?"),
         (["--", "generate"], "neither -n and --hostfile"),
         (["-n", "2", "--hostfile", "x", "generate"], "both -n and --hostfile"),
+        (["-n", "0", "generate"], "--ranks is 0; expected 1 to 64"),
         (["--hostfile", "/no/file", "generate"], "/no/file: cannot be read"),
         (["--hostfile", "/dev/zero", "generate"], "/dev/zero: not a regular file"),
         (["--hostfile", "HOSTS", "generate"], "rank 0: ssh is 'a\\x00b'; expected a host's name"),
@@ -56,7 +57,6 @@ def test_what_is_refused(arguments: list[str], message: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("flags", "stdin", "code", "message"),
     [
-        (["-n", "0"], "", 2, "invalid positive_number value: '0'"),
         (["-n", "2", "--backend", "tcp"], "", 2, "The backend should be one of"),
         (["-n", "2", "--python", "/bin/false"], "", 1, "Node with rank 0 exited with code 1"),
         (["-n", "2"], "piped", 2, "standard input reaches no rank"),

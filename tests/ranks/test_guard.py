@@ -19,6 +19,7 @@ from support.ranks import SRC, rank_environments, start_ranks
 from kvant.ranks.guard import BEAT_S, ENDED_S, SILENCE_S, first_difference
 
 SILENT_S = 1.5  # here, for a rank to be lost
+SHORT = f"silence_s = {SILENT_S}"
 LATE_S = 60.0  # a run that does not end
 BUSY_S = 6.0  # more, if other tests run beside it
 GONE, SILENT = "is gone: its connection was closed", f"has said nothing for {SILENT_S:g} s: it is stopped or asleep"
@@ -41,11 +42,11 @@ def hold():
     ctypes.PyDLL(None).sleep(30)
 
 place = find_place(os.environ)
-facts, launcher, deadline_s = {{"version": 1}}, None, 30
+facts, launcher, deadline_s, silence_s = {{"version": 1}}, None, 30, 20
 guard = None
 PREPARE
 try:
-    guard = Guard.join(place, facts, deadline_s=deadline_s, silence_s={SILENT_S}, launcher=launcher)
+    guard = Guard.join(place, facts, deadline_s=deadline_s, silence_s=silence_s, launcher=launcher)
     rank = guard.rank
 """
 END = """
@@ -70,7 +71,7 @@ def script(body: str, prepare: str = "") -> list[str]:
 TALK = """
 assert guard.gather({"rank": rank, "text": "ä"}) == [{"rank": r, "text": "ä"} for r in range(3) if not rank]
 guard.agree({"digest": "abc", "shape": (1, 2), "none": None})
-big = "x" * 10_000_000
+big = "x" * 3_000_000
 if rank == 0:
     guard.tell({"big": big})
     assert guard.gather(None) == [None, big, big]
@@ -172,7 +173,7 @@ class Case:
 def lost(sign: signal.Signals, rank: int) -> Case:
     codes = [-signal.SIGKILL if rank == each else 1 for each in range(3)]
     how = SILENT if sign == signal.SIGSTOP else GONE
-    return Case(LOST.replace("BLOCKED", str((rank + 1) % 3)), codes, f"rank {rank} {how}", (sign, rank))
+    return Case(LOST.replace("BLOCKED", str((rank + 1) % 3)), codes, f"rank {rank} {how}", (sign, rank), SHORT)
 
 
 CASES = {
@@ -181,8 +182,8 @@ CASES = {
     "another is killed": lost(signal.SIGKILL, 2),
     "first is stopped": lost(signal.SIGSTOP, 0),
     "another is stopped": lost(signal.SIGSTOP, 1),
-    "does not read": Case(DOES_NOT_READ, [1, -9, 1], f"rank 1 {SILENT}", (signal.SIGSTOP, 1)),
-    "all are stopped": Case(GOES_ON, [0, 0, 0]),
+    "does not read": Case(DOES_NOT_READ, [1, -9, 1], f"rank 1 {SILENT}", (signal.SIGSTOP, 1), SHORT),
+    "all are stopped": Case(GOES_ON, [0, 0, 0], prepare=SHORT),
     "fails": Case(FAILS, [1, 1, 1], "rank 1: no memory"),
     "python's lock is held": Case(HELD, [-9, -9, -9], "joining the ring took longer than 3 s"),
     "differs": Case("", [1, 1, 1], "rank 2: version is 2; rank 0 has 1", prepare="facts['version'] += place.rank == 2"),

@@ -24,7 +24,7 @@ from kvant.cli.bad_value import BadValueError
 from kvant.cli.ranks import COMMANDS, LAUNCHER
 from kvant.errors import EXIT_INTERRUPTED, RanksError, did_you_mean, one_line
 
-MAX_HOSTS_BYTES = 2**20
+MAX_RANKS, MAX_HOSTS_BYTES = 64, 2**20
 STOPPED_S = 2.0  # for a rank to end by a signal that a stopped one does not get
 LOOK_S = 0.1
 # As the console script starts: before the package loads libraries Ctrl-C is taken over, and the folder that the
@@ -70,6 +70,8 @@ def launch(
         raise BadValueError(f"{found}; expected one of {', '.join(COMMANDS)}{near}")
     if (ranks is None) == (hostfile is None):
         raise BadValueError(f"{'both' if hostfile else 'neither'} -n and --hostfile; expected one of them")
+    if ranks is not None and not 1 <= ranks <= MAX_RANKS:
+        raise BadValueError(f"--ranks is {ranks}; expected 1 to {MAX_RANKS}")
     if words[0] == "generate" and _text_waits():
         raise BadValueError("standard input reaches no rank; expected the prompt as an argument or with --prompt")
     if hostfile is not None:

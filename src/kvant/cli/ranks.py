@@ -55,7 +55,7 @@ def begin(arguments: Sequence[str]) -> None:
     launcher = os.environ.get(LAUNCHER, "")
     facts = {name: version(name) for name in PACKAGES} | {"the command": command}
     _place = place
-    _guard = Guard.join(place, facts, launcher=int(launcher) if launcher.isdecimal() else None)
+    _guard = Guard.join(place, facts, launcher=int(launcher) if launcher.isdecimal() and len(launcher) < 10 else None)
     interrupts.at_deadline(lambda: end(EXIT_INTERRUPTED))
 
 

@@ -36,10 +36,13 @@ LOST = "lost"  # why rank 0 ends if another rank did before
 # MLX joins its group with the interpreter's lock held: no thread of Python runs, so another process keeps the time.
 TIMER = """
 import os, sys, time
-time.sleep(float(sys.argv[1]))
-if os.getppid() == int(sys.argv[2]):
-    os.write(2, sys.argv[3].encode())
-    os.kill(os.getppid(), 9)
+rank, until = int(sys.argv[1]), time.monotonic() + float(sys.argv[2])
+while os.getppid() == rank:
+    time.sleep(0.1)
+    if time.monotonic() > until:
+        os.write(2, sys.argv[3].encode())
+        os.kill(rank, 9)
+        break
 """
 
 
@@ -155,7 +158,7 @@ class Guard:
         What is inside may hold the interpreter's lock.
         """
         line = "" if self.rank else f"kvant: error: {doing} took longer than {seconds:g} s; this run is over\n"
-        command = [sys.executable, "-I", "-S", "-c", TIMER, str(seconds), str(os.getpid()), line]
+        command = [sys.executable, "-I", "-S", "-c", TIMER, str(os.getpid()), str(seconds), line]
         timer = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is not for it
         try:
             yield
@@ -219,8 +222,8 @@ class Guard:
         try:
             if self._launcher is not None:
                 os.kill(self._launcher, 0)  # sends nothing
-        except ProcessLookupError:
-            return True
+        except OSError as error:
+            return isinstance(error, ProcessLookupError)
         return os.getppid() != self._parent
 
     def _listen(self, peer: Peer) -> None:
