@@ -57,16 +57,6 @@ def _client(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return message
 
 
-def test_the_order_of_events() -> None:
-    told = streamed(MessageStream("pocket"), ANSWER)
-    block = ["content_block_start", "content_block_delta", "content_block_stop"]
-    assert [event["type"] for event in told] == [
-        "message_start", *block[:1], *[block[1]] * 3, *block[2:], *block[:1], *[block[1]] * 2, *block[2:],
-        *block, *block, "message_delta", "message_stop",
-    ]  # fmt: skip
-    assert [event["index"] for event in told[1:-2]] == [0] * 5 + [1] * 4 + [2] * 3 + [3] * 3
-
-
 def test_the_whole_message() -> None:
     stream = MessageStream("pocket")
     streamed(stream, ANSWER)
