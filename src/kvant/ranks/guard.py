@@ -64,7 +64,8 @@ class Peer:
 class Guard:
     """One rank's guard. Rank 0 is connected to all others, each of them to rank 0.
 
-    All ranks call ``agree``, ``gather``, and ``tell`` or ``receive`` in one order.
+    All ranks call ``agree``, ``gather``, and ``tell`` or ``receive`` in one order. Once rank 0 has ended the run, they
+    raise Ended on the others.
 
     A rank that is killed, stopped or asleep, or failed ends the processes of all. One line on standard error says
     which: rank 0's, or rank 1's if rank 0 is the lost one. Ranks end with their launcher, too.
@@ -101,10 +102,6 @@ class Guard:
             launcher: a process of this machine; the run ends with it.
             deadline_s: for all ranks to come.
             silence_s: after which a rank is lost.
-
-        Raises:
-            RanksError: a rank did not come, or differs.
-            Ended: rank 0 has ended the run and says why.
         """
         guard = cls(place.rank, place.size, launcher, silence_s)
         try:
@@ -123,11 +120,7 @@ class Guard:
         self._post("tell", dict(message))
 
     def receive(self) -> Mapping[str, Any]:
-        """Wait for rank 0's next message, on the others.
-
-        Raises:
-            Ended: rank 0 has ended the run.
-        """
+        """Wait for rank 0's next message, on the others."""
         found: Mapping[str, Any] = self._next(self._peers[0], "tell")
         return found
 
@@ -136,12 +129,7 @@ class Guard:
         return self._collect("value", value)
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Compare facts, values of JSON, with rank 0's. All ranks call it.
-
-        Raises:
-            RanksError: on rank 0: a rank differs. The run is over.
-            Ended: on the others then.
-        """
+        """Compare facts, values of JSON, with rank 0's. All ranks call it."""
         everybody = self._collect("facts", dict(facts))
         if self.rank:
             self._next(self._peers[0], "agreed")
