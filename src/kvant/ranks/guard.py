@@ -82,6 +82,7 @@ class Guard:
         self._time = 0.0  # seconds in which this process was awake
         self._over = threading.Lock()  # whoever takes it ends this process, and never gives it back
         self._ended = False  # by rank 0
+        self._silent = False  # other ranks may be
         threading.Thread(target=self._watch, daemon=True).start()
 
     @classmethod
@@ -140,17 +141,21 @@ class Guard:
         self._post("agreed", None)
 
     @contextmanager
-    def within(self, seconds: float, doing: str) -> Iterator[None]:
+    def within(self, seconds: float, doing: str, *, silent: bool = False) -> Iterator[None]:
         """End this process if what is inside is not done in time, with a line that names ``doing``.
 
-        What is inside may hold the interpreter's lock.
+        What is inside may hold the interpreter's lock. ``silent``: so do other ranks, which are not lost by that.
         """
         line = "" if self.rank else f"kvant: error: {doing} took longer than {seconds:g} s; this run is over\n"
         command = [sys.executable, "-I", "-S", "-c", TIMER, str(os.getpid()), str(seconds), line]
         timer = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is not for it
+        self._silent = silent
         try:
             yield
         finally:
+            for peer in self._peers.values():
+                peer.heard = self._time
+            self._silent = False
             timer.kill()
             timer.wait()
 
@@ -198,7 +203,7 @@ class Guard:
                     with suppress(OSError):  # full, or closed: who reads notices
                         peer.socket.send(b"\n", socket.MSG_DONTWAIT)
                     peer.sending.release()
-                if self._time - peer.heard > self._silence_s:
+                if self._time - peer.heard > self._silence_s and not self._silent:
                     why = "it is stopped or asleep, or the network is gone"
                     self._lose(peer, f"has said nothing for {self._silence_s:g} s: {why}")
             time.sleep(BEAT_S)
